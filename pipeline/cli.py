@@ -49,6 +49,10 @@ COMMANDS = {
     "attest": ("tools.attest", "sign what a model was trained on, and check it from an archive alone"),
     "lineage": ("tools.lineage", "show where something came from and what became of it"),
     "replay": ("tools.replay", "fold the recorded log again, as it was or under another configuration"),
+    "rescore": (
+        "tools.rescore",
+        "score old rollouts by another verifier, and show what trained on wrong rewards",
+    ),
     "show": ("tools.show", "show one rollout as a person reads it, with its group and its fate"),
     "retrain": (
         "tools.retrain",

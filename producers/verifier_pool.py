@@ -52,6 +52,7 @@ class VerifierPool:
         memory_bytes: int = 1 << 30,
     ) -> None:
         """`verifier` is a function of a module, or its name: package.module:function or path/to/file.py:function.
+        A class stands for an object of it, which each process makes without arguments and calls.
 
         `processes` is how many calls run at once (0: one for each core), `timeout_s` the time of one call, and
         `memory_bytes` the memory of a process beyond what it has once the verifier is imported (Linux only). Arguments

@@ -12,7 +12,8 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from typing import Any
+from contextlib import suppress
+from typing import Any, BinaryIO
 
 from rollstream.topics.user_code import load_object
 
@@ -27,17 +28,24 @@ def main() -> None:
     with socket.socket(fileno=int(descriptor)) as pool, pool.makefile("rb") as requests:
         try:
             verifier = load_object(name, "the verifier is", "a verifier is named package.module:function")
+            if isinstance(verifier, type):
+                verifier = verifier()
             _limit_memory(int(memory_bytes))
         except Exception as error:  # the pool raises it
             _answer(pool, {"error": f"{type(error).__name__}: {error}"})
             return
         _answer(pool, {"ready": True})
-        while size := requests.read(SIZE_BYTES):
-            payload = requests.read(int.from_bytes(size, "big"))
-            signal.setitimer(signal.ITIMER_REAL, float(timeout_s) + _GRACE_S)
-            answer = _score(verifier, payload)
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
-            _answer(pool, answer)
+        with suppress(ConnectionError):  # the pool was killed in the middle of a call
+            _serve(pool, requests, verifier, float(timeout_s))
+
+
+def _serve(pool: socket.socket, requests: BinaryIO, verifier: Any, timeout_s: float) -> None:
+    while size := requests.read(SIZE_BYTES):
+        payload = requests.read(int.from_bytes(size, "big"))
+        signal.setitimer(signal.ITIMER_REAL, timeout_s + _GRACE_S)
+        answer = _score(verifier, payload)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _answer(pool, answer)
 
 
 def _score(verifier: Any, payload: bytes) -> dict[str, Any]:

@@ -217,6 +217,16 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         "group share a partition.",
     ),
     TopicSpec(
+        name="rescores",
+        key="rescoring, partition, offset",
+        values=("RescoredRollout",),
+        partitions="P",
+        cleanup="none",
+        writers=(TOOLS,),
+        readers=(TOOLS,),
+        doc="Rewards of old rollouts by another verifier, on the partition of the rollout; nothing trains on them.",
+    ),
+    TopicSpec(
         name="control",
         key="what, which",
         values=(

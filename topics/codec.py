@@ -62,6 +62,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.TrajectoryRecord,
     records.ModelCall,
     records.SessionEvent,
+    records.RescoredRollout,
 )
 
 

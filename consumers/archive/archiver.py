@@ -39,6 +39,7 @@ TOPICS = (
     "trajectories",
     "unlabelled",
     "calls",
+    "rescores",
     "rollouts",
 )
 """All topics except `weights`, whose records are large and soon deleted; `rollstream export` keeps models."""

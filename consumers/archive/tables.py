@@ -16,7 +16,7 @@ from rollstream.topics import codec
 from rollstream.topics.catalogue import spec_of, topic_name
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.records import JournalRecord, LearnerStep, Rollout, TrainingBatch
+from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, Rollout, TrainingBatch
 from rollstream.topics.validation import batch_problems
 
 
@@ -178,6 +178,16 @@ SCHEMAS: Mapping[str, pa.Schema] = {
             ("rows", pa.int32()),
             ("use", pa.string()),
             ("reason", pa.string()),
+        ],
+        "rescores": [
+            ("rescoring", pa.string()),
+            ("verifier", pa.string()),
+            ("rollout_offset", pa.int64()),
+            ("uid", pa.string()),
+            ("reward_before", pa.float64()),
+            ("reward", pa.float64()),
+            ("components", _FIGURES),
+            ("failure", pa.string()),
         ],
     }.items()
 }
@@ -358,11 +368,17 @@ def _step(entry: ArchivedRecord, s: LearnerStep, _arrays: bool) -> Rows:
         yield "uses", "", (*place, s.learner, s.step, s.input_run, *usage)
 
 
+def _rescored(entry: ArchivedRecord, r: RescoredRollout, _arrays: bool) -> Rows:
+    judged = (r.reward_before, None if r.failure else r.reward, list(r.components.items()), r.failure or None)
+    yield "rescores", r.environment, (*entry[:4], r.rescoring, r.verifier, r.offset, r.uid, *judged)
+
+
 _MAKERS: dict[str, Callable[[ArchivedRecord, Any, bool], Rows]] = {
     "Rollout": _rollout,
     "TrainingBatch": _batch,
     "JournalRecord": _journal,
     "LearnerStep": _step,
+    "RescoredRollout": _rescored,
 }
 
 

@@ -3,7 +3,7 @@
 Shared by verification and replay: it is the fold that a consumer runs, fed from the log.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -68,6 +68,28 @@ def ends_snapshot(journal: Sequence[JournalRecord], i: int) -> bool:
     """Whether record `i` is the last part of a complete snapshot."""
     record = journal[i]
     return record.snapshot and record.part == record.parts - 1 and i >= record.part
+
+
+def emptied(record: JournalRecord, config: GroupingConfig) -> JournalRecord:
+    """Return a state at the position of `record`, under `config`, with nothing in flight and no memory of groups.
+
+    Another configuration, or other rewards, would have held other groups at that time.
+    """
+    position = record.position
+    return replace(
+        task_state.initial_record(record.partition, record.partitions, record.topic_id, GroupingConfig()),
+        begin=position,
+        position=position,
+        watermark=position,
+        stream_time_ms=record.stream_time_ms,
+        watermark_stream_time_ms=record.stream_time_ms,
+        policy_version=record.policy_version,
+        watermark_policy_version=record.policy_version,
+        generation=record.generation,
+        watermark_generation=record.generation,
+        watermark_configuration=config.to_json(),
+        batch_number=record.batch_number,
+    )
 
 
 def configurations(
@@ -140,12 +162,16 @@ def refold(
     plug_ins: PlugIns,
     change: Change | None = None,
     skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+    *,
+    alter: Callable[[InputRecord], InputRecord] = lambda record: record,
+    drain: bool = False,
 ) -> Iterator[Effects]:
     """Yield the effects of a partition's records from the end of `journal` to offset `stop`, in pieces.
 
     The journal record of the last piece is a snapshot. `journal` is generation 0, or ends with a snapshot. `skips` are
     the offsets skipped unread, by `skips_in` of the whole journal. `change` alters every configuration of the log, and
-    requires `journal` to be generation 0. Raises StateRefused if log and journal do not belong together.
+    `alter` every record; both require `journal` to hold nothing in flight. `drain` cuts, at the end, what is sealed.
+    Raises StateRefused if log and journal do not belong together.
     """
     restored = task_state.restored_state(journal)
     if change is not None:
@@ -154,7 +180,8 @@ def refold(
     hopped = {*restored.hopped, *(offset for offset, skip in skips.items() if not skip.timed)}
     # There are no records at offsets beyond the end of the partition.
     messages = fetched(kafka, run, restored.partition, restored.watermark, stop, hopped)
-    yield from fold_again(restored, map(records_of, messages), stop, plug_ins, change, skips)
+    records = (alter(records_of(message)) for message in messages)
+    yield from fold_again(restored, records, stop, plug_ins, change, skips, drain=drain)
 
 
 def fold_again(
@@ -164,6 +191,8 @@ def fold_again(
     plug_ins: PlugIns,
     change: Change | None = None,
     skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
+    *,
+    drain: bool = False,
 ) -> Iterator[Effects]:
     """Yield the effects of the records of a partition from the watermark of a state to offset `stop`, as `refold`."""
     fold = Fold(restored, plug_ins, skips, change)
@@ -181,6 +210,8 @@ def fold_again(
     if fold.replaying:
         fold.resume()
     fold.hop(stop)
+    if drain:
+        fold.drain()
     yield fold.prepare_commit(snapshot=True)
 
 

@@ -11,8 +11,9 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rollstream.consumers.batch_reader import first_offset
 from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
-from rollstream.consumers.learner.records.fork import copy_checkpoint
+from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
 from rollstream.consumers.step_log import read_steps
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
@@ -36,6 +37,8 @@ class Fork:
     """File that holds it."""
     record: LearnerStep
     """Step from which it continues, as recorded by the original run."""
+    position: int
+    """Offset of the index of its input run from which it reads."""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -58,12 +61,17 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--learner", metavar="NAME", help="the learner that forked the step (default: learner.name, as the new one's)"
     )
+    parser.add_argument(
+        "--batches",
+        metavar="RUN",
+        help="a run of other batches to train on, from its first one: written by rescore --into or replay --into",
+    )
     parser.add_argument("--start", action="store_true", help="start it here and now")
 
 
 def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
     """Prepare the run and print the command, or with --start become the learner."""
-    forked = fork(config, args.from_step, args.into, args.learner or config.learner.name)
+    forked = fork(config, args.from_step, args.into, args.learner or config.learner.name, args.batches)
     learner = forked.config.learner
     summary = {
         "run": forked.config.run,
@@ -71,7 +79,7 @@ def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
         "from_step": forked.record.step,
         "parameters": forked.record.params_digest,
         "input_run": learner.input_run,
-        "position": forked.record.position,
+        "position": forked.position,
         "configuration": str(forked.path),
         "checkpoints": learner.checkpoint.directory,
         "command": shlex.join(forked.command),
@@ -83,7 +91,7 @@ def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
             f"run {forked.config.run}: learner {learner.name} continues after step {forked.record.step} of run "
             f"{config.run}\n"
             f"parameters: {forked.record.params_digest[:16]}\n"
-            f"batches: of run {learner.input_run}, from offset {forked.record.position} of its index\n"
+            f"batches: of run {learner.input_run}, from offset {forked.position} of its index\n"
             f"configuration: {forked.path}\n\n"
             f"{'starting' if args.start else 'start it with'}:\n{command_text(shlex.join(forked.command))}",
             flush=True,
@@ -94,11 +102,12 @@ def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def fork(config: RunConfig, step: int, into: str, source: str) -> Fork:
+def fork(config: RunConfig, step: int, into: str, source: str, batches: str | None = None) -> Fork:
     """Prepare run `into` for a learner with the settings of `config`, from a step of the learner `source`.
 
-    Safe to repeat. Raises ConfigurationError if run `into` already has steps or the step is not on record, StateRefused
-    if there is no checkpoint of it.
+    It trains on the rest of the same batches, or on those of run `batches` from the first one. Safe to repeat. Raises
+    ConfigurationError if run `into` already has steps or the step is not on record, StateRefused if there is no
+    checkpoint of it.
     """
     if into == config.run:
         raise ConfigurationError(f"--into {into} is the run itself; name another, whose topics this creates")
@@ -112,7 +121,11 @@ def fork(config: RunConfig, step: int, into: str, source: str) -> Fork:
             f"step {step} of learner {source!r} is not on record in run {config.run}; there are checkpoints of steps "
             f"{checkpoint_steps(checkpoints)} in {checkpoints}"
         )
-    learner = replace(config.learner, input_run=record.input_run)
+    learner = replace(config.learner, input_run=batches or record.input_run)
+    position, places = record.position, {}
+    if batches:
+        position = first_offset(config.kafka, batches)
+        places = dict.fromkeys(places_in(checkpoints, step), position)
     # A default directory follows the new run.
     if directory == str(config.run_dir / "checkpoints"):
         run_dir = replace(config, run=into).run_dir
@@ -120,9 +133,9 @@ def fork(config: RunConfig, step: int, into: str, source: str) -> Fork:
     forked = replace(config, run=into, learner=learner)
     _refuse_if_begun(forked)
     target = learner_directory(learner.checkpoint.directory, into, learner.name)
-    copy_checkpoint(checkpoints, step, target)
+    copy_checkpoint(checkpoints, step, target, places)
     provision(forked)
-    return Fork(config=forked, path=plans.write(forked), record=record)
+    return Fork(config=forked, path=plans.write(forked), record=record, position=position)
 
 
 def _refuse_if_begun(config: RunConfig) -> None:

@@ -21,12 +21,14 @@ from rollstream.pipeline.audit.process_pool import spread
 from rollstream.pipeline.audit.refold import (
     beginnings,
     configurations,
+    emptied,
     journal_of,
     log_begins,
     refold,
     skips_in,
 )
 from rollstream.pipeline.audit.topic_reading import read_batches
+from rollstream.pipeline.batch_run import BatchWriter, TimedEntry, prepare, write_index
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig, by_reference
 from rollstream.pipeline.progress_bar import ProgressCallback, progress
@@ -35,19 +37,13 @@ from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools.cat import milliseconds
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
-from rollstream.topics.config import KafkaConfig, TopicsConfig
-from rollstream.topics.errors import ConfigurationError, TopicError
-from rollstream.topics.kafka import clients, provisioning, topic_admin
-from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.sender import Delivery, Sender
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import encode_key
 from rollstream.topics.offset_ranges import from_ranges
-from rollstream.topics.records import BatchIndexEntry, Drop, JournalRecord, TrainingBatch, batch_numbers
+from rollstream.topics.records import Drop, JournalRecord, TrainingBatch, batch_numbers
 
-_TIMEOUT_S = 60.0
-_REMEDY = "delete the topics of the run, and replay into it again"
 _FIXED = ("generation",)
 """Settings that a replay does not change: generations stay as they were."""
 
@@ -146,7 +142,7 @@ class ReplayComparison:
     replayed: FoldSummary = field(default_factory=FoldSummary)
     changed: dict[str, list[Any]] = field(default_factory=dict)
     """Settings that differ: values of the log's configurations, and the value of the replay."""
-    entries: list[tuple[int, BatchIndexEntry]] = field(default_factory=list)
+    entries: list[TimedEntry] = field(default_factory=list)
     """Time of each batch written into another run, and its entry."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
     """Invalid records of journal and batches."""
@@ -249,7 +245,7 @@ def replay(
     clients.check_broker(kafka)
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if into is not None:
-        _prepare(kafka, run, into, partitions)
+        prepare(kafka, run, into, partitions)
     grouper = GrouperConfig(makers=tuple(makers), estimators=tuple(estimators))
     jobs = [_Job(kafka, run, p, grouper, dict(overrides), since_ms, into) for p in range(partitions)]
     result = ReplayComparison()
@@ -258,12 +254,8 @@ def replay(
         result.merge(part)
         progress(done, len(jobs))
     if into is not None:
-        _index(kafka, into, [entry for _time, entry in sorted(result.entries, key=_in_order)])
+        write_index(kafka, into, result.entries)
     return result
-
-
-def _in_order(timed: tuple[int, BatchIndexEntry]) -> tuple[int, int, int]:
-    return timed[0], timed[1].partition, timed[1].offset
 
 
 # ---------------------------------------------------------------------- one partition
@@ -291,7 +283,7 @@ def _replay_partition(job: _Job) -> ReplayComparison:
     later = [record for record in journal if record.sequence > first]
     result.recorded.add(_recorded(job, later, result.skipped), (drop for record in later for drop in record.drops))
     result.recorded.in_flight = len(task_state.restored_state(journal).unfinished)
-    writer = _Writer(job.kafka, job.into) if job.into else None
+    writer = BatchWriter(job.kafka, job.into) if job.into else None
     for output in refold(job.kafka, job.run, begin, stop, plug_ins, change, skips_in(later)):
         result.replayed.add(output.batches, output.journal.drops)
         result.replayed.in_flight = len(list(from_ranges(output.journal.unfinished)))
@@ -323,82 +315,14 @@ def _beginning(
         last = max((i for i in usable if i <= last), default=usable[0])
         return journal[: last + 1], journal[last].sequence
     last = max(last, usable[0])
-    # Another configuration would have held other groups at that time, so the replay begins with an empty state.
     record = journal[last]
-    empty = task_state.initial_record(job.partition, record.partitions, record.topic_id, GroupingConfig())
-    position = record.position
-    return [
-        replace(
-            empty,
-            begin=position,
-            position=position,
-            watermark=position,
-            stream_time_ms=record.stream_time_ms,
-            watermark_stream_time_ms=record.stream_time_ms,
-            policy_version=record.policy_version,
-            watermark_policy_version=record.policy_version,
-            generation=record.generation,
-            watermark_generation=record.generation,
-            watermark_configuration=in_force[record.generation].to_json(),
-            batch_number=record.batch_number,
-        )
-    ], record.sequence
+    return [emptied(record, in_force[record.generation])], record.sequence
 
 
 def _recorded(job: _Job, journal: Sequence[JournalRecord], skipped: SkippedRecords) -> Iterable[TrainingBatch]:
     wanted = {batch_id for record in journal for batch_id in record.batch_ids}
     batches = read_batches(job.kafka, job.run, skipped, job.partition)
     return (batch for batch in batches if batch.batch_id in wanted)
-
-
-# ---------------------------------------------------------------------- into another run
-
-
-def _prepare(kafka: KafkaConfig, run: str, into: str, partitions: int) -> None:
-    """Create the topics of the other run, and copy the policy versions, which decide staleness."""
-    if into == run:
-        raise ConfigurationError(f"--into {into} is the run that is replayed; name another")
-    provisioning.apply(kafka, TopicsConfig(partitions=partitions), into)
-    if next(iter(read_to_end(kafka, topic_name(into, "batches"))), None) is not None:
-        raise TopicError(f"run {into} has batches already; name another run with --into")
-    policies = read_to_end(kafka, topic_name(run, "policies"))
-    _write(kafka, topic_name(into, "policies"), ((message.key, message.value) for message in policies))
-
-
-class _Writer:
-    """Writes the batches of one partition into another run."""
-
-    def __init__(self, kafka: KafkaConfig, into: str) -> None:
-        self._sender = Sender(clients.producer(kafka), remedy=_REMEDY)
-        self._topic = topic_name(into, "batches")
-        self._entries: list[tuple[int, BatchIndexEntry]] = []
-
-    def write(self, batch: TrainingBatch) -> None:
-        """Send a batch; its entry is known once the batch is acknowledged."""
-
-        def delivered(delivery: Delivery) -> None:
-            self._entries.append((batch.cut_ms, BatchIndexEntry.of(batch, delivery.offset)))
-
-        value, key, name = encode(batch), encode_key(batch.batch_id), f"batch {batch.batch_id}"
-        self._sender.send(self._topic, value, key, partition=batch.partition, name=name, on_delivery=delivered)
-
-    def close(self) -> list[tuple[int, BatchIndexEntry]]:
-        """Wait until all are acknowledged; return the index entries."""
-        self._sender.flush(_TIMEOUT_S)
-        return self._entries
-
-
-def _index(kafka: KafkaConfig, into: str, entries: Sequence[BatchIndexEntry]) -> None:
-    records = ((encode_key(entry.batch_id), encode(entry)) for entry in entries)
-    _write(kafka, topic_name(into, "batch-index"), records)
-
-
-def _write(kafka: KafkaConfig, topic: str, records: Iterable[tuple[bytes | None, bytes | None]]) -> None:
-    """Write keys and values to a topic of one partition."""
-    sender = Sender(clients.producer(kafka), remedy=_REMEDY)
-    for key, value in records:
-        sender.send(topic, value, key, partition=0)
-    sender.flush(_TIMEOUT_S)
 
 
 # ---------------------------------------------------------------------- output

@@ -34,6 +34,7 @@ from rollstream.topics.records.control import (
 from rollstream.topics.records.equality import same
 from rollstream.topics.records.journal import Drop, FateCount, FinishedGroup, FinishedOffsets, JournalRecord, RateLevel
 from rollstream.topics.records.policies import Chunk, PolicyManifest, Tensor
+from rollstream.topics.records.rescores import RescoredRollout
 from rollstream.topics.records.rollout_batches import OldGroup, OldMetadata, OldRollout, RolloutBatch
 from rollstream.topics.records.rollouts import (
     GroupCancelled,
@@ -91,6 +92,7 @@ __all__ = [
     "PausedPartition",
     "PolicyManifest",
     "RateLevel",
+    "RescoredRollout",
     "RetiredLearner",
     "Rollout",
     "RolloutBatch",

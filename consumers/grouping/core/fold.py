@@ -199,7 +199,11 @@ class Fold:
         if mark.policy_version > self.policy_version:
             self._groups.advance_policy(mark.policy_version)
         if mark.kind == "drain":
-            self._groups.cut("drain")
+            self.drain()
+
+    def drain(self) -> None:
+        """Cut what is sealed, and leave what is open, as a drain mark does."""
+        self._groups.cut("drain")
 
     # ------------------------------------------------------------------ state
 

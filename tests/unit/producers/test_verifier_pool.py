@@ -160,6 +160,15 @@ def test_a_process_that_hangs_ends_by_itself_where_its_pool_was_killed(source: s
     eventually(lambda: not alive(verifier), 60, "the verifier ends by its own timer")
 
 
+def test_a_class_is_made_once_in_each_process_and_called(tmp_path: Path) -> None:
+    (tmp_path / "counting.py").write_text(
+        "class Counter:\n    def __init__(self):\n        self.calls = 0\n\n"
+        "    def __call__(self, prompt, text):\n        self.calls += 1\n        return self.calls\n"
+    )
+    with VerifierPool(f"{tmp_path}/counting.py:Counter", processes=1, timeout_s=60) as pool:
+        assert [run(pool(PROMPT, "")).reward for _ in range(3)] == [1.0, 2.0, 3.0]
+
+
 def test_a_function_of_a_module_is_found_by_its_name_and_another_is_refused() -> None:
     with VerifierPool(score_module_level, processes=1, timeout_s=60) as pool:
         assert run(pool(PROMPT, "42")) == Score(reward=1.0)

@@ -1,0 +1,216 @@
+"""Folds a partition again with the rewards of a rescoring, and compares the advantages, rollout by rollout.
+
+It is the fold that cut the recorded batches, with the configurations of the log and the rollouts' own rewards replaced.
+A rollout whose verifier failed keeps its reward.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
+from rollstream.consumers.learner.input.batch_selection import chosen_rows
+from rollstream.pipeline.audit.refold import (
+    beginnings,
+    configurations,
+    emptied,
+    journal_of,
+    log_begins,
+    refold,
+    skips_in,
+)
+from rollstream.pipeline.audit.topic_reading import read_batches
+from rollstream.pipeline.batch_run import BatchWriter, TimedEntry
+from rollstream.pipeline.rescoring.rescorer import rescored
+from rollstream.pipeline.rescoring.reward_changes import RewardChanges
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import Drop, Float32, JournalRecord, Rollout, TrainingBatch
+from rollstream.topics.rl_examples import batch_digest
+
+NO_VARIANCE = ("zero_variance", "zero_advantage")
+"""Reasons of drops by which a rollout teaches nothing: it counts as one of advantage 0."""
+TakenRows = Mapping[str, tuple[int, ...]]
+"""Rows of batches that a learner has taken, by batch; an empty tuple for all of them."""
+
+
+@dataclass(frozen=True)
+class CorrectedBatch:
+    """A recorded batch of R rollouts, with the advantages that the other rewards give its rollouts."""
+
+    before: Float32
+    """Advantages on record, [R]."""
+    after: Float32
+    """Advantages by the other rewards, [R]; 0 for the rollouts of a group without variance."""
+    known: NDArray[np.bool_]
+    """Whether the fold came to an advantage, [R]; others count as unchanged."""
+    sampled: NDArray[np.int64]
+    """Sampled tokens, [R]."""
+
+    @property
+    def wrong(self) -> NDArray[np.bool_]:
+        """Whether the advantage on record is another than the corrected one, [R]."""
+        wrong: NDArray[np.bool_] = self.known & (self.before != self.after)
+        return wrong
+
+
+@dataclass
+class CorrectedPartition:
+    """Comparison of one partition, or of several."""
+
+    rewards: RewardChanges = field(default_factory=RewardChanges)
+    batches: dict[str, CorrectedBatch] = field(default_factory=dict)
+    groups: int = 0
+    """Groups of the recorded batches."""
+    groups_changed: int = 0
+    """Of these, groups in which an advantage changed."""
+    groups_lost: int = 0
+    """Of the changed ones, groups that would have been dropped for want of variance."""
+    groups_gained: int = 0
+    """Groups that were dropped for want of variance and would have been batched."""
+    rollouts_gained: int = 0
+    entries: list[TimedEntry] = field(default_factory=list)
+    """Entries of the batches written into another run."""
+    skipped: SkippedRecords = field(default_factory=lambda: SkippedRecords(logged=False))
+
+    def merge(self, other: "CorrectedPartition") -> None:
+        """Add the comparison of another partition."""
+        self.rewards.merge(other.rewards)
+        self.batches |= other.batches
+        self.groups += other.groups
+        self.groups_changed += other.groups_changed
+        self.groups_lost += other.groups_lost
+        self.groups_gained += other.groups_gained
+        self.rollouts_gained += other.rollouts_gained
+        self.entries += other.entries
+        self.skipped.merge(other.skipped)
+
+
+@dataclass(frozen=True)
+class CorrectionJob:
+    """One partition to fold again. With `into`, its batches are written to that run, without the rows in `taken`."""
+
+    kafka: KafkaConfig
+    run: str
+    partition: int
+    rescoring_id: str
+    grouper: GrouperConfig
+    into: str = ""
+    taken: TakenRows = field(default_factory=dict)
+
+
+def correct_partition(job: CorrectionJob) -> CorrectedPartition:
+    """Fold a partition again with other rewards and compare. Raises StateRefused as `refold` does, and TopicError if
+    the partition was pruned beyond its snapshots."""
+    result = CorrectedPartition()
+    rewards: dict[int, float] = {}
+    for record in rescored(job.kafka, job.run, job.rescoring_id, job.partition, result.skipped):
+        result.rewards.add(record)
+        if record.changed:
+            rewards[record.offset] = record.reward
+    journal = journal_of(job.kafka, job.run, job.partition, result.skipped)
+    if not journal:
+        return result
+    advantages: dict[int, float] = {}
+    recorded_drops = {drop.offset for record in journal for drop in record.drops if drop.reason in NO_VARIANCE}
+    recorded = list(read_batches(job.kafka, job.run, result.skipped, job.partition))
+    taken = _taken_offsets(recorded, job.taken)
+    writer = BatchWriter(job.kafka, job.into) if job.into else None
+    start, later, plug_ins = *_beginning(job, journal), load_plug_ins(job.grouper)
+
+    def corrected(record: InputRecord) -> InputRecord:
+        reward = rewards.get(record.offset)
+        return record if reward is None else _rewarded(record, reward)
+
+    outputs = refold(
+        *(job.kafka, job.run, [start], journal[-1].position, plug_ins),
+        skips=skips_in(later),
+        alter=corrected,
+        drain=True,
+    )
+    for output in outputs:
+        for batch in output.batches:
+            advantages.update(zip(batch.source_offsets.tolist(), advantages_of(batch).tolist(), strict=True))
+            _count_gained(result, batch, recorded_drops)
+            if writer is not None and (rest := _without(batch, taken)) is not None:
+                writer.write(rest)
+        advantages.update(_without_variance(output.journal.drops))
+    for batch in recorded:
+        _compare(result, batch, advantages, start.position)
+    if writer is not None:
+        result.entries = writer.close()
+    return result
+
+
+def _beginning(job: CorrectionJob, journal: list[JournalRecord]) -> tuple[JournalRecord, list[JournalRecord]]:
+    """Return a state with nothing in flight to begin with, and the journal after it."""
+    usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
+    if not usable:
+        raise TopicError(
+            f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; rescore it when the next one "
+            f"is written, as a grouping process does when it ends"
+        )
+    first = journal[usable[0]]
+    if first.sequence > 0:
+        in_force = configurations(job.kafka, job.run, journal[usable[0] :], load_plug_ins(job.grouper))
+        first = emptied(first, in_force[first.generation])
+    return first, journal[usable[0] + 1 :]
+
+
+def _rewarded(record: InputRecord, reward: float) -> InputRecord:
+    return record._replace(value=encode(replace(decode_as(Rollout, record.value), reward=reward)))
+
+
+def advantages_of(batch: TrainingBatch) -> Float32:
+    """Return the advantage of each row, [R]: estimators give all positions of a row the same."""
+    return batch.advantages[batch.splits[:-1]]
+
+
+def _without_variance(drops: Iterable[Drop]) -> Iterator[tuple[int, float]]:
+    return ((drop.offset, 0.0) for drop in drops if drop.reason in NO_VARIANCE)
+
+
+def _count_gained(result: CorrectedPartition, batch: TrainingBatch, dropped: set[int]) -> None:
+    gained = np.array([offset in dropped for offset in batch.source_offsets.tolist()], bool)
+    result.rollouts_gained += int(gained.sum())
+    result.groups_gained += len(set(batch.group_index[gained].tolist()))
+
+
+def _compare(result: CorrectedPartition, batch: TrainingBatch, advantages: Mapping[int, float], begin: int) -> None:
+    """Add a recorded batch. Groups that began before offset `begin` were not seen whole and are not compared."""
+    offsets, index, rows = batch.source_offsets, batch.group_index, len(batch)
+    first = np.full(len(batch.groups), np.iinfo("<i8").max)
+    np.minimum.at(first, index, offsets)
+    known = np.array([offset in advantages for offset in offsets.tolist()], bool) & (first[index] >= begin)
+    after = np.array([advantages.get(offset, 0.0) for offset in offsets.tolist()], "<f4")
+    ends = np.concatenate(([0], np.cumsum(batch.loss_mask)))[batch.splits]
+    corrected = CorrectedBatch(advantages_of(batch).copy(), after, known, np.diff(ends).astype("<i8"))
+    result.batches[batch.batch_id] = corrected
+    changed = set(index[corrected.wrong].tolist())
+    result.groups += len(set(index.tolist()))
+    result.groups_changed += len(changed)
+    result.groups_lost += sum(not after[(index == group) & known].any() for group in changed) if rows else 0
+
+
+def _taken_offsets(batches: Iterable[TrainingBatch], taken: TakenRows) -> frozenset[int]:
+    offsets: set[int] = set()
+    for batch in batches:
+        if batch.batch_id in taken:
+            rows = taken[batch.batch_id]
+            offsets.update((batch.source_offsets[list(rows)] if rows else batch.source_offsets).tolist())
+    return frozenset(offsets)
+
+
+def _without(batch: TrainingBatch, taken: frozenset[int]) -> TrainingBatch | None:
+    """Return the batch without rollouts that were taken; None if it holds no others."""
+    rows = [row for row, offset in enumerate(batch.source_offsets.tolist()) if offset not in taken]
+    if len(rows) == len(batch) or not rows:
+        return batch if rows else None
+    rest = chosen_rows(batch, rows)
+    return replace(rest, digest=batch_digest(rest))

@@ -1,0 +1,167 @@
+"""Scores the rollouts of a run again and writes the rewards to `rescores`, each exactly once.
+
+The rewards of a partition are written in the order of its rollouts, in transactions, so that the last record of a
+rescoring says where it goes on after a crash. One rescoring of a run writes at a time: a second one fences the first.
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import NamedTuple
+
+from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
+from rollstream.pipeline.progress_bar import ProgressCallback
+from rollstream.pipeline.rescoring.rescoring import Rescoring
+from rollstream.producers.environment import Score
+from rollstream.producers.verifier_pool import VerifierFailed, VerifierPool
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import DeliveryError, RecordError
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.skipping_reader import records_around
+from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import RescoredRollout, Rollout
+
+_AT_ONCE = 64
+"""Rollouts that are given to the verifier at a time."""
+_COMMIT_ROLLOUTS = 1000
+_COMMIT_AFTER_S = 1.0
+
+
+class _Placed(NamedTuple):
+    message: KafkaRecord
+    rollout: Rollout
+
+
+def rescore(
+    kafka: KafkaConfig,
+    run: str,
+    rescoring: Rescoring,
+    pool: VerifierPool,
+    progress: ProgressCallback = lambda _done, _all: None,
+) -> int:
+    """Score every rollout that the rescoring has no record of, up to the present end; return how many that were.
+
+    Raises ConfigurationError if the verifier cannot be imported, DeliveryError if rewards could not be written: what is
+    on record stays, and another call goes on after it.
+    """
+    clients.check_broker(kafka)
+    topic = topic_name(run, "rollouts")
+    left_out, bounds = never_fetched(kafka, run), topic_admin.bounds(kafka, topic)
+    ends = sum(end for _begin, end in bounds.values())
+    scored = passed = 0
+    try:
+        with closing(TransactionalProducer(kafka, transactional_id(run, "rescore"))) as producer:
+            # Afterwards no other rescoring holds a transaction open, which would hide our own last records.
+            producer.start()
+            for partition, (begin, end) in bounds.items():
+                start = max(begin, next_offset(kafka, run, rescoring.id, partition))
+                progress(passed + start, ends)
+                messages = records_around(kafka, topic, {partition: left_out.get(partition, set())}, {partition: start})
+                for records in _scored(messages, rescoring, pool):
+                    _write(producer, topic_name(run, "rescores"), records)
+                    scored += len(records)
+                    progress(passed + records[-1].offset + 1, ends)
+                passed += end
+    except (TransactionFailed, Stalled) as error:
+        raise DeliveryError(
+            f"rewards of rescoring {rescoring.id} were not written ({error}); if no other rescoring of run {run} has "
+            f"started, run it again: it goes on after the last one that is on record"
+        ) from error
+    progress(ends, ends)
+    return scored
+
+
+def rescored(
+    kafka: KafkaConfig, run: str, rescoring_id: str, partition: int, skipped: SkippedRecords
+) -> Iterator[RescoredRollout]:
+    """Yield the records of a rescoring of one partition, in the order of its rollouts."""
+    messages = read_to_end(kafka, topic_name(run, "rescores"), partitions=[partition])
+    for _message, record in skipped.records(RescoredRollout, messages):
+        if record.rescoring == rescoring_id:
+            yield record
+
+
+def next_offset(kafka: KafkaConfig, run: str, rescoring_id: str, partition: int) -> int:
+    """Return the offset of a partition of `rollouts` after the last one that a rescoring has a record of."""
+    records = rescored(kafka, run, rescoring_id, partition, SkippedRecords("rescore"))
+    return max((record.offset + 1 for record in records), default=0)
+
+
+def _scored(
+    messages: Iterator[KafkaRecord], rescoring: Rescoring, pool: VerifierPool
+) -> Iterator[list[RescoredRollout]]:
+    """Yield the records of rollouts, as many as are to be committed together."""
+    records: list[RescoredRollout] = []
+    since = time.monotonic()
+    rollouts = _rollouts(messages, rescoring)
+    while some := list(islice(rollouts, _AT_ONCE)):
+        scores = asyncio.run(_scores(pool, [placed.rollout for placed in some]))
+        records += [_record(rescoring, placed, score) for placed, score in zip(some, scores, strict=True)]
+        if len(records) >= _COMMIT_ROLLOUTS or time.monotonic() - since > _COMMIT_AFTER_S:
+            yield records
+            records, since = [], time.monotonic()
+    if records:
+        yield records
+
+
+def _rollouts(messages: Iterator[KafkaRecord], rescoring: Rescoring) -> Iterator[_Placed]:
+    """Yield the rollouts to be scored. Records that are none, or cannot be decoded, are the ledger's matter."""
+    for message in messages:
+        if codec.kind_of(message.value) != "Rollout":
+            continue
+        try:
+            rollout = codec.decode_as(Rollout, message.value)
+        except RecordError:
+            continue
+        if rescoring.includes(rollout.environment):
+            yield _Placed(message, rollout)
+
+
+async def _scores(pool: VerifierPool, rollouts: Sequence[Rollout]) -> list[Score | VerifierFailed]:
+    async def score(rollout: Rollout) -> Score | VerifierFailed:
+        try:
+            return await pool(rollout)
+        except VerifierFailed as failed:
+            return failed
+
+    return await asyncio.gather(*map(score, rollouts))
+
+
+def _record(rescoring: Rescoring, placed: _Placed, score: Score | VerifierFailed) -> RescoredRollout:
+    message, rollout = placed
+    judged = (
+        {"failure": str(score)}
+        if isinstance(score, VerifierFailed)
+        else {"reward": score.reward, "components": score.components}
+    )
+    return RescoredRollout(
+        rescoring=rescoring.id,
+        verifier=rescoring.verifier,
+        verifier_digest=rescoring.digest,
+        verifier_version=rescoring.version,
+        partition=message.partition,
+        offset=message.offset,
+        uid=rollout.uid,
+        environment=rollout.environment,
+        reward_before=rollout.reward,
+        wall_time=time.time(),
+        **judged,
+    )
+
+
+def _write(producer: TransactionalProducer, topic: str, records: Sequence[RescoredRollout]) -> None:
+    with producer.transaction() as transaction:
+        for record in records:
+            key = encode_key(record.rescoring, record.partition, record.offset)
+            transaction.send(topic, encode(record), key, partition=record.partition)

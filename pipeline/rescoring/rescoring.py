@@ -1,0 +1,52 @@
+"""A rescoring: which verifier judges again, and the rollouts of which environments.
+
+The same code over the same environments is the same rescoring, so that an interrupted one goes on; other code is
+another one.
+"""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.user_code import load_object, source_digest
+
+
+@dataclass(frozen=True)
+class Rescoring:
+    """A verifier and the environments whose rollouts it scores."""
+
+    verifier: str
+    """Name by which it is imported: package.module:Class or path/to/file.py:Class."""
+    digest: str
+    """Digest of its source; "" if it has no source file."""
+    version: str = ""
+    """Version that it gives itself, for code whose source does not tell: a model behind a URL."""
+    environments: tuple[str, ...] = ()
+    """Empty for all."""
+
+    @cached_property
+    def id(self) -> str:
+        """Name of the rescoring on the log: twelve hexadecimal digits."""
+        parts = (Path(self.verifier).name, self.digest, self.version, sorted(self.environments))
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=6).hexdigest()
+
+    def includes(self, environment: str) -> bool:
+        """Whether rollouts of an environment are scored again."""
+        return not self.environments or environment in self.environments
+
+
+def rescoring_of(verifier: str, environments: tuple[str, ...] = ()) -> Rescoring:
+    """Import a verifier, and return the rescoring with it.
+
+    Its version is the attribute `version`, if it has one. Raises ConfigurationError if it cannot be imported or called.
+    """
+    named = load_object(verifier, "--verifier names", "a verifier is named package.module:Class")
+    if not callable(named):
+        raise ConfigurationError(
+            f"--verifier names {verifier!r}, which cannot be called; a verifier is a function of a rollout, or a class "
+            f"with __call__(self, rollout)"
+        )
+    return Rescoring(verifier, source_digest(named), str(getattr(named, "version", "")), environments)

@@ -1,0 +1,268 @@
+"""`rollstream rescore`: scores the rollouts of a run by another verifier, and shows what was trained on wrong rewards.
+
+The rewards go to `rescores`; what was on record stays as it is. With --into it writes the batches that the right
+rewards give to another run, for a fork from the last clean step.
+"""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
+from rollstream.pipeline.audit.process_pool import spread
+from rollstream.pipeline.batch_run import prepare, write_index
+from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.progress_bar import progress
+from rollstream.pipeline.rescoring.consequences import LearnerConsequences, consequences, errors_of, taken_until
+from rollstream.pipeline.rescoring.corrected_fold import (
+    CorrectedPartition,
+    CorrectionJob,
+    TakenRows,
+    correct_partition,
+)
+from rollstream.pipeline.rescoring.rescorer import rescore
+from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
+from rollstream.pipeline.text_tables import command_text, table
+from rollstream.pipeline.tools.plain_values import compact, tell
+from rollstream.pipeline.tools.run_view import RunView
+from rollstream.producers.verifier_pool import VerifierPool
+from rollstream.topics import codec
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.records import ExcludedBatch
+
+_ROWS = 20
+"""Most steps of a learner that are printed for people."""
+
+
+@dataclass
+class RescoringReport:
+    """What a rescoring found."""
+
+    rescoring: Rescoring
+    scored: int
+    """Rollouts that were scored by this call; the others had been before."""
+    corrected: CorrectedPartition
+    learners: list[LearnerConsequences]
+    fork_step: int | None = None
+    """Newest checkpoint of a clean step of the chosen learner; None if there is none, or nothing to correct."""
+    fork_command: tuple[str, ...] = ()
+    into: str | None = None
+    batches_written: int = 0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Convert to plain values for JSON."""
+        corrected = self.corrected
+        return {
+            "rescoring": self.rescoring.id,
+            "verifier": self.rescoring.verifier,
+            "digest": self.rescoring.digest,
+            "version": self.rescoring.version,
+            "scored": self.scored,
+            "rewards": corrected.rewards.as_dict(),
+            "groups": {
+                "compared": corrected.groups,
+                "changed": corrected.groups_changed,
+                "lost_variance": corrected.groups_lost,
+                "gained_variance": corrected.groups_gained,
+                "rollouts_gained": corrected.rollouts_gained,
+            },
+            "advantages": errors_of((batch, ()) for batch in corrected.batches.values()).as_dict(),
+            "batches": {
+                name: errors_of([(batch, ())]).as_dict()
+                for name, batch in sorted(corrected.batches.items())
+                if batch.wrong.any()
+            },
+            "learners": [learner.as_dict() for learner in self.learners],
+            "into": self.into,
+            "batches_written": self.batches_written,
+            "fork_step": self.fork_step,
+            "fork": shlex.join(self.fork_command) or None,
+            "skipped": corrected.skipped.as_dict(),
+        }
+
+
+def register(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `rollstream rescore`."""
+    example = "rollstream rescore --run main --verifier judge.py:Strict --into right"
+    set_handler(parser, show_rescoring, example=example, json=True)
+    parser.add_argument(
+        "--verifier",
+        required=True,
+        metavar="NAME",
+        help="a function of a rollout, or a class with __call__: package.module:Class or path/to/file.py:Class",
+    )
+    parser.add_argument("--env", action="append", default=[], metavar="NAME", help="an environment; may be repeated")
+    parser.add_argument("--into", metavar="RUN", help="write the batches by the right rewards as those of another run")
+    parser.add_argument("--learner", metavar="NAME", help="the learner to fork (default: learner.name)")
+    parser.add_argument(
+        "--timeout", type=float, default=10.0, metavar="S", help="seconds for one rollout (default: %(default)g)"
+    )
+    parser.add_argument(
+        "--processes", type=int, default=0, metavar="N", help="processes of the verifier (default: one for each core)"
+    )
+
+
+def show_rescoring(config: RunConfig, args: argparse.Namespace) -> int:
+    """Score what is not scored yet, fold again with these rewards, and print the report."""
+    rescoring = rescoring_of(args.verifier, tuple(args.env))
+    with (
+        VerifierPool(args.verifier, processes=args.processes, timeout_s=args.timeout) as pool,
+        progress("rollouts") as show,
+    ):
+        scored = rescore(config.kafka, config.run, rescoring, pool, show)
+    report = _report(config, args, rescoring, scored)
+    print(compact(report.as_dict()) if args.json else rescoring_text(report, config.run))
+    tell(report.corrected.skipped)
+    return 0
+
+
+def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, scored: int) -> RescoringReport:
+    corrected = _corrected(config, rescoring)
+    with RunView(config.kafka, config.run) as view:
+        learners = consequences(view.steps, config.run, corrected.batches)
+        report = RescoringReport(rescoring, scored, corrected, learners, into=args.into)
+        name = args.learner or config.learner.name
+        report.fork_step = _fork_step(config, name, learners)
+        taken: TakenRows = {}
+        if report.fork_step is not None:
+            report.fork_command = _fork_command(config, args, report.fork_step)
+            taken = taken_until(view.steps, config.run, name, report.fork_step)
+        if args.into is not None:
+            taken = {**taken, **_excluded(view)}
+            partitions = topic_admin.partitions_of(config.kafka, view.topic("rollouts"))
+            prepare(config.kafka, config.run, args.into, partitions)
+            entries = _corrected(config, rescoring, args.into, taken).entries
+            write_index(config.kafka, args.into, entries)
+            report.batches_written = len(entries)
+        corrected.skipped.merge(view.skipped)
+    return report
+
+
+def _corrected(
+    config: RunConfig, rescoring: Rescoring, into: str = "", taken: TakenRows | None = None
+) -> CorrectedPartition:
+    """Fold every partition again; partitions are spread over processes."""
+    partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
+    jobs = [
+        CorrectionJob(config.kafka, config.run, partition, rescoring.id, config.grouper, into, taken or {})
+        for partition in range(partitions)
+    ]
+    whole = CorrectedPartition()
+    with progress("partitions") as show:
+        for done, part in enumerate(spread(correct_partition, jobs, os.cpu_count() or 1), 1):
+            whole.merge(part)
+            show(done, partitions)
+    return whole
+
+
+def _excluded(view: RunView) -> TakenRows:
+    """Batches that learners leave out: their rollouts stay left out."""
+    messages = (message for message in view.messages("control") if codec.kind_of(message.value) == "ExcludedBatch")
+    return {record.batch_id: () for _message, record in view.skipped.records(ExcludedBatch, messages)}
+
+
+# ---------------------------------------------------------------------- fork
+
+
+def _fork_step(config: RunConfig, name: str, learners: Sequence[LearnerConsequences]) -> int | None:
+    """Return the newest step of a learner that is clean and has a checkpoint, if wrong steps follow it."""
+    last = next((known.last_clean_step for known in learners if known.learner == name and known.wrong), None)
+    if last is None:
+        return None
+    steps = checkpoint_steps(learner_directory(config.learner.checkpoint.directory, config.run, name))
+    return max((step for step in steps if step <= last), default=None)
+
+
+def _fork_command(config: RunConfig, args: argparse.Namespace, step: int) -> tuple[str, ...]:
+    """Return the command that forks the learner, with the settings that this command was given."""
+    own = config.run_dir / "run.toml"
+    file = args.config or (own if own.exists() else None)
+    words = ["rollstream", "fork", *(("--config", str(file)) if file else ())]
+    for key, flag in getattr(args, "options", {}).items():
+        words += [flag, getattr(args, key)]
+    words += [word for value in args.set for word in ("--set", value)]
+    words += [word for value in args.client for word in ("-X", value)]
+    words += ["--learner", args.learner] if args.learner else []
+    words += ["--from-step", str(step), "--into", f"{args.into or config.run}-clean"]
+    return (*words, "--batches", args.into) if args.into else tuple(words)
+
+
+# ---------------------------------------------------------------------- output
+
+
+def rescoring_text(report: RescoringReport, run: str) -> str:
+    """Tables of rewards, groups and steps, and how to go on from the last clean step."""
+    corrected = report.corrected
+    rows = [(name, *changes.as_dict().values()) for name, changes in sorted(corrected.rewards.environments.items())]
+    columns = ("environment", "rescored", "changed", "failed", "reward before", "after", "largest difference")
+    groups = [
+        ("compared", corrected.groups),
+        ("with other advantages", corrected.groups_changed),
+        ("  of these without variance, trained for nothing", corrected.groups_lost),
+        ("dropped for want of variance, and worth training on", corrected.groups_gained),
+    ]
+    lines = [
+        f"rescoring {report.rescoring.id} of run {run}: {report.scored:,} rollouts scored now",
+        "",
+        table(columns, rows) if rows else "no rollout of it is on the log",
+        "",
+        table(("groups", ""), groups),
+    ]
+    for learner in report.learners:
+        lines += ["", *_learner_lines(learner)]
+    return "\n".join([*lines, *_way_on(report)])
+
+
+def _learner_lines(learner: LearnerConsequences) -> list[str]:
+    if not learner.wrong:
+        return [f"learner {learner.learner}: no step of {learner.steps:,} trained on wrong advantages"]
+    rows = [
+        (
+            wrong.step,
+            "" if wrong.policy_version is None else wrong.policy_version,
+            wrong.errors.rollouts,
+            wrong.errors.wrong,
+            f"{wrong.errors.token_share:.1%}",
+            wrong.errors.sign_flips,
+            wrong.errors.largest,
+            f"{wrong.errors.relative:.1%}",
+        )
+        for wrong in learner.wrong
+    ]
+    header = ("step", "version", "rollouts", "wrong", "of tokens", "sign flips", "largest error", "of advantages")
+    lines = [
+        f"learner {learner.learner}: {len(rows):,} of {learner.steps:,} steps trained on wrong advantages",
+        table(header, rows[:_ROWS]),
+    ]
+    if len(rows) > _ROWS:
+        lines.append(f"... and {len(rows) - _ROWS:,} more; --json names all of them")
+    clean, version = learner.last_clean_step, learner.last_clean_version
+    lines.append(
+        "no step on record is clean"
+        if clean is None
+        else f"last clean step: {clean}; last clean policy version: {'none' if version is None else version}"
+    )
+    if learner.touched_versions:
+        first, last = min(learner.touched_versions), max(learner.touched_versions)
+        lines.append(f"wrong advantages are in policy versions {first} to {last}")
+    return lines
+
+
+def _way_on(report: RescoringReport) -> list[str]:
+    lines = []
+    if report.into is not None:
+        lines += ["", f"{report.batches_written:,} batches by the right rewards are those of run {report.into}"]
+    elif any(learner.wrong for learner in report.learners):
+        lines += ["", "for batches by the right rewards, run this again with --into RUN"]
+    if report.fork_command:
+        which = "them" if report.into is not None else "the batches as they are"
+        lines.append(f"a learner on {which}, from step {report.fork_step}, the last clean one with a checkpoint:")
+        lines.append(command_text(shlex.join(report.fork_command)))
+    elif report.into is not None:
+        lines.append(f"no checkpoint to fork from; a new learner follows them with learner.input_run={report.into}")
+    return lines
