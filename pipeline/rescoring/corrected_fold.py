@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.effects import InputRecord
-from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
+from rollstream.consumers.grouping.core.plug_ins import PlugIns, load_plug_ins
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
 from rollstream.pipeline.audit.refold import (
     beginnings,
@@ -122,18 +122,15 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
     recorded = list(read_batches(job.kafka, job.run, result.skipped, job.partition))
     taken = _taken_offsets(recorded, job.taken)
     writer = BatchWriter(job.kafka, job.into) if job.into else None
-    start, later, plug_ins = *_beginning(job, journal), load_plug_ins(job.grouper)
+    plug_ins = load_plug_ins(job.grouper)
+    start, later = _beginning(job, journal, plug_ins)
 
     def corrected(record: InputRecord) -> InputRecord:
         reward = rewards.get(record.offset)
         return record if reward is None else _rewarded(record, reward)
 
-    outputs = refold(
-        *(job.kafka, job.run, [start], journal[-1].position, plug_ins),
-        skips=skips_in(later),
-        alter=corrected,
-        drain=True,
-    )
+    stop, skips = journal[-1].position, skips_in(later)
+    outputs = refold(job.kafka, job.run, [start], stop, plug_ins, skips=skips, alter=corrected, drain=True)
     for output in outputs:
         for batch in output.batches:
             advantages.update(zip(batch.source_offsets.tolist(), advantages_of(batch).tolist(), strict=True))
@@ -148,7 +145,9 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
     return result
 
 
-def _beginning(job: CorrectionJob, journal: list[JournalRecord]) -> tuple[JournalRecord, list[JournalRecord]]:
+def _beginning(
+    job: CorrectionJob, journal: list[JournalRecord], plug_ins: PlugIns
+) -> tuple[JournalRecord, list[JournalRecord]]:
     """Return a state with nothing in flight to begin with, and the journal after it."""
     usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
     if not usable:
@@ -158,7 +157,7 @@ def _beginning(job: CorrectionJob, journal: list[JournalRecord]) -> tuple[Journa
         )
     first = journal[usable[0]]
     if first.sequence > 0:
-        in_force = configurations(job.kafka, job.run, journal[usable[0] :], load_plug_ins(job.grouper))
+        in_force = configurations(job.kafka, job.run, journal[usable[0] :], plug_ins)
         first = emptied(first, in_force[first.generation])
     return first, journal[usable[0] + 1 :]
 
