@@ -1,4 +1,4 @@
-"""What follows from wrong advantages: the steps that trained on them, the policy versions after, the last clean step.
+"""Consequences of wrong advantages: the steps that trained on them, the versions after, the last clean step.
 
 Pure. A step is clean if no rollout that it or a step before it trained on had another advantage than the corrected one.
 """
@@ -90,7 +90,7 @@ class WrongStep:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerConsequences:
-    """What follows for one learner."""
+    """Consequences of wrong advantages for one learner."""
 
     learner: str
     steps: int

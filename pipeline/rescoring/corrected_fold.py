@@ -69,9 +69,9 @@ class CorrectedPartition:
     groups: int = 0
     """Groups of the recorded batches."""
     groups_changed: int = 0
-    """Of these, groups in which an advantage changed."""
+    """Groups of these in which an advantage changed."""
     groups_lost: int = 0
-    """Of the changed ones, groups that would have been dropped for want of variance."""
+    """Changed groups that would have been dropped for want of variance."""
     groups_gained: int = 0
     """Groups that were dropped for want of variance and would have been batched."""
     rollouts_gained: int = 0

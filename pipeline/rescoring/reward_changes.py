@@ -1,4 +1,4 @@
-"""How the rewards of a rescoring differ from those on record, by environment."""
+"""Differences between the rewards of a rescoring and those on record, by environment."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,6 +1,6 @@
-"""`rollstream rescore`: scores the rollouts of a run by another verifier, and shows what was trained on wrong rewards.
+"""`rollstream rescore`: scores old rollouts by another verifier, and shows the steps that trained on wrong rewards.
 
-The rewards go to `rescores`; what was on record stays as it is. With --into it writes the batches that the right
+The rewards go to `rescores`, and no other record changes. With --into it writes the batches that the right
 rewards give to another run, for a fork from the last clean step.
 """
 
@@ -41,7 +41,7 @@ _ROWS = 20
 
 @dataclass
 class RescoringReport:
-    """What a rescoring found."""
+    """Result of a rescoring."""
 
     rescoring: Rescoring
     scored: int

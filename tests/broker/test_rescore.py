@@ -1,6 +1,6 @@
 """A verifier was wrong from some version on: another one scores the rollouts again, and training goes on without it.
 
-A real `rollstream run` trains on an environment outside the packages. What `rescore` reports is computed again here,
+A real `rollstream run` trains on an environment outside the packages. The report of `rescore` is computed again here,
 with numpy and from the topics alone.
 """
 

@@ -1,4 +1,4 @@
-"""The same verifier is the same rescoring, and another one is another; rewards are summed by environment."""
+"""Equal verifiers make one rescoring, and another one makes another; rewards are summed by environment."""
 
 import math
 from pathlib import Path
