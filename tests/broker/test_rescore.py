@@ -171,10 +171,11 @@ def test_wrong_rewards_lead_to_the_steps_that_trained_on_them_and_to_a_fork_with
     # Killed half way, it goes on where it was.
     command = ["rescore", "--verifier", "judges.py:Patient", *run.where]
     first = subprocess.Popen(run.words(*command), cwd=run.directory, stdout=subprocess.DEVNULL)
-    half = eventually(lambda: len(run.rescored()), 300, "the first rewards")
+    eventually(lambda: run.rescored() or first.poll() is not None, 300, "the first rewards")
+    assert first.poll() is None, "it ended by itself"
     os.kill(first.pid, signal.SIGKILL)
     first.wait()
-    assert half < len(rollouts)
+    assert 0 < len(run.rescored()) < len(rollouts)
     into = f"{run.name}-right"
     report = json.loads(run.say("rescore", "--verifier", "judges.py:Patient", "--into", into, "--json"))
     again = run.rescored()
