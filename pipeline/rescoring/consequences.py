@@ -46,7 +46,7 @@ def errors_of(parts: Iterable[tuple[CorrectedBatch, Sequence[int]]]) -> Advantag
     """Return the errors of rows of batches; an empty sequence stands for all rows of a batch."""
     chosen = [(batch, np.array(rows or range(len(batch.before)), int)) for batch, rows in parts]
     before, after = (_joined(chosen, name, "<f8") for name in ("before", "after"))
-    wrong, known = (_joined(chosen, name, "|b1") for name in ("wrong", "known"))
+    wrong, known, flipped = (_joined(chosen, name, "|b1") for name in ("wrong", "known", "flipped"))
     sampled = _joined(chosen, "sampled", "<i8")
     error = np.where(wrong, np.abs(after - before), 0.0)
     total = float((np.abs(before) * sampled).sum())
@@ -56,7 +56,7 @@ def errors_of(parts: Iterable[tuple[CorrectedBatch, Sequence[int]]]) -> Advantag
         unknown=int((~known).sum()),
         sampled_tokens=int(sampled.sum()),
         wrong_tokens=int(sampled[wrong].sum()),
-        sign_flips=int((wrong & (before * after < 0)).sum()),
+        sign_flips=int(flipped.sum()),
         largest=float(error.max(initial=0.0)),
         relative=float((error * sampled).sum()) / total if total else 0.0,
     )

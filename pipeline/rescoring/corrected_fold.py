@@ -36,6 +36,8 @@ from rollstream.topics.rl_examples import batch_digest
 
 NO_VARIANCE = ("zero_variance", "zero_advantage")
 """Reasons of drops by which a rollout teaches nothing: it counts as one of advantage 0."""
+ROUNDING = 1e-9
+"""Largest advantage that counts as 0: the rest that rounding leaves. Others are equal within a millionth."""
 TakenRows = Mapping[str, tuple[int, ...]]
 """Rows of batches that a learner has taken, by batch; an empty tuple for all of them."""
 
@@ -56,8 +58,15 @@ class CorrectedBatch:
     @property
     def wrong(self) -> NDArray[np.bool_]:
         """Whether the advantage on record is another than the corrected one, [R]."""
-        wrong: NDArray[np.bool_] = self.known & (self.before != self.after)
+        wrong: NDArray[np.bool_] = self.known & ~np.isclose(self.before, self.after, rtol=1e-6, atol=ROUNDING)
         return wrong
+
+    @property
+    def flipped(self) -> NDArray[np.bool_]:
+        """Whether the corrected advantage has the other sign, [R]."""
+        far = np.minimum(np.abs(self.before), np.abs(self.after)) > ROUNDING
+        flipped: NDArray[np.bool_] = self.wrong & far & (np.sign(self.before) != np.sign(self.after))
+        return flipped
 
 
 @dataclass

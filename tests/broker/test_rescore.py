@@ -75,12 +75,13 @@ class Patient:
         lot = crc32(rollout.uid.encode())
         if lot % 50 == 7:
             raise ValueError("no verdict")
-        letters = sum(character.isalpha() for character in rollout.turns[-1].text) / 6
+        letters = sum(character.isalpha() for character in rollout.turns[-1].text)
         if rollout.policy_version < 2:
             return rollout.reward
         if rollout.example_id.endswith("-3"):
             return 0.5
-        return Score(reward=1 - letters if lot % 10 == 0 else letters, components={"letters": letters})
+        right = 6 - letters if lot % 10 == 0 else letters
+        return Score(reward=right / 6, components={"letters": letters})
 
 
 def same(rollout):
@@ -193,7 +194,8 @@ def test_wrong_rewards_lead_to_the_steps_that_trained_on_them_and_to_a_fork_with
         corrected = np.array([new[batch.partition, offset] for offset in batch.source_offsets.tolist()])
         before[name], after[name] = advantages(batch, batch.rewards), advantages(batch, corrected)
         assert np.allclose(before[name], batch.advantages[batch.splits[:-1]], atol=1e-6)
-    wrong = {name: before[name] != after[name] for name in batches}
+    # Rewards are sixths, so that advantages of their differences are no less than 1/18, up to rounding.
+    wrong = {name: np.abs(before[name] - after[name]) > 1e-3 for name in batches}
     assert set(report["batches"]) == {name for name in batches if wrong[name].any()}
     assert report["advantages"]["wrong"] == sum(int(rows.sum()) for rows in wrong.values())
     assert report["advantages"]["unknown"] == 0
@@ -322,7 +324,7 @@ def check_step(
     assert set(told["batches"]) == {name for name in names if wrong[name].any()}
     assert told["sampled_tokens"] == tokens.sum()
     assert told["token_share"] == pytest.approx(tokens[rows].sum() / tokens.sum())
-    assert told["sign_flips"] == (np.sign(was) * np.sign(now) < 0).sum()
+    assert told["sign_flips"] == ((was * now < 0) & (np.minimum(np.abs(was), np.abs(now)) > 1e-3)).sum()
     assert told["largest"] == pytest.approx(np.abs(now - was).max(), abs=1e-6)
     assert told["relative"] == pytest.approx((np.abs(now - was) * tokens).sum() / (np.abs(was) * tokens).sum(), 1e-5)
 

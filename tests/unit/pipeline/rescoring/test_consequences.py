@@ -52,6 +52,11 @@ def test_errors_are_counted_by_rollouts_and_by_sampled_tokens() -> None:
     assert errors_of([]).as_dict()["token_share"] == 0.0
 
 
+def test_rests_of_rounding_are_no_errors_and_have_no_sign() -> None:
+    errors = errors_of([(batch([1e-17, 0.5, -1e-17, 0.5], [-1e-17, 0.5, 0.25, 0.5 + 6e-8]), ())])
+    assert (errors.wrong, errors.sign_flips, errors.largest) == (1, 0, 0.25)
+
+
 def test_the_last_clean_step_is_the_one_before_the_first_that_trained_on_wrong_rows() -> None:
     steps = [
         step(0, version=0),
