@@ -102,10 +102,26 @@ class DecoderConfig:
     """Use the embedding as the output head; otherwise `lm_head.weight` is its own tensor."""
     sliding_window: int = 0
     """Most tokens that a token attends to, itself among them, as in Mistral; 0: all earlier ones."""
+    num_experts: int = 0
+    """Experts in each block in place of its feed-forward layer, as in Qwen3-MoE; 0: no experts."""
+    num_experts_per_tok: int = 0
+    """Experts that compute each token."""
+    moe_intermediate_size: int = 0
+    """Width of the SwiGLU layer of an expert."""
+    norm_topk_prob: bool = False
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Adapters that are trained instead."""
 
     def __post_init__(self) -> None:
+        if self.num_experts and not (
+            1 <= self.num_experts_per_tok <= self.num_experts and self.moe_intermediate_size > 0
+        ):
+            raise ConfigurationError(
+                f"num_experts {self.num_experts} with num_experts_per_tok {self.num_experts_per_tok} and "
+                f"moe_intermediate_size {self.moe_intermediate_size}; give 1 to {self.num_experts} experts per token, "
+                "and a width above 0"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigurationError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "
@@ -139,5 +155,10 @@ def decoder_config(text: str) -> DecoderConfig:
 def manifest_model(config: DecoderConfig) -> str:
     """Return a decoder as a manifest names it in JSON; parts that earlier releases do not know only if it has them."""
     settings: Mapping[str, Any] = asdict(config)
-    unknown_to_some = {"lora": config.lora.rank, "sliding_window": config.sliding_window}
+    experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+    unknown_to_some = {
+        "lora": config.lora.rank,
+        "sliding_window": config.sliding_window,
+        **dict.fromkeys(experts, config.num_experts),
+    }
     return json.dumps({name: value for name, value in settings.items() if unknown_to_some.get(name, True)})

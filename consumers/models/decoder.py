@@ -1,4 +1,4 @@
-"""One plain-JAX decoder for the demo model and for dense Llama, Mistral, Qwen2 and Qwen3 checkpoints.
+"""One plain-JAX decoder for the demo model and for Llama, Mistral, Qwen2, Qwen3 and Qwen3-MoE checkpoints.
 
 Parameters are a flat dict under Hugging Face's names and in its layout (projections are [out, in]), so loading and
 publishing weights need no renaming. All functions are pure; packed sequences never see each other's tokens.
@@ -17,6 +17,7 @@ from rollstream.consumers.models import vocabulary
 from rollstream.consumers.models.activations import split_rows
 from rollstream.consumers.models.attention import attend, attend_once
 from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.experts import mixture
 from rollstream.consumers.models.parameters import ADAPTER_A, ADAPTER_B, EMBEDDING, FINAL_NORM, HEAD, is_adapter
 from rollstream.consumers.models.parameters import shapes as shapes
 from rollstream.consumers.models.sharded import Params as Params
@@ -255,6 +256,8 @@ def _block(
     attended = attention(heads("q"), heads("k"), heads("v"))
     x = x + _linear(params, f"{projections}.o_proj", attended.reshape(*attended.shape[:-2], -1))
     normed = _rms_norm(x, params[f"{block}.post_attention_layernorm.weight"], config.rms_norm_eps)
+    if config.num_experts:
+        return x + mixture(params, f"{block}.mlp", config, normed)
     gate = jax.nn.silu(_linear(params, f"{block}.mlp.gate_proj", normed))
     return x + _linear(params, f"{block}.mlp.down_proj", gate * _linear(params, f"{block}.mlp.up_proj", normed))
 

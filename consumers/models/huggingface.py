@@ -1,4 +1,5 @@
-"""Hugging Face checkpoints, without torch: config.json and safetensors of Qwen2, Qwen3, Llama and Mistral.
+"""Hugging Face checkpoints, without torch: config.json and safetensors of Qwen2, Qwen3, Qwen3-MoE, Llama and
+Mistral.
 
 Unsupported settings that would change the computation are refused by name, and so are missing, unknown and misshapen
 tensors: a model that loads is the model that was saved.
@@ -34,8 +35,10 @@ COMPANIONS = (
     "chat_template.jinja",
 )
 """Files of a checkpoint that belong to its model whatever its parameters are."""
-_QKV_BIAS = {"qwen2": True, "qwen3": False, "llama": False, "mistral": False}
+_QKV_BIAS = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False, "mistral": False}
 """Whether a family has biases on queries, keys and values if config.json has no attention_bias."""
+_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
+"""Settings of a mixture of experts, of the same names here."""
 _NEVER_USED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that old checkpoints contain and no model reads."""
 
@@ -64,13 +67,14 @@ def load_config(directory: Path | str) -> DecoderConfig:
             rms_norm_eps=settings.get("rms_norm_eps", 1e-6),
             rope_theta=float(rope.get("rope_theta", settings.get("rope_theta", 10_000.0))),
             **_stretch(path, rope),
-            qk_norm=family == "qwen3",
+            qk_norm=family in ("qwen3", "qwen3_moe"),
             qkv_bias=biased or _QKV_BIAS[family],
             o_bias=biased,
             mlp_bias=settings.get("mlp_bias", False) and family != "mistral",
             tie_word_embeddings=settings.get("tie_word_embeddings", False),
             # The other families have the key, and use it only with use_sliding_window, which is refused.
             sliding_window=(settings.get("sliding_window") or 0) if family == "mistral" else 0,
+            **({name: settings[name] for name in _EXPERTS} if family == "qwen3_moe" else {}),
         )
     except KeyError as error:
         raise ConfigurationError(f"{path} has no {error.args[0]}") from error
@@ -96,12 +100,17 @@ def _refuse_unsupported(path: Path, settings: Mapping[str, Any]) -> None:
         "use_sliding_window": settings.get("use_sliding_window", False),
         "layer_types": not set(settings.get("layer_types") or full_attention) <= full_attention,
         "quantization_config": settings.get("quantization_config") is not None,
-        "num_experts": settings.get("num_experts") or settings.get("num_local_experts"),
+        "num_experts": settings.get("num_experts") and settings.get("model_type") != "qwen3_moe",
+        "num_local_experts": settings.get("num_local_experts"),
+        "decoder_sparse_step": settings.get("decoder_sparse_step", 1) != 1,
+        "mlp_only_layers": settings.get("mlp_only_layers"),
         "partial_rotary_factor": settings.get("partial_rotary_factor", 1.0) != 1.0,
     }
     for key, unsupported in refused.items():
         if unsupported:
-            raise ConfigurationError(f"{path}: {key} {settings.get(key)!r} is not supported; choose a dense full model")
+            raise ConfigurationError(
+                f"{path}: {key} {settings.get(key)!r} is not supported; choose a full model without it"
+            )
 
 
 def _stretch(path: Path, rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +133,9 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
     all_biased = config.qkv_bias and config.o_bias
     some_biased = config.qkv_bias or config.o_bias
     plain = not (config.qk_norm or some_biased or config.mlp_bias)
-    if config.sliding_window:
+    if config.num_experts:
+        family = "qwen3_moe" if config.qk_norm and some_biased == all_biased and not config.mlp_bias else ""
+    elif config.sliding_window:
         family = "mistral" if plain else ""
     elif config.qk_norm and some_biased == all_biased and not config.mlp_bias:
         family = "qwen3"
@@ -136,7 +147,8 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         family = ""
     if not family:
         raise ConfigurationError(
-            f"neither Qwen2, Qwen3, Llama nor Mistral has sliding_window={config.sliding_window}, "
+            f"neither Qwen2, Qwen3, Qwen3-MoE, Llama nor Mistral has num_experts={config.num_experts}, "
+            f"sliding_window={config.sliding_window}, "
             f"qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, o_bias={config.o_bias} and "
             f"mlp_bias={config.mlp_bias} together; change one of them"
         )
@@ -149,7 +161,7 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
     }
     stretched = config.rope_scaling_factor != 1.0
     document = {
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        "architectures": [f"{''.join(map(str.capitalize, family.split('_')))}ForCausalLM"],
         "model_type": family,
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -168,6 +180,8 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         document["sliding_window"] = config.sliding_window
     elif family != "qwen2":
         document["attention_bias"] = all_biased
+    if family == "qwen3_moe":
+        document |= {**{name: getattr(config, name) for name in _EXPERTS}, "decoder_sparse_step": 1}
     if family == "llama":
         document["mlp_bias"] = config.mlp_bias
     return document

@@ -16,18 +16,24 @@ def is_adapter(name: str) -> bool:
     return name.endswith((ADAPTER_A, ADAPTER_B))
 
 
+def is_expert(name: str) -> bool:
+    """Whether a parameter is part of an expert, which only some tokens are computed with."""
+    return ".mlp.experts." in name
+
+
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every parameter, in the order of the network, then those of the adapters."""
     return base_shapes(config) | adapter_shapes(config)
 
 
 def adapter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every adapter, in the order of the network."""
+    """Name and shape of every adapter, in the order of the network; experts have none."""
     shapes_by_name: dict[str, tuple[int, ...]] = {}
     rank = config.lora.rank
     for name, shape in base_shapes(config).items() if rank else ():
         projection = name.removesuffix(".weight")
-        if name.endswith(".weight") and projection.rsplit(".", 1)[-1] in config.lora.targets:
+        targeted = projection.rsplit(".", 1)[-1] in config.lora.targets and not is_expert(name)
+        if name.endswith(".weight") and targeted:
             shapes_by_name[projection + ADAPTER_A] = (rank, shape[1])
             shapes_by_name[projection + ADAPTER_B] = (shape[0], rank)
     return shapes_by_name
@@ -53,11 +59,21 @@ def base_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
         if config.o_bias:
             shapes_by_name[f"{attention}.o_proj.bias"] = (width,)
         shapes_by_name[f"{block}.post_attention_layernorm.weight"] = (width,)
-        for name, out, fan_in in (("gate_proj", ff, width), ("up_proj", ff, width), ("down_proj", width, ff)):
-            shapes_by_name[f"{block}.mlp.{name}.weight"] = (out, fan_in)
+        if config.num_experts:
+            shapes_by_name[f"{block}.mlp.gate.weight"] = (config.num_experts, width)
+        for expert in range(config.num_experts):
+            for name, shape in _feed_forward(width, config.moe_intermediate_size):
+                shapes_by_name[f"{block}.mlp.experts.{expert}.{name}.weight"] = shape
+        for name, shape in () if config.num_experts else _feed_forward(width, ff):
+            shapes_by_name[f"{block}.mlp.{name}.weight"] = shape
             if config.mlp_bias:
-                shapes_by_name[f"{block}.mlp.{name}.bias"] = (out,)
+                shapes_by_name[f"{block}.mlp.{name}.bias"] = shape[:1]
     shapes_by_name[FINAL_NORM] = (width,)
     if not config.tie_word_embeddings:
         shapes_by_name[HEAD] = (config.vocab_size, width)
     return shapes_by_name
+
+
+def _feed_forward(width: int, inner: int) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Projections of a SwiGLU layer."""
+    return ("gate_proj", (inner, width)), ("up_proj", (inner, width)), ("down_proj", (width, inner))

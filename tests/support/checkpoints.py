@@ -49,6 +49,25 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-biased": {"model_type": "qwen3", "attention_bias": True, "tie_word_embeddings": True, "head_dim": 20},
     "llama-stretched": {"model_type": "llama", "rope_theta": 5e5, "rope_scaling": _LLAMA3, "rms_norm_eps": 1e-5},
     "mistral": {"model_type": "mistral", "sliding_window": 24, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "qwen3-moe": {
+        "model_type": "qwen3_moe",
+        "rope_theta": 1e6,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 40,
+        "norm_topk_prob": True,
+    },
+    "qwen3-moe-unscaled": {
+        "model_type": "qwen3_moe",
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": False,
+    },
     "llama-biased": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
 }
 """config.json of each, by name."""

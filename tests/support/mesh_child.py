@@ -53,6 +53,8 @@ class Job:
     coordinator: str = ""
     lora_rank: int = 0
     """Rank of the adapters that are trained instead of the model."""
+    experts: int = 0
+    """Experts in each block, of which two compute a token."""
 
 
 def rollouts(step: int) -> list[TrainingSequence]:
@@ -111,7 +113,8 @@ def main() -> None:
     found = {}
     for layout in job.layouts:
         sizes = MeshConfig(**dict(zip(("data", "fsdp", "tensor"), layout, strict=True)))
-        model = replace(CONFIG.model, lora=LoraConfig(rank=job.lora_rank))
+        mixture = {"num_experts": job.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        model = replace(CONFIG.model, lora=LoraConfig(rank=job.lora_rank), **(mixture if job.experts else {}))
         config = replace(CONFIG, model=model, mesh=sizes, processes=job.processes)
         train_step = TrainStep(config, build_mesh(sizes, jax.devices()[: int(np.prod(layout))]))
         train_step.warm_up(train_step.fresh_state(params(model)))

@@ -8,7 +8,7 @@ import jax
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.consumers.models.parameters import EMBEDDING, is_adapter, shapes
+from rollstream.consumers.models.parameters import EMBEDDING, is_adapter, is_expert, shapes
 
 PEAK_FLOPS = {
     "TPU v4": 275e12,
@@ -27,14 +27,15 @@ def flops_per_token(model: DecoderConfig) -> float:
     """Operations of a forward and a backward pass for one token.
 
     Two for each value of a matrix forward, two for the gradient of its input, two for its own gradient; the last are
-    left out for parameters that adapters replace in training.
+    left out for parameters that adapters replace in training. Experts count only where they compute the token.
     """
     total = 0.0
     for name, shape in shapes(model).items():
         if len(shape) < 2 or (name == EMBEDDING and not model.tie_word_embeddings):
             continue
         trained = not model.lora.rank or is_adapter(name)
-        total += (6 if trained else 4) * shape[0] * shape[1]
+        computed = model.num_experts_per_tok / model.num_experts if is_expert(name) else 1.0
+        total += (6 if trained else 4) * computed * shape[0] * shape[1]
     return total
 
 

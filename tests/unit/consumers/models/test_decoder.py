@@ -25,6 +25,9 @@ VARIANTS = {
         rope_original_positions=64,
         tie_word_embeddings=False,
     ),
+    "with experts": DecoderConfig(
+        num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, norm_topk_prob=True
+    ),
 }
 WIDTH = 32
 variants = pytest.mark.parametrize("config", VARIANTS.values(), ids=VARIANTS.keys())

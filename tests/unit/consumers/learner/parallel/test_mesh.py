@@ -131,6 +131,18 @@ def test_adapters_of_a_model_in_shares_are_trained_as_on_one_device(tmp_path: Pa
         assert np.array_equal(after[name], value) != is_adapter(name), name
 
 
+@pytest.mark.long
+def test_experts_in_shares_are_trained_as_on_one_device(tmp_path: Path) -> None:
+    out, layouts = tmp_path / "out.npz", [[1, 1, 1], [2, 4, 1], [2, 2, 2]]
+    finish(start(Job(out=str(out), layouts=layouts, experts=4), devices=8))
+    with np.load(out) as loaded:
+        found = dict(loaded)
+    for layout in ("2x4x1", "2x2x2"):
+        assert_same(found, layout, found)
+        for name in ("gate", *(f"experts.{expert}.down_proj" for expert in range(4))):
+            assert found[f"{layout}/held/model.layers.0.mlp.{name}.weight"] == 1 / 4
+
+
 def test_a_mesh_takes_the_devices_there_are() -> None:
     assert axis_sizes(build_mesh(MeshConfig())) == {"data": len(jax.devices()), "fsdp": 1, "tensor": 1}
 
