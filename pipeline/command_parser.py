@@ -179,13 +179,16 @@ def _explaining(config: "RunConfig", command: "Callable[[], int]") -> int:
 
 def config_of(args: argparse.Namespace) -> "RunConfig":
     """The configuration made of a command's flags, the environment and its file."""
-    from rollstream.pipeline.config import load
+    from rollstream.pipeline.config import load, secret_variables
+    from rollstream.topics.secrets import keep_from_programs
 
     options = [(option, f"{key}{getattr(args, key)}") for key, option in getattr(args, "options", {}).items()]
     path = args.config or getattr(args, "file", None)
     if path is None and (default := getattr(args, "default_config", None)) is not None:
         path = default(args)
-    return load(path, environment=os.environ, options=options, flags=args.set, client_flags=args.client)
+    config = load(path, environment=os.environ, options=options, flags=args.set, client_flags=args.client)
+    keep_from_programs(secret_variables(config))
+    return config
 
 
 def wait_seconds(text: str) -> float:

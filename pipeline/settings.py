@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 from rollstream.pipeline.toml import line_of
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.secrets import is_secret
 
 ENVIRONMENT_PREFIX = "ROLLSTREAM_"
 """A setting's variable is this and its key in upper case, with `__` for each dot."""
@@ -308,7 +309,8 @@ def _parsed(layer: Layer, path: Keys, value: Any, hint: Any) -> Any:
             return tomllib.loads(f"value = {value}")["value"]
         except tomllib.TOMLDecodeError as error:
             raise ConfigurationError(
-                f"{layer.origin}: {'.'.join(path)} expects {_describe(hint)} as in TOML, got {value!r}"
+                f"{layer.origin}: {'.'.join(path)} expects {_describe(hint)} as in TOML"
+                f"{_got('.'.join(path), value, hint)}"
             ) from error
     try:
         # Numbers and booleans; a field that may also be a string keeps the text.
@@ -357,7 +359,15 @@ def _leaf(layer: Layer, path: Keys, value: Any, hint: Any) -> Any:
         return msgspec.convert(value, hint, dec_hook=_path_hook)
     except msgspec.ValidationError as error:
         key = ".".join(path)
-        raise ConfigurationError(f"{layer.place(key)}: {key} expects {_describe(hint)}, got {value!r}") from error
+        raise ConfigurationError(
+            f"{layer.place(key)}: {key} expects {_describe(hint)}{_got(key, value, hint)}"
+        ) from error
+
+
+def _got(key: str, value: Any, hint: Any) -> str:
+    """The value in an error, unless it is a secret, or a table, which may hold one."""
+    hidden = is_secret(key) or _is_table(hint) or isinstance(value, Mapping)
+    return "; its text is not shown, as it may hold a secret" if hidden else f", got {value!r}"
 
 
 def _path_hook(hint: type, value: Any) -> Any:

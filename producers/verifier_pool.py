@@ -27,6 +27,7 @@ from typing import Any, Self
 from rollstream.producers.environment import Score
 from rollstream.producers.verifier_process import SIZE_BYTES
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.secrets import program_environment
 
 _START_TIMEOUT_S = 60.0
 _MOST_ANSWER_BYTES = 1 << 20
@@ -128,7 +129,7 @@ class _Child:
             command = [sys.executable, "-P", "-m", "rollstream.producers.verifier_process"]
             self._process = subprocess.Popen(
                 [*command, name, str(theirs.fileno()), repr(timeout_s), str(memory_bytes)],
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+                env={**program_environment(), "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=2,

@@ -6,12 +6,14 @@ itself.
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from rollstream.topics.errors import ConfigurationError
 
 _SECRET = re.compile(r"(password|passphrase|secret|key\.pem|api_key|signing_key|^ui\.token)$")
+_variables: set[str] = set()
+"""Variables of this process that hold secrets of its configuration."""
 _REFERENCE = re.compile(r"(?P<kind>env|file):(?P<name>.+)", re.DOTALL)
 
 
@@ -43,3 +45,15 @@ def resolve(key: str, value: str, environment: Mapping[str, str] = os.environ) -
         return Path(name).read_text(encoding="utf-8").rstrip("\n")
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{key} is {value}, which cannot be read: {error}") from error
+
+
+def keep_from_programs(variables: Iterable[str]) -> None:
+    """Add variables that `program_environment` leaves out: those that hold secrets of this process's configuration."""
+    _variables.update(variables)
+
+
+def program_environment(used: Iterable[str] = (), environment: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment for a program of others, such as a user's verifier: without the secrets of this process,
+    except those that the settings `used` refer to."""
+    given = {parts[1] for value in used if (parts := reference(value)) is not None}
+    return {name: value for name, value in environment.items() if name in given or name not in _variables}

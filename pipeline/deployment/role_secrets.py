@@ -3,7 +3,6 @@
 from collections.abc import Collection
 
 from rollstream.pipeline.config import RunConfig, secret_references, secret_variables
-from rollstream.pipeline.deployment.description import RoleDescription
 
 _CONNECTION = ("kafka.client.", "kafka.registry.")
 
@@ -14,7 +13,7 @@ def secrets_of(config: RunConfig, used: Collection[str] = ()) -> dict[str, tuple
     return {key: parts for key, parts in references if key in used or key.startswith(_CONNECTION)}
 
 
-def withheld_variables(config: RunConfig, role: RoleDescription) -> frozenset[str]:
-    """Environment variables that hold secrets of the run and none of this role."""
-    given = {name for kind, name in secrets_of(config, role.secrets).values() if kind == "env"}
+def withheld_variables(config: RunConfig, used: Collection[str]) -> frozenset[str]:
+    """Environment variables that hold secrets of the run, and none that a process with these keys uses."""
+    given = {name for kind, name in secrets_of(config, used).values() if kind == "env"}
     return secret_variables(config) - given

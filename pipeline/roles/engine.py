@@ -33,6 +33,7 @@ from rollstream.pipeline.tools.export import export
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
+from rollstream.topics.secrets import program_environment
 
 _LOOK_S = 0.5
 _PROGRESS_S = 10.0
@@ -78,7 +79,11 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
     if isinstance(tokenizer, CharacterTokenizer):
         write_character_tokenizer(directory, tokenizer)
     # In this role's group of processes, so that whatever ends the role ends the engine and what it started.
-    process = subprocess.Popen(command_of(config, directory), env=environment_of(config.serving), stdout=sys.stderr)
+    process = subprocess.Popen(
+        command_of(config, directory),
+        env=environment_of(config.serving, program_environment((config.serving.api_key,))),
+        stdout=sys.stderr,
+    )
     try:
         run_until_stopped(lambda stop: _serve(config.serving, process, version, stop))
     finally:

@@ -138,7 +138,7 @@ def process_spec(
         name=process_name(role, number),
         arguments=("-P", "-m", "rollstream", command, "--config", str(path), *flags),
         # An empty value removes a variable.
-        environment=dict.fromkeys(withheld_variables(config, role), ""),
+        environment=dict.fromkeys(withheld_variables(config, role.secrets), ""),
         python=supervisor.worker_python if role.name == ENV else "",
         finishes=role.finishes,
         ready_timeout_s=supervisor.ready_timeout_s,

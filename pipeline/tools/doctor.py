@@ -13,8 +13,10 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import USERS
 from rollstream.pipeline.doctor import cluster
+from rollstream.pipeline.doctor.clock import check_clock
 from rollstream.pipeline.doctor.findings import Finding, Level
 from rollstream.pipeline.doctor.permissions import check_permissions
+from rollstream.pipeline.doctor.retention import check_retention
 from rollstream.pipeline.text_tables import printable
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients
@@ -42,8 +44,8 @@ def examine(config: RunConfig, args: argparse.Namespace) -> int:
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("versions", lambda: cluster.check_versions(config)),
         ("topics", lambda: cluster.check_topics(config)),
-        ("retention", lambda: cluster.check_retention(config)),
-        ("clock", lambda: cluster.check_clock(config)),
+        ("retention", lambda: check_retention(config)),
+        ("clock", lambda: check_clock(config)),
     ]
     if args.role:
         checks.insert(1, ("permissions", lambda: check_permissions(config, args.role)))

@@ -2,7 +2,7 @@
 
 import difflib
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,16 +13,16 @@ from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.skipped_offsets import asked_for, never_fetched
+from rollstream.pipeline.audit.committed_tasks import committed_positions, committed_tasks
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, DeliveryError, StateRefused
 from rollstream.topics.fates import OTHER_ENVIRONMENTS
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
-from rollstream.topics.kafka.reader import read_to_end, record_at
+from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -73,7 +73,7 @@ def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfi
     Raises StateRefused if a partition has no grouping state, or a mark carries settings unknown to this release.
     """
     topic, plug_ins, configurations = topic_name(run, "rollouts"), load_plug_ins(grouper), []
-    for partition, journal in _tasks(kafka, run, grouper):
+    for partition, journal in committed_tasks(kafka, run, grouper):
         config, since = GroupingConfig.from_json(journal.watermark_configuration), -1
         clock = journal.watermark_policy_version
         requested = (offset for offset in asked_for(kafka, run, partition) if offset >= journal.position)
@@ -102,7 +102,7 @@ def check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, group
         {*newest(partition_configurations(kafka, run, grouper)).exclude_environments},
     )
     tails = {}
-    for committed in _committed(kafka, run, grouper):
+    for committed in committed_positions(kafka, run, grouper):
         tails[committed.partition] = committed.offset
         known |= _counted(kafka, run, committed)
     # In a run with very many environments, the journal does not count all of them by name.
@@ -122,21 +122,6 @@ def check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, group
         )
 
 
-def _committed(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:
-    """Committed state of each partition of `rollouts`. Raises StateRefused if a partition has none."""
-    topic = topic_name(run, "rollouts")
-    for committed in committed_offsets(kafka, grouper.group_id(run), topic, topic_admin.partitions_of(kafka, topic)):
-        if committed.offset < 0:
-            raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
-        yield committed
-
-
-def _tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
-    """The journal record that each partition of `rollouts` was committed with. Raises StateRefused if there is none."""
-    for committed in _committed(kafka, run, grouper):
-        yield committed.partition, _journal_at(kafka, run, committed)
-
-
 def _counted(kafka: KafkaConfig, run: str, committed: GroupPosition) -> set[str]:
     """Environments that the journal counts up to the committed record.
 
@@ -152,16 +137,6 @@ def _counted(kafka: KafkaConfig, run: str, committed: GroupPosition) -> set[str]
             break
         environments.update(count.environment for count in (*record.produced, *record.counts))
     return environments
-
-
-def _journal_at(kafka: KafkaConfig, run: str, committed: GroupPosition) -> JournalRecord:
-    """Fetch the journal record that a committed offset names; the commit proves that it is committed, too."""
-    partition, topic = committed.partition, topic_name(run, "journal")
-    at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
-    message = record_at(kafka, topic, partition, at, isolation="read_uncommitted")
-    if message is None:
-        raise StateRefused(f"{topic}[{partition}] does not hold offset {at}, which the committed offset names")
-    return decode_as(JournalRecord, message.value)
 
 
 def newest(configurations: Iterable[PartitionConfiguration]) -> GroupingConfig:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollstream.infra.ports import free_port
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.role_secrets import withheld_variables
 from rollstream.pipeline.run.supervisor import RoleSpec, Supervisor
 from rollstream.pipeline.ui.config import OFF
 from rollstream.pipeline.ui.server.access import Access
@@ -33,12 +34,14 @@ class RunPage:
         access = Access(ui)
         self._url = access.url(ui.port)
         flags = ("--config", str(path), "--set", f"ui.port={ui.port}")
-        token = {_TOKEN: access.token} if access.token else {}
+        environment = dict.fromkeys(withheld_variables(config, ()), "")
+        if access.token:
+            environment[_TOKEN] = access.token
         supervisor.start(
             RoleSpec(
                 name=PAGE,
                 arguments=("-P", "-m", "rollstream", "ui", *flags),
-                environment=token,
+                environment=environment,
                 optional=True,
                 ready_timeout_s=config.supervisor.ready_timeout_s,
                 stop_timeout_s=_STOP_S,

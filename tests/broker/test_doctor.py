@@ -1,15 +1,23 @@
 """`rollstream doctor` on real brokers: it finds nothing where all is right, and each fault with its remedy."""
 
 import json
+import re
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, ResourceType
 
+from rollstream.pipeline.config import load
+from rollstream.pipeline.doctor import clock
+from rollstream.pipeline.doctor.retention import oldest_unfinished
+from rollstream.topics.kafka import topic_admin
 from tests.support.command_line import answer_of
-from tests.support.runs import RealRun
+from tests.support.runs import RealRun, rollout
 from tests.support.secured_broker import SecuredBroker, secured_broker
 
 RUN = "patient"
@@ -86,5 +94,85 @@ def test_a_topic_with_another_retention_or_none_at_all_is_a_fault(real_run: Real
     code, text = doctor("--set", f"topics.partitions={real_run.topics.partitions}")
     assert code == 1
     assert f"{run}.rollouts keeps records for 2.0 h" in text
+    assert "that grouping has not finished" not in text, "nothing was sent yet"
+    real_run.send([rollout("open", 0)])
+    _code, text = doctor("--set", f"topics.partitions={real_run.topics.partitions}")
+    assert re.search(
+        r"the oldest record of \S+ that grouping has not finished, offset 0, is \d+ s old: brokers may ", text
+    )
+    assert "delete it in 2.0 h" in text
     code, text = doctor("--role", "env", "--set", f"topics.partitions={real_run.topics.partitions}")
     assert "this user may do everything" in text
+
+
+def test_unfinished_records_that_are_gone_are_a_fault_with_their_remedy(real_run: RealRun, tmp_path: Path) -> None:
+    real_run.prepare().send(rollout("open", member) for member in range(3))
+    config = load(flags=[f"run={real_run.name}", f"kafka.bootstrap_servers={real_run.kafka.bootstrap_servers}"])
+    [partition] = [place.partition for place in oldest_unfinished(config) if place.age_s is not None]
+    topic_admin.delete_records(real_run.kafka, {(real_run.topic("rollouts"), partition): 2})
+    flags = ("--run", real_run.name, "-b", real_run.kafka.bootstrap_servers)
+    answer = answer_of(tmp_path, "doctor", "--set", f"topics.partitions={real_run.topics.partitions}", *flags)
+    assert answer.returncode == 1
+    assert "up to offset 0, and the log begins at 2: 2 records are gone" in answer.stdout
+    assert "rollstream group recover" in answer.stdout
+
+
+@dataclass(frozen=True)
+class ShiftedTime:
+    """The module `time` as on a machine whose clock is ahead by some seconds."""
+
+    ahead_s: float
+    monotonic = staticmethod(time.monotonic)
+    sleep = staticmethod(time.sleep)
+
+    def time(self) -> float:
+        return time.time() + self.ahead_s
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "level", "text"),
+    [
+        (0.0, "ok", "this clock and the brokers' differ by less than 5 s"),
+        (60.0, "fault", r"this machine's clock is at least (5\d|60) s ahead of the brokers'"),
+        (-60.0, "fault", r"this machine's clock is at least (5\d|60) s behind the brokers'"),
+    ],
+)
+def test_a_clock_that_differs_is_a_fault_in_both_directions(
+    real_run: RealRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ahead_s: float, level: str, text: str
+) -> None:
+    monkeypatch.setattr(clock, "time", ShiftedTime(ahead_s))
+    real_run.prepare()
+    ended = threading.Event()
+
+    def goes_on() -> None:
+        number = 0
+        while not ended.wait(0.05):
+            real_run.send([rollout(f"x{number}", 0)])
+            number += 1
+
+    worker = threading.Thread(target=goes_on)
+    worker.start()
+    try:
+        answer = answer_of(tmp_path, "doctor", "--json", "--run", real_run.name, "-b", real_run.kafka.bootstrap_servers)
+    finally:
+        ended.set()
+        worker.join()
+    [finding] = [finding for finding in json.loads(answer.stdout) if finding["check"] == "clock"]
+    assert finding["level"] == level, finding
+    assert re.fullmatch(text, finding["text"]), finding
+    assert bool(finding["remedy"]) == (level == "fault")
+
+
+def test_an_idle_run_cannot_tell_whether_a_clock_is_ahead_and_says_so(real_run: RealRun, tmp_path: Path) -> None:
+    real_run.prepare()
+    flags = ("--json", "--run", real_run.name, "-b", real_run.kafka.bootstrap_servers)
+
+    def finding() -> dict[str, Any]:
+        answer = answer_of(tmp_path, "doctor", *flags)
+        [found] = [found for found in json.loads(answer.stdout) if found["check"] == "clock"]
+        assert isinstance(found, dict)
+        return found
+
+    assert finding()["text"] == "there is no record yet whose time could be compared"
+    real_run.send([rollout("x", 0)])
+    assert (finding()["level"], finding()["remedy"]) == ("note", "run it again while the run goes on")

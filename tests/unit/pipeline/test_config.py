@@ -357,3 +357,25 @@ def test_a_run_has_the_roles_of_a_control_task_that_are_configured_and_by_defaul
     assert (config.collect.seed, config.fill.seed) == (3, 3)
     for flag in ("fill.directory=windows", "labeling.processes=1", "collect.processes=1"):
         assert load(flags=["collect.player=a:b", "labeling.labeler=a:c", flag]).is_control
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        {"environment": {"ROLLSTREAM_KAFKA__CLIENT": '{"sasl.password": "not to be seen"}'}},
+        {"flags": ['kafka.client={"sasl.password": "not to be seen"}']},
+        {"flags": ['kafka.client=["not to be seen"]']},
+        {"file": '[kafka]\nclient = "sasl.password=not to be seen"\n'},
+        {"file": '[kafka.client]\n"sasl.password" = ["not to be seen"]\n'},
+        {"file": '[worker]\napi_key = ["not to be seen"]\n'},
+    ],
+    ids=str,
+)
+def test_an_error_about_a_value_that_may_hold_a_secret_does_not_show_it(layer: dict[str, Any], tmp_path: Path) -> None:
+    path = None
+    if "file" in layer:
+        path = tmp_path / "run.toml"
+        path.write_text(layer["file"])
+    with pytest.raises(ConfigurationError) as error:
+        load(path, **{name: value for name, value in layer.items() if name != "file"})
+    assert "not to be seen" not in str(error.value)

@@ -13,6 +13,7 @@ import pytest
 from rollstream.producers.environment import Prompt, Score
 from rollstream.producers.verifier_pool import VerifierFailed, VerifierPool
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.secrets import keep_from_programs, program_environment
 from tests.support.waiting import eventually
 
 SOURCE = """
@@ -42,6 +43,8 @@ def judge(prompt, text):
         raise ValueError("no such answer")
     if text == "nan":
         return float("nan")
+    if text == "environment":
+        return Score(reward=1.0, components={name: 1.0 for name in os.environ})
     if text == "none":
         return None
     if text == "long":
@@ -86,6 +89,17 @@ def test_answers_are_scored_in_processes_of_their_own_which_serve_many_calls(sou
     assert 1 <= len(processes) <= 2
     assert os.getpid() not in processes
     assert not any(psutil.pid_exists(int(pid)) for pid in processes)
+
+
+def test_a_verifier_is_given_no_variable_that_holds_a_secret(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("KAFKA_PASSWORD_OF_A_TEST", "LIBRARY_KEY_OF_A_TEST"):
+        monkeypatch.setenv(name, "a secret")
+    keep_from_programs(["KAFKA_PASSWORD_OF_A_TEST"])
+    with VerifierPool(source, processes=1, timeout_s=60) as pool:
+        score = run(pool(PROMPT, "environment"))
+    assert "LIBRARY_KEY_OF_A_TEST" in score.components
+    assert "KAFKA_PASSWORD_OF_A_TEST" not in score.components
+    assert "KAFKA_PASSWORD_OF_A_TEST" in program_environment(["env:KAFKA_PASSWORD_OF_A_TEST"])
 
 
 @pytest.mark.parametrize(

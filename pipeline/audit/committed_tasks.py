@@ -1,0 +1,40 @@
+"""The state of each grouping task as it was committed: its position in `rollouts`, and the journal record beside it."""
+
+from collections.abc import Iterator
+
+from rollstream.consumers.grouping.config import GrouperConfig
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import decode_as
+from rollstream.topics.commit_metadata import CommitMetadata
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import record_at
+from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.records import JournalRecord
+
+
+def committed_positions(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:
+    """Committed state of each partition of `rollouts`. Raises StateRefused if a partition has none."""
+    topic = topic_name(run, "rollouts")
+    for committed in committed_offsets(kafka, grouper.group_id(run), topic, topic_admin.partitions_of(kafka, topic)):
+        if committed.offset < 0:
+            raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
+        yield committed
+
+
+def committed_tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
+    """The journal record that each partition of `rollouts` was committed with. Raises StateRefused if there is none."""
+    for committed in committed_positions(kafka, run, grouper):
+        yield committed.partition, _journal_at(kafka, run, committed)
+
+
+def _journal_at(kafka: KafkaConfig, run: str, committed: GroupPosition) -> JournalRecord:
+    """Fetch the journal record that a committed offset names; the commit proves that it is committed, too."""
+    partition, topic = committed.partition, topic_name(run, "journal")
+    at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
+    message = record_at(kafka, topic, partition, at, isolation="read_uncommitted")
+    if message is None:
+        raise StateRefused(f"{topic}[{partition}] does not hold offset {at}, which the committed offset names")
+    return decode_as(JournalRecord, message.value)
