@@ -207,9 +207,9 @@ class ExactlyOnce(ABC, Generic[P]):
                 if failed.decision is Decision.RESTORE:
                     raise OwnershipLost(f"a rebalance came before the commit ({failed.reason}); restoring") from failed
                 if time.monotonic() > deadline:
+                    remedy = "" if failed.refused else "; check the brokers and min.insync.replicas"
                     raise DeliveryError(
-                        f"transaction {self._id} failed for {RETRY_FOR_S:g} s, lastly with {failed.reason}; check the "
-                        f"brokers and min.insync.replicas"
+                        f"transaction {self._id} failed for {RETRY_FOR_S:g} s, lastly with {failed.reason}{remedy}"
                     ) from failed
                 event(logger, "transaction_retried", level=logging.WARNING, error=failed.reason)
                 time.sleep(0.1)

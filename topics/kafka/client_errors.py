@@ -50,6 +50,31 @@ def denial(error: KafkaError, doing: str) -> AccessDenied | None:
     )
 
 
+_REFUSED = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: "Write to {topic}",
+    KafkaError.GROUP_AUTHORIZATION_FAILED: "Read as the consumer group",
+    KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "Write under its transactional id",
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "IdempotentWrite on the cluster",
+}
+"""Operations of a writer, by the error that refuses them."""
+
+
+def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
+    """Say which operation of a writer the brokers refuse, whose, and what helps; None for any other error.
+
+    `user` is empty if it is not named in the settings, as that of a certificate.
+    """
+    operation = _REFUSED.get(error.code())
+    if operation is None:
+        return None
+    who = f"user {user}" if user else "this client's user"
+    refused = operation.format(topic=f"topic {topic}" if topic else "a topic")
+    return (
+        f"{who} may not {refused} ({error.name()}); `rollstream topics acls plan` shows the rule that is missing, and "
+        "`rollstream topics acls apply` adds it"
+    )
+
+
 def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
     """Return the result of `call`, repeated while a coordinator or leader is starting or moving.
 

@@ -13,6 +13,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Producer
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka.named_producer import NamedProducer
 from rollstream.topics.logs import event
 from rollstream.topics.secrets import resolve
 
@@ -74,7 +75,7 @@ def _on_error(error: KafkaError) -> None:
 
 def producer(config: KafkaConfig, **overrides: Any) -> Producer:
     """An idempotent producer (acks=all, Java-compatible partitioning), its queue bounded in bytes."""
-    client: Callable[[dict[str, Any]], Producer] = Producer
+    client: Callable[[dict[str, Any]], Producer] = NamedProducer
     if config.registry.url:
         # Imported late, with the registry's client behind it.
         from rollstream.topics.kafka.registry.producer import registry_producer

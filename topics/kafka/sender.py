@@ -8,6 +8,8 @@ from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaExceptio
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import DeadlineExceeded, DeliveryError
+from rollstream.topics.kafka.client_errors import refusal
+from rollstream.topics.kafka.named_producer import user_of
 
 _LOOK_EVERY_S = 0.1
 _FLUSH_AFTER_ERROR_S = 5.0
@@ -44,11 +46,18 @@ class Failure(NamedTuple):
     size_bytes: int
     """Bytes of key and value."""
     error: KafkaError
+    user: str = ""
+    """User of the client, if it is known."""
+
+    @property
+    def refusal(self) -> str | None:
+        """The missing permission, whose it is, and what helps; None for any other error."""
+        return refusal(self.error, self.user, self.topic)
 
     @property
     def reason(self) -> str:
-        """Text of the client's error."""
-        return self.error.str()
+        """Text of the client's error, or of the missing permission."""
+        return self.refusal or self.error.str()
 
     def __str__(self) -> str:
         partition = f"[{self.partition}]" if self.partition >= 0 else ""
@@ -60,7 +69,8 @@ class SendFailed(DeliveryError):
 
     def __init__(self, failures: Sequence[Failure], remedy: str) -> None:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-        super().__init__(f"{failures[0]}{more}; {remedy}")
+        # A missing permission has a remedy of its own; without it, sending again fails again.
+        super().__init__(f"{failures[0]}{more}" if failures[0].refusal else f"{failures[0]}{more}; {remedy}")
         self.failure = failures[0]
 
 
@@ -77,6 +87,7 @@ class Sender(Closing):
         """`producer` comes from `clients`; `remedy` ends error messages. If `on_failure` is given, `send`, `poll` and
         `flush` call it for each record that was not delivered, instead of raising SendFailed."""
         self._producer = producer
+        self._user = user_of(producer)
         self._remedy = remedy
         self._topics: set[str] = set()
         self._failures: list[Failure] = []
@@ -105,7 +116,8 @@ class Sender(Closing):
         def report(error: KafkaError | None, message: Message) -> None:
             if error is not None:
                 at = message.partition()
-                self._on_failure(Failure(name, topic, partition if at is None else at, _size(key, value), error))
+                place = partition if at is None else at
+                self._on_failure(Failure(name, topic, place, _size(key, value), error, self._user))
             elif on_delivery is not None:
                 kind, timestamp_ms = message.timestamp()
                 stamped = kind == TIMESTAMP_LOG_APPEND_TIME
@@ -130,7 +142,9 @@ class Sender(Closing):
                     ) from None
                 self.poll(min(_LOOK_EVERY_S, left_s))
             except KafkaException as exception:
-                failure = Failure(name, topic, partition, _size(key, value), exception.args[0])
+                self._producer.poll(0)
+                self.check()  # The record before this one that failed says why a transaction takes no more.
+                failure = Failure(name, topic, partition, _size(key, value), exception.args[0], self._user)
                 raise SendFailed([failure], self._remedy) from exception
         self._producer.poll(0)
 

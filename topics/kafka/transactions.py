@@ -17,6 +17,8 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
+from rollstream.topics.kafka.client_errors import refusal
+from rollstream.topics.kafka.named_producer import user_of
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.sender import Sender, SendFailed, SendOptions
 from rollstream.topics.kafka.transaction_errors import Decision, decide
@@ -31,10 +33,11 @@ ABORT = "abort_transaction"
 class TransactionFailed(DeliveryError):
     """A call of a transaction failed; its records are not visible, unless the call was a commit without an answer."""
 
-    def __init__(self, call: str, error: KafkaError | str, transactional_id: str) -> None:
+    def __init__(self, call: str, error: KafkaError | str, transactional_id: str, refused: str | None = None) -> None:
+        """`refused` says which permission is missing, if one is."""
         lost = isinstance(error, str)
-        self.call = call
-        self.reason = error if isinstance(error, str) else f"{error.name()}: {error.str()}"
+        self.call, self.refused = call, refused is not None
+        self.reason = refused or (error if isinstance(error, str) else f"{error.name()}: {error.str()}")
         # The client may lose the exception of a fatal error and raise SystemError instead.
         self.decision = Decision.GIVE_UP if isinstance(error, str) else decide(error, patient=False)
         self.taken_over = (
@@ -54,14 +57,15 @@ class TransactionFailed(DeliveryError):
 
 
 @contextmanager
-def _failing(call: str, transactional_id: str) -> Iterator[None]:
-    """Raise an error of the block as the TransactionFailed of a call."""
+def _failing(call: str, transactional_id: str, user: str) -> Iterator[None]:
+    """Raise an error of the block as the TransactionFailed of a call of a user."""
     try:
         yield
     except SendFailed as failed:
-        raise TransactionFailed(call, failed.failure.error, transactional_id) from failed
+        raise TransactionFailed(call, failed.failure.error, transactional_id, failed.failure.refusal) from failed
     except KafkaException as exception:
-        raise TransactionFailed(call, exception.args[0], transactional_id) from exception
+        error: KafkaError = exception.args[0]
+        raise TransactionFailed(call, error, transactional_id, refusal(error, user)) from exception
     except SystemError as lost:
         raise TransactionFailed(call, str(lost), transactional_id) from lost
 
@@ -105,7 +109,7 @@ class Transaction:
             self._sender.check()
 
     def _failing(self, call: str) -> AbstractContextManager[None]:
-        return _failing(call, self._producer.transactional_id)
+        return self._producer.failing(call)
 
 
 class TransactionalProducer:
@@ -127,6 +131,10 @@ class TransactionalProducer:
         self._abort_for_s = kafka.transaction_timeout_s
         self.client: Producer = clients.transactional_producer(kafka, transactional_id, **overrides)
         self._calls = BoundedCalls()
+
+    def failing(self, call: str) -> AbstractContextManager[None]:
+        """Raise an error of the block as TransactionFailed."""
+        return _failing(call, self.transactional_id, user_of(self.client))
 
     def start(self) -> None:
         """Fence the id's previous writer, and abort its open transaction. Raises TransactionFailed, Stalled."""
@@ -165,7 +173,7 @@ class TransactionalProducer:
             self._abort()
 
     def _begin(self) -> None:
-        with _failing("begin_transaction", self.transactional_id):
+        with self.failing("begin_transaction"):
             self.client.begin_transaction()
 
     def _commit(self) -> None:
@@ -197,7 +205,7 @@ class TransactionalProducer:
         for_s = self._retry_for_s if for_s is None else for_s
         deadline = time.monotonic() + for_s
         for attempt in itertools.count(1):
-            with _failing(name, self.transactional_id):
+            with self.failing(name):
                 try:
                     self._calls.run(lambda: call(self.client, self._call_timeout_s), name, self._call_timeout_s + 1.0)
                     return

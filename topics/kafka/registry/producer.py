@@ -6,10 +6,11 @@ from typing import Any
 from confluent_kafka import Producer
 
 from rollstream.topics.config import RegistryConfig
+from rollstream.topics.kafka.named_producer import NamedProducer
 from rollstream.topics.kafka.registry.ids import SchemaIds, schema_ids
 
 
-class RegistryProducer(Producer):
+class RegistryProducer(NamedProducer):
     """A client that puts every record of ours behind its id, at the last place before the wire."""
 
     def __init__(self, settings: dict[str, Any], ids: SchemaIds) -> None:

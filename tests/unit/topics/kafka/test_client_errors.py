@@ -4,7 +4,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from rollstream.topics.errors import AccessDenied
-from rollstream.topics.kafka.client_errors import raise_for, retrying
+from rollstream.topics.kafka.client_errors import raise_for, refusal, retrying
 
 
 class Call:
@@ -35,3 +35,14 @@ def test_what_time_does_not_mend_is_told_at_once() -> None:
     with pytest.raises(AccessDenied, match=r"^asking: .*TOPIC_AUTHORIZATION_FAILED"):
         retrying(call, "asking")
     assert call.made == 1
+
+
+def test_a_refusal_names_user_operation_topic_and_remedy() -> None:
+    denied = KafkaError(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    text = refusal(denied, "main-env", "main.rollouts")
+    assert text is not None
+    assert text.startswith("user main-env may not Write to topic main.rollouts (TOPIC_AUTHORIZATION_FAILED); ")
+    assert "`rollstream topics acls plan`" in text
+    assert (refusal(denied, "") or "").startswith("this client's user may not Write to a topic (")
+    assert "transactional id" in (refusal(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED), "u") or "")
+    assert refusal(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), "u", "t") is None

@@ -1,0 +1,110 @@
+"""A seeded flood of hostile records through the decoder and the pure fold: each has one place, memory is bounded.
+
+`HOSTILE_RECORDS` is the length of the long form, `HOSTILE_SEED` its first seed; each piece of 100,000 has the next one.
+"""
+
+import os
+import resource
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core import task_state
+from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.core.estimators import ESTIMATORS
+from rollstream.consumers.grouping.core.fold import Fold
+from rollstream.consumers.grouping.core.plug_ins import PlugIns
+from rollstream.consumers.grouping.makers.registry import MAKERS
+from rollstream.topics.codec import decode, decode_as, encode
+from rollstream.topics.errors import RecordError
+from rollstream.topics.journal_counts import JournalCounts
+from rollstream.topics.keys import decode_key
+from rollstream.topics.offset_ranges import from_ranges
+from rollstream.topics.records import JournalRecord
+from tests.support.flood import Flood
+
+RECORDS = int(os.environ.get("HOSTILE_RECORDS", "200000"))
+SEED = int(os.environ.get("HOSTILE_SEED", "1"))
+PIECE = 100_000
+COMMIT_EVERY = 500
+MOST_MIB = 300
+"""Most memory that a piece may add to this process: the fold may hold 64 MiB of groups and as much of finished ones."""
+CONFIG = GroupingConfig(batch_rollouts=16, mark_keys=("8a" * 32,), capacity_bytes=64 * 1024 * 1024)
+
+
+@dataclass
+class FoldedFlood:
+    """Fates of the records of one flood."""
+
+    flood: Flood
+    records: int = 0
+    undecodable: int = 0
+    finished: Counter[int] = field(default_factory=Counter)
+    """How often each offset got a fate."""
+    counts: JournalCounts = field(default_factory=JournalCounts)
+    batched: set[str] = field(default_factory=set)
+    dropped: list[str] = field(default_factory=list)
+    in_flight: int = 0
+
+    def fold(self) -> "FoldedFlood":
+        """Decode and fold every record; commit as a task does, and read what it commits as its readers do."""
+        first = task_state.initial_record(0, 1, "flood", CONFIG)
+        fold = Fold(task_state.restored_state([first]), PlugIns(MAKERS, ESTIMATORS), {})
+        for record in self.flood:
+            try:
+                decode(record.value)
+                decode_key(record.key)
+            except RecordError:
+                self.undecodable += 1
+            fold.apply(InputRecord(self.records, 1_000 + self.records, record.key, record.value))
+            self.records += 1
+            if self.records % COMMIT_EVERY == 0:
+                self._commit(fold)
+        self._commit(fold)
+        self.in_flight = fold.in_flight
+        return self
+
+    def _commit(self, fold: Fold) -> None:
+        effects = fold.prepare_commit(snapshot=self.records % PIECE == 0)
+        for written in effects.records:
+            journal = decode_as(JournalRecord, encode(written))
+            self.counts.add(journal)
+            for finished in journal.finished:
+                self.finished.update(from_ranges(finished.runs))
+            self.dropped += [drop.uid for drop in journal.drops]
+        for batch in effects.batches:
+            self.batched.update(batch.uids)
+
+    def check(self) -> None:
+        """Assert that every record has one place, and that no honest group was harmed."""
+        assert set(self.finished.values()) == {1}
+        assert len(self.finished) + self.in_flight == self.records
+        assert sum(count.rollouts for count in self.counts.counts) == len(self.finished)
+        honest = set(self.flood.honest)
+        assert honest.isdisjoint(self.dropped)
+        assert len(honest - self.batched) <= CONFIG.batch_rollouts + self.in_flight
+
+
+def peak_mib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+@pytest.mark.parametrize("records", [20_000, pytest.param(RECORDS, marks=pytest.mark.long, id="long")])
+def test_every_record_of_a_flood_has_one_place(records: int, capsys: pytest.CaptureFixture[str]) -> None:
+    began, before_mib = time.monotonic(), peak_mib()
+    undecodable = honest = folded = 0
+    seeds = range(SEED, SEED + -(-records // PIECE))
+    for seed in seeds:
+        piece = FoldedFlood(Flood(seed, min(PIECE, records))).fold()
+        piece.check()
+        folded, undecodable = folded + piece.records, undecodable + piece.undecodable
+        honest += len(piece.flood.honest)
+        assert peak_mib() - before_mib < MOST_MIB
+    with capsys.disabled():
+        print(
+            f"\n{folded:,} records, {undecodable:,} undecodable, {honest:,} honest, seeds {seeds[0]} to {seeds[-1]}: "
+            f"{time.monotonic() - began:.0f} s, {peak_mib() - before_mib:.0f} MiB more at the peak"
+        )

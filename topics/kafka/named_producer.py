@@ -1,0 +1,18 @@
+"""A producer that knows the user of its connection, so that errors can name it."""
+
+from typing import Any
+
+from confluent_kafka import Producer
+
+
+class NamedProducer(Producer):
+    """A client with its user: empty if the settings name none, as with a certificate or a token."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        super().__init__(settings)
+        self.user = str(settings.get("sasl.username", ""))
+
+
+def user_of(producer: Producer) -> str:
+    """Return the user of a producer; empty if it is not known."""
+    return producer.user if isinstance(producer, NamedProducer) else ""
