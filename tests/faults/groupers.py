@@ -19,7 +19,7 @@ def grouper(
     """Start one; `settings` are others than those of its clients, with __ for the dot."""
     values = {"session_timeout_s": SESSION_S, "transaction_timeout_s": TRANSACTION_S, **kafka}
     of_clients = {f"kafka__{name}": value for name, value in values.items()}
-    return run.start("group", f"--ordinal={ordinal}", **of_clients, **(settings or {}))
+    return run.start("group", f"--ordinal={ordinal}", **{**of_clients, **(settings or {})})
 
 
 def await_logged(run: RealRun, process: subprocess.Popen[bytes], text: str, timeout_s: float = 60.0) -> None:

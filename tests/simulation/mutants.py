@@ -98,18 +98,6 @@ def keeps_revoked_tasks(patch: Patch) -> None:
     patch.setattr(TaskManager, "_last_journal", lambda self, partition: self._suspended[partition].journal_offset)
 
 
-def revokes_without_a_commit(patch: Patch) -> None:
-    """A transaction that is under way is not waited for when partitions are taken away."""
-    revoke = TaskManager.revoke
-
-    def hasty(self: TaskManager, partitions: list[int]) -> None:
-        with pytest.MonkeyPatch.context() as inner:
-            inner.setattr(TaskManager, "_commit_at_once", lambda self, partitions: None)
-            revoke(self, partitions)
-
-    patch.setattr(TaskManager, "revoke", hasty)
-
-
 def resends_after_a_rebalance(patch: Patch) -> None:
     """A commit that a rebalance refused is sent again with the new generation."""
 
@@ -124,11 +112,6 @@ def resends_after_a_rebalance(patch: Patch) -> None:
 
     patch.setattr("rollstream.topics.kafka.transactions.decide", decided)
     patch.setattr(ExactlyOnce, "_publish", publish_as_now)
-
-
-def trusts_its_ordinal(patch: Patch) -> None:
-    """A process that was left without an answer takes the transactional id back from its replacement."""
-    patch.setattr(ExactlyOnce, "_assert_our_turn", lambda self, reason: None)
 
 
 def restores_what_is_undecided(patch: Patch) -> None:
@@ -159,8 +142,6 @@ MUTANTS: tuple[Callable[[Patch], None], ...] = (
     takes_unknown_for_done,
     takes_unknown_for_aborted,
     keeps_revoked_tasks,
-    revokes_without_a_commit,
     resends_after_a_rebalance,
-    trusts_its_ordinal,
     restores_what_is_undecided,
 )

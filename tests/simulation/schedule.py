@@ -19,7 +19,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeliveryError, Fenced
 from rollstream.topics.keys import encode_key, partition_of
-from rollstream.topics.records import PolicyManifest
+from rollstream.topics.records import PausedPartition, PolicyManifest
 from tests.faults.auditor import judge
 from tests.faults.evidence import TOPICS, Evidence, Raw
 from tests.simulation.cluster import Cluster
@@ -35,9 +35,9 @@ CALM_S = 4.0
 """A run has come to rest if its processes wrote nothing for so long: longer than the age of batches and their turns."""
 ENDS_A_PROCESS = (Fenced, DeliveryError, BrokerUnavailable)
 """Errors with which a process may end; whoever runs it starts it again."""
-KINDS = ("kill", "kill", "kill", "stop", "cut", "lose", "hang", "term", "more", "rival")
+KINDS = ("kill", "kill", "kill", "stop", "cut", "lose", "hang", "term", "more", "rival", "pause")
 """kill -9, SIGSTOP for a while, no network for a while, one lost answer, a call that never returns, SIGTERM, one more
-process, and one more under the same ordinal."""
+process, one more under the same ordinal, and a partition that an operator pauses for a while."""
 HORIZON = 700
 """Steps of a schedule in which faults come; about what an undisturbed one takes."""
 
@@ -111,6 +111,7 @@ class _Schedule:
         self._count = 0
         self._sending = True
         self._closing = False
+        self._paused = 0
         self._calm_since_s = 0.0
         self._unexpected: list[str] = []
         self._begun_step = 0
@@ -222,9 +223,22 @@ class _Schedule:
                     stop.set()
         elif fault.kind == "more":
             self._start(3 + self._count)
+        elif fault.kind == "pause" and not self._closing:
+            self._pause(scheduler.rng.randrange(PARTITIONS), fault.for_s)
         elif fault.kind == "rival":
             ordinal = int(process.name.rpartition("-")[2])
             self._start(ordinal, f"rival{self._count}-{ordinal}")
+
+    def _pause(self, partition: int, for_s: float) -> None:
+        record = encode(PausedPartition(partition=partition, reason="a fault"))
+
+        def write(value: bytes | None) -> None:
+            self._paused += 1 if value else -1
+            place, key = (f"{RUN}.control", 0), encode_key("paused", partition)
+            self._cluster.append(place, key, value, [], (-3, self._cluster.log(place).end), 0)
+
+        write(record)
+        self._scheduler.later(for_s, lambda: write(None))
 
     # ------------------------------------------------------------------ the end
 
@@ -235,7 +249,7 @@ class _Schedule:
         publishing = any(
             not thread.done for process, _stop in self._processes.values() for thread in process.actors[1:]
         )
-        if self._sending or publishing or not self._cluster.groups[f"{RUN}.grouper"].served:
+        if self._sending or self._paused or publishing or not self._cluster.groups[f"{RUN}.grouper"].served:
             self._calm_since_s = self._scheduler.now_s
         calm_s = self._scheduler.now_s - max(self._calm_since_s, self._cluster.changed_s)
         return calm_s > CALM_S and self._cluster.at_rest and self._all_read()

@@ -18,7 +18,7 @@ from tests.simulation.schedule import Outcome, as_it_is, drawn_faults, run_sched
 from tests.support.paths import ROOT
 
 QUICKLY_FOUND = ("sends_no_offsets", "writes_the_index_after_the_commit", "restores_what_is_undecided")
-WITHIN = 2000
+WITHIN = 5000
 """Schedules in which each mutant must be found."""
 
 

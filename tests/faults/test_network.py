@@ -1,0 +1,226 @@
+"""Networks that fail, a broker that stands still: every rollout ends in one place, once.
+
+Each role reaches a real broker through a link of its own, which a test breaks under load.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from confluent_kafka import ConsumerGroupState
+
+from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.records import LearnerStep
+from tests.faults.conftest import make_run
+from tests.faults.groupers import Supervised
+from tests.faults.load import Load
+from tests.faults.promises import assert_promises, settle
+from tests.support.faulty_network import DOWN, UP, Weather
+from tests.support.linked_broker import LinkedBroker, linked_broker
+from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
+from tests.support.waiting import eventually
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+SEED = 21
+TRANSACTION_S = 8.0
+SILENT = {
+    "cut": Weather(refused=True),
+    "silent": Weather(held=frozenset({UP, DOWN})),
+    "deaf": Weather(held=frozenset({DOWN})),
+    "mute": Weather(held=frozenset({UP})),
+}
+"""Links that pass nothing of use: nothing at all, or nothing in one direction."""
+POOR = {
+    "far": Weather(delay_s=0.3),
+    "lossy": Weather(loss=0.02),
+    "narrow": Weather(bytes_per_s=60_000),
+}
+"""Links on which work goes on, slowly."""
+
+
+@pytest.fixture(scope="module")
+def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedBroker]:
+    with linked_broker(tmp_path_factory.mktemp("linked") / "broker", "grouping", "learner", "workers") as broker:
+        yield broker
+
+
+@contextmanager
+def a_run(broker: LinkedBroker, name: str, directory: Path) -> Iterator[RealRun]:
+    """A run, seen by a client whose network never fails."""
+    run = make_run(broker.bootstrap_servers, name, directory).prepare()
+    yield run
+    run.stop()
+
+
+@contextmanager
+def seen_by(broker: LinkedBroker, role: str, run: RealRun) -> Iterator[RealRun]:
+    """The same run as a role sees it, behind its link, with processes of its own."""
+    directory = run.directory / role
+    directory.mkdir()
+    kafka = replace(run.kafka, bootstrap_servers=broker.links[role].address)
+    seen = replace(run, kafka=kafka, directory=directory, processes=[])
+    yield seen
+    seen.stop()
+
+
+def members(run: RealRun) -> int:
+    """Number of members of the grouping processes' group."""
+    admin, group = clients.admin(run.kafka), run.grouper.group_id(run.name)
+    description = admin.describe_consumer_groups([group])[group].result(300)
+    return 0 if description.state == ConsumerGroupState.EMPTY else len(description.members)
+
+
+def await_both(run: RealRun, groupers: Supervised) -> None:
+    """Wait until two processes are in the group again; those that ended are started anew."""
+
+    def back() -> bool:
+        groupers.revive()
+        return members(run) == 2
+
+    eventually(back, 120, "both are back", every_s=0.5)
+
+
+def index_end(run: RealRun) -> int:
+    return topic_admin.bounds(run.kafka, run.topic("batch-index"))[0][1]
+
+
+def batched_more(run: RealRun, entries: int) -> Callable[[], bool]:
+    """A condition: the index has so many more entries than now, of batches or of the ends of transactions."""
+    wanted = index_end(run) + entries
+    return lambda: index_end(run) >= wanted
+
+
+def passed(seconds: float) -> Callable[[], bool]:
+    """A condition: so much time has passed, for faults that only time measures."""
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() > until
+
+
+@pytest.mark.parametrize("weather", SILENT)
+def test_grouping_that_hears_nothing_of_the_broker_loses_and_repeats_nothing(
+    linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
+) -> None:
+    with (
+        a_run(linked, run_name, tmp_path) as run,
+        seen_by(linked, "grouping", run) as grouping,
+        seen_by(linked, "workers", run) as workers,
+    ):
+        groupers = Supervised(grouping, kafka__transaction_timeout_s=TRANSACTION_S)
+        with Load(workers, SEED) as load:
+            for _ in range(2):
+                load.await_more(100)
+                with linked.links["grouping"].during(SILENT[weather]):
+                    # Sessions end, and then transactions, in the middle of which some of the processes are.
+                    eventually(lambda: members(run) == 0, 60, "every session ended", every_s=0.2)
+                    eventually(passed(TRANSACTION_S), 60, "transactions ran out", every_s=0.2)
+                await_both(run, groupers)
+            load.await_more(50)
+        settle(run, meanwhile=groupers.revive)
+        groupers.stop()
+        assert_promises(run, load)
+
+
+@pytest.mark.parametrize("weather", POOR)
+def test_poor_links_of_grouping_and_workers_cost_time_only(
+    linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
+) -> None:
+    with (
+        a_run(linked, run_name, tmp_path) as run,
+        seen_by(linked, "grouping", run) as grouping,
+        seen_by(linked, "workers", run) as workers,
+    ):
+        groupers = Supervised(grouping)
+        with (
+            linked.links["grouping"].during(POOR[weather]),
+            linked.links["workers"].during(POOR[weather]),
+            Load(workers, SEED, rollouts_per_s=50) as load,
+        ):
+            load.await_more(100)
+            eventually(batched_more(run, 10), 180, "batches come through", every_s=0.5)
+        settle(run, meanwhile=groupers.revive)
+        groupers.stop()
+        assert_promises(run, load)
+
+
+@pytest.mark.parametrize("weather", SILENT)
+def test_workers_that_cannot_reach_the_broker_lose_and_repeat_nothing(
+    linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
+) -> None:
+    with (
+        a_run(linked, run_name, tmp_path) as run,
+        seen_by(linked, "grouping", run) as grouping,
+        seen_by(linked, "workers", run) as workers,
+    ):
+        groupers = Supervised(grouping)
+        with Load(workers, SEED) as load:
+            for _ in range(3):
+                load.await_more(100)
+                with linked.links["workers"].during(SILENT[weather]):
+                    eventually(passed(5.0), 60, "producers' requests wait", every_s=0.2)
+            load.await_more(50)
+        settle(run, meanwhile=groupers.revive)
+        groupers.stop()
+        assert_promises(run, load)
+
+
+def steps_of(run: RealRun) -> dict[int, LearnerStep]:
+    return read_steps(run.kafka, run.name, "default")
+
+
+@pytest.mark.parametrize("weather", SILENT)
+def test_a_learner_behind_a_link_that_fails_ends_with_the_bits_of_an_undisturbed_one(
+    linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
+) -> None:
+    steps = 40
+    settings = {**SMALL_LEARNER, "learner__max_steps": steps, "learner__checkpoint__every_steps": 3}
+    runs = [make_run(linked.bootstrap_servers, f"{run_name}-{which}", tmp_path / which) for which in ("whole", "cut")]
+    for run in runs:
+        run.directory.mkdir()
+        with_batches(run, 2 * steps)
+    whole, cut = runs
+    with seen_by(linked, "learner", cut) as learner:
+        undisturbed = whole.start("learn", **settings)
+        assert undisturbed.wait(600) == 0, whole.log_of(undisturbed)[-3000:]
+        process = learner.start("learn", **settings, kafka__transaction_timeout_s=TRANSACTION_S)
+        for after in (2, 12):
+            eventually(lambda after=after: max(steps_of(cut), default=-1) >= after, 300, f"step {after}", every_s=0.1)
+            with linked.links["learner"].during(SILENT[weather]):
+                eventually(passed(2 * TRANSACTION_S), 60, "its transactions ran out", every_s=0.2)
+            # It goes on by itself, or says that it must be started again.
+            eventually(
+                lambda after=after, p=process: p.poll() is not None or max(steps_of(cut)) > after, 300, "it goes on"
+            )
+            if process.poll() not in (None, 0):
+                print("started again, after:", learner.log_of(process).strip().splitlines()[-1])
+                process = learner.start("learn", **settings, kafka__transaction_timeout_s=TRANSACTION_S)
+        assert process.wait(600) == 0, learner.log_of(process)[-3000:]
+    expected, found = steps_of(whole), steps_of(cut)
+    assert sorted(found) == list(range(steps + 1))
+    assert {n: step.params_digest for n, step in found.items()} == {n: s.params_digest for n, s in expected.items()}
+    assert {n: step.uses for n, step in found.items()} == {n: step.uses for n, step in expected.items()}
+    assert sorted(read_manifests(cut.kafka, cut.name)) == list(range(steps + 1))
+    for run in runs:
+        run.stop()
+
+
+def test_a_broker_that_stands_still_past_all_timeouts_loses_and_repeats_nothing(
+    linked: LinkedBroker, run_name: str, tmp_path: Path
+) -> None:
+    with a_run(linked, run_name, tmp_path) as run:
+        groupers = Supervised(run, kafka__transaction_timeout_s=TRANSACTION_S)
+        with Load(run, SEED) as load:
+            for seconds in (3.0, 2 * TRANSACTION_S):
+                load.await_more(100)
+                with linked.stopped():
+                    eventually(passed(seconds), 60, "the broker stands still", every_s=0.2)
+                linked.await_answer()
+                load.await_more(100)
+                groupers.revive()
+        settle(run, meanwhile=groupers.revive)
+        groupers.stop()
+        assert_promises(run, load)
