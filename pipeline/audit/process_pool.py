@@ -7,6 +7,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -37,7 +38,7 @@ def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterato
     running: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(min(processes, len(jobs))):
-            pipe, process = _start(work)
+            pipe, process = start_child(partial(_serve, work))
             running[pipe] = process
         for pipe, job in zip(running, waiting, strict=False):
             _send(pipe, running[pipe], job)
@@ -57,11 +58,15 @@ def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterato
             process.join()
 
 
-def _start(work: Callable[[J], object]) -> tuple[Connection, BaseProcess]:
+def start_child(serve: Callable[[Connection], object]) -> tuple[Connection, BaseProcess]:
+    """Start a process that calls `serve`, which must be picklable, with its end of a pipe; return the other end.
+
+    It ends when this process ends, however that happens; Ctrl-C does not reach it.
+    """
     # Do not fork: the child would have librdkafka's locks without its threads.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(work, theirs), daemon=True)
+    process = context.Process(target=_run_child, args=(serve, theirs), daemon=True)
     # The start of the tracker unblocks SIGINT, so it must run before SIGINT is blocked.
     resource_tracker.ensure_running()
     # Ctrl-C at a terminal reaches every process; the children ignore it from the start, and this process ends them.
@@ -98,11 +103,15 @@ def _lost(process: BaseProcess) -> ProcessLost:
     )
 
 
-def _serve(work: Callable[[Any], object], pipe: Connection) -> None:
-    """Serve jobs in the child until the parent closes the pipe."""
+def _run_child(serve: Callable[[Connection], object], pipe: Connection) -> None:
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    serve(pipe)
+
+
+def _serve(work: Callable[[Any], object], pipe: Connection) -> None:
+    """Serve jobs in the child until the parent closes the pipe."""
     while True:
         try:
             job = pipe.recv()

@@ -11,11 +11,20 @@ from typing import Any
 
 from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
 from rollstream.pipeline.ui.index import fates, refresh
-from rollstream.pipeline.ui.index.rollout_rows import Clock, finite, group_name, row_of, success_of, values_of
+from rollstream.pipeline.ui.index.rollout_rows import (
+    Clock,
+    RolloutValues,
+    finite,
+    group_name,
+    row_of,
+    success_of,
+    values_of,
+)
+from rollstream.pipeline.ui.index.rollout_table import NewRow, RolloutTable, RowNames
 from rollstream.topics.catalogue import name_in_run
 from rollstream.topics.codec import kind_of
 from rollstream.topics.errors import RecordError
-from rollstream.topics.fates import BATCHED, DROPPED
+from rollstream.topics.fates import DROPPED
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.metric_catalogue import SUBJECTS
@@ -40,19 +49,10 @@ COMPONENT_SERIES = {
     "group": ("lag", "in_flight", "open_groups"),
 }
 """Metrics of components that become series, by role."""
-_INSERT_ROLLOUT = """insert or ignore into rollouts
-    (id, partition, offset, time_ms, environment, worker, version, lowest, highest, reward, length, sampled, truncated,
-     fate, grp)
-    values (:id, :partition, :offset, :time_ms, :environment, :worker, :version, :lowest, :highest, :reward, :length,
-            :sampled, :truncated, :fate, :grp)"""
-_NOTHING = dict.fromkeys(
-    ("worker", "version", "lowest", "highest", "reward", "length", "sampled", "truncated", "grp", "environment")
-)
 _ADD_PRODUCED = """insert into produced values (?, ?, ?, ?, 1, ?, ?, ?, ?, ?) on conflict do update set
     rollouts = rollouts + 1, reward = reward + excluded.reward, successes = successes + excluded.successes,
     length = length + excluded.length, sampled = sampled + excluded.sampled, truncated = truncated + excluded.truncated
 """
-_FATE_OF_RANGE = "update rollouts set fate = ?, reason = ? where partition = ? and offset between ? and ? and fate <= ?"
 
 
 class Ingest:
@@ -64,8 +64,9 @@ class Ingest:
         self._names: dict[tuple[str, str], int] = {}
         self._groups: dict[str, int] = {}
         self._clocks: dict[int, Clock] = {}
-        self._touched: set[int] = set()
-        """Groups whose figures changed in this transaction."""
+        self._table = RolloutTable(connection)
+        self._used: set[str] = set()
+        """Batches whose rows, or uses by steps, changed in this transaction."""
         self._takers: dict[str, Callable[[KafkaRecord], None]] = {
             "batch-index": self._entry,
             "steps": self._step,
@@ -79,16 +80,23 @@ class Ingest:
         self._names.clear()
         self._groups.clear()
         self._clocks.clear()
-        self._touched.clear()
+        self._table.forget()
+        self._used.clear()
 
     def finish(self) -> None:
         """Write what depends on several records, and the positions of the clocks, before the transaction commits."""
-        refresh.groups(self.db, self._touched)
-        self._touched.clear()
+        self._table.write()
+        touched = self._table.touched
+        for name in sorted(self._used):
+            touched |= refresh.uses_of_batch(self.db, name, self._name)
+        refresh.groups(self.db, touched)
         self.db.executemany(
             "update positions set last_ms = ?, repeated = ? where topic = 'rollouts' and partition = ?",
             [(clock.last_ms, clock.repeated, partition) for partition, clock in self._clocks.items()],
         )
+        self._table.write_texts()
+        self._table.forget()
+        self._used.clear()
         if len(self._groups) > 200_000:
             self._groups.clear()
 
@@ -96,37 +104,30 @@ class Ingest:
 
     def rollouts(self, messages: Sequence[KafkaRecord]) -> None:
         """Write records of `rollouts`."""
-        rows, names, texts, produced = [], [], [], []
+        produced = []
         for message in messages:
             answer = row_of(message)
             rollout = answer.rollout
-            row: dict[str, Any] = {
-                **_NOTHING,
-                "id": self._clock(message.partition).next(message.timestamp_ms),
-                "partition": message.partition,
-                "offset": message.offset,
-                "time_ms": message.timestamp_ms,
-                "fate": fates.CODES[UNREAD],
-                "version": answer.version,
-            }
+            row = NewRow(
+                self._clock(message.partition).next(message.timestamp_ms),
+                message.partition,
+                message.offset,
+                message.timestamp_ms,
+                version=answer.version,
+            )
             if answer.environment is not None:
-                row["environment"] = self._name("environment", answer.environment)
+                row.environment = self._name("environment", answer.environment)
+            episode = uid = branches = None
             if rollout is not None:
-                row |= values_of(rollout)
-                row["worker"] = self._name("worker", rollout.metadata.worker_id)
-                row["grp"] = self._group(rollout, row["environment"])
-                self._touched.add(row["grp"])
-                produced.append(_produced("rollouts", message.partition, rollout, row))
-            rows.append(row)
-            episode = rollout.episode_uid if rollout and rollout.branches > 1 else None
-            uid, branches = (rollout.uid, rollout.branches) if rollout else (None, None)
-            names.append((row["id"], uid, answer.example, answer.preview, episode, branches))
-            if answer.text:
-                texts.append((row["id"], answer.text))
-        self.db.executemany(_INSERT_ROLLOUT, rows)
-        self.db.executemany("insert or ignore into rollout_names values (?, ?, ?, ?, ?, ?)", names)
-        # The table of texts takes rows in the order of their ids much faster.
-        self.db.executemany("insert into texts (rowid, text) values (?, ?)", sorted(texts))
+                values = values_of(rollout)
+                row.version, row.lowest, row.highest, row.reward, row.length, row.sampled, row.truncated = values
+                row.worker = self._name("worker", rollout.metadata.worker_id)
+                row.grp = self._group(rollout, row.environment)
+                produced.append(_produced("rollouts", message.partition, rollout, row.environment, values))
+                uid, branches = rollout.uid, rollout.branches
+                episode = rollout.episode_uid if branches > 1 else None
+            names = RowNames(row.id, uid, answer.example, answer.preview, episode, branches)
+            self._table.add(row, names, answer.text)
         self.db.executemany(_ADD_PRODUCED, produced)
 
     def _clock(self, partition: int) -> Clock:
@@ -145,7 +146,7 @@ class Ingest:
             self._names[key] = answer[0]
         return self._names[key]
 
-    def _group(self, rollout: Rollout, environment: int) -> int:
+    def _group(self, rollout: Rollout, environment: int | None) -> int:
         name = group_name(rollout)
         if name not in self._groups:
             about = (name, environment, rollout.example_id, rollout.policy_version, rollout.group_size)
@@ -177,10 +178,7 @@ class Ingest:
         read = answer[0] if answer else record.begin
         if answer is None and record.sequence > 0:
             self._before(record)
-        self.db.execute(
-            "update rollouts set fate = ? where partition = ? and offset >= ? and offset < ? and fate = ?",
-            (fates.CODES[IN_FLIGHT], partition, read, record.position, fates.CODES[UNREAD]),
-        )
+        self._settle(partition, [(read, record.position - 1)], IN_FLIGHT, among=UNREAD)
         for first, count in _pairs(record.unfinished.tolist()) if record.snapshot else ():
             self._settle(partition, [(first, first + count - 1)], IN_FLIGHT, among=fates.SETTLED)
         drops = {drop.offset: drop for drop in record.drops}
@@ -220,18 +218,8 @@ class Ingest:
         self, partition: int, ranges: Iterable[tuple[int, int]], fate: str, reason: str = "", among: str = fates.SETTLED
     ) -> None:
         """Set the fate of ranges of offsets whose fate, so far, is `among` or one before it."""
-        code = fates.CODES[fate]
         known = self._name("reason", reason) if reason else None
-        spans = list(ranges)
-        self.db.executemany(
-            _FATE_OF_RANGE, [(code, known, partition, first, last, fates.CODES[among]) for first, last in spans]
-        )
-        for first, last in spans:
-            answer = self.db.execute(
-                "select distinct grp from rollouts where partition = ? and offset between ? and ? and grp is not null",
-                (partition, first, last),
-            )
-            self._touched.update(group for (group,) in answer)
+        self._table.settle(partition, ranges, fates.CODES[fate], known, fates.CODES[among])
 
     def _batch(self, message: KafkaRecord, batch: TrainingBatch) -> None:
         if problems := batch_problems(batch):
@@ -242,20 +230,13 @@ class Ingest:
             (message.partition, message.offset, len(batch), batch.cut_ms, number),
         )
         starts = batch.splits.tolist()
-        rows = []
+        advantages = []
         for row, offset in enumerate(batch.source_offsets.tolist()):
             span = slice(starts[row], starts[row + 1])
             sampled = batch.advantages[span][batch.loss_mask[span]]
-            advantage = finite(float(sampled[0])) if len(sampled) else None
-            rows.append((number, row, advantage, message.partition, offset))
-        self.db.executemany(
-            "update rollouts set batch = ?, batch_row = ?, advantage = ? where partition = ? and offset = ?", rows
-        )
-        self.db.execute(
-            "update rollouts set fate = ? where batch = ? and fate = ?",
-            (fates.CODES[BATCHED], number, fates.CODES[fates.SETTLED]),
-        )
-        self._touched |= refresh.uses_of_batch(self.db, batch.batch_id, self._name)
+            advantages.append((offset, finite(float(sampled[0])) if len(sampled) else None))
+        self._table.assign(number, message.partition, advantages)
+        self._used.add(batch.batch_id)
 
     def _batch_id(self, name: str) -> int:
         self.db.execute("insert or ignore into batches (name) values (?)", (name,))
@@ -300,8 +281,7 @@ class Ingest:
                 "insert into uses values (?, ?, ?, ?, ?, ?, ?)", (use.batch_id, *key, part, trained, reason, rows)
             )
             batches.add(use.batch_id)
-        for name in sorted(batches):
-            self._touched |= refresh.uses_of_batch(self.db, name, self._name)
+        self._used |= batches
 
     def _metrics(self, message: KafkaRecord) -> None:
         record = self.skipped.decode(Metrics, message)
@@ -323,8 +303,9 @@ class Ingest:
     def _evaluated(self, message: KafkaRecord) -> None:
         rollout = self.skipped.decode(Rollout, message)
         if rollout is not None:
-            row = values_of(rollout) | {"environment": self._name("environment", rollout.environment)}
-            self.db.execute(_ADD_PRODUCED, _produced("evals", message.partition, rollout, row))
+            environment = self._name("environment", rollout.environment)
+            values = values_of(rollout)
+            self.db.execute(_ADD_PRODUCED, _produced("evals", message.partition, rollout, environment, values))
 
     def _policy(self, message: KafkaRecord) -> None:
         if message.value is None or kind_of(message.value) != "PolicyManifest":
@@ -348,10 +329,11 @@ def _subject(record: Metrics) -> str:
     return "/".join([record.component, *about])
 
 
-def _produced(topic: str, partition: int, rollout: Rollout, row: dict[str, Any]) -> tuple[Any, ...]:
-    success = success_of(rollout)
-    figures = (row["reward"] or 0.0, success, row["length"], row["sampled"], row["truncated"])
-    return (topic, partition, row["version"], row["environment"], *figures)
+def _produced(
+    topic: str, partition: int, rollout: Rollout, environment: int | None, values: RolloutValues
+) -> tuple[Any, ...]:
+    figures = (values.reward or 0.0, success_of(rollout), values.length, values.sampled, values.truncated)
+    return (topic, partition, values.version, environment, *figures)
 
 
 def _pairs(runs: list[int]) -> Iterable[tuple[int, int]]:

@@ -1,7 +1,7 @@
 """Rows of an index from records of `rollouts`: a row for each offset, whatever the record is. Pure."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollstream.topics.codec import decode
 from rollstream.topics.errors import RecordError
@@ -58,7 +58,7 @@ def preview_of(turns: tuple[Turn, ...]) -> str:
 
 
 def searchable(turns: tuple[Turn, ...]) -> str:
-    """The text by which a rollout is answer."""
+    """The text by which a rollout is found."""
     text = "\n".join(turn.text for turn in turns)
     return text if len(text) <= TEXT else f"{text[: TEXT // 2]}\n{text[-(TEXT // 2) :]}"
 
@@ -120,14 +120,26 @@ def sampled_of(rollout: Rollout) -> int:
     return len(rollout.loss_mask) - rollout.loss_mask.tobytes().count(0)
 
 
-def values_of(rollout: Rollout) -> dict[str, Any]:
+class RolloutValues(NamedTuple):
     """Columns of a rollout that need no other table."""
-    return {
-        "version": rollout.policy_version,
-        "lowest": rollout.lowest_version,
-        "highest": rollout.highest_version,
-        "reward": finite(rollout.reward),
-        "length": len(rollout.tokens),
-        "sampled": sampled_of(rollout),
-        "truncated": int(rollout.truncated),
-    }
+
+    version: int
+    lowest: int
+    highest: int
+    reward: float | None
+    length: int
+    sampled: int
+    truncated: int
+
+
+def values_of(rollout: Rollout) -> RolloutValues:
+    """Return what the columns of a rollout hold."""
+    return RolloutValues(
+        rollout.policy_version,
+        rollout.lowest_version,
+        rollout.highest_version,
+        finite(rollout.reward),
+        len(rollout.tokens),
+        sampled_of(rollout),
+        int(rollout.truncated),
+    )

@@ -1,6 +1,6 @@
 """RunIndex: what the page of a run asks, answered from its index. It needs no server.
 
-One thread, or a process of its own, fills the index; any number of threads and processes query it meanwhile.
+One thread of one process fills the index; any number of threads and processes query it meanwhile.
 """
 
 import hashlib
@@ -51,10 +51,11 @@ class RunIndex(Closing):
         self._lock = threading.Lock()
 
     @classmethod
-    def open(cls, config: RunConfig, archive: str = "") -> "RunIndex":
+    def open(cls, config: RunConfig, archive: str = "", *, fills: bool = True) -> "RunIndex":
         """Open the index of a run: of its topics, or of an archive at a path or URL.
 
-        Raises TopicError if the run does not exist, BrokerUnavailable, or ConfigurationError for a missing archive.
+        Without `fills` it is only asked: another process has made its file and fills it. Raises TopicError if the run
+        does not exist, BrokerUnavailable, or ConfigurationError for a missing archive.
         """
         source: IndexSource
         if archive:
@@ -62,7 +63,8 @@ class RunIndex(Closing):
         else:
             source = TopicSource(config.kafka, config.run)
         index = cls(config, index_file(config, archive), source)
-        index.begin()
+        if fills:
+            index.begin()
         return index
 
     @property

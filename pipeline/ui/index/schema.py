@@ -15,8 +15,11 @@ _OLDEST_SQLITE = (3, 35, 0)
 _CACHE_KIB = 64 * 1024
 _CHECKPOINT_PAGES = 16 * 1024
 """Pages in the write-ahead log before they are copied: rows of one transaction lie in many places of the indexes."""
+_TEXTS_HELD = 64 * 1024 * 1024
+"""Bytes of new entries of the index of texts that are held before they are written; less makes many small parts, which
+are merged again and again."""
 
-TABLES = """
+TABLES = f"""
 create table meta (name text primary key, value text not null) without rowid;
 create table positions (
     topic text, partition integer, position integer not null, last_ms integer not null, repeated integer not null,
@@ -47,6 +50,7 @@ create table rollout_names (
 create index rollouts_by_uid on rollout_names (uid);
 create index rollouts_by_example on rollout_names (example);
 create virtual table texts using fts5 (text, content='', tokenize='trigram');
+insert into texts (texts, rank) values ('hashsize', {_TEXTS_HELD});
 create table groups (
     id integer primary key, name text not null unique, environment integer, example text, version integer,
     declared integer, members integer not null default 0, mean real, std real, lowest real, highest real,

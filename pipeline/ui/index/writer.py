@@ -24,7 +24,10 @@ from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.records import JournalRecord, TrainingBatch
 
 _PORTION = 4000
-"""Most records of one poll; their transaction holds what waits for rollouts, too."""
+"""Most records of rollouts, and of the other topics, that are held at once."""
+_COMMITTED = 10_000
+"""Records read in a transaction before it is committed, as long as more are there. Large transactions write a page of
+the indexes once for many rows; they take about a second, and readers do not wait for them."""
 _PATIENCE_S = 60.0
 _WAITING_BYTES = 64 * 1024 * 1024
 """Bytes of records that wait for the rollouts which they name; beyond, no more such records are read."""
@@ -46,9 +49,10 @@ class _Waiting(NamedTuple):
 class IndexWriter(Closing):
     """The writer of one index."""
 
-    def __init__(self, path: Path, source: IndexSource) -> None:
-        """Raises ConfigurationError if SQLite is too old, and as the source does."""
-        self._path, self._source = path, source
+    def __init__(self, path: Path, source: IndexSource, *, commit_records: int = _COMMITTED) -> None:
+        """Commits after so many records, or when no more are there. Raises ConfigurationError if SQLite is too old, and
+        as the source does."""
+        self._path, self._source, self._commit_records = path, source, commit_records
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
         self._ingest: Ingest | None = None
@@ -117,17 +121,33 @@ class IndexWriter(Closing):
         self._source.begin(self._at)
 
     def _poll(self, wait_s: float) -> int:
+        rollouts, others = self._read(wait_s)
+        if not rollouts and not others and self._waiting:
+            self._release()
+        if not (rollouts or others or self._waiting or self._new_ends()):
+            return 0
+        count = 0
+        with self._transaction() as ingest:
+            while True:
+                self._write(ingest, rollouts, others, self._new_ends())
+                count += len(rollouts) + len(others)
+                if count >= self._commit_records:
+                    return count
+                rollouts, others = self._read(0.0)
+                if not rollouts and not others:
+                    return count
+
+    def _read(self, wait_s: float) -> tuple[list[KafkaRecord], list[KafkaRecord]]:
+        """Records of rollouts, and of the other topics; waits at most `wait_s` for the first."""
         rollouts = self._source.poll(True, _PORTION, 0.0)
         others: list[KafkaRecord] = []
         if self._waiting_bytes < _WAITING_BYTES:
             others = self._source.poll(False, _PORTION, 0.0 if rollouts or self._waiting else wait_s)
-        if not rollouts and not others and self._waiting:
-            self._release()
-        ends = {place: end for place, end in self._source.ends().items() if end > self._at.get(place, 0)}
-        if rollouts or others or ends or self._waiting:
-            with self._transaction() as ingest:
-                self._write(ingest, rollouts, others, ends)
-        return len(rollouts) + len(others)
+        return rollouts, others
+
+    def _new_ends(self) -> dict[Place, int]:
+        """Ends of partitions that are read to their end, where the index does not have them yet."""
+        return {place: end for place, end in self._source.ends().items() if end > self._at.get(place, 0)}
 
     def _write(
         self, ingest: Ingest, rollouts: list[KafkaRecord], others: list[KafkaRecord], ends: dict[Place, int]

@@ -1,26 +1,27 @@
-"""Fills the index of a run on a thread, and gives it to those who query it as soon as it can be opened."""
+"""Has the index of a run filled by a process, and gives it to those who query it as soon as it can be opened."""
 
 import asyncio
 import logging
 import threading
-import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.ui.index import filling_process
+from rollstream.pipeline.ui.index.filling_process import Filled
 from rollstream.pipeline.ui.index.run_index import IndexProgress, RunIndex
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-_POLL_S = 0.25
-_EVERY_S = 1.0
+_LOOK_S = 0.1
 _AGAIN_S = 5.0
-"""Pause after an error of the brokers."""
-_ENDING_S = 0.3
+"""Pause before a process that was lost is started again."""
+_ENDING_S = 0.5
 
 
 class IndexFilling:
-    """The index of one run, and the thread that fills it."""
+    """The index of one run, the process that fills it, and the thread that follows this process."""
 
     def __init__(self, config: RunConfig, archive: str, moved: Callable[[], None]) -> None:
         """`moved` is called on the event loop when records were indexed, at most once a second."""
@@ -39,7 +40,7 @@ class IndexFilling:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and wait a moment for what is being written; what is cut off is read again."""
+        """Stop, and end the process; what is cut off is read again."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_ENDING_S)
@@ -61,30 +62,50 @@ class IndexFilling:
 
     def _fill(self) -> None:
         while not self._stop.is_set():
+            pipe, process = filling_process.start(self._config, self._archive)
             try:
-                with RunIndex.open(self._config, self._archive) as index:
-                    self._index, self.problem = index, ""
-                    self._call(self._opened.set)
-                    self._read(index)
-            except RollstreamError as error:
-                event(logger, "run_not_indexed", level=logging.WARNING, run=self._config.run, error=str(error))
-                self.problem = str(error)
-                self._call(self._opened.clear)
-                self._stop.wait(_AGAIN_S)
+                self._follow(pipe)
+            except (EOFError, OSError):
+                if not self._stop.is_set():
+                    self.problem = "the process that fills the index was lost, and is started again"
+                    event(logger, "index_process_lost", level=logging.WARNING, run=self._config.run)
+                    self._stop.wait(_AGAIN_S)
+            finally:
+                process.kill()
+                process.join()
 
-    def _read(self, index: RunIndex) -> None:
-        self.progress = index.progress()
-        moved, due = True, 0.0
+        if self._index is not None:
+            self._index.close()
+
+    def _follow(self, pipe: Connection) -> None:
+        """Take what the process says until it ends or this server does."""
+        opened = False
         while not self._stop.is_set():
-            began = time.monotonic()
-            if index.poll(_POLL_S):
-                moved = True
-            elif time.monotonic() - began < _POLL_S / 2:
-                self._stop.wait(_POLL_S)  # another process fills it, or an archive has no more
-            if moved and time.monotonic() >= due:
-                moved, due = False, time.monotonic() + _EVERY_S
-                self.progress = index.progress()
-                self._call(self._moved)
+            if not pipe.poll(_LOOK_S):
+                continue
+            filled: Filled = pipe.recv()
+            self.problem = filled.problem
+            if filled.progress is None:
+                opened = False
+                self._call(self._opened.clear)
+                continue
+            if not opened:
+                opened = self._open()
+            self.progress = filled.progress
+            self._call(self._moved)
+
+    def _open(self) -> bool:
+        """Open the index that the process has made; return whether that went well."""
+        try:
+            index = RunIndex.open(self._config, self._archive, fills=False)
+        except RollstreamError as error:
+            self.problem = str(error)
+            return False
+        before, self._index = self._index, index
+        if before is not None:
+            before.close()
+        self._call(self._opened.set)
+        return True
 
     def _call(self, function: Callable[[], object]) -> None:
         assert self._loop is not None, "the thread was started"

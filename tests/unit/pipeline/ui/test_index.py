@@ -26,10 +26,10 @@ def made(chunks: int, seed: int = 0, groups: int = 3) -> Chunk:
     return [record for _ in range(chunks) for record in run.chunk()] + [run.policy(0), run.policy(1)]
 
 
-def fill(path: Path, log: ListedLog, interruptions: Iterator[int]) -> None:
+def fill(path: Path, log: ListedLog, interruptions: Iterator[int], commit_records: int = 1000) -> None:
     """Fill an index; after so many polls, its writer ends and another one goes on."""
     while True:
-        with IndexWriter(path, log) as writer:
+        with IndexWriter(path, log, commit_records=commit_records) as writer:
             for _ in range(next(interruptions)):
                 if not writer.poll() and not writer.poll():
                     return
@@ -60,16 +60,21 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @settings(max_examples=8, deadline=None)
-@given(st.integers(0, 3), st.lists(st.integers(1, 60), min_size=1, max_size=8), st.lists(st.integers(1, 9), min_size=1))
+@given(
+    st.integers(0, 3),
+    st.lists(st.integers(1, 60), min_size=1, max_size=8),
+    st.lists(st.integers(1, 9), min_size=1),
+    st.sampled_from([1, 50, 1000]),
+)
 def test_an_index_filled_in_interrupted_portions_equals_one_filled_in_one_go(
-    seed: int, portions: list[int], interruptions: list[int]
+    seed: int, portions: list[int], interruptions: list[int], commit_records: int
 ) -> None:
     records = made(2, seed)
     with TemporaryDirectory() as directory:
         whole, parted = Path(directory) / "whole.sqlite", Path(directory) / "parted.sqlite"
         fill(whole, ListedLog(records), itertools.repeat(1000))
         sizes = itertools.cycle(portions)
-        fill(parted, ListedLog(records, lambda: next(sizes)), itertools.cycle(interruptions))
+        fill(parted, ListedLog(records, lambda: next(sizes)), itertools.cycle(interruptions), commit_records)
         assert content(parted) == content(whole)
 
 

@@ -1,0 +1,62 @@
+"""Fills the index of a run in a process of its own, and tells another one, through a pipe, how far it is.
+
+It takes a processor for minutes, and a page that is asked meanwhile answers within milliseconds.
+"""
+
+import logging
+import time
+from functools import partial
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
+
+from rollstream.pipeline.audit.process_pool import start_child
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.ui.index.run_index import IndexProgress, RunIndex
+from rollstream.topics import logs
+from rollstream.topics.errors import RollstreamError
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.25
+_EVERY_S = 1.0
+_AGAIN_S = 5.0
+"""Pause after an error of the brokers."""
+
+
+class Filled(NamedTuple):
+    """What the process says: at its start, at most once a second while it reads records, and after an error."""
+
+    progress: IndexProgress | None
+    """None if the index cannot be opened or filled now."""
+    problem: str = ""
+
+
+def start(config: RunConfig, archive: str) -> tuple[Connection, BaseProcess]:
+    """Start the process; it sends `Filled` until it is killed or this process has ended."""
+    return start_child(partial(_fill, config, archive))
+
+
+def _fill(config: RunConfig, archive: str, pipe: Connection) -> None:
+    logs.setup(config.log_level)
+    while True:
+        try:
+            with RunIndex.open(config, archive) as index:
+                _read(index, pipe)
+        except RollstreamError as error:
+            logs.event(logger, "run_not_indexed", level=logging.WARNING, run=config.run, error=str(error))
+            pipe.send(Filled(None, str(error)))
+            time.sleep(_AGAIN_S)
+
+
+def _read(index: RunIndex, pipe: Connection) -> None:
+    """Index what arrives until an error ends it."""
+    moved, due = True, 0.0
+    while True:
+        if moved and time.monotonic() >= due:
+            moved, due = False, time.monotonic() + _EVERY_S
+            pipe.send(Filled(index.progress()))
+        began = time.monotonic()
+        if index.poll(_POLL_S):
+            moved = True
+        elif time.monotonic() - began < _POLL_S / 2:
+            time.sleep(_POLL_S)  # Another process fills it, or an archive has no more.
