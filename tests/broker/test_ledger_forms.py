@@ -5,14 +5,18 @@ The runs have all that has a place in it: exclusions, letters sent again, sessio
 
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import Ledger, LiveLedger, ledger
 from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka import topic_admin
 from rollstream.topics.keys import encode_key
 from tests.broker.test_gateway import complete
 from tests.broker.test_live_ledger import learn
@@ -121,6 +125,11 @@ def test_readings_agree_over_exclusions_sessions_retirement_and_a_split(run: Rea
         wide.send(rollout(f"open{n}", member) for n in range(4) for member in range(1, 4))
         after.await_book(batched=16, unread=0)
         assert readers.agree().moved == 4
+        before = readers.agree()
+        pruned(run, "calls")
+        book = readers.agree()
+        assert (book.calls["recorded"], book.batched) == (0, before.batched)
+        after.agree()
     finally:
         wide.stop()
     assert readers.moments > 10
@@ -157,6 +166,47 @@ def in_sessions(run: RealRun, readers: Readers) -> None:
     assert books.calls["in_rollouts"] == 3
 
 
+def pruned(run: RealRun, *topics: str) -> None:
+    """Prune what may go, which must be something of each of these topics."""
+    said(run, "prune", "--yes", "--keep-batches", "0", "--without-checkpoints")
+    for topic in topics:
+        bounds = topic_admin.bounds(run.kafka, run.topic(topic)).values()
+        assert any(low > 0 for low, _end in bounds), topic
+
+
+MENDING = """
+from rollstream.topics.codec import encode
+from tests.support.runs import rollout
+
+def fix(value, key, headers):
+    return encode(rollout("mended", int(value))) if value.isdigit() else None
+"""
+
+
+def test_readings_agree_over_letters_of_rollouts_sent_again(run: RealRun) -> None:
+    readers = Readers.of(run)
+    grouping = run.start("group")
+    run.send(rollout(f"a{n}", member) for n in range(2) for member in range(4))
+    for member in range(4):
+        run.send_bytes("rollouts", b"%d" % member, encode_key("env", "poison"), member % 2)
+    run.send_bytes("rollouts", b"beyond repair", encode_key("env", "poison"), 1)
+    readers.await_book(batched=8, dead_lettered=5)
+    (run.directory / "mending.py").write_text(MENDING)
+    redrive = run.command("dlq", "redrive", "--fix", str(run.directory / "mending.py"), "--json")[4:]
+    grouping.kill()
+    grouping.wait()
+    answer = json.loads(answer_of(run.directory, *redrive).stdout)
+    assert (len(answer["redriven"]), len(answer["left"])) == (4, 1)
+    assert readers.agree().unread == 4
+    again = json.loads(answer_of(run.directory, *redrive).stdout)
+    assert (len(again["redriven"]), len(again["left"])) == (0, 1), "each is sent once"
+    readers.agree()
+    run.start("group")
+    readers.await_book(batched=12, dead_lettered=5, unread=0)
+    pruned(run, "rollouts")
+    readers.agree()
+
+
 @pytest.mark.long
 def test_readings_agree_over_labels_letters_and_fillers(real_run: RealRun) -> None:
     run = for_trajectories(real_run)
@@ -186,4 +236,11 @@ def test_readings_agree_over_labels_letters_and_fillers(real_run: RealRun) -> No
     assert labeler.wait(300) == 0
     book = readers.agree()
     assert book.unlabelled["labeled"] == 1 + len(answer["redriven"]) + 30
-    assert readers.moments > 8
+    with TrajectoryReplayBuffer() as buffer, closing(TrajectoryFiller(run.kafka, run.name, [buffer])) as filler:
+        filler.fill(300)
+        assert readers.agree().trajectories["records"] == book.trajectories["records"]
+        pruned(run, "trajectories", "unlabelled")
+        assert readers.agree().unlabelled["labeled"] == book.unlabelled["labeled"]
+    send(run, [numbered(number, worker="w7") for number in range(300, 310)], "trajectories")
+    readers.agree()
+    assert readers.moments > 10

@@ -1,4 +1,4 @@
-"""The page of a run of very many rollouts in a browser: it is right, and how long it takes is reported."""
+"""The page of a run of very many rollouts in a browser: it says what commands say; how long it takes is reported."""
 
 import json
 import time
@@ -7,105 +7,180 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlencode
 
+import psutil
 import pytest
 from playwright.sync_api import Browser, expect
 
-from rollstream.topics.config import KafkaConfig, TopicsConfig
-from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.config import KafkaConfig
 from tests.browser.chromium import PATIENCE_MS, Visit, visit
-from tests.browser.served_run import ServedRun, url_of
-from tests.support.index_logs import GROUP, RUN, MadeRun
-from tests.support.runs import RealRun
+from tests.browser.served_run import ServedRun, command, url_of
+from tests.support.index_logs import GROUP
+from tests.support.many_rollouts import PARTITIONS, ManyRollouts
 from tests.support.waiting import eventually
 
-pytestmark = pytest.mark.long
-
-ROLLOUTS = 100_000
-"""Raise it to a million for an evening: filling the index takes about ten minutes then."""
-_PARTITIONS = 4
 _PAINT = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+_PAINT_AIM_MS, _FILTER_AIM_MS = 1000, 300
+_TEXTS = ("the answer", "case 00000000123", "text that is nowhere")
 
 
-@pytest.fixture(scope="module")
-def made(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRun]:
-    """The topics of a made run, and the process that serves its page, once it has indexed all."""
-    run = RealRun(KafkaConfig(bootstrap_servers=broker), RUN, tmp_path_factory.mktemp("made"))
-    run.topics = TopicsConfig(partitions=_PARTITIONS)
-    provisioning.apply(run.kafka, run.topics, run.name)
-    write(run, ROLLOUTS)
-    process = run.start("ui")
+class ServedMany:
+    """The run, the process that serves its page once it has indexed all, and times to report."""
+
+    def __init__(self, many: ManyRollouts) -> None:
+        self.many, self.times = many, dict[str, str]()
+        self.steps = 0
+
+    def serve(self) -> None:
+        began = time.monotonic()
+        process = self.many.run.start("ui")
+        self.served = ServedRun(self.many.run, process, url_of(self.many.run, process))
+        eventually(self._indexed, 3600, "all rollouts are indexed", every_s=0.5)
+        self.many.seconds["indexed"] = time.monotonic() - began
+        processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children()]
+        self.many.seconds["indexed, of processors"] = sum(sum(each.cpu_times()[:2]) for each in processes)
+
+    def _indexed(self) -> bool:
+        assert self.served.process.poll() is None, self.many.run.log_of(self.served.process)
+        fates = self.asked("facets")["fates"]
+        return bool(fates.get("trained") == self.many.batched and self.listed()["matching"] >= self.many.rollouts)
+
+    def asked(self, path: str, **query: object) -> dict[str, Any]:
+        """An answer of the server."""
+        address = f"{self.served.url}api/runs/{self.many.run.name}/{path}?{urlencode(query)}"
+        with urllib.request.urlopen(address, timeout=300) as answer:
+            return dict(json.loads(answer.read()))
+
+    def listed(self, **wanted: object) -> dict[str, Any]:
+        """A page of rollouts, of one row by default."""
+        return self.asked("rollouts", **{"limit": 1, **wanted})
+
+    def route(self, view: str) -> str:
+        return f"#/{self.many.run.name}/{view}"
+
+
+@pytest.fixture(
+    scope="module", params=[10_000, pytest.param(1_000_000, marks=pytest.mark.long)], ids=["thousands", "a million"]
+)
+def made(request: pytest.FixtureRequest, broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedMany]:
+    name = f"made-{request.param}"
+    many = ManyRollouts(KafkaConfig(bootstrap_servers=broker), name, tmp_path_factory.mktemp(name), request.param)
+    made = ServedMany(many)
     try:
-        served = ServedRun(run, process, url_of(run, process))
-        eventually(lambda: listed(served)["matching"] >= ROLLOUTS, 3600, "all rollouts are indexed", every_s=2.0)
-        yield served
+        many.write()
+        made.steps = many.train()
+        made.serve()
+        yield made
     finally:
-        run.stop()
+        many.run.stop()
 
 
-def write(run: RealRun, count: int) -> None:
-    """Write the records of a made run with so many rollouts."""
-    producer, chunks, written = clients.producer(run.kafka), MadeRun(partitions=_PARTITIONS), 0
-    while written < count:
-        for name, record in chunks.chunk():
-            written += name == "rollouts"
-            while True:
-                try:
-                    producer.produce(run.topic(name), record.value, record.key or b"made", record.partition)
-                    break
-                except BufferError:
-                    producer.poll(0.1)
-        producer.poll(0)
-    assert producer.flush(300) == 0
+@pytest.fixture(autouse=True)
+def reported(made: ServedMany, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    """Print what was measured, with the aims, where it is of a million rollouts."""
+    made.times.clear()
+    yield
+    if made.many.rollouts >= 1_000_000:
+        facts = [f"{made.many.rollouts:,} rollouts, {made.steps} steps"]
+        facts += [f"{seconds:8.1f} s   {name}" for name, seconds in made.many.seconds.items()]
+        facts += [f"{figure}  {name}" for name, figure in made.times.items()]
+        with capsys.disabled():
+            print("", *facts, sep="\n  ")
 
 
-def listed(served: ServedRun, **wanted: str) -> dict[str, Any]:
-    """A page of rollouts, as the server answers it."""
-    query = urlencode({"limit": 1, **wanted})
-    with urllib.request.urlopen(f"{served.url}api/runs/{RUN}/rollouts?{query}", timeout=300) as answer:
-        return dict(json.loads(answer.read()))
+def timed(made: ServedMany, name: str, ms: float, aim: float = _FILTER_AIM_MS) -> None:
+    made.times[name] = f"{ms:8.0f} ms (aim {aim})"
 
 
-def filtered_ms(seen: Visit, label: str, choice: str, **query: str) -> float:
+def filtered_ms(seen: Visit, label: str, choice: str) -> float:
     """Time from the choice of a filter to the first row of its answer."""
-    state, row = seen.page.locator(".list-state"), seen.page.locator(".list-body .list-row").first
-    before = state.inner_text()
-    began = time.perf_counter()
-    seen.page.get_by_label(label).select_option(choice)
-    expect(state).not_to_have_text(before, timeout=PATIENCE_MS)
+    state, row = seen.page.locator(".list-state"), seen.page.locator(".list-body .list-row .cell-place").first
+    with seen.page.expect_response(lambda answer: "/rollouts?" in answer.url):
+        began = time.perf_counter()
+        seen.page.get_by_label(label).select_option(choice)
     expect(state).to_contain_text("match", timeout=PATIENCE_MS)
     row.wait_for()
     return 1000 * (time.perf_counter() - began)
 
 
-def test_very_many_rollouts_are_painted_filtered_and_searched(
-    made: ServedRun, browser: Browser, capsys: pytest.CaptureFixture[str]
-) -> None:
-    times: list[tuple[str, float]] = []
-    for view in ("run", "rollouts", "groups"):
-        seen = visit(browser, made.url)
-        seen.open(f"#/{RUN}/{view}")
-        times.append((f"first paint, {view}", seen.page.evaluate(_PAINT)))
+def test_numbers_are_those_of_the_command_line(made: ServedMany, browser: Browser) -> None:
+    many = made.many
+    top, book = command(made.served, "top"), command(made.served, "ledger")
+    lost = PARTITIONS * many.chunks
+    assert (top["rollouts"], top["step"], top["dead_lettered"]) == (many.rollouts, made.steps, lost)
+    assert (book["batched"], book["trained"], book["dropped"]) == (
+        many.batched,
+        many.batched,
+        {"zero_variance": many.rollouts - many.batched},
+    )
+    fates = made.asked("facets")["fates"]
+    assert fates == {
+        "trained": book["trained"],
+        "dropped": book["dropped"]["zero_variance"],
+        "control": fates["control"],
+        "dead_lettered": lost,
+    }
+    seen = visit(browser, made.served.url)
+    seen.open(made.route("run"))
+    assert seen.figure("Rollouts") == f"{top['rollouts']:,}"
+    assert seen.figure("Dead letters") == f"{lost:,}"
+    assert seen.figure("Batches waiting") == f"{top['waiting']:,}"
+    seen.open(made.route("ledger"))
+    expect(seen.page.locator(".verdict")).to_contain_text("Balanced", timeout=10 * PATIENCE_MS)
+    for words, number in (("dropped: zero variance", book["dropped"]["zero_variance"]), ("batched", book["batched"])):
+        place = seen.page.locator(".places tr", has=seen.page.get_by_text(words)).first
+        expect(place.locator("td").first).to_contain_text(f"{number:,}")
+    assert seen.errors == []
+    seen.page.context.close()
+
+
+def test_views_are_painted_lists_filtered_and_texts_found(made: ServedMany, browser: Browser) -> None:
+    for view in ("run", "rollouts", "groups", "drops", "ledger"):
+        seen = visit(browser, made.served.url)
+        seen.open(made.route(view))
+        timed(made, f"first paint, {view}", seen.page.evaluate(_PAINT), _PAINT_AIM_MS)
         assert seen.errors == []
         seen.page.context.close()
-    seen = visit(browser, made.url)
-    seen.open(f"#/{RUN}/rollouts")
+    seen = visit(browser, made.served.url)
+    seen.open(made.route("rollouts"))
     expect(seen.page.locator(".list-state")).to_contain_text("rollouts match", timeout=PATIENCE_MS)
-    rows = seen.page.locator(".list-body .list-row")
     for label, choice in (("Environment", "env1"), ("Fate", "dropped"), ("Worker", "worker-2"), ("Order", "reward")):
-        times.append((f"filter, {label}", filtered_ms(seen, label, choice)))
-    wanted = {"environment": "env1", "fate": "dropped", "worker": "worker-2", "order": "reward"}
-    first = listed(made, **wanted)["rows"][0]
-    expect(rows.first).to_contain_text(first["place"])
+        timed(made, f"filter, {label}", filtered_ms(seen, label, choice))
+    first = made.listed(environment="env1", fate="dropped", worker="worker-2", order="reward")["rows"][0]
+    expect(seen.page.locator(".list-body .list-row").first).to_contain_text(first["place"])
     seen.page.get_by_role("button", name="Clear all").click()
-    for text in ("the answer", "case 00000000123", "text that is nowhere"):
+    for text in _TEXTS:
         with seen.page.expect_response(lambda answer: "text=" in answer.url) as answered:
             seen.page.get_by_label("Text").fill(text)
         answer = answered.value
-        assert answer.json()["matching"] == listed(made, text=text)["matching"]
+        assert answer.json()["matching"] == made.listed(text=text)["matching"]
         answer.finished()
-        times.append((f"answer to text {text!r}", answer.request.timing["responseEnd"]))
-    assert listed(made, text="case 00000000123")["rows"][0]["uid"] == f"u{123 // GROUP:09d}-{123 % GROUP}"
+        timed(made, f"answer to text {text!r}", answer.request.timing["responseEnd"])
+    assert made.listed(text="case 00000000123")["rows"][0]["uid"] == f"u{123 // GROUP:09d}-{123 % GROUP}"
     assert seen.errors == []
     seen.page.context.close()
-    with capsys.disabled():
-        print("", *(f"{ms:8.0f} ms  {name}" for name, ms in times), sep="\n  ")
+
+
+def test_the_list_is_scrolled_to_any_of_its_rows(made: ServedMany, browser: Browser) -> None:
+    seen = visit(browser, made.served.url)
+    seen.open(made.route("rollouts"))
+    body = seen.page.locator(".list-body .list-row .cell-place")
+    expect(body.first).to_be_visible()
+    total = made.listed()["matching"]
+    expect(seen.page.locator(".long-list")).to_have_attribute("aria-rowcount", str(total + 1))
+    oldest = made.listed(order="oldest")["rows"][0]["place"]
+    began = time.perf_counter()
+    seen.page.evaluate("const list = document.querySelector('.long-list'); list.scrollTop = list.scrollHeight")
+    expect(seen.page.locator(f"#row-{total - 1}")).to_contain_text(oldest, timeout=PATIENCE_MS)
+    timed(made, "to the last row", 1000 * (time.perf_counter() - began))
+    seen.page.evaluate("const list = document.querySelector('.long-list'); list.scrollTop = list.scrollHeight / 3")
+    expect(body.nth(20)).to_be_visible()
+    index = int(seen.page.locator(".list-body .list-row").nth(20).get_attribute("id").removeprefix("row-"))  # type: ignore[union-attr]
+    assert total / 4 < index < total / 2
+    after = made.listed()["next"]
+    expect(body.nth(20)).to_have_text(made.listed(after=after, skip=index - 1)["rows"][0]["place"])
+    # Keys go on from there, row by row.
+    seen.page.locator(f"#row-{index}").click()
+    seen.page.keyboard.press("j")
+    expect(seen.page.locator(f"#row-{index + 1}")).to_have_attribute("aria-selected", "true")
+    assert seen.errors == []
+    seen.page.context.close()

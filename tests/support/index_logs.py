@@ -11,6 +11,7 @@ from rollstream.pipeline.ui.index.log_source import ROLLOUTS, Positions
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.keys import encode_key
 from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import (
     BatchGroup,
@@ -44,7 +45,17 @@ Chunk = list[tuple[str, KafkaRecord]]
 class MadeRun:
     """Makes a run in chunks: on each partition some groups, their journal, a batch and its entry; then a step."""
 
-    def __init__(self, *, partitions: int = 2, seed: int = 0, groups: int = 8, environments: int = 3) -> None:
+    def __init__(
+        self,
+        *,
+        partitions: int = 2,
+        seed: int = 0,
+        groups: int = 8,
+        environments: int = 3,
+        steps_per_version: int = 64,
+    ) -> None:
+        """The last group of each partition in a chunk has no variance; all others have some."""
+        self._steps_per_version = steps_per_version
         self._partitions, self._groups, self._environments = partitions, groups, environments
         self._random = random.Random(seed)
         self._texts = [_text(self._random) for _ in range(2000)]
@@ -69,11 +80,11 @@ class MadeRun:
     def _partition(self, partition: int, rollouts: Chunk) -> tuple[Chunk, BatchUse]:
         begin = self._ends.get((ROLLOUTS, partition), 0)
         groups = []
-        for _ in range(self._groups):
+        for group in range(self._groups):
             example, environment = next(self._examples), f"env{self._random.randrange(self._environments)}"
             first = self._ends.get((ROLLOUTS, partition), 0)
             for member in range(GROUP):
-                reward = self._random.randrange(5) / 4
+                reward = self._reward(member) if group < self._groups - 1 else 0.5
                 rollouts.append(self._rollout(partition, example, member, environment, reward))
             groups.append((example, environment, range(first, first + GROUP)))
         rollouts.append(self._record(ROLLOUTS, partition, encode(Mark(kind="deadline"))))
@@ -106,6 +117,9 @@ class MadeRun:
             code="stale_version" if kind == "skipped" else "",
         )
         return records, use
+
+    def _reward(self, member: int) -> float:
+        return float(member) if member < 2 else self._random.randrange(5) / 4
 
     def _journal(
         self,
@@ -151,7 +165,7 @@ class MadeRun:
             .replace(b"T" * _TEXT_BYTES, self._texts[self._random.randrange(2000)])
             .replace(b"N" * 16, f"case {example * GROUP + member:011d}".encode())
         )
-        return self._record(ROLLOUTS, partition, value)
+        return self._record(ROLLOUTS, partition, value, encode_key(environment, f"x{example:09d}"))
 
     def _batch(self, partition: int, groups: Sequence[tuple[int, str, range]]) -> TrainingBatch:
         number, rows = self._sequence[partition], GROUP * len(groups)
@@ -209,7 +223,7 @@ class MadeRun:
             metrics={"loss": 1 / self._step, "time/step": 0.5, "trained/reward": 0.5},
             timestamp=BEGAN_MS / 1000 + self._step,
         )
-        self._version = self._step // 64
+        self._version = self._step // self._steps_per_version
         return self._record("steps", 0, encode(step))
 
     def policy(self, version: int) -> tuple[str, KafkaRecord]:
@@ -219,11 +233,11 @@ class MadeRun:
         )
         return self._record("policies", 0, encode(manifest))
 
-    def _record(self, name: str, partition: int, value: bytes) -> tuple[str, KafkaRecord]:
+    def _record(self, name: str, partition: int, value: bytes, key: bytes | None = None) -> tuple[str, KafkaRecord]:
         offset = self._ends.get((name, partition), 0)
         self._ends[name, partition] = offset + 1
         time_ms = BEGAN_MS + offset * 3
-        return name, KafkaRecord(topic_name(RUN, name), partition, offset, time_ms, None, value)
+        return name, KafkaRecord(topic_name(RUN, name), partition, offset, time_ms, key, value)
 
 
 def _text(draw: random.Random) -> bytes:

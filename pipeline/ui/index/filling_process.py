@@ -24,7 +24,7 @@ _AGAIN_S = 5.0
 
 
 class Filled(NamedTuple):
-    """What the process says: at its start, at most once a second while it reads records, and after an error."""
+    """A report of the process: at its start, at most once a second while it reads records, and after an error."""
 
     progress: IndexProgress | None
     """None if the index cannot be opened or filled now."""

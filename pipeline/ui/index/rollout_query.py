@@ -1,6 +1,6 @@
 """Lists of rollouts: filters, orders and pages, over the tables of an index.
 
-Every value is a parameter of its statement. A page is answer by walking the index of its order, as long as enough of
+Every value is a parameter of its statement. A page is answered by walking the index of its order, as long as enough of
 the first rows match; if few do, by the filter that leaves the fewest rows.
 """
 
@@ -9,7 +9,7 @@ import json
 import sqlite3
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rollstream.pipeline.ui.index import fates
 from rollstream.topics.errors import ConfigurationError
@@ -64,19 +64,35 @@ class _Condition:
     values: tuple[Any, ...]
 
 
+class _Window(NamedTuple):
+    """Rows of an order that a page has, with the one behind it."""
+
+    rows: int
+    skip: int
+
+
 _MARKED = (fates.CODES["control"],)
 _NO_MARKS = _Condition("fate <> ?", _MARKED)
 """Records that grouping writes for itself have no value that another condition asks for, but are no rollouts."""
 
 
 def page(
-    db: sqlite3.Connection, wanted: RolloutFilter, order: str = "newest", after: str | None = None, limit: int = 100
+    db: sqlite3.Connection,
+    wanted: RolloutFilter,
+    order: str = "newest",
+    after: str | None = None,
+    limit: int = 100,
+    skip: int = 0,
 ) -> dict[str, Any]:
-    """Return one page of rollouts, the cursor of the next, and how many match. Raises ConfigurationError."""
+    """Return one page of rollouts, the cursor of the next, and how many match. Raises ConfigurationError.
+
+    The page begins `skip` rows behind the cursor `after`: so a list is looked at anywhere without what is before.
+    """
     column, direction = _order_of(order)
     conditions = _conditions(db, wanted)
     valued = [] if column == "id" else [_Condition(f"{column} is not null", ())]
     limit = min(max(limit, 1), MOST)
+    window = _Window(limit + 1, bounded(max(skip, 0)) or 0)
     start = valued + _after(column, direction, order, after)
     sorting = f"id {direction}" if column == "id" else f"{column} {direction}, id {direction}"
     if wanted.text:
@@ -84,11 +100,11 @@ def page(
         known = _matches(db, match, conditions + valued)
         matching, exact = min(len(known), COUNTED), len(known) <= COUNTED
         if exact:
-            ids = _sorted(db, known, start, sorting, limit + 1)
+            ids = _sorted(db, known, start, sorting, window)
         else:
-            ids = _searched(db, match, conditions, start, sorting, limit + 1)
+            ids = _searched(db, match, conditions, start, sorting, window)
     else:
-        ids = _ids(db, conditions or [_NO_MARKS], start, sorting, limit + 1)
+        ids = _ids(db, conditions or [_NO_MARKS], start, sorting, window)
         matching, exact = _count(db, conditions + valued)
     rows = rows_of(db, ids[:limit])
     more = len(ids) > limit
@@ -168,19 +184,21 @@ def phrase(text: str) -> str:
 
 
 def _ids(
-    db: sqlite3.Connection, conditions: Sequence[_Condition], start: Sequence[_Condition], sorting: str, limit: int
+    db: sqlite3.Connection, conditions: Sequence[_Condition], start: Sequence[_Condition], sorting: str, window: _Window
 ) -> list[int]:
     """Ids of a page in order: from the first rows of the order, if enough of these match."""
-    if conditions:
+    if conditions and not window.skip:
         where, values = _joined(start)
         walk = f"select * from rollouts where {where} order by {sorting} limit ?"
         matching, more = _joined(conditions)
         statement = f"select id from ({walk}) where {matching} order by {sorting} limit ?"
-        ids = [row[0] for row in db.execute(statement, (*values, _WALKED, *more, limit))]
-        if len(ids) == limit:
+        ids = [row[0] for row in db.execute(statement, (*values, _WALKED, *more, window.rows))]
+        if len(ids) == window.rows:
             return ids
     where, values = _joined([*conditions, *start])
-    answer = db.execute(f"select id from rollouts where {where} order by {sorting} limit ?", (*values, limit))
+    answer = db.execute(
+        f"select id from rollouts where {where} order by {sorting} limit ? offset ?", (*values, *window)
+    )
     return [row[0] for row in answer]
 
 
@@ -199,20 +217,20 @@ def _searched(
     conditions: Sequence[_Condition],
     start: Sequence[_Condition],
     sorting: str,
-    limit: int,
+    window: _Window,
 ) -> list[int]:
     """Ids of a page of rollouts whose text matches, of which there are many. Orders other than by time sort the newest
     `COUNTED` of them."""
     if sorting.startswith("id "):
         places = [_Condition(f"t.row{condition.sql}", condition.values) for condition in start]
         where, values = _joined([*conditions, *places])
-        statement = f"select t.rowid {_SEARCH} {where} order by t.row{sorting} limit ?"
-        return [row[0] for row in db.execute(statement, (match, *values, limit))]
+        statement = f"select t.rowid {_SEARCH} {where} order by t.row{sorting} limit ? offset ?"
+        return [row[0] for row in db.execute(statement, (match, *values, *window))]
     where, values = _joined(conditions)
     beyond, more = _joined(start)
     newest = f"select r.* {_SEARCH} {where} order by t.rowid desc limit ?"
-    statement = f"select id from ({newest}) where {beyond} order by {sorting} limit ?"
-    return [row[0] for row in db.execute(statement, (match, *values, COUNTED, *more, limit))]
+    statement = f"select id from ({newest}) where {beyond} order by {sorting} limit ? offset ?"
+    return [row[0] for row in db.execute(statement, (match, *values, COUNTED, *more, *window))]
 
 
 def _matches(db: sqlite3.Connection, match: str, conditions: Sequence[_Condition]) -> list[int]:
@@ -230,21 +248,22 @@ def _matches(db: sqlite3.Connection, match: str, conditions: Sequence[_Condition
 
 
 def _sorted(
-    db: sqlite3.Connection, ids: Sequence[int], start: Sequence[_Condition], sorting: str, limit: int
+    db: sqlite3.Connection, ids: Sequence[int], start: Sequence[_Condition], sorting: str, window: _Window
 ) -> list[int]:
     """A page of these rollouts."""
     where, values = _joined(start)
     statement = (
-        f"select id from rollouts where id in ({', '.join('?' * len(ids))}) and {where} order by {sorting} limit ?"
+        f"select id from rollouts where id in ({', '.join('?' * len(ids))}) and {where} order by {sorting}"
+        " limit ? offset ?"
     )
-    return [row[0] for row in db.execute(statement, (*ids, *values, limit))]
+    return [row[0] for row in db.execute(statement, (*ids, *values, *window))]
 
 
 def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[int, bool]:
     """Number of matching rows, up to `COUNTED`, and whether it is exact."""
     if not conditions:
         marks = "select count(*) from rollouts where fate = ?"
-        count, marked = db.execute(f"select (select count(*) from rollouts), ({marks})", _MARKED).fetchone()
+        count, marked = db.execute(f"select rows, ({marks}) from row_count", _MARKED).fetchone()
         return int(count - marked), True
     where = " and ".join(c.sql for c in conditions)
     values = [value for c in conditions for value in c.values]

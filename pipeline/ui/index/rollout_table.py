@@ -128,7 +128,8 @@ class RolloutTable:
     def write(self) -> None:
         """Write the new rows; the owner writes their texts last."""
         rows = sorted((row for rows in self._new.values() for row in rows.values()), key=attrgetter("id"))
-        self._db.executemany(_INSERT, map(_values, rows))
+        written = self._db.executemany(_INSERT, map(_values, rows)).rowcount
+        self._db.execute("update row_count set rows = rows + ?", (max(written, 0),))
         self._db.executemany("insert or ignore into rollout_names values (?, ?, ?, ?, ?, ?)", sorted(self._names))
         self._new.clear()
         self._names.clear()

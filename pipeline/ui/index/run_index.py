@@ -114,10 +114,16 @@ class RunIndex(Closing):
     # ------------------------------------------------------------------ queries, with the keys of the HTTP contract
 
     def rollouts(
-        self, wanted: RolloutFilter | None = None, *, order: str = "newest", after: str | None = None, limit: int = 100
+        self,
+        wanted: RolloutFilter | None = None,
+        *,
+        order: str = "newest",
+        after: str | None = None,
+        limit: int = 100,
+        skip: int = 0,
     ) -> dict[str, Any]:
         """One page of rollouts: rows, next, matching, matching_exact."""
-        return rollout_query.page(self._db(), wanted or RolloutFilter(), order, after, limit)
+        return rollout_query.page(self._db(), wanted or RolloutFilter(), order, after, limit, skip)
 
     def facets(self) -> dict[str, Any]:
         """Values by which rollouts can be filtered, with counts of fates and reasons."""

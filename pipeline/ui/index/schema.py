@@ -44,6 +44,8 @@ create index rollouts_by_advantage on rollouts (advantage, id) where advantage i
 create index rollouts_by_group on rollouts (grp);
 create index rollouts_by_batch on rollouts (batch) where batch is not null;
 create index rollouts_by_step on rollouts (step, id) where step is not null;
+create table row_count (rows integer not null);
+insert into row_count values (0);
 create table rollout_names (
     id integer primary key, uid text, example text, preview text not null, episode text, branches integer
 );

@@ -17,6 +17,7 @@ from rollstream.pipeline.ui.server.event_stream import stream
 from rollstream.pipeline.ui.server.page_run import PageRun
 
 _POINTS, _MOST_POINTS = 600, 10_000
+_MOST_SKIPPED = 10**12
 _BINS, _MOST_BINS = 20, 200
 _BUCKETS, _MOST_BUCKETS = 120, 2000
 ORDERS = ("newest", "oldest", "reward", "length", "advantage")
@@ -90,7 +91,10 @@ class Api:
         wanted, order = rollout_filter(query), given.choice(query, "order", ORDERS)
         after, limit = given.text(query, "after"), given.within(query, "limit", given.LIMIT, given.MOST)
         run = self._run(request)
-        return answer(await run.ask(lambda index: index.rollouts(wanted, order=order, after=after, limit=limit)))
+        skip = given.within(query, "skip", 0, _MOST_SKIPPED)
+        return answer(
+            await run.ask(lambda index: index.rollouts(wanted, order=order, after=after, limit=limit, skip=skip))
+        )
 
     async def _facets(self, request: web.Request) -> web.Response:
         return answer(await self._run(request).ask(lambda index: index.facets()))

@@ -5,6 +5,9 @@ import { Empty, Failure, Loading } from "./basics.js";
 
 const OVERSCAN = 8;
 const NARROW = 640;
+const TALLEST = 12_000_000;
+// Browsers limit the height of an element (Firefox to 17.9 million pixels): a longer list moves by more than one pixel
+// for each pixel of the scroll bar.
 
 /**
  * @template T
@@ -30,8 +33,14 @@ export function LongList({ rows, label, columns, cells, keyOf, cursor, opened, o
     return () => observer.disconnect();
   }, []);
 
-  const first = Math.max(0, Math.floor(top / height) - OVERSCAN);
-  const last = Math.min(rows.length, Math.ceil((top + size.height) / height) + OVERSCAN);
+  const pending = !rows.complete && !rows.error;
+  const whole = (rows.length + (pending ? 1 : 0)) * height;
+  const tall = Math.min(whole, TALLEST);
+  const view = size.height - (narrow ? 0 : height);
+  const ratio = whole > tall ? (whole - view) / (tall - view) : 1;
+  const shift = top * (ratio - 1);
+  const first = Math.max(0, Math.floor((top + shift) / height) - OVERSCAN);
+  const last = Math.min(rows.length, Math.ceil((top + shift + size.height) / height) + OVERSCAN);
   const near = last >= rows.length - OVERSCAN;
   useEffect(() => rows.need(first, near ? rows.length + 1 : last), [rows, first, last, near, version]);
   useLayoutEffect(() => {
@@ -41,14 +50,13 @@ export function LongList({ rows, label, columns, cells, keyOf, cursor, opened, o
   useLayoutEffect(() => {
     const parent = box.current;
     if (!parent || cursor < 0) return;
-    const head = narrow ? 0 : height;
-    if (cursor * height < parent.scrollTop) parent.scrollTop = cursor * height;
-    else if ((cursor + 1) * height > parent.scrollTop + size.height - head) parent.scrollTop = (cursor + 1) * height - size.height + head;
+    const seen = parent.scrollTop * ratio;
+    if (cursor * height < seen) parent.scrollTop = (cursor * height) / ratio;
+    else if ((cursor + 1) * height > seen + view) parent.scrollTop = ((cursor + 1) * height - view) / ratio;
   }, [cursor, height]);
 
   const visible = [];
   for (let i = first; i < last; i += 1) visible.push(i);
-  const pending = !rows.complete && !rows.error;
   return html`<div
     ref=${box}
     class=${`long-list ${narrow ? "narrow" : "wide"}`}
@@ -62,7 +70,7 @@ export function LongList({ rows, label, columns, cells, keyOf, cursor, opened, o
     <div class="list-row list-head" role="row" aria-rowindex="1">
       ${columns.map((column) => html`<span role="columnheader" class=${`cell-${column.name}${column.number ? " n" : ""}`}>${column.text}</span>`)}
     </div>
-    <div class="list-body" role="presentation" style=${{ height: `${(rows.length + (pending ? 1 : 0)) * height}px` }}>
+    <div class="list-body" role="presentation" style=${{ height: `${tall}px` }}>
       ${visible.map((i) => {
         const row = rows.at(i);
         const chosen = i === cursor;
@@ -74,7 +82,7 @@ export function LongList({ rows, label, columns, cells, keyOf, cursor, opened, o
           aria-rowindex=${i + 2}
           aria-selected=${chosen}
           class=${`list-row${chosen ? " chosen" : ""}${open ? " open" : ""}`}
-          style=${{ transform: `translateY(${i * height}px)`, height: `${height}px` }}
+          style=${{ transform: `translateY(${i * height - shift}px)`, height: `${height}px` }}
           onClick=${() => {
             onCursor(i);
             if (row !== null) onOpen(row);

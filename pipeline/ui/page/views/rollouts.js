@@ -33,7 +33,7 @@ export function RolloutsView({ run, live, query }) {
   const [loadedAt, setLoadedAt] = useState(live.tick);
   const facets = useAnswer(address(run, "facets"), live.tick);
   const rows = useMemo(
-    () => /** @type {Rows<Row>} */ (new Rows((after) => address(run, "rollouts", { ...JSON.parse(filter), after, limit: PAGE_ROWS }), changed)),
+    () => /** @type {Rows<Row>} */ (new Rows((after, skip) => address(run, "rollouts", { ...JSON.parse(filter), after, skip: skip || null, limit: PAGE_ROWS }), changed)),
     [run, filter, reload],
   );
   const open = query.open ?? "";

@@ -109,6 +109,26 @@ def test_an_index_of_other_topics_or_of_another_version_is_built_again(filled: P
     assert content(path)["rollouts"]["matching"] == 2 * (3 * 8 + 1)
 
 
+@pytest.mark.parametrize(
+    ("wanted", "order"),
+    [
+        (RolloutFilter(), "newest"),
+        (RolloutFilter(environment="env1"), "reward"),
+        (RolloutFilter(text="remainder"), "oldest"),
+        (RolloutFilter(text="remainder"), "length"),
+    ],
+)
+def test_a_list_can_be_looked_at_anywhere_behind_a_cursor(filled: Path, wanted: RolloutFilter, order: str) -> None:
+    with closing(schema.reader(filled)) as db:
+        whole = rollout_query.page(db, wanted, order, limit=1000)
+        first = rollout_query.page(db, wanted, order, limit=7)
+        for skip in (1, 20, len(whole["rows"]) - 9, len(whole["rows"]) - 7, len(whole["rows"])):
+            page = rollout_query.page(db, wanted, order, first["next"], 5, skip)
+            assert page["rows"] == whole["rows"][7 + skip :][:5]
+            assert (page["next"] is None) == (7 + skip + 5 >= len(whole["rows"]))
+            assert page["matching"] == whole["matching"]
+
+
 def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
     path, records = tmp_path / "index.sqlite", made(1)
     with IndexWriter(path, ListedLog(records)) as first:

@@ -1,0 +1,76 @@
+"""A run of very many rollouts: they are made, and all that becomes of them is real: grouping, and a trainer."""
+
+import time
+from pathlib import Path
+
+from rollstream import BatchReader, StepWriter
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.pipeline.ui.index.log_source import ROLLOUTS
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka import clients
+from tests.support.index_logs import GROUP, MadeRun
+from tests.support.runs import RealRun
+
+PARTITIONS, GROUPS = 4, 8
+CHUNK = PARTITIONS * GROUPS * GROUP
+"""Rollouts of a chunk; one group in `GROUPS` has no variance. A bad record and a mark go to each partition, too."""
+_BATCHES_PER_STEP = 64
+_GONE_S = 600.0
+
+
+class ManyRollouts:
+    """A run with at least so many rollouts; `seconds` says how long each part of it took."""
+
+    def __init__(self, kafka: KafkaConfig, name: str, directory: Path, least: int) -> None:
+        self.run = RealRun(kafka, name, directory, TopicsConfig(partitions=PARTITIONS))
+        self.run.grouping = GroupingConfig(max_batch_age_s=2.0)
+        self.chunks = -(-least // CHUNK)
+        self.seconds: dict[str, float] = {}
+
+    @property
+    def rollouts(self) -> int:
+        return self.chunks * CHUNK
+
+    @property
+    def batched(self) -> int:
+        """Rollouts of groups with variance."""
+        return self.rollouts // GROUPS * (GROUPS - 1)
+
+    def write(self) -> None:
+        """Create the topics and write the rollouts, all of policy version 0."""
+        self.run.prepare()
+        began = time.monotonic()
+        producer = clients.producer(self.run.kafka)
+        made = MadeRun(partitions=PARTITIONS, groups=GROUPS, steps_per_version=self.chunks + 1)
+        for _ in range(self.chunks):
+            for name, record in made.chunk():
+                while name == ROLLOUTS:
+                    # What is no rollout has no key, and stays where it is: each partition gets some.
+                    partition = -1 if record.key else record.partition
+                    try:
+                        producer.produce(self.run.topic(name), record.value, record.key or b"made", partition)
+                        break
+                    except BufferError:
+                        producer.poll(0.1)
+            producer.poll(0)
+        assert producer.flush(300) == 0
+        self.seconds["written"] = time.monotonic() - began
+
+    def train(self) -> int:
+        """Start grouping, and train on its batches until none is left; return the number of steps."""
+        began, trained = time.monotonic(), 0
+        grouping = self.run.start("group")
+        with (
+            StepWriter(self.run.kafka, self.run.name, learner="test") as steps,
+            BatchReader(self.run.kafka, self.run.name, start=0) as reader,
+        ):
+            while trained < self.batched:
+                reads = []
+                while len(reads) < _BATCHES_PER_STEP and trained < self.batched:
+                    read = reader.poll(_GONE_S)
+                    assert read is not None, self.run.log_of(grouping)
+                    reads.append(read)
+                    trained += len(read.batch)
+                steps.record(reads, publish=False, metrics={"loss": 1 / (steps.step + 1)})
+            self.seconds["grouped and trained on"] = time.monotonic() - began
+            return steps.step
