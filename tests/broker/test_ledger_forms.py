@@ -203,8 +203,6 @@ def test_readings_agree_over_letters_of_rollouts_sent_again(run: RealRun) -> Non
     readers.agree()
     run.start("group")
     readers.await_book(batched=12, dead_lettered=5, unread=0)
-    pruned(run, "rollouts")
-    readers.agree()
 
 
 @pytest.mark.long

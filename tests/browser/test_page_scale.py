@@ -76,10 +76,10 @@ def made(request: pytest.FixtureRequest, broker: str, tmp_path_factory: pytest.T
 
 @pytest.fixture(autouse=True)
 def reported(made: ServedMany, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Print what was measured, with the aims, where it is of a million rollouts."""
+    """Print what was measured, with the aims, where it is of very many rollouts."""
     made.times.clear()
     yield
-    if made.many.rollouts >= 1_000_000:
+    if made.many.rollouts > 100_000:
         facts = [f"{made.many.rollouts:,} rollouts, {made.steps} steps"]
         facts += [f"{seconds:8.1f} s   {name}" for name, seconds in made.many.seconds.items()]
         facts += [f"{figure}  {name}" for name, figure in made.times.items()]

@@ -1,15 +1,17 @@
 """A run of very many rollouts: they are made, and all that becomes of them is real: grouping, and a trainer."""
 
 import time
+from functools import partial
 from pathlib import Path
 
 from rollstream import BatchReader, StepWriter
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.ui.index.log_source import ROLLOUTS
 from rollstream.topics.config import KafkaConfig, TopicsConfig
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, topic_admin
 from tests.support.index_logs import GROUP, MadeRun
 from tests.support.runs import RealRun
+from tests.support.waiting import eventually
 
 PARTITIONS, GROUPS = 4, 8
 CHUNK = PARTITIONS * GROUPS * GROUP
@@ -37,8 +39,12 @@ class ManyRollouts:
         return self.rollouts // GROUPS * (GROUPS - 1)
 
     def write(self) -> None:
-        """Create the topics and write the rollouts, all of policy version 0."""
+        """Create the topics, start grouping and write the rollouts, all of policy version 0."""
         self.run.prepare()
+        self._grouping = self.run.start("group")
+        # Before it has marked the version, groups of it wait, and a million rollouts are more than may wait.
+        ends = partial(topic_admin.bounds, self.run.kafka, self.run.topic(ROLLOUTS))
+        eventually(lambda: all(end > 0 for _low, end in ends().values()), 60, "marks of the version")
         began = time.monotonic()
         producer = clients.producer(self.run.kafka)
         made = MadeRun(partitions=PARTITIONS, groups=GROUPS, steps_per_version=self.chunks + 1)
@@ -57,9 +63,8 @@ class ManyRollouts:
         self.seconds["written"] = time.monotonic() - began
 
     def train(self) -> int:
-        """Start grouping, and train on its batches until none is left; return the number of steps."""
+        """Train on the batches until none is left; return the number of steps."""
         began, trained = time.monotonic(), 0
-        grouping = self.run.start("group")
         with (
             StepWriter(self.run.kafka, self.run.name, learner="test") as steps,
             BatchReader(self.run.kafka, self.run.name, start=0) as reader,
@@ -68,7 +73,7 @@ class ManyRollouts:
                 reads = []
                 while len(reads) < _BATCHES_PER_STEP and trained < self.batched:
                     read = reader.poll(_GONE_S)
-                    assert read is not None, self.run.log_of(grouping)
+                    assert read is not None, self.run.log_of(self._grouping)[-3000:]
                     reads.append(read)
                     trained += len(read.batch)
                 steps.record(reads, publish=False, metrics={"loss": 1 / (steps.step + 1)})
