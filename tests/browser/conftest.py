@@ -8,7 +8,7 @@ from playwright.sync_api import Browser
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Turn
 from tests.browser import chromium
-from tests.browser.served_run import GROUPS, HOSTILE, ServedRun, url_of
+from tests.browser.served_run import GROUPS, HOSTILE, ServedRun, await_index, url_of
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -43,6 +43,8 @@ def served(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         run.send_bytes("rollouts", HOSTILE.encode(), b"key", 0)
         eventually(lambda: len(run.read("batches")) >= 4, 60, "batches")
         process = run.start("ui")
-        yield ServedRun(run, process, url_of(run, process))
+        url = url_of(run, process)
+        await_index(run, url)
+        yield ServedRun(run, process, url)
     finally:
         run.stop()

@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import urllib.request
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,18 @@ def url_of(run: RealRun, process: "subprocess.Popen[bytes]") -> str:
         return match and match[1]
 
     return (eventually(printed, 60, "the address of the page") or "").rstrip("/") + "/"
+
+
+def await_index(run: RealRun, url: str) -> None:
+    """Wait until the page has indexed what is on the log."""
+
+    def indexed() -> bool:
+        with urllib.request.urlopen(f"{url}api/runs/{run.name}/overview", timeout=60) as answer:
+            at = json.loads(answer.read())["indexed"]
+        with urllib.request.urlopen(f"{url}api/runs/{run.name}/facets", timeout=60) as answer:
+            return bool(at["offset_done"] == at["offset_total"] > 0 and json.loads(answer.read())["fates"])
+
+    eventually(indexed, 60, "the index of the run")
 
 
 def command(served: ServedRun, *words: str) -> dict[str, Any]:
