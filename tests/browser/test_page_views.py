@@ -109,6 +109,10 @@ def test_an_opened_rollout_has_its_texts_as_texts_and_its_numbers(served: Served
     expect(seen.page.locator(".turn-assistant .turn-text")).to_contain_text(HOSTILE)
     assert seen.page.locator("main img, main script").count() == 0
     expect(seen.page.locator(".member")).to_have_count(4)
+    seen.page.get_by_text("Advantages under other estimators").click()
+    estimators = seen.page.get_by_role("table", name="Advantages by estimator")
+    for name in ("grpo", "rloo"):
+        expect(estimators).to_contain_text(name)
     tokens = seen.page.locator(".strip")
     expect(tokens.locator(".token")).to_have_count(6)
     tokens.focus()

@@ -51,7 +51,7 @@ class ManyRollouts:
         for _ in range(self.chunks):
             for name, record in made.chunk():
                 while name == ROLLOUTS:
-                    # What is no rollout has no key, and stays where it is: each partition gets some.
+                    # Records without a key are no rollouts and stay in their partitions, so that each has some.
                     partition = -1 if record.key else record.partition
                     try:
                         producer.produce(self.run.topic(name), record.value, record.key or b"made", partition)
