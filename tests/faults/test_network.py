@@ -1,8 +1,9 @@
-"""Networks that fail, a broker that stands still: every rollout ends in one place, once.
+"""Networks that fail, a broker that stands still, its clock jumping: every rollout ends in one place, once.
 
 Each role reaches a real broker through a link of its own, which a test breaks under load.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from tests.faults.promises import assert_promises, settle
 from tests.support.faulty_network import DOWN, UP, Weather
 from tests.support.linked_broker import LinkedBroker, linked_broker
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
+from tests.support.shifted_clock import ShiftedClock
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
@@ -220,6 +222,27 @@ def test_a_broker_that_stands_still_past_all_timeouts_loses_and_repeats_nothing(
                     eventually(passed(seconds), 60, "the broker stands still", every_s=0.2)
                 linked.await_answer()
                 load.await_more(100)
+                groupers.revive()
+        settle(run, meanwhile=groupers.revive)
+        groupers.stop()
+        assert_promises(run, load)
+
+
+def test_a_broker_whose_clock_jumps_loses_and_repeats_nothing(run_name: str, tmp_path: Path) -> None:
+    """Forward, back beyond where it was, and right again."""
+    (tmp_path / "clock").mkdir()
+    clock = ShiftedClock(tmp_path / "clock")
+    environment = {**os.environ, **clock.environment}
+    with (
+        linked_broker(tmp_path / "broker", environment=environment) as broker,
+        a_run(broker, run_name, tmp_path) as run,
+    ):
+        groupers = Supervised(run, kafka__transaction_timeout_s=TRANSACTION_S)
+        with Load(run, SEED, rollouts_per_s=60) as load:
+            for ahead_s in (20, -20, 0):
+                load.await_more(50)
+                clock.be(ahead_s)
+                eventually(batched_more(run, 10), 120, "grouping goes on", every_s=0.5)
                 groupers.revive()
         settle(run, meanwhile=groupers.revive)
         groupers.stop()
