@@ -35,7 +35,7 @@ class World:
 
     def client(self, kind: Callable[[dict[str, Any]], Any], settings: dict[str, Any]) -> Any:
         """Build a client as `clients` asks for it."""
-        if kind is Producer:
+        if isinstance(kind, type) and issubclass(kind, Producer):
             return ModelProducer(self.cluster, settings)
         if kind is Consumer:
             return ModelConsumer(self.cluster, settings)
