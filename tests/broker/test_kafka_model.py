@@ -6,6 +6,7 @@ the ends and the committed offsets.
 
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ class Stage:
             f"{name}/writer",
         )
         self.notes: list[object] = []
-        self._members: list[Member] = []
+        self.members: list[Member] = []
 
     def producer(self, timeout_s: float = 60.0) -> Producer:
         settings = {"transaction.timeout.ms": int(timeout_s * 1000), "delivery.timeout.ms": int(timeout_s * 1000)}
@@ -72,8 +73,9 @@ class Stage:
             self.notes.append(sorted((record.partition, record.offset, record.value) for record in records))
         with Reader(self.kafka, group=self.group) as reader:
             self.notes.append(reader.bounds(self.topic, [0, 1]))
+        with closing(clients.reader(self.kafka, group=self.group)) as consumer:
             try:
-                [place] = reader._consumer.committed([TopicPartition(self.topic, 0)], 1.0)
+                [place] = consumer.committed([TopicPartition(self.topic, 0)], 1.0)
                 self.notes.append(max(place.offset, -1))
             except KafkaException:
                 self.notes.append("pending")
@@ -90,7 +92,7 @@ class Stage:
 
     def member(self, instance: str) -> "Member":
         member = Member(self, instance)
-        self._members.append(member)
+        self.members.append(member)
         return member
 
     def turn(self, until: Callable[[], bool]) -> None:
@@ -98,11 +100,11 @@ class Stage:
         deadline = time.monotonic() + 300
         while not until():
             assert time.monotonic() < deadline
-            for member in self._members:
+            for member in self.members:
                 member.poll()
 
     def close(self) -> None:
-        for member in self._members:
+        for member in self.members:
             member.consumer.close()
 
 
@@ -246,7 +248,7 @@ def is_expelled(stage: Stage) -> None:
     stage.turn(lambda: first.assigned is not None)
     before = first.metadata
     first.consumer.close()  # a static member does not leave: its session ends
-    stage._members.clear()
+    stage.members.clear()
     second = stage.member("second")
     stage.turn(lambda: second.assigned == [0, 1])
     producer = stage.producer()
