@@ -13,7 +13,7 @@ from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, Fenced, StateRefused
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, Fenced, StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.reader import read_to_end
@@ -121,7 +121,8 @@ class StepLog:
     def commit(self, records: Sequence[TopicRecord], headers: Mapping[str, str] | None = None) -> None:
         """Write records, each with these headers, in one transaction; repeat it if the broker aborts it.
 
-        Raises Fenced if another publisher of the run took over, BrokerUnavailable if it does not succeed in time.
+        Raises Fenced if another publisher of the run took over, AccessDenied for a missing permission, and
+        BrokerUnavailable if it does not succeed in time.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
@@ -131,6 +132,8 @@ class StepLog:
                         transaction.send(topic, value, key, headers=headers)
                 return
             except (TransactionFailed, Stalled) as failed:
+                if isinstance(failed, TransactionFailed) and failed.refused:
+                    raise AccessDenied(f"learner {self._learner!r} of run {self._run}: {failed.reason}") from failed
                 passing = isinstance(failed, TransactionFailed) and not failed.fatal
                 if not passing or time.monotonic() > deadline:
                     raise self._ended(failed) from failed

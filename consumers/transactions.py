@@ -203,13 +203,15 @@ class ExactlyOnce(ABC, Generic[P]):
                 return
             except TransactionFailed as failed:
                 VALUES.count(_ABORTS)
+                if failed.refused:
+                    raise DeliveryError(f"transaction {self._id} is refused: {failed.reason}") from failed
                 self._raise_if_fatal(failed)
                 if failed.decision is Decision.RESTORE:
                     raise OwnershipLost(f"a rebalance came before the commit ({failed.reason}); restoring") from failed
                 if time.monotonic() > deadline:
-                    remedy = "" if failed.refused else "; check the brokers and min.insync.replicas"
                     raise DeliveryError(
-                        f"transaction {self._id} failed for {RETRY_FOR_S:g} s, lastly with {failed.reason}{remedy}"
+                        f"transaction {self._id} failed for {RETRY_FOR_S:g} s, lastly with {failed.reason}; check the "
+                        "brokers and min.insync.replicas"
                     ) from failed
                 event(logger, "transaction_retried", level=logging.WARNING, error=failed.reason)
                 time.sleep(0.1)

@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.atomic_files import write_bytes
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
-from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.config import DecoderConfig, manifest_model
 from rollstream.consumers.models.parameters import HEAD, base_shapes
 from rollstream.topics.errors import ConfigurationError
 
@@ -41,6 +41,11 @@ _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm
 """Settings of a mixture of experts, of the same names here."""
 _NEVER_USED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that old checkpoints contain and no model reads."""
+
+
+def checkpoint_model(directory: Path | str) -> str:
+    """Return the model of a checkpoint as a manifest names it, for a `StepWriter`. Raises as `load_config` does."""
+    return manifest_model(load_config(directory))
 
 
 def load_config(directory: Path | str) -> DecoderConfig:

@@ -13,9 +13,7 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainerState
 from trl import GRPOConfig, GRPOTrainer
 
-from rollstream import BatchReader, KafkaConfig, StepWriter
-from rollstream.consumers.models.config import manifest_model
-from rollstream.consumers.models.huggingface import load_config
+from rollstream import BatchReader, KafkaConfig, StepWriter, checkpoint_model
 
 kafka, run, directory, output = KafkaConfig(bootstrap_servers=sys.argv[1]), sys.argv[2], sys.argv[3], Path(sys.argv[6])
 rows, last = int(sys.argv[4]), int(sys.argv[5])
@@ -90,7 +88,7 @@ def recorded_reward(recorded_reward, **_kwargs):
 
 checkpoint, step = newest_checkpoint()
 model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-with StepWriter(kafka, run, after_step=step, model=manifest_model(load_config(directory))) as steps:
+with StepWriter(kafka, run, after_step=step, model=checkpoint_model(directory)) as steps:
     if steps.version < 0:
         steps.publish_version(published(model), version=0)
     print(f"continues after step {steps.step}, at offset {steps.position} of the index", flush=True)

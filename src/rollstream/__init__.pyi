@@ -21,6 +21,7 @@ from .consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from .consumers.grouping.testing import GroupingTestDriver, example_rollout
 from .consumers.learner.testing import check_loss
 from .consumers.learner.training.objective import LossRecipe, OptimizerConfig, TokenArrays, TokenLoss
+from .consumers.models.huggingface import checkpoint_model
 from .consumers.step_writer import StepWriter, publish_version
 from .consumers.weights.follower import WeightsFollower
 from .consumers.weights.state_manager import LocalStateManager, StateManager
@@ -165,6 +166,7 @@ __all__ = [
     "__version__",
     "batch_of",
     "check_loss",
+    "checkpoint_model",
     "decode",
     "encode",
     "example_bytes",

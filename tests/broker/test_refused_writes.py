@@ -1,6 +1,9 @@
 """Permissions taken away while a role works: the write that is refused names user, operation, topic and remedy."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,17 +19,23 @@ from confluent_kafka.admin import (
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import access_rules
+from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.keys import encode_key
 from tests.support.command_line import answer_of
+from tests.support.runs import rollout
 from tests.support.secured_broker import SecuredBroker, secured_broker
 from tests.support.waiting import eventually
 
 RUN = "guarded"
 PLAIN = ("env", "gateway", "infer", "eval", "label", "collect")
 """Roles that write outside transactions."""
+TRANSACTIONAL = {"group": (("batches", "journal"), "grouper/0"), "learn": (("steps",), "learner")}
+"""Roles that write in transactions: topics of one, and the transactional id."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +78,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "password").write_text("the password")
     with secured_broker(folder / "broker") as broker:
-        roles = [word for role in PLAIN for word in ("--role", role)]
+        roles = [word for role in (*PLAIN, *TRANSACTIONAL) for word in ("--role", role)]
         for words in (("topics", "apply"), ("topics", "acls", "apply", *roles)):
             answer = answer_of(folder, *words, "--run", RUN, "-b", broker.open)
             assert answer.returncode == 0, answer.stderr
-        broker.add_users({f"{RUN}-{role}": "the password" for role in PLAIN})
+        broker.add_users({f"{RUN}-{role}": "the password" for role in (*PLAIN, *TRANSACTIONAL)})
         yield Guarded(broker, folder)
 
 
@@ -106,3 +115,68 @@ def test_a_record_that_is_refused_while_a_role_runs_names_the_missing_rule(guard
 
     eventually(is_refused, 120, "a refused record")
     assert refused(errors[0], role, topic), errors
+
+
+def write(producer: TransactionalProducer, *topics: str) -> None:
+    """Write a record to each of these topics, in one transaction."""
+    with producer.transaction() as transaction:
+        for topic in topics:
+            transaction.send(topic, b"value", b"key", partition=0)
+        transaction.flush(120)
+
+
+@pytest.mark.parametrize("role", TRANSACTIONAL)
+def test_a_transaction_that_is_refused_while_a_role_runs_names_the_missing_rule(guarded: Guarded, role: str) -> None:
+    names, identity = TRANSACTIONAL[role]
+    topics = [f"{RUN}.{name}" for name in names]
+    producer = TransactionalProducer(guarded.kafka(role), f"{RUN}/{identity}")
+    with closing(producer):
+        producer.start()
+        write(producer, *topics)
+        guarded.forbid(role, topics[-1])
+
+        errors: list[TransactionFailed] = []
+
+        def is_refused() -> bool:
+            try:
+                write(producer, *topics)
+            except TransactionFailed as error:
+                errors.append(error)
+            return bool(errors)
+
+        eventually(is_refused, 120, "a refused transaction")
+    assert errors[0].refused
+    assert refused(str(errors[0]), role, " or ".join(topics)), errors
+
+
+def test_a_grouping_process_that_is_refused_ends_and_names_the_missing_rule(guarded: Guarded) -> None:
+    topic = f"{RUN}.journal"
+    answer = answer_of(
+        guarded.folder, "topics", "acls", "apply", "--role", "group", "--run", RUN, "-b", guarded.broker.open
+    )
+    assert answer.returncode == 0, answer.stderr
+    kafka = guarded.kafka("group")
+    settings = [word for name, value in kafka.client.items() for word in ("-X", f"{name}={value}")]
+    command = ("group", "--run", RUN, "-b", kafka.bootstrap_servers, *settings)
+    log = guarded.folder / "group.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen([sys.executable, "-P", "-m", "rollstream", *command], stdout=out, stderr=out)
+    try:
+        eventually(lambda: "task_restored" in log.read_text() or process.poll() is not None, 300, "a restored task")
+        guarded.forbid("group", topic)
+        sender = Sender(clients.producer(KafkaConfig(bootstrap_servers=guarded.broker.open)))
+
+        def ended() -> bool:
+            record = rollout("after")
+            sender.send(f"{RUN}.rollouts", encode(record), encode_key(record.environment, record.example_id))
+            sender.flush(120)
+            return process.poll() is not None
+
+        eventually(ended, 300, "the end of the process")
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 2
+    last = log.read_text().splitlines()[-1]
+    assert last.startswith(f"rollstream: transaction {RUN}/grouper/0 is refused: "), last
+    assert refused(last, "group", topic), last

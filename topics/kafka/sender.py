@@ -71,7 +71,7 @@ class SendFailed(DeliveryError):
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
         # A missing permission has a remedy of its own; without it, sending again fails again.
         super().__init__(f"{failures[0]}{more}" if failures[0].refusal else f"{failures[0]}{more}; {remedy}")
-        self.failure = failures[0]
+        self.failure, self.failures = failures[0], tuple(failures)
 
 
 class Sender(Closing):

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 _FATAL = (Decision.LEAVE, Decision.RENEW, Decision.GIVE_UP)
 _CALL_S = 5.0
 ABORT = "abort_transaction"
+_PURGED = (KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT)
 
 
 class TransactionFailed(DeliveryError):
@@ -54,20 +55,6 @@ class TransactionFailed(DeliveryError):
     def fatal(self) -> bool:
         """Whether the producer is unusable."""
         return self.decision in _FATAL
-
-
-@contextmanager
-def _failing(call: str, transactional_id: str, user: str) -> Iterator[None]:
-    """Raise an error of the block as the TransactionFailed of a call of a user."""
-    try:
-        yield
-    except SendFailed as failed:
-        raise TransactionFailed(call, failed.failure.error, transactional_id, failed.failure.refusal) from failed
-    except KafkaException as exception:
-        error: KafkaError = exception.args[0]
-        raise TransactionFailed(call, error, transactional_id, refusal(error, user)) from exception
-    except SystemError as lost:
-        raise TransactionFailed(call, str(lost), transactional_id) from lost
 
 
 class Transaction:
@@ -132,9 +119,34 @@ class TransactionalProducer:
         self.client: Producer = clients.transactional_producer(kafka, transactional_id, **overrides)
         self._calls = BoundedCalls()
 
-    def failing(self, call: str) -> AbstractContextManager[None]:
-        """Raise an error of the block as TransactionFailed."""
-        return _failing(call, self.transactional_id, user_of(self.client))
+    @contextmanager
+    def failing(self, call: str) -> Iterator[None]:
+        """Raise an error of the block as the TransactionFailed of a call."""
+        try:
+            yield
+        except SendFailed as failed:
+            failure = failed.failure
+            refused = failure.refusal
+            if failure.error.code() in _PURGED:
+                refused = self._refusal_of_purge(sorted({purged.topic for purged in failed.failures}))
+            raise TransactionFailed(call, failure.error, self.transactional_id, refused) from failed
+        except KafkaException as exception:
+            error: KafkaError = exception.args[0]
+            refused = refusal(error, user_of(self.client))
+            raise TransactionFailed(call, error, self.transactional_id, refused) from exception
+        except SystemError as lost:
+            raise TransactionFailed(call, str(lost), self.transactional_id) from lost
+
+    def _refusal_of_purge(self, topics: Iterable[str]) -> str | None:
+        """Say which permission is missing, if the client purged records to `topics` because of one. It tells the reason
+        only to a further call, such as one that would begin another transaction, and not the topic."""
+        try:
+            self.client.begin_transaction()
+        except KafkaException as exception:
+            return refusal(exception.args[0], user_of(self.client), " or ".join(topics))
+        except SystemError:
+            pass  # The abort that follows is fatal, too.
+        return None
 
     def start(self) -> None:
         """Fence the id's previous writer, and abort its open transaction. Raises TransactionFailed, Stalled."""
@@ -157,8 +169,7 @@ class TransactionalProducer:
                 self._commit()
         except TransactionFailed as failed:
             if not failed.fatal or isinstance(failed.__cause__, SystemError):
-                # The error of a failed abort is more specific: it reports fencing.
-                self._abort()
+                self._abort_after(failed)
             raise
         except Stalled:
             raise
@@ -178,6 +189,15 @@ class TransactionalProducer:
 
     def _commit(self) -> None:
         self.call(lambda client, timeout_s: client.commit_transaction(timeout_s), "commit_transaction", may_abort=False)
+
+    def _abort_after(self, failed: TransactionFailed) -> None:
+        """Abort; raises the error of a failed abort, which is more specific: it reports fencing."""
+        try:
+            self._abort()
+        except TransactionFailed as unaborted:
+            # A coordinator knows nothing of a transaction whose first partition was refused.
+            if not (failed.refused and unaborted.decision is Decision.RENEW):
+                raise
 
     def _abort(self) -> None:
         # The client may wait forever for an abort; after this time the coordinator has aborted by itself.

@@ -18,7 +18,7 @@ BLOCKS = replace(CONFIG, attention="blocks", minibatches=1)
 
 def trained(train_step: TrainStep) -> dict[str, np.ndarray]:
     """Parameters after one step."""
-    state, _metrics = train_step.train(train_step.fresh_state(params()), pack_for(BLOCKS, rollouts(0)))
+    state, _metrics = train_step.train(train_step.fresh_state(params(BLOCKS.model)), pack_for(BLOCKS, rollouts(0)))
     return {name: np.asarray(value) for name, value in state.params.items()}
 
 
