@@ -3,7 +3,7 @@
 Shared by verification and replay: it is the fold that a consumer runs, fed from the log.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -163,14 +163,15 @@ def refold(
     change: Change | None = None,
     skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
     *,
-    alter: Callable[[InputRecord], InputRecord] = lambda record: record,
+    rewards: Mapping[int, float] = MappingProxyType({}),
     drain: bool = False,
 ) -> Iterator[Effects]:
     """Yield the effects of a partition's records from the end of `journal` to offset `stop`, in pieces.
 
     The journal record of the last piece is a snapshot. `journal` is generation 0, or ends with a snapshot. `skips` are
     the offsets skipped unread, by `skips_in` of the whole journal. `change` alters every configuration of the log, and
-    `alter` every record; both require `journal` to hold nothing in flight. `drain` cuts, at the end, what is sealed.
+    `rewards` replaces those of rollouts by offset; both require `journal` to hold nothing in flight. `drain` cuts, at
+    the end, what is sealed.
     Raises StateRefused if log and journal do not belong together.
     """
     restored = task_state.restored_state(journal)
@@ -180,8 +181,8 @@ def refold(
     hopped = {*restored.hopped, *(offset for offset, skip in skips.items() if not skip.timed)}
     # There are no records at offsets beyond the end of the partition.
     messages = fetched(kafka, run, restored.partition, restored.watermark, stop, hopped)
-    records = (alter(records_of(message)) for message in messages)
-    yield from fold_again(restored, records, stop, plug_ins, change, skips, drain=drain)
+    records = map(records_of, messages)
+    yield from fold_again(restored, records, stop, plug_ins, change, skips, rewards=rewards, drain=drain)
 
 
 def fold_again(
@@ -192,10 +193,11 @@ def fold_again(
     change: Change | None = None,
     skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
     *,
+    rewards: Mapping[int, float] = MappingProxyType({}),
     drain: bool = False,
 ) -> Iterator[Effects]:
     """Yield the effects of the records of a partition from the watermark of a state to offset `stop`, as `refold`."""
-    fold = Fold(restored, plug_ins, skips, change)
+    fold = Fold(restored, plug_ins, skips, change, rewards)
     read = 0
     for record in records:
         if fold.replaying:

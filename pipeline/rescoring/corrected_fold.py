@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.grouping.config import GrouperConfig
-from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.plug_ins import PlugIns, load_plug_ins
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
 from rollstream.pipeline.audit.refold import (
@@ -27,11 +26,10 @@ from rollstream.pipeline.audit.topic_reading import read_batches
 from rollstream.pipeline.batch_run import BatchWriter, TimedEntry
 from rollstream.pipeline.rescoring.rescorer import rescored
 from rollstream.pipeline.rescoring.reward_changes import RewardChanges
-from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.records import Drop, Float32, JournalRecord, Rollout, TrainingBatch
+from rollstream.topics.records import Drop, Float32, JournalRecord, TrainingBatch
 from rollstream.topics.rl_examples import batch_digest
 
 NO_VARIANCE = ("zero_variance", "zero_advantage")
@@ -134,12 +132,8 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
     plug_ins = load_plug_ins(job.grouper)
     start, later = _beginning(job, journal, plug_ins)
 
-    def corrected(record: InputRecord) -> InputRecord:
-        reward = rewards.get(record.offset)
-        return record if reward is None else _rewarded(record, reward)
-
     stop, skips = journal[-1].position, skips_in(later)
-    outputs = refold(job.kafka, job.run, [start], stop, plug_ins, skips=skips, alter=corrected, drain=True)
+    outputs = refold(job.kafka, job.run, [start], stop, plug_ins, skips=skips, rewards=rewards, drain=True)
     for output in outputs:
         for batch in output.batches:
             advantages.update(zip(batch.source_offsets.tolist(), advantages_of(batch).tolist(), strict=True))
@@ -169,10 +163,6 @@ def _beginning(
         in_force = configurations(job.kafka, job.run, journal[usable[0] :], plug_ins)
         first = emptied(first, in_force[first.generation])
     return first, journal[usable[0] + 1 :]
-
-
-def _rewarded(record: InputRecord, reward: float) -> InputRecord:
-    return record._replace(value=encode(replace(decode_as(Rollout, record.value), reward=reward)))
 
 
 def advantages_of(batch: TrainingBatch) -> Float32:

@@ -11,6 +11,7 @@ Reading again has no effects.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import MappingProxyType
 
 from rollstream.consumers.grouping.config import GroupingConfig
@@ -37,18 +38,20 @@ class Fold:
         plug_ins: PlugIns = BUILT_IN,
         skips: Mapping[int, OffsetSkip] = MappingProxyType({}),
         change: Change | None = None,
+        rewards: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
         """Restore `state`: `replay` the records from its watermark to its position, then `resume`, then `apply`.
 
         `plug_ins` are the makers and estimators that a configuration may name. `skips` are offsets to leave out unread,
         and why; those below the position were read and stay. Offsets that were left out are named in the journal.
-        `change` alters the configurations that marks put in force.
+        `change` alters the configurations that marks put in force. `rewards` replaces those of rollouts, by offset.
         """
         self.partition = state.partition
         self.partitions = state.partitions
         self.position = state.watermark
         self._plug_ins = plug_ins
         self._change = change
+        self._rewards = rewards
         self._skips = Skips(skips)
         self._replay = Replay(state)
         self._tracker = OffsetTracker(state)
@@ -133,6 +136,9 @@ class Fold:
         """Apply the content of a record; `before` are the clocks as they were before it was read."""
         try:
             value = codec.decode(record.value)
+            if isinstance(value, Rollout) and record.offset in self._rewards:
+                # The signature of the record is judged by its bytes, and those stay.
+                value = replace(value, reward=self._rewards[record.offset])
             rejection = value_rejection(
                 record, value, self.partition, self.partitions, self.config, replaying=self.replaying
             )

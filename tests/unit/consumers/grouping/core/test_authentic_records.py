@@ -185,3 +185,21 @@ def test_keys_and_quotas_came_with_core_version_6(ours: Signer) -> None:
         assert name not in GroupingConfig(core_version=5).to_json()
         config = GroupingConfig(**{name: (value,)})  # type: ignore[arg-type]
         assert GroupingConfig.from_json(config.to_json()) == config
+
+
+def test_other_rewards_are_those_of_signed_rollouts_and_are_within_the_bounds(ours: Signer, theirs: Signer) -> None:
+    config = GroupingConfig(environment_keys=(f"env:{ours.public}",), batch_rollouts=2, max_reward=1.0)
+    records = []
+    for offset, (example_id, signer) in enumerate((("a", ours), ("a", ours), ("b", ours), ("b", ours), ("c", theirs))):
+        rollout = example_rollout(f"{example_id}{offset}", 0.0, example_id=example_id)
+        key = encode_key("env", example_id)
+        records.append(InputRecord(offset, 0, key, signer.signed(rollout, ROLLOUT)))
+    first = replace(task_state.initial_record(0, 1, "test", config), policy_version=0, watermark_policy_version=0)
+    fold = Fold(task_state.restored_state([first]), rewards={0: 1.0, 2: 7.0, 4: 1.0})
+    for record in records:
+        fold.apply(record)
+    effects = fold.prepare_commit()
+    assert [batch.rewards.tolist() for batch in effects.batches] == [[1.0, 0.0]]
+    reasons = {drop.offset: drop.detail for drop in effects.journal.drops if drop.reason == "invalid"}
+    assert "reward 7" in reasons[2] and "no key of environment env" in reasons[4]
+    assert set(reasons) == {2, 4}
