@@ -139,6 +139,7 @@ class LabelingProcess:
                 except OwnershipLost as lost:
                     event(logger, "ownership_lost", level=logging.WARNING, error=str(lost))
                     self._go_back()
+            self._write_figures(last=True)
         finally:
             if self._loop is not None:
                 close = getattr(self._labeler, "close", None)
@@ -211,10 +212,10 @@ class LabelingProcess:
                 error=refused.error,
             )
 
-    def _write_figures(self) -> None:
-        """Write counts and lag to the metrics topic, once every interval."""
+    def _write_figures(self, *, last: bool = False) -> None:
+        """Write counts and lag to the metrics topic, once every interval and at the end."""
         interval_s = self._config.metrics_interval_s
-        if interval_s <= 0 or time.monotonic() - self._written < interval_s:
+        if interval_s <= 0 or (not last and time.monotonic() - self._written < interval_s):
             return
         self._written = time.monotonic()
         lag = 0

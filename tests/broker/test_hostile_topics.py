@@ -91,7 +91,7 @@ def test_a_header_that_is_no_utf8_is_named_and_no_process_ends_however_often_it_
 VIEW = ("batch-index", "journal", "policies", "steps")
 COMMANDS: dict[str, tuple[str, tuple[str, ...]]] = {
     "top --once": ("top --once", ("metrics", "rollouts", *VIEW)),
-    "lineage of a batch": ("lineage --batch 0-0", ("batch-index", "policies", "steps")),
+    "lineage of a batch": ("lineage --batch 0-0", ("batch-index", "journal", "policies", "steps")),
     "lineage of a rollout": ("lineage --rollout good0-0", VIEW),
     "lineage of a hostile rollout": ("lineage --rollout hostile0-0", ("journal", "policies")),
     "lineage of a step": ("lineage --step 1", ("batch-index", "policies", "steps")),

@@ -173,7 +173,13 @@ def test_the_list_is_scrolled_to_any_of_its_rows(made: ServedMany, browser: Brow
     expect(seen.page.locator(f"#row-{total - 1}")).to_contain_text(oldest, timeout=PATIENCE_MS)
     timed(made, "to the last row", 1000 * (time.perf_counter() - began))
     seen.page.evaluate("const list = document.querySelector('.long-list'); list.scrollTop = list.scrollHeight / 3")
-    expect(body.nth(20)).to_be_visible()
+    # Until they are fetched, the rows of before are shown.
+    seen.page.wait_for_function(
+        "total => (row => row > total / 4 && row < total / 2)"
+        "(Number(document.querySelectorAll('.list-body .list-row')[20]?.id.slice('row-'.length)))",
+        arg=total,
+        timeout=PATIENCE_MS,
+    )
     index = int(seen.page.locator(".list-body .list-row").nth(20).get_attribute("id").removeprefix("row-"))  # type: ignore[union-attr]
     assert total / 4 < index < total / 2
     after = made.listed()["next"]

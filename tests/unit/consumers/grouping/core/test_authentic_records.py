@@ -201,5 +201,6 @@ def test_other_rewards_are_those_of_signed_rollouts_and_are_within_the_bounds(ou
     effects = fold.prepare_commit()
     assert [batch.rewards.tolist() for batch in effects.batches] == [[1.0, 0.0]]
     reasons = {drop.offset: drop.detail for drop in effects.journal.drops if drop.reason == "invalid"}
-    assert "reward 7" in reasons[2] and "no key of environment env" in reasons[4]
+    assert "reward 7" in reasons[2]
+    assert "no key of environment env" in reasons[4]
     assert set(reasons) == {2, 4}
