@@ -171,7 +171,7 @@ def weigh(run: SteeredRun, strike: Strike) -> Proof:
 
 
 def stop_at_step(run: SteeredRun, strike: Strike) -> Proof:
-    last = run.top()["step"] + 6
+    last = run.top()["step"] + 30  # Far enough for the request to come before the step.
     run.say("stop", "--at-step", str(last))
     strike()
 
