@@ -79,6 +79,9 @@ class SupervisorConfig:
     """Time after which an unexpected exit of a role no longer counts."""
     backoff_s: float = 0.5
     """Pause before the first restart of a role; doubled for each further one, up to a minute."""
+    adoption_s: float = 30.0
+    """How long the processes of a run go on when `rollstream run` was killed, so that it adopts them if it is started
+    again; 0: they end at once."""
     step_patience_s: float = 600.0
     """Time without a step, or five times the median step if that is longer, after which a run counts as stalled:
     `rollstream top` and the page name the stage that keeps it from going on."""

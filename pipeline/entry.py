@@ -11,8 +11,10 @@ def main() -> None:
     try:
         interruption.take_over()
         from rollstream.pipeline.cli import main as run
+        from rollstream.pipeline.run.orphans import leave_exit_code
 
         code = run()
+        leave_exit_code(code)
     except BaseException:
         # The interruption may arrive as another exception: the import system wraps it, a library may hide it.
         if not interruption.received():

@@ -28,10 +28,11 @@ AGAIN_S = 10.0
 """Time until gauges that could not be read are read again."""
 
 
-def at_first(config: RunConfig) -> RunConfig:
-    """Return the configuration with as many grouping processes to begin with as the rule's bounds allow."""
+def at_first(config: RunConfig, running: int = 0) -> RunConfig:
+    """Return the configuration with as many grouping processes to begin with as the rule's bounds allow: those that
+    are `running`, if any."""
     least, most = bounds(config.grouper.autoscale, config.topics.partitions)
-    processes = min(max(config.grouper.processes, least), most)
+    processes = min(max(running or config.grouper.processes, least), most)
     return replace(config, grouper=replace(config.grouper, processes=processes))
 
 

@@ -9,7 +9,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -28,6 +28,7 @@ from rollstream.pipeline.run.draining import open_groups
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.run.plan import RunPlan
+from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, announce_ready
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.stall_watch import StallWatch
@@ -65,8 +66,16 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     interrupts.install()
     try:
         provision(config)
-        with closing(SteeringFollower(config.kafka, config.run)) as following:
-            _supervise(config, interrupts, following)
+        with (
+            closing(SteeringFollower(config.kafka, config.run)) as following,
+            ProcessRegistry(
+                config.run_dir / "processes",
+                plans.digest(config),
+                adoption_s=config.supervisor.adoption_s,
+                stop_timeout_s=config.supervisor.stop_timeout_s,
+            ) as registry,
+        ):
+            _supervise(config, interrupts, following, registry)
     except Interrupted as interrupted:
         if interrupted.signal_number != signal.SIGTERM:
             raise
@@ -74,25 +83,31 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _supervise(config: RunConfig, interrupts: Interrupts, following: SteeringFollower) -> None:
-    """Start every process, and watch over them until the work is done."""
-    if config.grouper.autoscale.enabled:
-        config = at_first(config)
-    config = plans.settle(config)
-    path = plans.write(config)
-    running = begin_with(config, following.state, lambda line: print(line, flush=True))
-    ports = ServicePorts(config)
+def _supervise(
+    config: RunConfig, interrupts: Interrupts, following: SteeringFollower, registry: ProcessRegistry
+) -> None:
+    """Start or adopt every process, and watch over them until the work is done."""
+    # Processes that go on use the configuration as it was settled for them.
+    orphans = frozenset(registry.orphans)
+    config, path = plans.settled_again(config) if orphans else plans.settled(config)
+    grouping = sum(name.startswith(f"{GROUP}-") for name in orphans)
+    first = at_first(config, grouping) if config.grouper.autoscale.enabled else config
+    running = begin_with(first, following.state, lambda line: print(line, flush=True))
+    ports = ServicePorts(config, resumed=bool(orphans))
     with Supervisor(
         config.run_dir / "logs",
         interrupts=interrupts,
         environment=plans.child_environment(config),
         place=ports.place,
         may_end=lambda kind: _may_end(kind, following.state),
+        registry=registry,
     ) as supervisor:
         interrupts.kill_now = supervisor.kill_now
         roles = plans.plan(running, path)
         page = RunPage(config, path, supervisor)
         start(supervisor, roles)
+        registry.end_orphans()
+        _say_adopted(config, supervisor, orphans)
         _say_ready(config, supervisor, ports)
         if config.is_control:
             control_run.watch(config, supervisor, roles, lambda: page.tell(partial(print, flush=True)))
@@ -163,6 +178,16 @@ def _say_ready(config: RunConfig, supervisor: Supervisor, ports: ServicePorts) -
     if config.service.port:
         print(f"run {config.run}: their service ports: {ports.path}", flush=True)
     announce_ready()
+
+
+def _say_adopted(config: RunConfig, supervisor: Supervisor, orphans: Collection[str]) -> None:
+    """Say how many processes of a supervisor before go on."""
+    if orphans:
+        print(
+            f"run {config.run}: {len(supervisor.adopted)} of {len(supervisor.pids)} processes go on; `rollstream run` "
+            "before this one was killed",
+            flush=True,
+        )
 
 
 def start(supervisor: Supervisor, roles: RunPlan) -> None:

@@ -3,14 +3,16 @@
 Processes read one file written by their supervisor, and no variable of its environment that would override it.
 """
 
+import hashlib
 import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 
 from rollstream.infra.ports import free_port, free_port_row
-from rollstream.pipeline.config import RunConfig, inference_urls, secret_variables, to_toml
+from rollstream.pipeline.config import RunConfig, inference_urls, load, secret_variables, to_toml
 from rollstream.pipeline.deployment.description import (
     ENV,
     GATEWAY,
@@ -23,7 +25,7 @@ from rollstream.pipeline.deployment.description import (
     role_of,
 )
 from rollstream.pipeline.deployment.role_secrets import withheld_variables
-from rollstream.pipeline.run.supervisor import RoleSpec
+from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
 
@@ -72,6 +74,23 @@ def check_worker_python(config: RunConfig) -> None:
         )
 
 
+def digest(config: RunConfig) -> str:
+    """Return a digest of what processes depend on that are started for a configuration: its values and our release."""
+    return hashlib.sha256(f"{version('rollstream')}\n{to_toml(config)}".encode()).hexdigest()
+
+
+def settled(config: RunConfig) -> tuple[RunConfig, Path]:
+    """Settle a configuration and write it; return it with its path."""
+    config = settle(config)
+    return config, write(config)
+
+
+def settled_again(config: RunConfig) -> tuple[RunConfig, Path]:
+    """Return the configuration as a supervisor before settled it, whose processes go on, with its path."""
+    path = _path(config)
+    return load(path), path
+
+
 def settle(config: RunConfig) -> RunConfig:
     """Return the configuration with all values on which processes must agree filled in: ports of this machine."""
     config = with_coordinator(config)
@@ -106,7 +125,7 @@ def _with_engine(config: RunConfig) -> RunConfig:
 
 def write(config: RunConfig) -> Path:
     """Write the configuration for the processes of a run, readable by the same user only; return its path."""
-    path = config.run_dir / "run.toml"
+    path = _path(config)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.touch(0o600)
@@ -114,6 +133,10 @@ def write(config: RunConfig) -> Path:
     partial.write_text(to_toml(config), encoding="utf-8")
     partial.replace(path)  # a process that starts meanwhile reads one or the other
     return path
+
+
+def _path(config: RunConfig) -> Path:
+    return config.run_dir / "run.toml"
 
 
 def plan(config: RunConfig, path: Path) -> RunPlan:

@@ -1,7 +1,8 @@
 """The contract between a role's process and its supervisor: report readiness, stop on request, never outlive it.
 
 The supervisor passes two inherited pipes by number. The line "ready" on ROLLSTREAM_READY_FD means ready, any other line
-reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that the supervisor is gone, even by kill -9.
+reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that the supervisor is gone, even by kill -9:
+the role ends, unless another supervisor adopts it through the list at ROLLSTREAM_REGISTRY.
 Without these pipes a role runs on its own.
 """
 
@@ -12,10 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal
 
+from rollstream.infra.process_identity import is_running
 from rollstream.pipeline import interruption
+from rollstream.pipeline.run.orphans import REGISTRY_VARIABLE, await_supervisor
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 
@@ -30,6 +34,8 @@ SUPERVISOR_LOST = 70
 HURRY_S = 0.8
 """How long a role may drain after Ctrl-C; after SIGTERM its settings decide."""
 _BEAT_S = 1.0
+_LOOK_S = 0.5
+"""Time between two looks at a supervisor that adopted this process."""
 READY = b"ready\n"
 """Line that a process writes once it is ready."""
 
@@ -56,9 +62,12 @@ PHASE = RolePhase()
 """That of this process."""
 
 
-def watch_lifeline(environment: Mapping[str, str] = os.environ) -> None:
-    """Stop this process once its supervisor is gone: SIGTERM first, _exit after a grace. Call before slow imports."""
-    number = environment.get(LIFELINE_VARIABLE)
+def watch_lifeline() -> None:
+    """Stop this process once its supervisor is gone and no other adopts it: SIGTERM first, _exit after a grace. Call
+    before slow imports."""
+    number = os.environ.get(LIFELINE_VARIABLE)
+    # Not for what this process starts: that is not in the list.
+    registry = os.environ.pop(REGISTRY_VARIABLE, "")
     if number is None:
         return
     lifeline = int(number)
@@ -68,6 +77,11 @@ def watch_lifeline(environment: Mapping[str, str] = os.environ) -> None:
         while os.read(lifeline, 1):  # nothing is ever written: this returns at end of file
             pass
         event(logger, "supervisor_lost", level=logging.WARNING, grace_s=ORPHAN_GRACE_S)
+        while registry and (supervisor := await_supervisor(Path(registry))) is not None:
+            event(logger, "adopted", supervisor=supervisor.pid)
+            while is_running(supervisor):
+                time.sleep(_LOOK_S)
+            event(logger, "supervisor_lost", level=logging.WARNING, grace_s=ORPHAN_GRACE_S)
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_GRACE_S)
         os._exit(SUPERVISOR_LOST)
@@ -84,7 +98,7 @@ def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
         return
     event(logger, "ready")
     os.set_blocking(int(number), True)
-    with os.fdopen(int(number), "wb") as pipe:
+    with suppress(BrokenPipeError), os.fdopen(int(number), "wb") as pipe:  # the supervisor may be lost meanwhile
         pipe.write(READY)
 
 

@@ -8,24 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.supervisor import RoleSpec
+from rollstream.pipeline.run.role_spec import RoleSpec
 
 
 class ServicePorts:
     """Gives every process a port of its own, in the order of the first starts; none if service.port is 0."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, *, resumed: bool = False) -> None:
+        """`resumed` tells whether processes of a supervisor before go on: each keeps the port that it was given."""
         self._service, self._run, self._supervisor = config.service, config.run, config.service.port
-        self._ports: dict[str, int] = {}
-        self._retired: set[str] = set()
         self.path: Path = config.run_dir / "targets.json"
+        self._ports = _listed(self.path) if resumed else {}
+        self._retired = set(self._ports)
 
     def place(self, spec: RoleSpec) -> RoleSpec:
         """Return the process with its port in its arguments, the same at every start of it; one that is no role of the
         run has none."""
         if not self._service.port or spec.optional:
             return spec
-        port = self._ports.setdefault(spec.name, self._service.port + 1 + len(self._ports))
+        port = self._ports.setdefault(spec.name, 1 + max(self._ports.values(), default=self._service.port))
         self._retired.discard(spec.name)
         self._write()
         return replace(spec, arguments=(*spec.arguments, "--set", f"service.port={port}"))
@@ -51,3 +52,14 @@ class ServicePorts:
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps(targets, indent=2) + "\n")
         partial.replace(self.path)
+
+
+def _listed(path: Path) -> dict[str, int]:
+    """Return the ports in the list of a supervisor before, by name of the process; none if it cannot be read."""
+    try:
+        entries = json.loads(path.read_text())
+        ports = {e["labels"]["__meta_process"]: int(e["targets"][0].rpartition(":")[2]) for e in entries}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return {}
+    ports.pop("supervisor", None)
+    return ports

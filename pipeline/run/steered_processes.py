@@ -14,8 +14,8 @@ from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, grouping_processes
 from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles
+from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.service_ports import ServicePorts
-from rollstream.pipeline.run.supervisor import RoleSpec
 from rollstream.pipeline.steering import SCALED
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.steering import DesiredState

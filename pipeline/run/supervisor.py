@@ -1,7 +1,8 @@
 """Runs the roles of a run as child processes and guarantees that none outlives it, however it ends.
 
 Each role has its own session, log file and two pipes: one for readiness, and a lifeline whose end of file tells it that
-the supervisor is gone, even by kill -9. A role that exits by itself is started again a bounded number of times.
+the supervisor is gone, even by kill -9: then it ends, unless it is adopted in time. A role that exits by itself is
+started again a bounded number of times.
 """
 
 import logging
@@ -14,12 +15,15 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from rollstream.infra.process_identity import await_end, identify
+from rollstream.infra.process_identity import await_end
+from rollstream.pipeline.run.adopted_process import AdoptedProcess
+from rollstream.pipeline.run.orphans import REGISTRY_VARIABLE
+from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.pipeline.run.role_process import (
     HURRY_S,
     LIFELINE_VARIABLE,
@@ -28,13 +32,14 @@ from rollstream.pipeline.run.role_process import (
     Interrupts,
     in_a_hurry,
 )
+from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervised_role import SupervisedRole, cause_in, name_exit
 from rollstream.topics.errors import DeadlineExceeded, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.metric_values import VALUES
 
 logger = logging.getLogger(__name__)
-_TAIL_LINES = 12
 _LONGEST_PAUSE_S = 60.0
 """Longest pause before a role is started again."""
 _KILLED_S = 1.0
@@ -48,41 +53,6 @@ class RoleFailed(RollstreamError):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RoleSpec:
-    """One process of a run: `python *arguments`."""
-
-    name: str
-    """Unique within the run, kind first, e.g. group-0; also the name of its log file."""
-    arguments: tuple[str, ...]
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables on top of the supervisor's; an empty value removes one."""
-    python: str = ""
-    """Python that runs it; empty: the supervisor's."""
-    finishes: bool = False
-    """Whether it exits with 0 by itself when its work is done."""
-    optional: bool = False
-    """Whether the run goes on without it when it fails."""
-    ready_timeout_s: float = 120.0
-    """How long it may take from its start, or from its last progress report, until it is ready."""
-    stop_timeout_s: float = 20.0
-    restarts: int = 3
-    """How often it is started again after exiting unexpectedly, within `window_s`."""
-    window_s: float = 600.0
-    """Time after which an exit is forgotten."""
-    backoff_s: float = 0.5
-    """Pause before the first restart, doubled for each further one."""
-    expendable: bool = False
-    """Whether the others go on if it never becomes ready, or exits more often than that."""
-    shares_work: bool = False
-    """Whether another of its kind does its work, too, so that the others go on while one of them does."""
-
-    @property
-    def kind(self) -> str:
-        """Its name without the number; roles of one kind stop together."""
-        return self.name.partition("-")[0]
-
-
-@dataclass(frozen=True, kw_only=True)
 class CrashLoop:
     """The last exit of a role that exits again and again."""
 
@@ -92,32 +62,6 @@ class CrashLoop:
     """How it exited, and what it said last."""
     again_in_s: float
     """Pause until it is started again."""
-
-
-@dataclass
-class _Role:
-    spec: RoleSpec
-    log: Path
-    process: subprocess.Popen[bytes]
-    ready_fd: int | None
-    started: float
-    heard: float
-    """When it started or last reported progress, by the supervisor's clock."""
-    progress: str = ""
-    ready: bool = False
-    ever_ready: bool = False
-    stopping: bool = False
-    reaped: bool = False
-    exits: int = 0
-    recent: tuple[float, ...] = ()
-    """Times of the exits within the window, by the supervisor's clock."""
-    restart_at: float | None = None
-    excused: bool = False
-    """Whether it has ended because its work was done, for as long as that is wanted."""
-    retired_until: float | None = None
-    """When it is killed, by the supervisor's clock, if it was retired and has not ended."""
-    failure: str = ""
-    """Why an optional role is not started again."""
 
 
 class Supervisor:
@@ -136,11 +80,13 @@ class Supervisor:
         on_progress: Callable[[str, str], None] = lambda _role, _progress: None,
         place: Callable[[RoleSpec], RoleSpec] = lambda spec: spec,
         may_end: Callable[[str], bool] = lambda _kind: False,
+        registry: ProcessRegistry | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`on_progress` is called with the name of a role and each progress line of its start; `place` adds to a role
         what depends on the other processes of this machine. `may_end` tells of a kind of role whether it may exit with
-        0 now; one that has is started again when that is no longer so.
+        0 now; one that has is started again when that is no longer so. Roles in `registry` that a supervisor before
+        left are adopted instead of started; optional ones never are.
 
         `clock` returns the seconds by which roles are late to be ready, and due to be started again.
         """
@@ -148,9 +94,9 @@ class Supervisor:
         self._interrupts = interrupts or Interrupts()
         self._environment = dict(environment)
         self._on_progress = on_progress
-        self._place, self._may_end = place, may_end
+        self._place, self._may_end, self._registry = place, may_end, registry
         self._clock = clock
-        self._roles: dict[str, _Role] = {}
+        self._roles: dict[str, SupervisedRole] = {}
         self._loops: dict[str, CrashLoop] = {}
         self._lifeline_read, self._lifeline_write = os.pipe()  # the write end is never inherited
         log_dir.mkdir(parents=True, exist_ok=True)
@@ -176,6 +122,12 @@ class Supervisor:
         """Process ids of the roles that run now."""
         return {name: role.process.pid for name, role in self._roles.items() if not role.reaped}
 
+    @property
+    def adopted(self) -> tuple[str, ...]:
+        """Names of the roles that a supervisor before started, and that run."""
+        roles = self._roles.items()
+        return tuple(name for name, role in roles if isinstance(role.process, AdoptedProcess) and not role.reaped)
+
     def holds(self, name: str) -> bool:
         """Whether a role runs, ends, or is to be started again; false for one that was retired and has ended."""
         return name in self._roles
@@ -185,7 +137,9 @@ class Supervisor:
         for spec in specs:
             if spec.name in self.pids:
                 raise ValueError(f"role {spec.name} already runs")
-            self._spawn(self._place(spec))
+            placed = self._place(spec)
+            if not self._adopt(placed):
+                self._spawn(placed)
 
     def wait_ready(self, names: Iterable[str]) -> None:
         """Wait until these roles are ready. Raises DeadlineExceeded or RoleFailed with the cause."""
@@ -299,7 +253,7 @@ class Supervisor:
 
         Unlike `kill_all` it takes no lock that the interrupted code may hold, and reaps no process.
         """
-        running = [identify(role.process.pid) for role in self._roles.values() if not role.reaped]
+        running = [role.identity for role in self._roles.values() if not role.reaped]
         for process in filter(None, running):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -317,8 +271,33 @@ class Supervisor:
             },
         )
 
-    def _spawn(self, spec: RoleSpec, before: _Role | None = None) -> None:
+    def _adopt(self, spec: RoleSpec) -> bool:
+        """Take over the process of a role that a supervisor before left; return whether there was one."""
+        registry = self._registered(spec)
+        process = registry.adopt(spec.name, spec.command_digest) if registry else None
+        if process is None:
+            return False
+        self._roles[spec.name] = SupervisedRole(
+            spec=spec,
+            log=self.log_dir / f"{spec.name}.log",
+            process=process,
+            ready_fd=None,
+            started=time.monotonic(),
+            heard=self._clock(),
+            ready=True,
+            ever_ready=True,
+        )
+        event(logger, "role_adopted", role=spec.name, pid=process.pid)
+        return True
+
+    def _registered(self, spec: RoleSpec) -> ProcessRegistry | None:
+        return None if spec.optional else self._registry
+
+    def _spawn(self, spec: RoleSpec, before: SupervisedRole | None = None) -> None:
         environment = {**self._environment, **spec.environment, LIFELINE_VARIABLE: str(self._lifeline_read)}
+        registry = self._registered(spec)
+        if registry:
+            environment[REGISTRY_VARIABLE] = str(registry.path.absolute())
         log = self.log_dir / f"{spec.name}.log"
         # After an interrupt between the start of a process and its entry here, only the lifeline would end the process.
         with self._interrupts.deferred(), log.open("ab") as output:
@@ -339,10 +318,14 @@ class Supervisor:
             finally:
                 os.close(ready_write)
             now = self._clock()
-            role = _Role(spec=spec, log=log, process=process, ready_fd=ready_read, started=time.monotonic(), heard=now)
+            role = SupervisedRole(
+                spec=spec, log=log, process=process, ready_fd=ready_read, started=time.monotonic(), heard=now
+            )
             if before is not None:
                 role.exits, role.ever_ready, role.recent = before.exits + 1, before.ever_ready, before.recent
             self._roles[spec.name] = role
+            if registry:
+                registry.register(spec.name, process.pid, spec.command_digest)
         event(logger, "role_started", role=spec.name, pid=process.pid, log=str(log), restarts=role.exits)
 
     def _read_readiness(self, timeout_s: float) -> None:
@@ -364,15 +347,18 @@ class Supervisor:
                     continue
                 if output:
                     role.ready = role.ever_ready = True
+                    if self._registry:
+                        self._registry.ready(role.spec.name)
                     event(logger, "role_ready", role=role.spec.name, seconds=_since(role.started))
                 os.close(key.fd)
                 role.ready_fd = None
 
-    def _notice_exit(self, role: _Role, now: float) -> None:
+    def _notice_exit(self, role: SupervisedRole, now: float) -> None:
         """Handle the exit of a role: finished, failed, or to be started again."""
         if role.reaped or role.stopping or role.process.poll() is None:
             return
         code, spec = role.process.returncode, role.spec
+        assert code is not None, "it has ended"
         self._kill(role)
         role.excused = code == 0 and not spec.finishes and self._may_end(spec.kind)
         if role.excused or (spec.finishes and code == 0):
@@ -384,7 +370,7 @@ class Supervisor:
         pause_s = min(spec.backoff_s * 2 ** min(len(before), 30), max(_LONGEST_PAUSE_S, spec.backoff_s))
         if not role.ever_ready or len(before) >= spec.restarts:
             times = f" ({len(before) + 1} times)" if before else ""
-            cause = f"exited with {_name_exit(code)}{times}: {_cause(role.log)}"
+            cause = f"exited with {name_exit(code)}{times}: {cause_in(role.log)}"
             if spec.optional:
                 self._give_up(role, cause)
                 return
@@ -395,14 +381,14 @@ class Supervisor:
         event(logger, "role_exited", level=logging.WARNING, role=spec.name, exit_code=code, restart_in_s=pause_s)
         role.recent, role.restart_at = (*before, now), now + pause_s
 
-    def _is_spared(self, role: _Role) -> bool:
+    def _is_spared(self, role: SupervisedRole) -> bool:
         """Whether the others go on without a role: it is expendable, or another of its kind does its work."""
         if role.spec.expendable:
             return True
         others = (other for other in self._roles.values() if other is not role and other.spec.kind == role.spec.kind)
         return role.spec.shares_work and role.ever_ready and any(o.ready and not o.reaped for o in others)
 
-    def _notice_lateness(self, role: _Role, now: float) -> None:
+    def _notice_lateness(self, role: SupervisedRole, now: float) -> None:
         """Fail, or end a role that the others go on without, if it is not ready in time."""
         if role.ready or role.reaped or role.stopping or now - role.heard <= role.spec.ready_timeout_s:
             return
@@ -411,18 +397,18 @@ class Supervisor:
             role.process.wait()
             return
         after = f" after it said: {role.progress}" if role.progress else ""
-        problem = f"was not ready within {role.spec.ready_timeout_s:g} s{after}: {_cause(role.log)}"
+        problem = f"was not ready within {role.spec.ready_timeout_s:g} s{after}: {cause_in(role.log)}"
         if not role.spec.optional:
             raise DeadlineExceeded(f"role {role.spec.name} {problem}")
         self._give_up(role, problem)
 
-    def _give_up(self, role: _Role, problem: str) -> None:
+    def _give_up(self, role: SupervisedRole, problem: str) -> None:
         """End an optional role for good."""
         event(logger, "role_given_up", level=logging.WARNING, role=role.spec.name, error=problem)
         self._kill(role)
         role.ready, role.failure = False, problem
 
-    def _end_retired(self, role: _Role, now: float) -> None:
+    def _end_retired(self, role: SupervisedRole, now: float) -> None:
         """Forget a role that was retired once it has ended, or is killed because it takes too long."""
         code = None if role.reaped else role.process.poll()
         if code is None and not role.reaped and role.retired_until is not None and now < role.retired_until:
@@ -435,14 +421,15 @@ class Supervisor:
         del self._roles[role.spec.name]
         self._loops.pop(role.spec.name, None)
 
-    def _kill(self, role: _Role) -> None:
+    def _kill(self, role: SupervisedRole) -> None:
         """SIGKILL the role's process group, which holds whatever it started, and reap it; once, as ids are reused."""
         if role.reaped:
             return
-        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
-            os.killpg(role.process.pid, signal.SIGKILL)
+        role.kill_group()
         role.process.wait()
         role.reaped = True
+        if self._registry:
+            self._registry.forget(role.spec.name)
         if role.ready_fd is not None:
             os.close(role.ready_fd)
             role.ready_fd = None
@@ -450,20 +437,3 @@ class Supervisor:
 
 def _since(start: float) -> float:
     return round(time.monotonic() - start, 3)
-
-
-def _name_exit(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "signal SIGKILL, which the system sends if memory runs out"
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
-
-
-def _cause(log: Path) -> str:
-    """The error that a role printed last, else the end of its log."""
-    lines = log.read_text(errors="replace").splitlines()
-    errors = [line for line in lines[-_TAIL_LINES:] if line.startswith("rollstream: ")]
-    if errors:
-        return f"{errors[-1].removeprefix('rollstream: ')} ({log})"
-    if not lines:
-        return f"{log} is empty"
-    return "\n    ".join([f"the end of {log}:", *(line[:500] for line in lines[-_TAIL_LINES:])])

@@ -1,7 +1,7 @@
 """Every command that a run takes holds although what follows it is killed at that moment, and no rollout is lost.
 
-A real `rollstream run` is commanded; then `kill -9` ends the overseer, which is started again, or the processes of a
-role, which the overseer starts again.
+A real `rollstream run` is commanded; then `kill -9` ends the overseer, which is started again and adopts its processes,
+or the processes of a role, which the overseer starts again, or all, as when a machine fails.
 """
 
 import json
@@ -24,7 +24,7 @@ from tests.support.gateways import post
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually
 
-OVERSEER = "overseer"
+OVERSEER, ALL = "overseer", "all"
 GAME = '''
 """The more letters a reply has, the better."""
 
@@ -281,6 +281,7 @@ ENDING = (stop_at_step, drain)
 CASES = [
     *((command, OVERSEER) for command in (scale, pause, resume, weigh, stop_at_step, drain, evaluate, roll_back)),
     (exclude, OVERSEER),
+    *((command, ALL) for command in (scale, pause, stop_at_step, drain)),
     *((scale, role) for role in ("env", "group", "infer", "gateway", "eval")),
     *((command, "env") for command in (pause, resume, weigh, drain)),
     *((command, "learn") for command in (stop_at_step, drain, roll_back, exclude)),
@@ -314,8 +315,8 @@ def test_a_command_holds_over_a_kill_at_its_moment(
     run.await_steps(2)
 
     def strike() -> None:
-        if victim == OVERSEER:
-            run.kill()
+        if victim in (OVERSEER, ALL):
+            run.kill() if victim == OVERSEER else run.kill_all()
             run.start()
         else:
             assert run.kill_role(victim), f"no process of {victim} runs"

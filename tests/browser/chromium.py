@@ -96,6 +96,11 @@ class Visit:
         """The key number with a label."""
         return self.page.locator(".figure", has=self.page.get_by_text(label, exact=True)).locator(".value").inner_text()
 
+    def exact_figure(self, label: str) -> int:
+        """The key number with a label, with all its digits."""
+        figure = self.page.locator(".figure", has=self.page.get_by_text(label, exact=True)).locator(".value")
+        return int((figure.get_attribute("title") or "").replace(",", ""))
+
     @property
     def overflow(self) -> int:
         """Pixels by which the page is wider than its window."""

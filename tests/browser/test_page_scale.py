@@ -121,9 +121,8 @@ def test_numbers_are_those_of_the_command_line(made: ServedMany, browser: Browse
     }
     seen = visit(browser, made.served.url)
     seen.open(made.route("run"))
-    assert seen.figure("Rollouts") == f"{top['rollouts']:,}"
-    assert seen.figure("Dead letters") == f"{lost:,}"
-    assert seen.figure("Batches waiting") == f"{top['waiting']:,}"
+    for label, number in (("Rollouts", top["rollouts"]), ("Dead letters", lost), ("Batches waiting", top["waiting"])):
+        assert seen.exact_figure(label) == number
     seen.open(made.route("ledger"))
     expect(seen.page.locator(".verdict")).to_contain_text("Balanced", timeout=10 * PATIENCE_MS)
     for words, number in (("dropped: zero variance", book["dropped"]["zero_variance"]), ("batched", book["batched"])):

@@ -79,14 +79,16 @@ class SteeredRun:
         shown: dict[str, Any] = json.loads(self.say("top", "--json"))
         return shown
 
-    def pids(self, role: str) -> list[int]:
-        """Processes of a role that run now, as the system has them."""
-        children = psutil.Process(self.process.pid).children()
+    def pids(self, role: str = "") -> list[int]:
+        """Processes of a role, or of all, that run now, as the system has them: also those that a killed overseer
+        left."""
+        settings = str(self.directory / "runs" / self.name / "run.toml")
         found = []
-        for child in children:
-            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-                if f" -m rollstream {role} " in " ".join(child.cmdline()) + " ":
-                    found.append(child.pid)
+        for process in psutil.process_iter():
+            with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
+                command = process.cmdline()
+                if settings in command and f" -m rollstream {role}" in " ".join(command):
+                    found.append(process.pid)
         return found
 
     def processes(self, role: str) -> int:
@@ -113,12 +115,17 @@ class SteeredRun:
         assert self.process.poll() is None, self.output
 
     def kill(self) -> None:
-        """kill -9 of the overseer; its processes end by themselves."""
-        children = psutil.Process(self.process.pid).children()
-        os.kill(self.process.pid, signal.SIGKILL)
+        """kill -9 of the overseer; its processes wait for another one."""
+        self.process.kill()
         self.process.wait()
-        psutil.wait_procs(children, timeout=120)
-        assert not [child for child in children if child.is_running()]
+
+    def kill_all(self) -> None:
+        """kill -9 of every process, as when the machine fails."""
+        self.kill()
+        for pid in self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        eventually(lambda: not self.pids(), 60, "the end of all processes")
 
     def stop(self) -> None:
         """Stop it as an operator does."""
@@ -136,7 +143,6 @@ class SteeredRun:
         assert audit(self.kafka.bootstrap_servers, self.name).findings == []
 
     def close(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
+        if self._process is not None and self.pids():
+            self.kill_all()
         print(self.output[-4000:] if self._log.exists() else "")

@@ -112,7 +112,13 @@ def test_a_variable_that_is_no_setting_is_refused_with_the_nearest_one(name: str
 
 
 def test_variables_that_are_for_something_else_are_left_alone() -> None:
-    others = {"ROLLSTREAM_READY_FD": "3", "ROLLSTREAM_LIFELINE_FD": "4", "ROLLSTREAM_EPISODE_7f3a": "key", "PATH": "/"}
+    others = {
+        "ROLLSTREAM_READY_FD": "3",
+        "ROLLSTREAM_LIFELINE_FD": "4",
+        "ROLLSTREAM_REGISTRY": "/runs/main/processes.json",
+        "ROLLSTREAM_EPISODE_7f3a": "key",
+        "PATH": "/",
+    }
     # As Kubernetes sets them for services called rollstream-infer and rollstream.
     services = {
         "ROLLSTREAM_INFER_SERVICE_HOST": "10.0.0.1",

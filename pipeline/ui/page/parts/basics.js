@@ -1,7 +1,7 @@
 // Small parts of every view: panels, states, figures, tables, badges, a dialog that asks.
 
 import { html, useEffect, useRef } from "../vendor/preact-htm.js";
-import { words } from "../lib/format.js";
+import { whole, words } from "../lib/format.js";
 
 /** @typedef {import("../vendor/preact-htm").Child} Child */
 
@@ -74,11 +74,14 @@ export function Fate({ fate, reason }) {
   }</span>`;
 }
 
-/** @param {{ label: string, value: Child, note?: Child, tone?: string, href?: string }} props */
-export function Figure({ label, value, note, tone, href }) {
+/**
+ * A number under its label; where it is shown in few characters, `exact` has all its digits.
+ * @param {{ label: string, value: Child, exact?: number, note?: Child, tone?: string, href?: string }} props
+ */
+export function Figure({ label, value, exact, note, tone, href }) {
   return html`<div class=${`figure ${tone ?? ""}`}>
     <dt>${label}</dt>
-    <dd class="value">${href ? html`<a href=${href}>${value}</a>` : value}</dd>
+    <dd class="value" title=${exact === undefined ? undefined : whole(exact)}>${href ? html`<a href=${href}>${value}</a>` : value}</dd>
     ${note ? html`<dd class="under">${note}</dd>` : null}
   </div>`;
 }

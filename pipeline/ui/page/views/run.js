@@ -42,16 +42,16 @@ function KeyNumbers({ top, run }) {
   return html`<${Panel} title="Key numbers">
     <dl class="figures">
       <${Figure} label="Mean reward" value=${number(top.reward, 3)} note=${`exact ${percent(top.exact)}, newest rollouts`} />
-      <${Figure} label="Step" value=${count(top.step)} note=${`${rate(top.steps_per_s)} per second`} />
+      <${Figure} label="Step" value=${count(top.step)} exact=${top.step} note=${`${rate(top.steps_per_s)} per second`} />
       <${Figure} label="Policy" value=${versionText(top.policy_version)} note=${`rollouts by ${versionText(top.sampled_version)}`} href=${link(run, "weights")} />
-      <${Figure} label="Rollouts" value=${count(top.rollouts)} note=${`${rate(top.rollouts_per_s)} per second`} href=${link(run, "rollouts")} />
-      <${Figure} label="Trained" value=${count(top.trained)} note=${`${count(top.skipped)} skipped`} href=${link(run, "rollouts", { fate: "trained" })} />
-      <${Figure} label="Before a batch" value=${count(lag)} note=${`${count(top.unread)} unread, ${count(top.in_flight)} in flight`} />
-      <${Figure} label="Batches waiting" value=${count(top.waiting)} note=${`of ${count(top.batches)}`} />
-      <${Figure} label="Dropped" value=${count(dropped)} note=${percent(top.rollouts ? dropped / top.rollouts : 0)} href=${link(run, "drops")} />
-      <${Figure} label="Dead letters" value=${count(top.dead_lettered)} href=${link(run, "letters")} tone=${top.dead_lettered ? "warn" : ""} />
+      <${Figure} label="Rollouts" value=${count(top.rollouts)} exact=${top.rollouts} note=${`${rate(top.rollouts_per_s)} per second`} href=${link(run, "rollouts")} />
+      <${Figure} label="Trained" value=${count(top.trained)} exact=${top.trained} note=${`${count(top.skipped)} skipped`} href=${link(run, "rollouts", { fate: "trained" })} />
+      <${Figure} label="Before a batch" value=${count(lag)} exact=${lag} note=${`${count(top.unread)} unread, ${count(top.in_flight)} in flight`} />
+      <${Figure} label="Batches waiting" value=${count(top.waiting)} exact=${top.waiting} note=${`of ${count(top.batches)}`} />
+      <${Figure} label="Dropped" value=${count(dropped)} exact=${dropped} note=${percent(top.rollouts ? dropped / top.rollouts : 0)} href=${link(run, "drops")} />
+      <${Figure} label="Dead letters" value=${count(top.dead_lettered)} exact=${top.dead_lettered} href=${link(run, "letters")} tone=${top.dead_lettered ? "warn" : ""} />
       ${top.configuration ? html`<${Figure} label="Configuration" value=${count(top.configuration.generation)} note=${`${top.configuration.estimator ?? "not known yet"}, marks ${top.configuration.mark_keys ? "signed" : "unsigned"}`} />` : null}
-      ${top.records_skipped ? html`<${Figure} label="Unreadable records" value=${count(top.records_skipped)} tone="warn" />` : null}
+      ${top.records_skipped ? html`<${Figure} label="Unreadable records" value=${count(top.records_skipped)} exact=${top.records_skipped} tone="warn" />` : null}
       ${top.paused.length ? html`<${Figure} label="Paused partitions" value=${top.paused.join(", ")} tone="warn" />` : null}
     </dl>
   <//>`;

@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
-from rollstream.pipeline.run.supervisor import RoleFailed, RoleSpec, Supervisor
+from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervisor import RoleFailed, Supervisor
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.logs import JsonFormatter
 from tests.support.interrupting import LIMIT_S, FairTime
@@ -341,7 +342,8 @@ import sys, time
 from pathlib import Path
 from rollstream.pipeline.run.role_process import Interrupts
 from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
-from rollstream.pipeline.run.supervisor import RoleSpec, Supervisor
+from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervisor import Supervisor
 interrupts = Interrupts()
 interrupts.install()
 with Supervisor(Path("logs"), interrupts=interrupts) as supervisor:

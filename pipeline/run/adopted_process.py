@@ -1,0 +1,50 @@
+"""A process that this one did not start, with the methods of `subprocess.Popen` that a supervisor uses."""
+
+import signal
+import subprocess
+from pathlib import Path
+
+from rollstream.infra.process_identity import ProcessIdentity, await_end, is_running, send
+
+NO_EXIT_CODE = 256
+"""The exit code of an adopted process that left none, as one that was killed."""
+_LONG_S = 1e9
+
+
+class AdoptedProcess:
+    """A running process, whose exit code is in a file once it has ended by itself."""
+
+    def __init__(self, identity: ProcessIdentity, exit_file: Path) -> None:
+        self.identity = identity
+        self.pid = identity.pid
+        self.returncode: int | None = None
+        self._exit_file = exit_file
+
+    def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
+        if self.returncode is None and not is_running(self.identity):
+            self.returncode = _read(self._exit_file)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for its end, and return the exit code. Raises subprocess.TimeoutExpired."""
+        if not await_end(self.identity, _LONG_S if timeout is None else timeout):
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+        code = self.poll()
+        assert code is not None, "it has ended"
+        return code
+
+    def terminate(self) -> None:
+        """Send SIGTERM, unless it has ended."""
+        send(self.identity, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL, unless it has ended."""
+        send(self.identity, signal.SIGKILL)
+
+
+def _read(path: Path) -> int:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return NO_EXIT_CODE

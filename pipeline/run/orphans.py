@@ -1,0 +1,88 @@
+"""Processes whose supervisor is lost: they go on for a while, so that the next supervisor of the run can adopt them.
+
+The supervisor lists its processes in a file. Another one that takes its place names itself there, and leaves in the
+list the processes that it adopts. Standard library only, as every command imports it.
+"""
+
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollstream.infra.process_identity import ProcessIdentity, identify, is_running
+
+REGISTRY_VARIABLE = "ROLLSTREAM_REGISTRY"
+"""Path of the list, for a process that may be adopted."""
+_LOOK_S = 0.2
+_orphaned: list[Path] = []
+"""The list in which this process awaits, or found, another supervisor."""
+
+
+@dataclass(frozen=True)
+class RegisteredProcess:
+    """A process in the list."""
+
+    process: ProcessIdentity
+    command: str
+    """Digest of its command line and variables."""
+    ready: bool
+    """Whether it has reported that it is ready."""
+
+
+@dataclass(frozen=True)
+class RegisteredRun:
+    """The processes of a run on this machine, and who supervises them."""
+
+    supervisor: ProcessIdentity
+    configuration: str
+    """Digest of the configuration that they follow."""
+    adoption_s: float
+    """How long they go on without a supervisor."""
+    processes: Mapping[str, RegisteredProcess]
+    """By name."""
+
+
+def read(path: Path) -> RegisteredRun | None:
+    """Return the list; None if there is none that can be read."""
+    try:
+        fields = json.loads(path.read_text())
+        return RegisteredRun(
+            supervisor=ProcessIdentity(**fields["supervisor"]),
+            configuration=fields["configuration"],
+            adoption_s=float(fields["adoption_s"]),
+            processes={
+                name: RegisteredProcess(ProcessIdentity(**entry["process"]), entry["command"], entry["ready"])
+                for name, entry in fields["processes"].items()
+            },
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def await_supervisor(path: Path) -> ProcessIdentity | None:
+    """Wait until another supervisor adopts this process, and return it; None if none does in time, or one leaves it
+    out."""
+    _orphaned[:] = [path]
+    lost = time.monotonic()
+    while (run := read(path)) is not None:
+        if is_running(run.supervisor):
+            me = identify(os.getpid())
+            return run.supervisor if any(entry.process == me for entry in run.processes.values()) else None
+        if time.monotonic() - lost >= run.adoption_s:
+            return None
+        time.sleep(_LOOK_S)
+    return None
+
+
+def leave_exit_code(code: int) -> None:
+    """Write down the exit code of this process if it lost the supervisor that it is a child of: no other gets it from
+    the system."""
+    for path in _orphaned:
+        exit_file(path, os.getpid()).write_text(str(code))
+
+
+def exit_file(path: Path, pid: int) -> Path:
+    """Return the file in which a process beside a list leaves its exit code."""
+    return path.with_name(f"exit-{pid}")

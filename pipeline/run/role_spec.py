@@ -1,0 +1,48 @@
+"""Specifications of processes for a supervisor: their commands, and how long and how often they are waited for."""
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleSpec:
+    """One process of a run: `python *arguments`."""
+
+    name: str
+    """Unique within the run, kind first, e.g. group-0; also the name of its log file."""
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables on top of the supervisor's; an empty value removes one."""
+    python: str = ""
+    """Python that runs it; empty: the supervisor's."""
+    finishes: bool = False
+    """Whether it exits with 0 by itself when its work is done."""
+    optional: bool = False
+    """Whether the run goes on without it when it fails."""
+    ready_timeout_s: float = 120.0
+    """How long it may take from its start, or from its last progress report, until it is ready."""
+    stop_timeout_s: float = 20.0
+    restarts: int = 3
+    """How often it is started again after exiting unexpectedly, within `window_s`."""
+    window_s: float = 600.0
+    """Time after which an exit is forgotten."""
+    backoff_s: float = 0.5
+    """Pause before the first restart, doubled for each further one."""
+    expendable: bool = False
+    """Whether the others go on if it never becomes ready, or exits more often than that."""
+    shares_work: bool = False
+    """Whether another of its kind does its work, too, so that the others go on while one of them does."""
+
+    @property
+    def kind(self) -> str:
+        """Its name without the number; roles of one kind stop together."""
+        return self.name.partition("-")[0]
+
+    @property
+    def command_digest(self) -> str:
+        """A digest of its command line and variables."""
+        command = [self.python or sys.executable, self.arguments, sorted(self.environment.items())]
+        return hashlib.sha256(json.dumps(command).encode()).hexdigest()

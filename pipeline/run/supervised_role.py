@@ -1,0 +1,76 @@
+"""The state of a role as its supervisor sees it, and the reason for its end as its log tells it."""
+
+import os
+import signal
+import subprocess
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollstream.infra.process_identity import ProcessIdentity, identify, is_running
+from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE, AdoptedProcess
+from rollstream.pipeline.run.role_spec import RoleSpec
+
+_TAIL_LINES = 12
+
+
+@dataclass
+class SupervisedRole:
+    """A process of a run."""
+
+    spec: RoleSpec
+    log: Path
+    process: subprocess.Popen[bytes] | AdoptedProcess
+    ready_fd: int | None
+    started: float
+    heard: float
+    """When it started or last reported progress, by the supervisor's clock."""
+    progress: str = ""
+    ready: bool = False
+    ever_ready: bool = False
+    stopping: bool = False
+    reaped: bool = False
+    exits: int = 0
+    recent: tuple[float, ...] = ()
+    """Times of the exits within the window, by the supervisor's clock."""
+    restart_at: float | None = None
+    excused: bool = False
+    """Whether it has ended because its work was done, for as long as that is wanted."""
+    retired_until: float | None = None
+    """When it is killed, by the supervisor's clock, if it was retired and has not ended."""
+    failure: str = ""
+    """Why an optional role is not started again."""
+
+    @property
+    def identity(self) -> ProcessIdentity | None:
+        """That of its process; None if it runs no more."""
+        if isinstance(self.process, AdoptedProcess):
+            return self.process.identity if is_running(self.process.identity) else None
+        return identify(self.process.pid)
+
+    def kill_group(self) -> None:
+        """SIGKILL the process and what it started, unless its id may be another's by now."""
+        if isinstance(self.process, AdoptedProcess) and self.identity is None:
+            return
+        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+def name_exit(code: int) -> str:
+    """Name an exit code as people know it."""
+    if code == NO_EXIT_CODE:
+        return "no exit code that is known, as if it was killed"
+    if code == -signal.SIGKILL:
+        return "signal SIGKILL, which the system sends if memory runs out"
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
+
+
+def cause_in(log: Path) -> str:
+    """The error that a role printed last, else the end of its log."""
+    lines = log.read_text(errors="replace").splitlines()
+    errors = [line for line in lines[-_TAIL_LINES:] if line.startswith("rollstream: ")]
+    if errors:
+        return f"{errors[-1].removeprefix('rollstream: ')} ({log})"
+    if not lines:
+        return f"{log} is empty"
+    return "\n    ".join([f"the end of {log}:", *(line[:500] for line in lines[-_TAIL_LINES:])])

@@ -1,0 +1,211 @@
+"""Processes that a killed supervisor leaves are adopted by the next one if it would start the same; else they end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE
+from rollstream.pipeline.run.orphans import read
+from rollstream.pipeline.run.process_registry import ProcessRegistry
+from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervisor import Supervisor
+from rollstream.topics.errors import ConfigurationError
+from tests.support.paths import ROOT
+from tests.support.waiting import eventually
+
+ROLE = """
+import sys, time
+from pathlib import Path
+import rollstream.pipeline.run.role_process as role_process
+from rollstream.pipeline.run.orphans import leave_exit_code
+role_process.ORPHAN_GRACE_S = 0.3
+role_process.watch_lifeline()
+stop = role_process.stop_on_signals()
+role_process.announce_ready()
+while not stop.wait(0.02) and not Path("finish").exists():
+    pass
+leave_exit_code(0)
+"""
+MUTE = ROLE.replace("role_process.announce_ready()", "")
+SUPERVISING = """
+import json, sys
+from pathlib import Path
+from rollstream.pipeline.run.process_registry import ProcessRegistry
+from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervisor import Supervisor
+adoption_s, configuration, roles = json.loads(sys.argv[1])
+registry = ProcessRegistry(Path("processes"), configuration, adoption_s=adoption_s)
+with Supervisor(Path("logs"), registry=registry) as supervisor:
+    supervisor.start(*(RoleSpec(name=name, arguments=("-c", script)) for name, script in roles.items()))
+    supervisor.wait_ready(name for name in roles if not name.startswith("mute"))
+    print(json.dumps(supervisor.pids), flush=True)
+    while True:
+        supervisor.poll(0.05)
+"""
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    (tmp_path / "finish").touch()
+
+
+def left(adoption_s: float = 300.0, configuration: str = "c", **roles: str) -> dict[str, int]:
+    """Start roles under a supervisor, kill it, and return the processes that it leaves."""
+    names = {name.replace("_", "-"): script for name, script in roles.items()}
+    with subprocess.Popen(
+        [sys.executable, "-c", SUPERVISING, json.dumps([adoption_s, configuration, names])],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        pids: dict[str, int] = json.loads(process.stdout.readline())
+        process.kill()
+    return pids
+
+
+def spec(name: str, script: str = ROLE) -> RoleSpec:
+    return RoleSpec(name=name, arguments=("-c", script), backoff_s=0.01)
+
+
+def registry(configuration: str = "c") -> ProcessRegistry:
+    return ProcessRegistry(Path("processes"), configuration)
+
+
+def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> None:
+    def step() -> bool:
+        supervisor.poll(0.01)
+        return check()
+
+    eventually(step, 60, what)
+
+
+def test_ready_processes_of_the_same_command_are_adopted_and_stopped_like_others() -> None:
+    pids = left(a_0=ROLE, b_0=ROLE)
+    with registry() as taken, Supervisor(Path("logs"), registry=taken) as supervisor:
+        assert taken.orphans.keys() == pids.keys()
+        supervisor.start(spec("a-0"), spec("b-0"))
+        supervisor.wait_ready(["a-0", "b-0"])
+        taken.end_orphans()
+        assert (supervisor.pids, supervisor.adopted) == (pids, ("a-0", "b-0"))
+        supervisor.stop(["a-0"])
+        assert not runs(pids["a-0"])
+        assert runs(pids["b-0"])
+    assert not runs(pids["b-0"])
+    assert read(taken.path) is None
+
+
+def test_processes_are_adopted_again_and_again() -> None:
+    pids = left(a_0=ROLE)
+    assert left(a_0=ROLE) == pids
+    assert left(a_0=ROLE) == pids
+
+
+def test_an_adopted_process_that_dies_is_started_again_by_its_new_supervisor() -> None:
+    pids = left(a_0=ROLE)
+    with registry() as taken, Supervisor(Path("logs"), registry=taken) as supervisor:
+        supervisor.start(spec("a-0"))
+        os.kill(pids["a-0"], signal.SIGKILL)
+        poll_until(supervisor, lambda: supervisor.pids.get("a-0", pids["a-0"]) != pids["a-0"], "a restart")
+        supervisor.wait_ready(["a-0"])
+        assert supervisor.adopted == ()
+
+
+@pytest.mark.parametrize(("by_itself", "code"), [(True, 0), (False, NO_EXIT_CODE)])
+def test_the_exit_code_of_an_adopted_process_is_known_if_it_left_one(by_itself: bool, code: int) -> None:
+    pids = left(a_0=ROLE)
+    with registry() as taken:
+        process = taken.adopt("a-0", spec("a-0").command_digest)
+        assert process is not None
+        assert process.poll() is None
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.01)
+        if by_itself:
+            Path("finish").touch()
+        else:
+            os.kill(pids["a-0"], signal.SIGKILL)
+        assert (process.wait(60), process.poll()) == (code, code)
+
+
+def test_a_process_of_another_command_is_ended_before_its_name_is_started() -> None:
+    pids = left(a_0=ROLE)
+    with registry() as taken, Supervisor(Path("logs"), registry=taken) as supervisor:
+        supervisor.start(spec("a-0", ROLE + "\n# another"))
+        assert not runs(pids["a-0"])
+        supervisor.wait_ready(["a-0"])
+        assert supervisor.adopted == ()
+
+
+def test_a_supervisor_that_adopts_nothing_leaves_nothing() -> None:
+    pids = left(a_0=ROLE)
+    registry().close()
+    assert not runs(pids["a-0"])
+
+
+def test_processes_that_nobody_starts_any_more_are_ended() -> None:
+    pids = left(a_0=ROLE, a_1=ROLE)
+    with registry() as taken, Supervisor(Path("logs"), registry=taken) as supervisor:
+        supervisor.start(spec("a-0"))
+        assert runs(pids["a-1"])
+        taken.end_orphans()
+        assert (runs(pids["a-0"]), runs(pids["a-1"])) == (True, False)
+
+
+def test_processes_that_follow_another_configuration_are_ended_at_once() -> None:
+    pids = left(configuration="before", a_0=ROLE)
+    with registry() as taken:
+        assert (taken.orphans, runs(pids["a-0"])) == ({}, False)
+
+
+def test_a_process_that_was_not_ready_is_ended() -> None:
+    pids = left(mute_0=MUTE)
+    with registry() as taken:
+        assert (taken.orphans, runs(pids["mute-0"])) == ({}, False)
+
+
+def test_a_process_that_the_list_does_not_name_ends_by_itself() -> None:
+    pids = left(a_0=ROLE, a_1=ROLE)
+    path = Path("processes/processes.json")
+    listed = json.loads(path.read_text())
+    del listed["processes"]["a-1"]  # as if the supervisor had been killed before it was listed
+    path.write_text(json.dumps(listed))
+    with registry() as taken:
+        assert taken.orphans.keys() == {"a-0"}
+        eventually(lambda: not runs(pids["a-1"]), 60, "its end")
+        assert runs(pids["a-0"])
+
+
+def test_processes_that_nobody_adopts_end_in_time() -> None:
+    pids = left(adoption_s=0.2, a_0=ROLE)
+    eventually(lambda: not runs(pids["a-0"]), 60, "its end")
+
+
+def test_a_second_supervisor_of_a_run_is_refused_with_the_first_one_named() -> None:
+    with registry(), pytest.raises(ConfigurationError, match=rf"process {os.getpid()} runs this run .* stop it first"):
+        registry()
+
+
+def test_a_list_that_cannot_be_read_is_begun_anew() -> None:
+    Path("processes").mkdir()
+    Path("processes/processes.json").write_text('{"supervisor": 7}')
+    with registry() as taken:
+        assert taken.orphans == {}
+        found = read(taken.path)
+        assert found is not None
+        assert found.supervisor.pid == os.getpid()
