@@ -347,7 +347,7 @@ class GrouperConfig:
     after kafka.session_timeout_s: for processes that others scale, and cannot know whether they come back. Each restart
     then moves partitions twice."""
     commit_interval_s: float = 0.03
-    """Time that effects may wait for their transaction."""
+    """Time that effects wait for their transaction; one with a batch begins as soon as the one before has ended."""
     max_poll_records: int = 500
     """Most records of one call to the Kafka client."""
     records_per_s: float = 0.0

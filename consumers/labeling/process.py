@@ -116,7 +116,7 @@ class LabelingProcess:
         group = config.group_id(run)
         self._topic_id = ensure_positions(kafka, run, group)
         topic_admin.partitions_of(kafka, topic_name(run, "trajectories"))
-        self._member = GroupMember(kafka, group, self._name, self._topic)
+        self._member = GroupMember(kafka, group, self._name, self._topic, gather_s=config.commit_interval_s)
         self._progress: dict[int, LabelingProgress] = {}
         """Committed progress, by partition."""
         self._publisher = _Publisher(kafka, run, group, ordinal, self._member, self._topic, self._progress)

@@ -41,10 +41,20 @@ class NotFetching(RollstreamError):
 class GroupMember(Poller):
     """Reads the partitions of one topic that its group assigns to it."""
 
-    def __init__(self, kafka: KafkaConfig, group: str, instance: str, topic: str, **overrides: Any) -> None:
-        """`instance` is the member's name, `topic` a full name."""
+    def __init__(
+        self,
+        kafka: KafkaConfig,
+        group: str,
+        instance: str,
+        topic: str,
+        *,
+        gather_s: float = 0.0,
+        **overrides: Any,
+    ) -> None:
+        """`instance` is the member's name, `topic` a full name. A poll waits for further records for `gather_s` after
+        its first one."""
         super().__init__(kafka, clients.group_member(kafka, group, instance, **overrides), "reading")
-        self._topic = topic
+        self._topic, self._gather_s = topic, gather_s
 
     def join(
         self,
@@ -85,14 +95,9 @@ class GroupMember(Poller):
         self.positions.update({(self._topic, p): offset for p, offset in offsets.items() if offset >= 0})
         return [TopicPartition(self._topic, p, offset) for p, offset in offsets.items()]
 
-    def _consume(self, most: int, wait_s: float) -> list[Message]:
-        """Return `most` messages, or those that arrive within `wait_s`."""
+    def _consume_once(self, most: int, wait_s: float) -> list[Message]:
         try:
-            return list(self._consumer.consume(most, wait_s))
-        except KafkaException as exception:
-            # The client raises a fatal error or returns it as a message.
-            self._raise_for(exception.args[0], f"{self._doing} {self._topic}")
-            return []
+            return super()._consume_once(most, wait_s)
         except SystemError as lost:
             # The client lost the exception of a fatal error.
             raise MembershipLost(str(lost), fenced=False) from lost
@@ -104,6 +109,9 @@ class GroupMember(Poller):
             event(logger, "max_poll_exceeded", level=logging.WARNING, error=error.str())
         else:
             super()._raise_for(error, doing)
+
+    def _topics(self) -> str:
+        return self._topic
 
     # ------------------------------------------------------------------ partitions
 

@@ -41,6 +41,8 @@ class Poller(Closing):
     def __init__(self, kafka: KafkaConfig, consumer: Consumer, doing: str) -> None:
         """`doing` begins error messages, as in "reading exp.steps: ..."."""
         self._kafka, self._consumer, self._doing = kafka, consumer, doing
+        self._gather_s = 0.0
+        """How long a poll waits for further messages after its first one."""
         self.positions: dict[Place, int] = {}
         """Next offset of each partition, as far as it is known."""
         self._asked: set[str] = set()
@@ -69,11 +71,17 @@ class Poller(Closing):
 
     def _consume(self, most: int, wait_s: float) -> list[Message]:
         """Return available messages; `consume` alone waits until it has the most it may return, or times out."""
+        if wait_s <= 0:
+            return self._consume_once(most, wait_s)
+        first = self._consume_once(1, wait_s)
+        return [*first, *self._consume_once(most - 1, self._gather_s)] if first and most > 1 else first
+
+    def _consume_once(self, most: int, wait_s: float) -> list[Message]:
+        """Return `most` messages, or those that arrive within `wait_s`."""
         try:
-            first = self._consumer.consume(1 if wait_s > 0 else most, wait_s)
-            return [*first, *self._consumer.consume(most - 1, 0)] if first and wait_s > 0 and most > 1 else list(first)
+            return list(self._consumer.consume(most, wait_s))
         except KafkaException as exception:
-            self._raise_for(exception.args[0], self._doing)
+            self._raise_for(exception.args[0], f"{self._doing} {self._topics()}")
             return []
 
     def _take_event(self, error: KafkaError, message: Message, polled: Polled, passed: set[Place]) -> None:

@@ -239,6 +239,11 @@ class Fold:
         return self.position != self._tracker.pending.begin
 
     @property
+    def has_batches(self) -> bool:
+        """Whether a batch was cut since the last `prepare_commit`."""
+        return bool(self._tracker.pending.batches)
+
+    @property
     def batch_number(self) -> int:
         """Number of the next batch."""
         return self._groups.batch_number

@@ -14,6 +14,7 @@ from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig, 
 from rollstream.consumers.grouping.core.configuration_marks import check_names
 from rollstream.consumers.grouping.core.journal_splitting import LEAST_RECORD_BYTES
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
+from rollstream.consumers.grouping.process.commit_pace import GATHER_S, CommitPace
 from rollstream.consumers.grouping.process.committer import Committer
 from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigures
 from rollstream.consumers.grouping.process.punctuator import Punctuator
@@ -130,10 +131,8 @@ class GroupingProcess:
             self._member.close()
 
     def _poll(self) -> Polled:
-        # Restores do not wait for records.
-        wait_s = 0.0 if self._manager.preparing else self._grouper.commit_interval_s
         try:
-            polled = self._member.poll(self._pace.most(self._grouper.max_poll_records), wait_s)
+            polled = self._member.poll(self._pace.most(self._grouper.max_poll_records), self._manager.wait_s)
             self._pace.passed(len(polled.records))
             return polled
         except MembershipLost as lost:
@@ -164,10 +163,11 @@ class GroupingProcess:
     # ------------------------------------------------------------------ membership
 
     def _new_member(self) -> GroupMember:
-        return GroupMember(self._kafka, self._group, self._name, self._topic)
+        return GroupMember(self._kafka, self._group, self._name, self._topic, gather_s=GATHER_S)
 
     def _new_manager(self) -> TaskManager:
-        return TaskManager(self._kafka, self._run, self._member, self._restorer, self._committer)
+        pace = CommitPace(self._grouper.commit_interval_s, self._grouper.max_poll_records)
+        return TaskManager(self._kafka, self._run, self._member, self._restorer, self._committer, pace)
 
     def _join(self) -> None:
         self._member.join(self._on_assign, self._manager.revoke, self._manager.lose)

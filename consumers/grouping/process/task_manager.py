@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
+from rollstream.consumers.grouping.process.commit_pace import CommitPace
 from rollstream.consumers.grouping.process.committer import Committer
 from rollstream.consumers.grouping.process.restoration import records_of
 from rollstream.consumers.grouping.process.restorer import Restorer
@@ -34,9 +35,16 @@ class TaskManager:
     """Tasks of the partitions that the group assigns to a member."""
 
     def __init__(
-        self, kafka: KafkaConfig, run: str, member: GroupMember, restorer: Restorer, committer: Committer
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        member: GroupMember,
+        restorer: Restorer,
+        committer: Committer,
+        pace: CommitPace,
     ) -> None:
         self._kafka, self._run = kafka, run
+        self._pace = pace
         self._topic = topic_name(run, "rollouts")
         self._member, self._restorer, self._committer = member, restorer, committer
         self._tasks: dict[int, GroupingTask] = {}
@@ -51,9 +59,15 @@ class TaskManager:
         """Restored tasks, by partition."""
 
     @property
-    def preparing(self) -> bool:
-        """Whether any task is being restored or approaches; the client should not be waited for then."""
-        return bool(self._restorer.waiting or self._approaches)
+    def wait_s(self) -> float:
+        """How long a poll may wait for its first record. Restores do not wait for records, nor do approaches."""
+        if self._restorer.waiting or self._approaches:
+            return 0.0
+        return self._pace.wait_s(batches=self._has_batches, free=self._committer.done)
+
+    @property
+    def _has_batches(self) -> bool:
+        return any(task.fold.has_batches for task in self._tasks.values())
 
     # ------------------------------------------------------------------ rebalances
 
@@ -211,6 +225,7 @@ class TaskManager:
 
     def take_in(self, polled: Polled) -> None:
         """Give the tasks that run their records, and note which of them are at their ends."""
+        self._pace.passed(len(polled.records))
         for record in polled.records:
             task = self._reading(record.partition)
             if task is not None and self._seeks.confirm(record.partition, record.offset):
@@ -228,15 +243,21 @@ class TaskManager:
         return None if elsewhere else self._tasks.get(partition)
 
     def commit(self, *, closing: bool = False) -> None:
-        """Begin a transaction with the changed tasks, one at a time; reading continues meanwhile.
+        """Begin a transaction with the changed tasks if one is due, one at a time; reading continues meanwhile.
 
         When `closing`, every task is committed with a snapshot, and the transaction is waited for.
         """
         tasks = [task for task in self._tasks.values() if closing or task.fold.changed]
-        if not tasks and not closing and not self._committer.done:
-            return
+        if not closing:
+            free = self._committer.done
+            if tasks and not self._pace.is_due(batches=self._has_batches, free=free):
+                tasks = []
+            if not tasks and not free:
+                return
         try:
             self._committer.begin(tasks, closing=closing)
+            if tasks:
+                self._pace.begun()
             if closing:
                 self._committer.settle()
         except OwnershipLost as error:
