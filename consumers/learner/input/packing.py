@@ -297,50 +297,32 @@ def _fill(
 ) -> tuple[list[PackedBatch], int]:
     """The microbatches of one bucket, and the number of sequences with a trained token."""
     total = rows * (-(-(int(bins.max()) + 1) // rows))
-    # A row consists of its sequences, in the order they were placed, and one piece of padding.
-    lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
-    gaps = length - np.bincount(bins, lengths, total).astype(np.int64)
-    order = np.argsort(np.concatenate([bins, np.arange(total)]), kind="stable")
-    sizes = np.concatenate([lengths, gaps])[order]
-    starts = np.cumsum(sizes) - sizes
-    real = order < len(sequences)
-    pieces = [sequences[index] if index < len(sequences) else None for index in order.tolist()]
-    chosen = [piece for piece in pieces if piece is not None]
-    rows_begin = np.flatnonzero(np.concatenate([[True], ~real[:-1]]))
-    segments = np.arange(len(order)) - np.repeat(rows_begin, np.diff(rows_begin, append=len(order))) + 1
-
-    def joined(name: str, dtype: type) -> NDArray[Any]:
-        gap: NDArray[Any] = np.zeros(length, dtype)
-        parts = [
-            gap[:size] if piece is None else getattr(piece, name) for piece, size in zip(pieces, sizes, strict=True)
-        ]
-        return np.concatenate(parts, dtype=dtype, casting="unsafe")
-
-    def spread(values: float | Sequence[float] | NDArray[Any], dtype: type, gap: float = 0) -> NDArray[Any]:
-        by_piece: NDArray[Any] = np.full(len(order), gap, dtype)
-        by_piece[real] = values
-        return np.repeat(by_piece, sizes)
-
-    mask = joined("loss_mask", np.float32)
-    mask[starts[real]] = 0.0
-    mask *= spread([trains(loss, sequence.truncated) for sequence in chosen], np.float32)
-    trained = np.add.reduceat(mask, starts[real], dtype=np.float64).astype(np.int64)
-    weights = [token_weight(loss, max(count, 1)) for count in trained.tolist()]
-    positions = np.arange(total * length, dtype=np.int32) - np.repeat(starts.astype(np.int32), sizes)
-    arrays = {
-        "tokens": joined("tokens", np.int32),
-        "positions": positions * spread(1, np.int32),
-        "segment_ids": spread(segments[real], np.int32),
-        "loss_mask": mask,
-        "loss_weights": mask * spread(weights, np.float32),
-        "advantages": joined("advantages", np.float32),
-        "generator_log_probs": joined("generator_log_probs", np.float32),
-        "temperatures": spread([sequence.temperature for sequence in chosen], np.float32, 1.0),
-    }
-    if reference:
-        arrays["reference_log_probs"] = joined("reference_log_probs", np.float32)
-    stacked = {name: array.reshape(-1, rows, length) for name, array in arrays.items()}
+    # Memory is the bound: each value is written once, to where it stays.
+    packed = padding(total, length, reference=reference)
+    positions = np.arange(length, dtype=np.int32)
+    ends, segments, trained = [0] * total, [0] * total, 0
+    for row, sequence in zip(bins.tolist(), sequences, strict=True):
+        begin, size = ends[row], len(sequence.tokens)
+        ends[row] += size
+        segments[row] += 1
+        span = row, slice(begin, begin + size)
+        packed.tokens[span] = sequence.tokens
+        packed.positions[span] = positions[:size]
+        packed.segment_ids[span] = segments[row]
+        packed.advantages[span] = sequence.advantages
+        packed.generator_log_probs[span] = sequence.generator_log_probs
+        packed.temperatures[span] = sequence.temperature
+        if packed.reference_log_probs is not None:
+            packed.reference_log_probs[span] = sequence.reference_log_probs
+        tokens = int(np.count_nonzero(sequence.loss_mask[1:]))
+        if tokens and trains(loss, sequence.truncated):
+            trained += 1
+            mask = packed.loss_mask[span]
+            mask[1:] = sequence.loss_mask[1:]
+            np.multiply(mask, np.float32(token_weight(loss, tokens)), out=packed.loss_weights[span])
+    arrays = packed.arrays()
     microbatches = [
-        PackedBatch(**{name: array[number] for name, array in stacked.items()}) for number in range(total // rows)
+        PackedBatch(**{name: array[first : first + rows] for name, array in arrays.items()})
+        for first in range(0, total, rows)
     ]
-    return microbatches, int(np.count_nonzero(trained))
+    return microbatches, trained

@@ -15,6 +15,8 @@ from rollstream.topics.skip_reasons import Skip
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
 """Range of temperatures that are trained on: they divide the logits, and the gradient of every token."""
+_FINITE = float(np.finfo("<f4").min), float(np.finfo("<f4").max)
+"""Least and greatest log-probability that is a finite number."""
 
 
 def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[Skip, tuple[int, ...]]:
@@ -32,35 +34,44 @@ def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[Skip, tuple[
 
 def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str, NDArray[np.bool_]]]:
     """Code, text and failing rows, bool [rows], of every check."""
-    lengths = np.diff(batch.splits)
-    # The first token of a rollout has no context and is never trained.
-    trained = batch.loss_mask.copy()
-    trained[batch.splits[:-1][lengths > 0]] = False
+    lengths, none = np.diff(batch.splits), np.zeros(len(batch), bool)
 
-    def any_of(tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
-        return _any_of_rows(tokens, batch.splits)
+    def any_trained(tokens: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        # The first token of a rollout has no context and is never trained.
+        trained = tokens & batch.loss_mask
+        trained[batch.splits[:-1][lengths > 0]] = False
+        return _any_of_rows(trained, batch.splits)
+
+    def beyond_limit(advantages: NDArray[np.float32]) -> NDArray[np.bool_]:
+        by_token = advantages if len(advantages) == len(batch.tokens) else np.repeat(advantages, lengths)
+        return any_trained(~(np.abs(by_token) <= config.advantage_limit))
 
     # Greedy sampling is written as temperature 0 and trained at 1; raw log-probabilities hold at 1.
     temperatures = np.where(batch.logprobs_processed & (batch.temperatures != 0), batch.temperatures, 1.0)
-    vocabulary = config.model.vocab_size
-    by_token = len(batch.advantages) == len(batch.tokens)
-    advantages = batch.advantages if by_token else np.repeat(batch.advantages, lengths)
+    vocabulary, limit = config.model.vocab_size, config.advantage_limit
+    # Nearly always a whole batch is within its bounds, which its least and greatest values show.
     checks = [
         (
             "vocabulary",
             f"token ids that are not below the model's vocabulary of {vocabulary}",
-            any_of((batch.tokens < 0) | (batch.tokens >= vocabulary)),
+            none
+            if _within(batch.tokens, 0, vocabulary - 1)
+            else _any_of_rows((batch.tokens < 0) | (batch.tokens >= vocabulary), batch.splits),
         ),
         (
             "temperature",
             f"a temperature that is not between {LOWEST_TEMPERATURE:g} and {HIGHEST_TEMPERATURE:g}",
             ~((temperatures >= LOWEST_TEMPERATURE) & (temperatures <= HIGHEST_TEMPERATURE)),
         ),
-        ("logprobs", "log-probabilities that are not finite", any_of(trained & ~np.isfinite(batch.logprobs))),
+        (
+            "logprobs",
+            "log-probabilities that are not finite",
+            none if _within(batch.logprobs, *_FINITE) else any_trained(~np.isfinite(batch.logprobs)),
+        ),
         (
             "advantage",
-            f"advantages beyond learner.advantage_limit {config.advantage_limit:g}",
-            any_of(trained & ~(np.abs(advantages) <= config.advantage_limit)),
+            f"advantages beyond learner.advantage_limit {limit:g}",
+            none if _within(batch.advantages, -limit, limit) else beyond_limit(batch.advantages),
         ),
     ]
     if config.reference == "carried":
@@ -69,7 +80,7 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
             (
                 "reference",
                 'no finite reference log-probabilities, where learner.reference is "carried"',
-                any_of(trained & ~np.isfinite(reference)) if len(reference) else np.ones(len(batch), bool),
+                any_trained(~np.isfinite(reference)) if len(reference) else np.ones(len(batch), bool),
             )
         )
     if config.too_long in ("refuse", "skip"):
@@ -81,6 +92,11 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
             )
         )
     return checks
+
+
+def _within(values: NDArray[Any], least: float, greatest: float) -> bool:
+    """Whether all values lie between two bounds; NaN does not."""
+    return not len(values) or bool(np.minimum.reduce(values) >= least and np.maximum.reduce(values) <= greatest)
 
 
 def _any_of_rows(tokens: NDArray[np.bool_], splits: NDArray[Any]) -> NDArray[np.bool_]:
