@@ -5,6 +5,7 @@ what they are.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ def shape_problem(shape: Sequence[int], itemsize: int, size_bytes: int) -> str:
     return ""
 
 
+@lru_cache(maxsize=256)
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """Return numpy's little-endian dtype string, or the name of an extension type (bfloat16).
 
@@ -51,6 +53,7 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     )
 
 
+@lru_cache(maxsize=256)
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the dtype of a name. Raises RecordError for a name that `dtype_name` never returns."""
     if name.startswith(("<", "|")):

@@ -78,7 +78,7 @@ R = TypeVar("R")
 
 def _read_ndarray(data: bytes, schema: Any, _reader: object = None) -> Any:
     # A bool array with a byte that is neither 0 nor 1 counts, indexes and hashes inconsistently.
-    if schema["dtype"] == "|b1" and data.translate(None, b"\x00\x01"):
+    if schema["dtype"] == "|b1" and data and np.maximum.reduce(np.frombuffer(data, "|u1")) > 1:
         raise RecordError("a byte that is neither 0 nor 1 stands where a bool belongs")
     return np.frombuffer(data, schema["dtype"])
 

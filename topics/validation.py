@@ -173,7 +173,10 @@ def _token_problems(rollout: Rollout) -> list[str]:
             issues.append("logprobs holds NaN or infinity")
         elif most > LOGPROB_TOLERANCE:
             issues.append(f"logprobs holds {most:g}, above 0")
-        elif len(rollout.logprobs) == len(rollout.loss_mask) and rollout.logprobs[~rollout.loss_mask].any():
+        elif (
+            len(rollout.logprobs) == len(rollout.loss_mask)
+            and np.greater(rollout.logprobs != 0, rollout.loss_mask).any()
+        ):
             issues.append("logprobs is not 0 where loss_mask is false")
     if len(rollout.token_rewards) and not np.isfinite(rollout.token_rewards).all():
         issues.append("token_rewards holds NaN or infinity")

@@ -6,6 +6,7 @@ drawing and saving are thread-safe.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -13,8 +14,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
-
-import numpy as np
 
 from rollstream.consumers.batch_reader import ReadBatch
 from rollstream.consumers.buffers.rollouts.losses import RLLossModule, RLOOLoss
@@ -382,7 +381,7 @@ class RolloutReplayBuffer:
             self._leave_out(zero_variance=len(rewards))
             return []
         advantages = [float(value) for value in self.loss_module.compute_advantages(rollouts)]
-        if len(advantages) != len(rollouts) or not np.isfinite(advantages).all():
+        if len(advantages) != len(rollouts) or not all(map(math.isfinite, advantages)):
             raise RecordError(
                 f"the loss module gives {len(advantages)} advantages, {advantages[:8]}, for a group of {len(rollouts)}"
                 "; it must give one finite number for each rollout"
@@ -436,6 +435,8 @@ class RolloutReplayBuffer:
     def _put(self, entries: list[ShelfEntry[_HeldRollout]]) -> int:
         with self._lock:
             left = self._shelf.add(entries, self._step, self._time())
+            if not left:
+                return len(entries)
             self._count(left)
-            new = {id(entry) for entry in entries}
+            new = set(map(id, entries))
             return len(entries) - sum(id(gone.entry) in new for gone in left)

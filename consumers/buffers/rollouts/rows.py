@@ -10,15 +10,18 @@ from rollstream.topics.rl_examples import REFERENCE, reference_of, stamp_of, tok
 
 BATCH = "batch"
 """Key in a rollout's `extra` of the batch and row it came from, "0-17/3"."""
-_DTYPES = {"tokens": np.dtype("<i4"), "loss_mask": np.dtype("|b1"), "logprobs": np.dtype("<f4")}
+_INT32, _BOOL, _FLOAT32 = np.dtype("<i4"), np.dtype("|b1"), np.dtype("<f4")
 
 
 def unsound(rollout: Rollout) -> str:
     """The reason why a rollout cannot be held, or "": an array has the wrong length or dtype, or the reward is not
     finite. Rollouts may have different lengths."""
     length = len(rollout.tokens)
-    for name, dtype in _DTYPES.items():
-        array = getattr(rollout, name)
+    for name, array, dtype in (
+        ("tokens", rollout.tokens, _INT32),
+        ("loss_mask", rollout.loss_mask, _BOOL),
+        ("logprobs", rollout.logprobs, _FLOAT32),
+    ):
         if array.dtype != dtype or array.shape != (length,):
             return f"{name} is {array.dtype.str} {list(array.shape)}; it must be {dtype.str} [{length}]"
     if not length:

@@ -130,19 +130,17 @@ class Shelf(Generic[T]):
     def add(self, entries: Iterable[ShelfEntry[T]], step: int, now: float) -> list[Removal[T]]:
         """Add rollouts behind the present ones; returns those refused and those removed to make room."""
         left: list[Removal[T]] = []
-        grown = set()
+        fresh: dict[str, list[ShelfEntry[T]]] = {}
         for entry in entries:
-            if self.rules.used_up(entry.usage_count):
+            if entry.usage_count and self.rules.used_up(entry.usage_count):
                 left.append(Removal(entry, f"drawn {entry.usage_count} times", "used_up"))
-                continue
-            if code := self.rules.stale_code(entry.weight_step, entry.timestamp, step, now):
+            elif code := self.rules.stale_code(entry.weight_step, entry.timestamp, step, now):
                 reason = self.rules.stale(entry.weight_step, entry.timestamp, step, now)
                 left.append(Removal(entry, reason, code))
-                continue
-            self._held.setdefault(entry.environment, []).append(entry)
-            self._bound(entry)
-            grown.add(entry.environment)
-        for name in sorted(grown):
+            else:
+                fresh.setdefault(entry.environment, []).append(entry)
+        for name in sorted(fresh):
+            self._append(name, fresh[name])
             held = self._held[name]
             if (over := len(held) - self.rules.capacity) > 0:
                 reason = f"{self.rules.capacity} newer ones fill the buffer"
@@ -153,8 +151,7 @@ class Shelf(Generic[T]):
     def put_back(self, entries: Iterable[ShelfEntry[T]]) -> None:
         """Add rollouts behind the present ones without any check, because they were held before."""
         for entry in entries:
-            self._held.setdefault(entry.environment, []).append(entry)
-            self._bound(entry)
+            self._append(entry.environment, [entry])
 
     def refresh(self, step: int, now: float) -> list[Removal[T]]:
         """Remove rollouts that are no longer fresh, or are of a future step."""
@@ -184,8 +181,8 @@ class Shelf(Generic[T]):
                     left.append(Removal(entry, skip.reason, skip.code))
                 else:
                     kept.append(entry)
-                    self._bound(entry)
-            self._held[name] = kept
+            self._held[name] = []
+            self._append(name, kept)
         return left
 
     def draw(self, count: int, generator: np.random.Generator) -> list[ShelfEntry[T]] | None:
@@ -214,10 +211,14 @@ class Shelf(Generic[T]):
         order = np.argsort(generator.random(count), kind="stable")
         return [drawn[i] for i in order.tolist()]
 
-    def _bound(self, entry: ShelfEntry[T]) -> None:
-        self._lowest_step = min(self._lowest_step, entry.weight_step)
-        self._highest_step = max(self._highest_step, entry.weight_step)
-        self._oldest = min(self._oldest, entry.timestamp)
+    def _append(self, environment: str, entries: Sequence[ShelfEntry[T]]) -> None:
+        """Hold further rollouts of an environment, and widen the bounds for them."""
+        self._held.setdefault(environment, []).extend(entries)
+        if entries:
+            steps = [entry.weight_step for entry in entries]
+            self._lowest_step = min(self._lowest_step, *steps)
+            self._highest_step = max(self._highest_step, *steps)
+            self._oldest = min(self._oldest, *(entry.timestamp for entry in entries))
 
 
 @lru_cache(maxsize=64)
