@@ -65,6 +65,7 @@ def measure(settings: Settings) -> Row:
         what="read rollouts from Kafka, decode them, write them as Parquet, commit the manifest",
         baseline="pyarrow writes the same tables, which are in memory, and syncs nothing",
         size_bytes=len(records[0][1]),
+        tokens=settings.tokens,
         ours=ours_timed,
         raw=raw_timed,
         figures={

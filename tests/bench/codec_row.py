@@ -27,4 +27,5 @@ def measure(settings: Settings) -> Row:
         ours=rates,
         raw=raw,
         size_bytes=len(encode(subject)),
+        tokens=settings.tokens,
     )

@@ -22,6 +22,7 @@ def measure(settings: Settings) -> Row:
         what=f"consume, fold, batch and commit, groups of {settings.group_size}",
         baseline="consume, produce the same bytes and commit, same cadence and clients",
         size_bytes=len(records[0][1]),
+        tokens=settings.tokens,
         ours=tuple(timings[_GROUP]),
         raw=tuple(timings[_COPY]),
     )

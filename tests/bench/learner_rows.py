@@ -9,14 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from rollstream.consumers.batch_reader import IndexReader
+from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.reproducibility import prepare_environment
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.records import TrainingBatch
+from rollstream.topics.rl_examples import batch_digest
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 from tests.bench.runs import prepared
 from tests.support.batches import random_batch, send_batches
@@ -44,7 +49,7 @@ def feed_config(settings: Settings) -> LearnerConfig:
     """A learner of rollouts as long as those of the other rows; no step of it is made."""
     return LearnerConfig(
         rollouts_per_step=_PER_STEP,
-        max_steps=max(2, settings.rollouts // 4 // _PER_STEP),
+        max_steps=max(4, settings.rollouts // _PER_STEP),
         max_policy_lag=1_000_000,
         microbatch_rows=16,
         sequence_length=settings.tokens + 16,
@@ -120,29 +125,37 @@ def measure_feed(settings: Settings) -> Row:
     import jax
 
     with _run(settings, config, "feed", (settings.tokens // 2, settings.tokens)) as run:
-        sizes: list[int] = []
+        sizes: list[float] = []
+        tokens: list[float] = []
 
         def ours() -> Timing:
-            watch, rollouts = Stopwatch(), 0
+            rollouts = tokens_seen = 0
             with _supply(settings, config, run) as supply:
-                for _ in range(config.max_steps):
+                # Connections and first use are no part of it, on neither side.
+                _next(supply)
+                watch = Stopwatch()
+                for _ in range(config.max_steps - 1):
                     loaded = _next(supply)
                     placed = [jax.device_put(microbatch.arrays()) for microbatch in loaded.packed.microbatches]
                     jax.block_until_ready(placed)
                     rollouts += sum(use.rows for use in loaded.plan.uses)
-            return watch.timing(rollouts)
+                    tokens_seen += loaded.packed.tokens
+                timing = watch.timing(rollouts)
+            tokens.append(tokens_seen / rollouts)
+            return timing
 
         def raw() -> Timing:
-            watch = Stopwatch()
-            sizes.append(_read_all(settings, run, config.max_steps * _PER_STEP // _ROWS))
-            return watch.timing(config.max_steps * _PER_STEP)
+            timing, size = _read_all(settings, run, config.max_steps * _PER_STEP // _ROWS)
+            sizes.append(size / timing.rollouts)
+            return timing
 
         fed, read = interleaved(settings.repetitions, ours, raw)
     return Row(
         name="feed",
         what="from the index to arrays on the device: fetch, check digests, pack, put",
         baseline="read the bytes of the same batches and look at none",
-        size_bytes=sizes[0] // (config.max_steps * _PER_STEP),
+        size_bytes=round(sizes[0]),
+        tokens=tokens[0],
         ours=fed,
         raw=read,
     )
@@ -152,13 +165,24 @@ def measure_feed(settings: Settings) -> Row:
 def _run(settings: Settings, config: LearnerConfig, name: str, answers: tuple[int, int]) -> Iterator[str]:
     """A run with the batches of every step on it."""
     batches = config.max_steps * _PER_STEP // _ROWS
-    made: list[TrainingBatch] = [
-        random_batch(number, rows=_ROWS, partition=number % settings.partitions, answers=answers)
-        for number in range(batches)
-    ]
+    made = [_batch(number, number % settings.partitions, answers) for number in range(batches)]
     with prepared(settings, name) as run:
         send_batches(settings.kafka, run, made)
         yield run
+
+
+def _batch(number: int, partition: int, answers: tuple[int, int]) -> TrainingBatch:
+    """A batch as grouping cuts it by default: one advantage for all positions of a row, and stamps."""
+    batch = random_batch(number, rows=_ROWS, partition=partition, answers=answers)
+    advantages = (batch.rewards - batch.rewards.mean()) / batch.rewards.std()
+    batch = replace(
+        batch,
+        core_version=CORE_VERSION,
+        advantages=np.repeat(advantages, np.diff(batch.splits)).astype("<f4"),
+        weight_steps=np.zeros(len(batch), "<i8"),
+        timestamps=np.ones(len(batch), "<f8"),
+    )
+    return replace(batch, digest=batch_digest(batch))
 
 
 @contextmanager
@@ -198,17 +222,22 @@ def _next(supply: Any) -> Any:
     return loaded
 
 
-def _read_all(settings: Settings, run: str, batches: int) -> int:
-    """Bytes of a run's batches."""
+def _read_all(settings: Settings, run: str, batches: int) -> tuple[Timing, int]:
+    """Read a run's batches; return what it took after the first of them, and the bytes of these."""
     topic = topic_name(run, "batches")
     with Reader(settings.kafka, isolation="read_uncommitted") as reader:
         reader.assign({(topic, partition): 0 for partition in range(settings.partitions)})
-        found = size = 0
+        found = before = size = 0
+        watch: Stopwatch | None = None
         deadline = time.monotonic() + _SPARE_S
         while found < batches:
-            for record in reader.poll(100, 0.05).records:
-                found += 1
-                size += len(record.value or b"")
+            records = reader.poll(100, 0.05).records
+            found += len(records)
+            if watch is not None:
+                size += sum(len(record.value or b"") for record in records)
+            elif records:
+                watch, before = Stopwatch(), found
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{found} of {batches} batches came within {_SPARE_S:g} s")
-        return size
+        assert watch is not None
+        return watch.timing((found - before) * _ROWS), size

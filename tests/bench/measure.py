@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -65,6 +65,16 @@ class Settings:
     """Most records taken from a client at once, and so in one transaction."""
     commit_interval_s: float = 0.03
 
+    def with_rollouts(self, rollouts: int) -> "Settings":
+        """These settings for so many rollouts, in polls small enough for several transactions."""
+        return replace(self, rollouts=rollouts, poll_records=min(self.poll_records, max(1, rollouts // 8)))
+
+    def with_length(self, tokens: int) -> "Settings":
+        """These settings for rollouts of another length: as many tokens in all, if that is not many short rollouts."""
+        as_many = self.rollouts * self.tokens // tokens
+        least = self.group_size * self.partitions * 2
+        return replace(self, tokens=tokens).with_rollouts(max(least, min(2 * self.rollouts, as_many)))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -77,6 +87,8 @@ class Row:
     """Size of an encoded rollout."""
     ours: tuple[Timing, ...]
     raw: tuple[Timing, ...]
+    tokens: float = 0
+    """Mean tokens of a rollout, in rows where the size of a rollout matters."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """Further figures, by name."""
 
@@ -110,7 +122,17 @@ class Row:
             "baseline_cpu_us_per_rollout": median(t.cpu_us for t in self.raw),
             "noise": self.noise,
             "size_bytes": self.size_bytes,
+            **(self._by_size() if self.tokens else {}),
             "figures": dict(self.figures),
+        }
+
+    def _by_size(self) -> dict[str, float]:
+        ours, raw = (median(timing.rate for timing in side) for side in (self.ours, self.raw))
+        return {
+            "tokens": self.tokens,
+            "mb_per_s": ours * self.size_bytes / 1e6,
+            "baseline_mb_per_s": raw * self.size_bytes / 1e6,
+            "tokens_per_s": ours * self.tokens,
         }
 
 

@@ -32,4 +32,5 @@ def measure(settings: Settings) -> Row:
         ours=rates,
         raw=raw,
         size_bytes=len(records[0][1]),
+        tokens=settings.tokens,
     )

@@ -49,6 +49,7 @@ def measure(settings: Settings) -> Row:
         what="restore tasks with all of these rollouts in flight: offsets, journal, log",
         baseline="read the same range of the log, partition after partition, and decode nothing",
         size_bytes=len(records[0][1]),
+        tokens=settings.tokens,
         ours=restored,
         raw=read_raw,
     )

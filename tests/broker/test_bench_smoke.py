@@ -9,8 +9,10 @@ import pytest
 
 from rollstream.topics.config import KafkaConfig
 from tests.bench import latency_row
-from tests.bench.__main__ import ROWS, build_parser, main, report
+from tests.bench.__main__ import build_parser, main
 from tests.bench.measure import LatencyRow, Row, Settings
+from tests.bench.report import report
+from tests.bench.rows import ROWS
 from tests.support.runs import RealRun
 
 
@@ -42,13 +44,14 @@ def test_a_row_of_the_benchmark_yields_a_ratio_and_a_table_line(name: str, broke
 
 
 def test_a_row_that_fails_is_reported_and_the_others_are_printed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def fail(_settings: Settings) -> Row:
         raise RuntimeError("no figures today")
 
     monkeypatch.setitem(ROWS, "fold-1k", fail)
     few = ["--only", "fold-1k", "--only", "codec", "--rollouts=128", "--tokens=64", "--repetitions=1"]
+    few += ["--output", str(tmp_path / "figures.json")]
     assert main(few) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("codec ") for line in lines)
