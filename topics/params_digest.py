@@ -8,7 +8,7 @@ recognised on record, and compared by that rule. The steps of our learner have t
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -43,12 +43,15 @@ def params_digest(params: Mapping[str, Any]) -> str:
 
 def tensor_digests(params: Mapping[str, Any]) -> tuple[TensorDigest, ...]:
     """Digests of parameters, in name order, computed by several threads."""
+    tensors = described(params)
+    digests = bytes_digests([little_endian_view(np.asarray(params[tensor.name])) for tensor in tensors])
+    return tuple(tensor._replace(digest=digest) for tensor, digest in zip(tensors, digests, strict=True))
+
+
+def described(params: Mapping[str, Any]) -> tuple[TensorDigest, ...]:
+    """Names, dtypes and shapes of parameters, in name order; their digests are left empty."""
     arrays = {name: np.asarray(params[name]) for name in sorted(params)}
-    digests = bytes_digests([little_endian_view(array) for array in arrays.values()])
-    return tuple(
-        TensorDigest(name, dtype_name(array.dtype), array.shape, digest)
-        for (name, array), digest in zip(arrays.items(), digests, strict=True)
-    )
+    return tuple(TensorDigest(name, dtype_name(array.dtype), array.shape, "") for name, array in arrays.items())
 
 
 def tree_digest(tensors: Iterable[TensorDigest]) -> str:
@@ -71,7 +74,12 @@ def bytes_digests(views: Iterable[memoryview]) -> list[str]:
             digests = list(pool.map(lambda shard: hashlib.sha256(shard).digest(), flat))
     remaining = iter(digests)
     groups = [[next(remaining) for _ in group] for group in shards]
-    return [group[0].hex() if len(group) == 1 else hashlib.sha256(b"".join(group)).hexdigest() for group in groups]
+    return [digest_of_shards(group) for group in groups]
+
+
+def digest_of_shards(digests: Sequence[bytes]) -> str:
+    """Digest of the bytes of a tensor from those of its shards, in order."""
+    return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def digest_as(recorded: str, params: Mapping[str, Any]) -> str:

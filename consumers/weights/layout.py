@@ -12,21 +12,31 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.consumers.weights.arrival_digests import ArrivalDigests
 from rollstream.consumers.weights.compression import ZSTD, NotCompressed, decompress
 from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
 from rollstream.consumers.weights.delta import apply_delta
 from rollstream.topics.arrays import dtype_of, little_endian_view
-from rollstream.topics.params_digest import TREE, TensorDigest, tensor_digests, tree_digest, whole_digest
+from rollstream.topics.params_digest import (
+    SHARD_BYTES,
+    TREE,
+    TensorDigest,
+    described,
+    tensor_digests,
+    tree_digest,
+    whole_digest,
+)
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
 
 _MOST_NAMED = 4
 """Chunks that a message names."""
 
 
-def full_content(arrays: Arrays, digests: Sequence[TensorDigest]) -> Content:
-    """Return every byte of the arrays, in name order; `digests` are those of `tensor_digests(arrays)`."""
+def full_content(arrays: Arrays, digests: Sequence[TensorDigest] = ()) -> Content:
+    """Return every byte of the arrays, in name order; `digests` are those of `tensor_digests(arrays)`, if they are
+    known already."""
     tensors, views, start = [], [], 0
-    for name, dtype, shape, digest in digests:
+    for name, dtype, shape, digest in digests or described(arrays):
         view = little_endian_view(np.asarray(arrays[name]))
         tensors.append(Tensor(name=name, dtype=dtype, shape=shape, start=start, size_bytes=len(view), digest=digest))
         views.append(view)
@@ -67,59 +77,69 @@ def assemble(
     `base` are the arrays of the version that a delta applies to. Raises WeightsRefused unless every tensor and the
     whole match the manifest's digests, which is left to a later version of the chain if not `checked`.
     """
-    buffer = ContentBuffer(manifest)
+    buffer = ContentBuffer(manifest, checked=checked)
     for chunk, data in zip(manifest.chunks, chunks, strict=True):
         buffer.put(chunk, data)
-    return buffer.arrays(base, checked=checked)
+    return buffer.arrays(base)
 
 
 class ContentBuffer:
-    """The content of one version, filled as its chunks arrive: no chunk is held beside it."""
+    """The content of one version, filled and digested as its chunks arrive: no chunk is held beside it."""
 
-    def __init__(self, manifest: PolicyManifest) -> None:
-        """Raises WeightsRefused if memory cannot hold the content."""
-        self._manifest = manifest
-        self._starts: dict[Chunk, int] = {}
-        end = 0
-        for chunk in manifest.chunks:
-            self._starts[chunk] = end
-            end += max(0, chunk.content_bytes if chunk.codec else chunk.size_bytes)
+    def __init__(self, manifest: PolicyManifest, *, checked: bool = True) -> None:
+        """`checked` is as in `assemble`. Raises WeightsRefused if memory cannot hold the content."""
+        self._manifest, self._checked = manifest, checked
+        self._places, end = places_of(manifest)
         try:
-            self._data = bytearray(end)
-        except (MemoryError, OverflowError) as error:
+            # Not a bytearray: numpy asks for huge pages, and leaves the bytes unwritten until their chunk comes.
+            self._data = memoryview(np.empty(end, np.uint8))  # type: ignore[arg-type]
+        except (MemoryError, OverflowError, ValueError) as error:
             raise WeightsRefused(f"policy version {manifest.version} needs {end} bytes of memory") from error
+        digested = checked and manifest.digest.endswith(TREE) and end >= SHARD_BYTES
+        whole = [tensor for tensor in manifest.tensors if tensor.changed < 0]
+        self._digests = ArrivalDigests(whole, self._data) if digested else None
 
     def put(self, chunk: Chunk, data: bytes) -> None:
         """Add a stored chunk. Raises WeightsRefused if it is not that of the manifest."""
-        content = _content(self._manifest, chunk, data)
-        start = self._starts[chunk]
+        content = content_of(self._manifest, chunk, data)
+        start = self._places[chunk]
         self._data[start : start + len(content)] = content
+        if self._digests is not None:
+            self._digests.arrived(start, start + len(content))
 
-    def arrays(
-        self, base: Mapping[str, NDArray[Any]] | None = None, *, checked: bool = True
-    ) -> dict[str, NDArray[Any]]:
+    def arrays(self, base: Mapping[str, NDArray[Any]] | None = None) -> dict[str, NDArray[Any]]:
         """Return the arrays once all chunks are there, read-only views of the content. As `assemble` otherwise."""
-        content = memoryview(self._data).toreadonly()
+        content, base = self._data.toreadonly(), base or {}
         arrays = {
-            tensor.name: _tensor(self._manifest, tensor, content, base or {}) for tensor in self._manifest.tensors
+            tensor.name: array_of(
+                self._manifest, tensor, content[tensor.start : tensor.start + tensor.size_bytes], base.get(tensor.name)
+            )
+            for tensor in self._manifest.tensors
         }
-        if checked:
-            check(self._manifest, arrays)
+        if self._checked:
+            check(self._manifest, arrays, {} if self._digests is None else self._digests.result())
         return arrays
 
 
-def _tensor(
-    manifest: PolicyManifest, tensor: Tensor, content: memoryview, base: Mapping[str, NDArray[Any]]
-) -> NDArray[Any]:
+def places_of(manifest: PolicyManifest) -> tuple[dict[Chunk, int], int]:
+    """Return where the content of each chunk begins in that of the version, and where the last one ends."""
+    places, end = {}, 0
+    for chunk in manifest.chunks:
+        places[chunk] = end
+        end += max(0, chunk.content_bytes if chunk.codec else chunk.size_bytes)
+    return places, end
+
+
+def array_of(manifest: PolicyManifest, tensor: Tensor, view: memoryview, base: NDArray[Any] | None) -> NDArray[Any]:
+    """Return a tensor from its part of the content; `base` is that of the version before. Raises WeightsRefused."""
     name = _named(manifest, tensor)
-    view = content[tensor.start : tensor.start + tensor.size_bytes]
     if len(view) != tensor.size_bytes:
         raise WeightsRefused(f"{name} has too few bytes")
     if tensor.changed >= 0:
-        if tensor.name not in base:
+        if base is None:
             raise WeightsRefused(f"{name} is a change of version {manifest.base}, which is not held")
         try:
-            return apply_delta(manifest, tensor, view, base[tensor.name])
+            return apply_delta(manifest, tensor, view, base)
         except WeightsRefused as error:
             raise WeightsRefused(f"{error}; {_lies(manifest, tensor)}") from error
     dtype = dtype_of(tensor.dtype)
@@ -128,7 +148,8 @@ def _tensor(
     return np.frombuffer(view, dtype).reshape(tensor.shape)
 
 
-def _content(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
+def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
+    """Return the content of a stored chunk. Raises WeightsRefused unless the chunk is that of the manifest."""
     differs = f"chunk {chunk.index} of policy version {manifest.version}, {_place(chunk)}, differs from its manifest: "
     if len(data) != chunk.size_bytes:
         raise WeightsRefused(f"{differs}{len(data)} bytes of {chunk.size_bytes}")
@@ -147,20 +168,42 @@ def _content(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
         raise WeightsRefused(f"{differs}{error}") from error
 
 
-def check(manifest: PolicyManifest, arrays: Arrays) -> None:
-    """Raise WeightsRefused unless the arrays of a version match the digests in its manifest."""
+def check(manifest: PolicyManifest, arrays: Arrays, known: Mapping[str, str] | None = None) -> None:
+    """Raise WeightsRefused unless the arrays of a version match the digests in its manifest.
+
+    `known` are digests of their bytes that were computed already, by name.
+    """
     if manifest.digest.endswith(TREE):
-        digests = tensor_digests(arrays)
-        whole = tree_digest(digests)
-        actual = {tensor.name: tensor.digest for tensor in digests}
-    else:
-        whole = whole_digest(arrays)
-        actual = {name: hashlib.sha256(little_endian_view(array)).hexdigest() for name, array in arrays.items()}
+        check_digests(manifest, _completed(known or {}, arrays))
+        return
+    digests = {name: hashlib.sha256(little_endian_view(array)).hexdigest() for name, array in arrays.items()}
+    _check_tensors(manifest, digests)
+    _check_whole(manifest, whole_digest(arrays))
+
+
+def check_digests(manifest: PolicyManifest, digests: Iterable[TensorDigest]) -> None:
+    """Raise WeightsRefused unless the digests of all tensors, and so of the whole, are those in a manifest."""
+    known = tuple(digests)
+    _check_tensors(manifest, {tensor.name: tensor.digest for tensor in known})
+    _check_whole(manifest, tree_digest(known))
+
+
+def _check_tensors(manifest: PolicyManifest, digests: Mapping[str, str]) -> None:
     for tensor in manifest.tensors:
-        if actual[tensor.name] != tensor.digest:
+        if digests[tensor.name] != tensor.digest:
             raise WeightsRefused(f"{_named(manifest, tensor)} differs from its manifest; {_lies(manifest, tensor)}")
-    if whole != manifest.digest:
+
+
+def _check_whole(manifest: PolicyManifest, digest: str) -> None:
+    if digest != manifest.digest:
         raise WeightsRefused(f"policy version {manifest.version} as a whole differs from its manifest")
+
+
+def _completed(known: Mapping[str, str], arrays: Arrays) -> tuple[TensorDigest, ...]:
+    """Digests of all arrays; those that are not known are computed."""
+    missing = tensor_digests({name: array for name, array in arrays.items() if name not in known})
+    rest = described({name: array for name, array in arrays.items() if name in known})
+    return (*(tensor._replace(digest=known[tensor.name]) for tensor in rest), *missing)
 
 
 def _named(manifest: PolicyManifest, tensor: Tensor) -> str:

@@ -31,8 +31,8 @@ def load_version(
     """
     arrays: dict[str, NDArray[Any]] = dict(held[1])
     for link in links(manifests, version, held[0], refused):
-        buffer = ContentBuffer(link)
-        fetcher.stream(link, buffer.put, timeout_s=timeout_s, stop=stop)
         # The digests of a version prove all that it builds on.
-        arrays = buffer.arrays(arrays, checked=link.version == version)
+        buffer = ContentBuffer(link, checked=link.version == version)
+        fetcher.stream(link, buffer.put, timeout_s=timeout_s, stop=stop)
+        arrays = buffer.arrays(arrays)
     return arrays

@@ -28,7 +28,6 @@ from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import tensor_digests
 from rollstream.topics.records import PolicyManifest
 
 logger = logging.getLogger(__name__)
@@ -121,9 +120,7 @@ class WeightsPublisher:
         clock, version, alone = _Stages(figures or {}), self.latest_version + 1, self._barrier.processes == 1
         before = self._before()
         self._barrier.begin(version, -1 if before is None else before[0].version)
-        digests = tensor_digests(arrays)
-        clock.ended("digest_s")
-        share = draft(arrays, digests, None if before is None else before[1], alone=alone)
+        share = draft(arrays, None if before is None else before[1], alone=alone)
         clock.ended("compare_s")
         plan = planned(self._barrier.offers(share.offer), self._config)
         self._barrier.plan(plan)

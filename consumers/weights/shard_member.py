@@ -16,7 +16,6 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import brief
 from rollstream.topics.logs import event
-from rollstream.topics.params_digest import tensor_digests
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +58,7 @@ class ShardMember(Closing):
         began = time.monotonic()
         before = self._sent[1] if self._sent[0] == beginning.base >= 0 else None
         self._sent = (-1, {})
-        share = draft(arrays, tensor_digests(arrays), before, alone=False)
+        share = draft(arrays, before, alone=False)
         plan = self._barrier.plan(share.offer)
         shard = self._writer.send(share, plan, self._barrier.process, beginning.version, self._barrier.epoch)
         self._barrier.report(shard)

@@ -1,10 +1,11 @@
 """ShardWriter: makes the bytes of a process's share of a version, and sends them to the topic or to files.
 
 Chunks are sent outside transactions, under keys with the publisher's incarnation. They are part of a version only once
-a committed manifest names them.
+a committed manifest names them. Tensors are digested while they are compared and sent: only the manifest needs digests.
 """
 
-from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 from rollstream.consumers.weights.compression import ZSTD, compress, pays
@@ -21,8 +22,8 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.keys import encode_key
-from rollstream.topics.params_digest import TensorDigest
-from rollstream.topics.records import Chunk
+from rollstream.topics.params_digest import TensorDigest, described, tensor_digests
+from rollstream.topics.records import Chunk, Tensor
 
 _DELIVERY_TIMEOUT_S = 120.0
 _RECORD_OVERHEAD_BYTES = 1024
@@ -32,7 +33,8 @@ class Draft(NamedTuple):
     """A process's share of a version before it is sent."""
 
     arrays: Arrays
-    digests: Sequence[TensorDigest]
+    digests: Future[tuple[TensorDigest, ...]]
+    """Digests of the arrays, which are being computed."""
     delta: Content | None
     """The changes since the version before, if they are known and were not too many."""
 
@@ -42,14 +44,22 @@ class Draft(NamedTuple):
         full_bytes = sum(array.nbytes for array in self.arrays.values())
         return Offer(full_bytes=full_bytes, delta_bytes=-1 if self.delta is None else self.delta.size_bytes)
 
+    def tensors(self, content: Content) -> tuple[Tensor, ...]:
+        """Wait for the digests, and return the tensors of a content of these arrays with them."""
+        known = self.digests.result()
+        return tuple(replace(tensor, digest=its.digest) for tensor, its in zip(content.tensors, known, strict=True))
 
-def draft(arrays: Arrays, digests: Sequence[TensorDigest], before: Arrays | None, *, alone: bool) -> Draft:
-    """Compare arrays, whose digests these are, with those of the version before, if there is one to compare with.
+
+def draft(arrays: Arrays, before: Arrays | None, *, alone: bool) -> Draft:
+    """Begin to digest arrays, and compare them with those of the version before, if there is one to compare with.
 
     Unless this process is `alone`, all shares together decide whether changes are sent.
     """
+    digesting = ThreadPoolExecutor(1, thread_name_prefix="digest-weights")
+    digests = digesting.submit(tensor_digests, arrays)
+    digesting.shutdown(wait=False)
     share = LARGEST_SHARE if alone else 1.0
-    changes = None if before is None else delta_content(before, arrays, digests, largest_share=share)
+    changes = None if before is None else delta_content(before, arrays, described(arrays), largest_share=share)
     return Draft(arrays, digests, changes)
 
 
@@ -72,13 +82,13 @@ class ShardWriter(Closing):
 
     def send(self, draft: Draft, plan: Plan, process: int, version: int, epoch: str) -> Shard:
         """Send the share of a process as planned, and return it once broker or store has it. Raises DeliveryError."""
-        content = draft.delta if plan.delta and draft.delta is not None else full_content(draft.arrays, draft.digests)
+        content = draft.delta if plan.delta and draft.delta is not None else full_content(draft.arrays)
         first = plan.first_chunks[process]
         if plan.files and self._files is not None:
             chunks = self._files.write(version, content, first)
         else:
             chunks = self._send_content(content, version, epoch, first)
-        return Shard(tensors=content.tensors, chunks=chunks, full_bytes=draft.offer.full_bytes)
+        return Shard(tensors=draft.tensors(content), chunks=chunks, full_bytes=draft.offer.full_bytes)
 
     def _send_content(self, content: Content, version: int, epoch: str, first: int) -> tuple[Chunk, ...]:
         """Send the content in chunks, compressed if that pays, and return them once the broker has them."""

@@ -1,6 +1,7 @@
 """`rollstream export`: writes the newest policy version that the log holds whole as a Hugging Face checkpoint.
 
-Newer versions that cannot be fetched are named on standard error. Tokenizer and generation settings are copied from
+It holds one tensor in memory at a time, and the version in temporary files of the directory meanwhile. Newer versions
+that cannot be fetched are named on standard error. Tokenizer and generation settings are copied from
 `learner.pretrained` if the run started from a checkpoint.
 """
 
@@ -8,9 +9,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
 
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import merged, save_peft
@@ -18,8 +16,8 @@ from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.weights.chains import ChainBroken
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.spooled_version import SpooledVersion
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.errors import ConfigurationError, TopicError
@@ -57,17 +55,18 @@ def export(config: RunConfig, directory: Path, dtype: str | None, *, adapters: b
     model, TopicError if none can be fetched, CheckpointRefused if the directory already holds a model.
     """
     clients.check_broker(config.kafka)
-    version, model, arrays = _newest(config)
-    if adapters:
-        save_peft(directory, model, arrays, base=config.learner.pretrained, dtype=dtype)
-        return version
-    huggingface.save(directory, model, merged(model, arrays), dtype=dtype)
-    if config.learner.pretrained:
-        huggingface.copy_companions(config.learner.pretrained, directory)
-    return version
+    model, version = _newest(config, directory)
+    with version:
+        if adapters:
+            save_peft(directory, model, version.tensors, base=config.learner.pretrained, dtype=dtype)
+        else:
+            huggingface.save(directory, model, merged(model, version.tensors), dtype=dtype)
+            if config.learner.pretrained:
+                huggingface.copy_companions(config.learner.pretrained, directory)
+    return version.manifest.version
 
 
-def _newest(config: RunConfig) -> tuple[int, DecoderConfig, dict[str, NDArray[Any]]]:
+def _newest(config: RunConfig, directory: Path) -> tuple[DecoderConfig, SpooledVersion]:
     tried: set[int] = set()
     with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
         # Manifests are read again each time: a learner may replace a version while it is fetched.
@@ -77,7 +76,7 @@ def _newest(config: RunConfig) -> tuple[int, DecoderConfig, dict[str, NDArray[An
             try:
                 model = decoder_config(manifest.model)
                 timeout_s = config.learner.weights.fetch_timeout_s
-                return manifest.version, model, load_version(fetcher, published, manifest.version, timeout_s=timeout_s)
+                return model, SpooledVersion(fetcher, published, manifest.version, directory, timeout_s=timeout_s)
             except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused, ConfigurationError) as error:
                 print(f"passed over policy version {manifest.version}: {error}", file=sys.stderr)
     if not tried:

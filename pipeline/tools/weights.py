@@ -6,7 +6,8 @@ It reads the log as every follower does: a version is whole and matches its dige
 import argparse
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.file_retention import listed_files, roots
 from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.rollback import RollbackNote, note_of, roll_back
+from rollstream.consumers.weights.spooled_version import SpooledTensor, SpooledVersion
 from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
@@ -166,22 +168,30 @@ def show_version(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
-    """Fetch a version, check it, and write it."""
+    """Fetch a version, check it, and write it, one tensor at a time."""
     versions = _published(config)
     [version] = _chosen(config, versions, args.version)
     manifest = version.manifest
-    [arrays] = _fetch(config, versions, args.version)
-    if args.format == "npz":
-        path = args.output / f"version-{manifest.version}.npz"
-        _write_npz(path, arrays)
-    elif (model := _model_of(manifest)) is not None:
-        path = args.output
-        huggingface.save(path, model, arrays)
-        if config.learner.pretrained:
-            huggingface.copy_companions(config.learner.pretrained, path)
-    else:
-        path = args.output / f"version-{manifest.version}.safetensors"
-        safetensors_files.write(path, arrays)
+    with _fetching(config, manifest.version) as fetcher:
+        spooled = SpooledVersion(
+            fetcher,
+            _manifests(versions),
+            manifest.version,
+            args.output,
+            timeout_s=config.learner.weights.fetch_timeout_s,
+        )
+    with spooled:
+        if args.format == "npz":
+            path = args.output / f"version-{manifest.version}.npz"
+            _write_npz(path, spooled.tensors)
+        elif (model := _model_of(manifest)) is not None:
+            path = args.output
+            huggingface.save(path, model, spooled.tensors)
+            if config.learner.pretrained:
+                huggingface.copy_companions(config.learner.pretrained, path)
+        else:
+            path = args.output / f"version-{manifest.version}.safetensors"
+            safetensors_files.write(path, spooled.tensors)
     answer = {"run": config.run, "policy_version": manifest.version, "path": str(path), "digest": manifest.digest}
     print(compact(answer) if args.json else f"policy version {manifest.version} of run {config.run}: {path}")
     return 0
@@ -361,20 +371,25 @@ def _manifests(versions: Mapping[int, PublishedVersion]) -> dict[int, PolicyMani
 
 def _fetch(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted: int) -> list[dict[str, NDArray[Any]]]:
     """Fetch the arrays of versions. Raises TopicError, with the reason, if one cannot be fetched whole."""
-    timeout_s = config.learner.weights.fetch_timeout_s
-    manifests = _manifests(versions)
-    fetched = []
-    with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
-        for version in _chosen(config, versions, *wanted):
-            number = version.manifest.version
-            try:
-                fetched.append(load_version(fetcher, manifests, number, timeout_s=timeout_s))
-            except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
-                raise TopicError(
-                    f"policy version {number} of run {config.run} cannot be fetched: {error}; "
-                    f"`rollstream weights ls --run {config.run}` shows those that are there"
-                ) from error
+    timeout_s, fetched = config.learner.weights.fetch_timeout_s, []
+    for version in _chosen(config, versions, *wanted):
+        number = version.manifest.version
+        with _fetching(config, number) as fetcher:
+            fetched.append(load_version(fetcher, _manifests(versions), number, timeout_s=timeout_s))
     return fetched
+
+
+@contextmanager
+def _fetching(config: RunConfig, version: int) -> Iterator[ChunkFetcher]:
+    """Yield what fetches a version; if that cannot be fetched whole, TopicError is raised with the reason."""
+    try:
+        with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
+            yield fetcher
+    except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
+        raise TopicError(
+            f"policy version {version} of run {config.run} cannot be fetched: {error}; "
+            f"`rollstream weights ls --run {config.run}` shows those that are there"
+        ) from error
 
 
 # ---------------------------------------------------------------------- values
@@ -389,9 +404,12 @@ def _difference(before: NDArray[Any], after: NDArray[Any]) -> tuple[str, int, in
     return name, before.size, int(differ.sum()), float(differences.max(initial=0.0))
 
 
-def _write_npz(path: Path, arrays: Arrays) -> None:
+def _write_npz(path: Path, arrays: Mapping[str, SpooledTensor]) -> None:
     """Write arrays by name. Dtypes that numpy's files cannot name are written as float32, which holds their values."""
-    plain_arrays = {name: a.astype(np.float32) if a.dtype.kind == "V" else a for name, a in arrays.items()}
+    floats = huggingface.converted_lazily
+    plain_arrays: dict[str, Any] = {
+        name: floats(array, np.float32) if array.dtype.kind == "V" else array for name, array in arrays.items()
+    }
     with replacing(path) as file:
         np.savez(file, allow_pickle=False, **plain_arrays)
 

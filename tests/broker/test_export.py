@@ -1,18 +1,23 @@
 """A policy version taken off the log as a Hugging Face checkpoint: the newest, whole, with its tokenizer."""
 
 import json
-from dataclasses import asdict
+import os
+import subprocess
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import pytest
 
 from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.kafka import provisioning
+from rollstream.topics.params_digest import params_digest
 from tests.support.checkpoints import random_parameters
 from tests.support.recipe import write_model
 from tests.support.runs import RealRun
@@ -52,3 +57,59 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
     assert again.wait(300) == 2
     assert "already holds a model" in run.log_of(again)
     assert not list(Path(directory / "out").glob(".*"))
+
+
+LARGE = DecoderConfig(
+    vocab_size=8192,
+    hidden_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=4096,
+    tie_word_embeddings=True,
+)
+"""Parameters of 302 MB, the largest tensor of 34 MB."""
+SHARE = 0.7
+"""Memory that an export takes more for this model than for a small one, as a share of its parameters."""
+
+
+def publish(run: RealRun, model: DecoderConfig, *versions: dict[str, np.ndarray]) -> list[str]:
+    """Publish parameters, and return the kinds of the versions."""
+    provisioning.apply(run.kafka, run.topics, run.name)
+    log = StepLog(run.kafka, run.name, "default")
+    publisher = WeightsPublisher(run.kafka, run.name, "default", json.dumps(asdict(model)), WeightsConfig())
+    manifests = []
+    for step, params in enumerate(versions):
+        manifests.append(publisher.stage(step, params))
+        log.commit([publisher.record(manifests[-1])])
+        publisher.committed(manifests[-1])
+    publisher.close()
+    log.close()
+    return [manifest.kind for manifest in manifests]
+
+
+def peak_bytes(run: RealRun, process: subprocess.Popen[bytes]) -> int:
+    """Largest memory of a process that ends well."""
+    _pid, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == 0, run.log_of(process)
+    return usage.ru_maxrss * 1024
+
+
+@pytest.mark.long
+def test_an_export_never_holds_the_whole_model(real_run: RealRun) -> None:
+    run, small = real_run, real_run.beside("s")
+    tiny = replace(LARGE, vocab_size=16, hidden_size=16, head_dim=4, intermediate_size=16)
+    assert publish(small, tiny, random_parameters(tiny)) == ["full"]
+    before = random_parameters(LARGE)
+    newest = {name: array.copy() for name, array in before.items()}
+    for array in newest.values():
+        array.reshape(-1)[::50] += 1
+    assert publish(run, LARGE, before, newest) == ["full", "delta"]
+    del before
+    least = peak_bytes(small, small.start("export", str(small.directory / "out")))
+    most = peak_bytes(run, run.start("export", str(run.directory / "out")))
+    whole = sum(array.nbytes for array in newest.values())
+    assert most - least < SHARE * whole, f"{most - least} bytes for a model of {whole}"
+    assert params_digest(huggingface.load(run.directory / "out")) == params_digest(newest)

@@ -197,3 +197,25 @@ def test_a_version_that_no_memory_holds_is_refused() -> None:
     manifest, _stored = published({"w": np.zeros(4, np.float32)}, 100)
     with pytest.raises(WeightsRefused, match="needs 1125899906842624 bytes of memory"):
         ContentBuffer(replace(manifest, chunks=(replace(manifest.chunks[0], size_bytes=2**50),)))
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["in order", "backwards"])
+@pytest.mark.parametrize("flipped_byte", [None, 5, 20_000_000, 39_000_000])
+def test_large_tensors_are_digested_as_they_arrive_and_any_bit_changed_is_refused(
+    order: int, flipped_byte: int | None
+) -> None:
+    """Shards have 16 MiB: the first tensor has two and a part, the second one begins within a chunk."""
+    large = np.arange(9_000_000, dtype="<u4")
+    params = {"a": large, "b": large[:1_500_000], "c": np.zeros(0, "<f4"), "d": large[:3]}
+    manifest, stored = published(params, 1_000_000)
+    if flipped_byte is not None:
+        index, at = divmod(flipped_byte, 1_000_000)
+        stored = flipped(stored, index, at, 3)
+    buffer = ContentBuffer(manifest)
+    for chunk, data in list(zip(manifest.chunks, stored, strict=True))[::order]:
+        buffer.put(chunk, data)
+    if flipped_byte is not None:
+        with pytest.raises(WeightsRefused, match=f"tensor {'a' if flipped_byte < 36_000_000 else 'b'} of .* chunk"):
+            buffer.arrays()
+        return
+    assert params_digest(buffer.arrays()) == manifest.digest

@@ -13,7 +13,7 @@ from rollstream.consumers.weights.shard_writer import Draft, draft
 from rollstream.consumers.weights.shards import Offer, Plan, Shard, joined, owners, planned
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.params_digest import params_digest, tensor_digests
+from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import Chunk, PolicyManifest
 
 CONFIG = WeightsConfig(chunk_bytes=100)
@@ -23,13 +23,13 @@ counts = st.dictionaries(names, st.integers(0, 120), max_size=9)
 
 def sent(share: Draft, plan: Plan, process: int) -> tuple[Shard, list[bytes]]:
     """The shard that a process sends, and its bytes."""
-    content = share.delta if plan.delta and share.delta is not None else full_content(share.arrays, share.digests)
+    content = share.delta if plan.delta and share.delta is not None else full_content(share.arrays)
     pieces = list(split(content.views, CONFIG.chunk_bytes))
     chunks = tuple(
         Chunk(index=index, partition=0, offset=0, size_bytes=len(piece), digest="", content_bytes=len(piece))
         for index, piece in enumerate(pieces, plan.first_chunks[process])
     )
-    return Shard(tensors=content.tensors, chunks=chunks, full_bytes=share.offer.full_bytes), pieces
+    return Shard(tensors=share.tensors(content), chunks=chunks, full_bytes=share.offer.full_bytes), pieces
 
 
 def published(
@@ -41,7 +41,7 @@ def published(
     for process in range(processes):
         arrays = {name: array for name, array in params.items() if owned[name] == process}
         known = None if before is None else {name: before[name] for name in arrays}
-        drafts.append(draft(arrays, tensor_digests(arrays), known, alone=processes == 1))
+        drafts.append(draft(arrays, known, alone=processes == 1))
     plan = planned([share.offer for share in drafts], CONFIG)
     shards = [sent(share, plan, process) for process, share in enumerate(drafts)]
     tensors, chunks, digest = joined(shard for shard, _pieces in shards)
@@ -127,7 +127,7 @@ def test_the_size_of_all_together_decides_how_a_version_is_sent() -> None:
 
 def test_a_tensor_that_two_processes_send_is_refused() -> None:
     arrays = {"w": np.zeros(3, "<f4")}
-    share = draft(arrays, tensor_digests(arrays), None, alone=False)
+    share = draft(arrays, None, alone=False)
     plan = planned([share.offer, share.offer], CONFIG)
     with pytest.raises(StateRefused, match="tensor w was sent by two processes"):
         joined(sent(share, plan, process)[0] for process in range(2))

@@ -1,0 +1,148 @@
+"""SpooledVersion: a whole policy version in temporary files, whose tensors are read one at a time.
+
+For tools that write a version on: memory holds one tensor and its changes, however large the model is.
+"""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from rollstream.consumers.weights.chains import links
+from rollstream.consumers.weights.content import WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.layout import array_of, check, check_digests, content_of, places_of
+from rollstream.topics.arrays import dtype_of
+from rollstream.topics.closing import Closing
+from rollstream.topics.errors import RollstreamError
+from rollstream.topics.params_digest import TREE, tensor_digests
+from rollstream.topics.records import Chunk, PolicyManifest, Tensor
+
+
+class SpoolFailed(RollstreamError):
+    """A version could not be written to temporary files."""
+
+
+class SpooledTensor:
+    """A tensor of a spooled version; numpy reads it whenever it is converted to an array."""
+
+    def __init__(self, version: "SpooledVersion", tensor: Tensor) -> None:
+        self._version, self._name = version, tensor.name
+        self.dtype: np.dtype[Any] = dtype_of(tensor.dtype)
+        self.shape = tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the array."""
+        return int(np.prod(self.shape)) * self.dtype.itemsize
+
+    def astype(self, dtype: DTypeLike) -> NDArray[Any]:
+        """Read the tensor, and convert it."""
+        return np.asarray(self).astype(dtype)
+
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray[Any]:
+        return self._version.read(self._name).astype(dtype or self.dtype, copy=bool(copy))
+
+
+class SpooledVersion(Closing):
+    """A version that matches its digests. Its files have no names, and go when it is closed, or with the process."""
+
+    def __init__(
+        self,
+        fetcher: ChunkFetcher,
+        manifests: Mapping[int, PolicyManifest],
+        version: int,
+        directory: Path,
+        *,
+        timeout_s: float = 60.0,
+    ) -> None:
+        """Fetch a version, and what it builds on, into files in `directory`, or the next one above it that exists.
+
+        Raises ChainBroken, ChunksGone, ChunksLate and WeightsRefused as `load_version`, and SpoolFailed.
+        """
+        chain = links(manifests, version)
+        self.manifest = chain[-1]
+        with ExitStack() as stack:
+            self._spools = [stack.enter_context(_Spool(link, directory)) for link in chain]
+            for spool in self._spools:
+                fetcher.stream(spool.manifest, spool.put, timeout_s=timeout_s)
+            self.tensors = {tensor.name: SpooledTensor(self, tensor) for tensor in self.manifest.tensors}
+            self._check()
+            self._stack = stack.pop_all()
+
+    def read(self, name: str) -> NDArray[Any]:
+        """Return a tensor: its bytes in the newest full version, with the changes since then. Raises WeightsRefused."""
+        array: NDArray[Any] | None = None
+        for spool in self._spools:
+            array = spool.array(name, array)
+        assert array is not None  # A chain has a link.
+        return array
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._stack.close()
+
+    def _check(self) -> None:
+        if self.manifest.digest.endswith(TREE):
+            names = (tensor.name for tensor in self.manifest.tensors)
+            check_digests(self.manifest, (tensor_digests({name: self.read(name)})[0] for name in names))
+        else:
+            # Earlier releases made a digest in one pass over all tensors.
+            check(self.manifest, {tensor.name: self.read(tensor.name) for tensor in self.manifest.tensors})
+
+
+class _Spool(Closing):
+    """The content of one version in a file."""
+
+    def __init__(self, manifest: PolicyManifest, directory: Path) -> None:
+        self.manifest = manifest
+        self._places, self._size_bytes = places_of(manifest)
+        self._tensors = {tensor.name: tensor for tensor in manifest.tensors}
+        above = directory.absolute()
+        self._directory = next(place for place in (above, *above.parents) if place.exists())
+        try:
+            self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 (closed by close)
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def put(self, chunk: Chunk, data: bytes) -> None:
+        """Add a stored chunk; several threads may. Raises WeightsRefused and SpoolFailed."""
+        content, at = memoryview(content_of(self.manifest, chunk, data)), self._places[chunk]
+        try:
+            while content:
+                written = os.pwrite(self._file.fileno(), content, at)
+                content, at = content[written:], at + written
+        except OSError as error:
+            raise self._failed(error) from error
+
+    def array(self, name: str, base: NDArray[Any] | None) -> NDArray[Any]:
+        """Return a tensor; `base` is that of the version before. Raises WeightsRefused."""
+        tensor = self._tensors.get(name)
+        if tensor is None:
+            raise WeightsRefused(f"policy version {self.manifest.version} has no tensor {name}")
+        within = 0 <= tensor.start <= tensor.start + tensor.size_bytes <= self._size_bytes
+        view = self._read(tensor.start, tensor.size_bytes) if within else memoryview(b"")
+        return array_of(self.manifest, tensor, view, base)
+
+    def close(self) -> None:
+        """Remove the file."""
+        self._file.close()
+
+    def _read(self, at: int, size_bytes: int) -> memoryview:
+        view = memoryview(np.empty(size_bytes, np.uint8))  # type: ignore[arg-type]
+        done = 0
+        # One call reads 2 GiB at most.
+        while done < size_bytes and (count := os.preadv(self._file.fileno(), [view[done:]], at + done)):
+            done += count
+        return view[:done].toreadonly()
+
+    def _failed(self, error: OSError) -> SpoolFailed:
+        return SpoolFailed(
+            f"policy version {self.manifest.version} of {self._size_bytes} bytes could not be written to temporary "
+            f"files in {self._directory}: {error.strerror or error}; make room, or give another directory"
+        )

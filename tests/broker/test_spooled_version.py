@@ -1,0 +1,86 @@
+"""A version in temporary files has the bits of one in memory, and is refused where that is."""
+
+import hashlib
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rollstream.consumers.step_log import StepLog
+from rollstream.consumers.weights.content import WeightsRefused
+from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.spooled_version import SpooledVersion, SpoolFailed
+from rollstream.topics.params_digest import params_digest, whole_digest
+from rollstream.topics.records import PolicyManifest
+from tests.broker.test_weights_deltas import params, publish, publisher
+from tests.support.runs import RealRun
+
+VERSIONS = 4
+
+
+@pytest.fixture
+def manifests(run: RealRun) -> dict[int, PolicyManifest]:
+    """A full version and the changes of three more."""
+    with closing(StepLog(run.kafka, run.name, "default")) as log, closing(publisher(run)) as source:
+        for step in range(VERSIONS):
+            publish(source, log, step)
+    return read_manifests(run.kafka, run.name)
+
+
+def test_each_tensor_has_the_bits_of_its_version_and_its_files_have_no_names(
+    run: RealRun, manifests: dict[int, PolicyManifest], tmp_path: Path
+) -> None:
+    directory = tmp_path / "made" / "here"
+    with closing(ChunkFetcher(run.kafka, run.name)) as fetcher:
+        for version in range(VERSIONS):
+            with SpooledVersion(fetcher, manifests, version, directory) as spooled:
+                arrays = {name: np.asarray(tensor) for name, tensor in spooled.tensors.items()}
+                assert params_digest(arrays) == params_digest(params(version))
+                assert {(t.shape, t.dtype, t.nbytes) for t in spooled.tensors.values()} == {
+                    (array.shape, array.dtype, array.nbytes) for array in params(version).values()
+                }
+                assert not list(tmp_path.iterdir())
+
+
+def test_a_version_of_an_earlier_release_is_read_by_its_own_digests(
+    run: RealRun, manifests: dict[int, PolicyManifest], tmp_path: Path
+) -> None:
+    earlier = replace(manifests[0], digest=whole_digest(params(0)))
+    with closing(ChunkFetcher(run.kafka, run.name)) as fetcher:
+        with SpooledVersion(fetcher, {0: earlier}, 0, tmp_path) as spooled:
+            assert params_digest(dict(spooled.tensors)) == params_digest(params(0))
+        with pytest.raises(WeightsRefused, match="version 0 as a whole"):
+            SpooledVersion(fetcher, {0: replace(earlier, digest="0" * 64)}, 0, tmp_path)
+
+
+def test_a_version_that_differs_from_its_manifest_is_refused_and_the_tensor_is_named(
+    run: RealRun, manifests: dict[int, PolicyManifest], tmp_path: Path
+) -> None:
+    table = next(tensor for tensor in manifests[2].tensors if tensor.name == "table")
+    forged = hashlib.sha256(b"other").hexdigest()
+    tensors = tuple(replace(t, digest=forged) if t is table else t for t in manifests[2].tensors)
+    changes = {
+        "tensor table of policy version 2 differs": {"tensors": tensors},
+        "policy version 2 as a whole differs": {"digest": forged + ".tree"},
+        "tensor table of policy version 2 has too few bytes": {
+            "tensors": tuple(replace(t, start=2**40) if t is table else t for t in manifests[2].tensors)
+        },
+    }
+    with closing(ChunkFetcher(run.kafka, run.name)) as fetcher:
+        for message, change in changes.items():
+            lying = manifests | {2: replace(manifests[2], **change)}
+            with pytest.raises(WeightsRefused, match=message):
+                SpooledVersion(fetcher, lying, 2, tmp_path)
+        with SpooledVersion(fetcher, manifests, 2, tmp_path) as spooled:
+            assert params_digest(dict(spooled.tensors)) == params_digest(params(2)), "the fetcher still works"
+
+
+def test_a_directory_that_cannot_be_written_is_named(
+    run: RealRun, manifests: dict[int, PolicyManifest], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    with closing(ChunkFetcher(run.kafka, run.name)) as fetcher, pytest.raises(SpoolFailed, match=r"file.* make room"):
+        SpooledVersion(fetcher, manifests, 0, tmp_path / "file")
