@@ -5,6 +5,7 @@ The format: https://github.com/huggingface/safetensors#format. A view reads only
 
 import json
 import math
+import mmap
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -68,6 +69,16 @@ def _view(
     if end - begin != math.prod(shape) * known[dtype].itemsize:
         raise ValueError(f"{name} of shape {shape} and dtype {dtype} has {end - begin} bytes")
     return body[begin:end].view(known[dtype]).reshape(shape)
+
+
+def release(view: NDArray[Any]) -> None:
+    """Let the system take back the memory of a view; whoever accesses it again reads the file again."""
+    file: Any = view
+    while isinstance(file.base, np.ndarray):
+        file = file.base
+    begin = view.ctypes.data - file.ctypes.data
+    first = begin - begin % mmap.PAGESIZE
+    file.base.madvise(mmap.MADV_DONTNEED, first, begin + view.nbytes - first)
 
 
 class Storable(Protocol):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rollstream.consumers.files.safetensors_files import release
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig
@@ -48,8 +49,8 @@ def initial_params(
 ) -> dict[str, "jax.Array"]:
     """Load the parameters of a checkpoint as float32, on the device or split by `shardings`, by parameter name.
 
-    It has no adapters. Reads only the parts that this process's devices hold. Raises ConfigurationError or
-    CheckpointRefused.
+    It has no adapters. Reads only the parts that this process's devices hold: beside them, memory has one tensor at a
+    time. Raises ConfigurationError or CheckpointRefused.
     """
     import jax
     import jax.numpy as jnp
@@ -57,8 +58,10 @@ def initial_params(
     def place(name: str, stored: np.ndarray[Any, Any]) -> jax.Array:
         if shardings is None:
             return jnp.asarray(stored, jnp.float32)
-        return jax.make_array_from_callback(
+        placed = jax.make_array_from_callback(
             stored.shape, shardings[name], lambda index: stored[index].astype(np.float32)
         )
+        release(stored)
+        return placed
 
     return {name: place(name, stored) for name, stored in huggingface.load(directory, model).items()}
