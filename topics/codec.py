@@ -234,6 +234,25 @@ def kind_of(value: bytes | None) -> str | None:
     return None if schema is None else schema.record
 
 
+def leading_text(value: bytes) -> bytes:
+    """Return the UTF-8 bytes of the first field of a frame, a string, without decoding the rest.
+
+    Raises RecordError if the frame ends before it does.
+    """
+    at = _begin(value) + HEADER_SIZE
+    size = shift = 0
+    while at < len(value) and shift < 35:
+        byte = value[at]
+        size |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if byte < 0x80:
+            # Avro's zigzag encoding: even numbers are sizes, odd ones would be negative.
+            if size & 1 or at + (size >> 1) > len(value):
+                break
+            return value[at : at + (size >> 1)]
+    raise RecordError("a frame ends within its first field")
+
+
 def framed_for_registry(value: bytes, schema_id: int) -> bytes:
     """Return a frame, of either form, in the wire format of schema registries, with this id."""
     return REGISTRY_MAGIC + schema_id.to_bytes(4, "big") + frame_of(value)

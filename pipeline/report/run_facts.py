@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.report.line_chart import Curve
-from rollstream.pipeline.ui.index import schema
 from rollstream.pipeline.ui.index.run_index import RunIndex, index_file
 from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import DeadlineExceeded, TopicError
@@ -88,7 +88,7 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         _catch_up(index)
         figures = index.series(points=_STEPS)
         facets = index.facets()
-        with closing(schema.reader(index_file(config, archive))) as db:
+        with closing(sqlite_files.reader(index_file(config, archive))) as db:
             newest = _newest_versions(db)
             manifest = _newest_manifest(db)
             best, worst = (_examples(index, db, order) for order in ("desc", "asc"))

@@ -12,8 +12,9 @@ from typing import Any
 
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools.looked_up_run import add_index_flag, view_of
 from rollstream.pipeline.tools.plain_values import compact, decoded, tell, time_text
-from rollstream.pipeline.tools.run_view import Fate, RecordedRun, RolloutPlace, RunView, StepUse
+from rollstream.pipeline.tools.run_view import Fate, RecordedRun, RolloutPlace, SearchableRun, StepUse
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.fates import BATCHED, DROPPED, MOVED
 from rollstream.topics.offset_ranges import to_ranges
@@ -63,11 +64,12 @@ def register(parser: argparse.ArgumentParser) -> None:
     subject.add_argument("--batch", metavar="ID", help="a batch")
     subject.add_argument("--step", type=int, metavar="N", help="a learner's step")
     subject.add_argument("--policy", type=int, metavar="V", help="a policy version")
+    add_index_flag(parser)
 
 
 def lineage(config: RunConfig, args: argparse.Namespace) -> int:
     """Print the trees of the records that the flags name."""
-    with RunView(config.kafka, config.run) as view:
+    with view_of(config, args) as view:
         trees = lineage_trees(view, args)
         if args.json:
             print(compact([tree.as_dict() for tree in trees]))
@@ -77,7 +79,7 @@ def lineage(config: RunConfig, args: argparse.Namespace) -> int:
         return 0
 
 
-def lineage_trees(view: RunView, args: argparse.Namespace) -> list[LineageNode]:
+def lineage_trees(view: SearchableRun, args: argparse.Namespace) -> list[LineageNode]:
     """Return the trees of the records that the flags name. Raises TopicError if the run lacks one."""
     if args.rollout is not None:
         places = view.places_of(args.rollout)
@@ -91,13 +93,14 @@ def lineage_trees(view: RunView, args: argparse.Namespace) -> list[LineageNode]:
     if args.batch is not None:
         return [batch_lineage(view, view.batch(args.batch))]
     if args.step is not None:
-        steps = [step for step in view.steps if step.step == args.step]
+        steps = view.steps_numbered(args.step)
         if not steps:
             raise TopicError(f"run {view.run} has no step {args.step}; `rollstream cat steps` lists them")
         return [step_lineage(view, step) for step in steps]
-    if args.policy not in view.policies:
+    manifest = view.policy(args.policy)
+    if manifest is None:
         raise TopicError(f"run {view.run} has no policy version {args.policy}; `rollstream cat policies` lists them")
-    return [policy_lineage(view, view.policies[args.policy])]
+    return [policy_lineage(view, manifest)]
 
 
 def parse_place(text: str) -> RolloutPlace:
@@ -159,7 +162,7 @@ def _sampler(view: RecordedRun, rollout: Rollout) -> LineageNode:
     if len(versions) > 1:
         facts["tokens_by_versions"] = sorted(versions)
     node = LineageNode("sampled_by_policy", str(rollout.policy_version), facts)
-    manifest = view.policies.get(rollout.policy_version)
+    manifest = view.policy(rollout.policy_version)
     if manifest is not None:
         node.facts |= _made_by(manifest)
     return node
@@ -219,7 +222,7 @@ def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
     for use in step.uses:
         code = {"code": use.code} if use.code else {}
         child = LineageNode("batch", use.batch_id, {"rows": use.rows, use.use: use.reason or "yes", **code})
-        if step.input_run == view.run and use.batch_id in view.index:
+        if step.input_run == view.run and view.entry(use.batch_id) is not None:
             child.children.append(_sources(view.batch(use.batch_id)))
         node.children.insert(-1 if node.children else 0, child)
     return node
@@ -228,11 +231,9 @@ def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
 def policy_lineage(view: RecordedRun, manifest: PolicyManifest) -> LineageNode:
     """Lineage of a policy version: the step that made it with its batches, and the batches of its rollouts."""
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
-    node.children += [step_lineage(view, step) for step in view.steps if step.policy_version == manifest.version]
-    entries = [entry for _offset, entry in view.index.values()]
-    sampled = [e for e in entries if e.lowest_version <= manifest.version <= e.highest_version]
+    node.children += [step_lineage(view, step) for step in view.steps_before(manifest.version)]
     rollouts: Counter[str] = Counter()
-    for entry in sampled:
+    for entry in view.entries_with(manifest.version):
         batch = view.batch(entry.batch_id)
         for group, count in Counter(batch.group_index.tolist()).items():
             if batch.groups[group].policy_version == manifest.version:
@@ -250,11 +251,13 @@ def _made_by(manifest: PolicyManifest) -> dict[str, Any]:
 
 def _batch(view: RecordedRun, batch: TrainingBatch, row: int | None = None) -> LineageNode:
     """Node of a batch with the steps that used or skipped any row of it, or one row."""
-    offset, entry = view.index[batch.batch_id]
-    facts = {"rollouts": len(batch), "at": f"batches {entry.partition}:{entry.offset}", "index_offset": offset}
+    facts: dict[str, Any] = {"rollouts": len(batch)}
+    indexed = view.entry(batch.batch_id)
+    if indexed is not None:
+        facts |= {"at": f"batches {indexed.entry.partition}:{indexed.entry.offset}", "index_offset": indexed.offset}
     uses = [
         use
-        for use in view.uses.get(batch.batch_id, [])
+        for use in view.uses_of(batch.batch_id)
         if row is None or not use.use.row_numbers or row in use.use.row_numbers
     ]
     return LineageNode(
@@ -274,7 +277,7 @@ def _use(view: RecordedRun, use: StepUse) -> LineageNode:
 def _step(view: RecordedRun, step: LearnerStep) -> LineageNode:
     facts: dict[str, Any] = {"parameters": step.params_digest[:12]} if step.params_digest else {}
     node = LineageNode("step", f"{step.learner}/{step.step}", facts)
-    manifest = view.policies.get(step.policy_version)
+    manifest = view.policy(step.policy_version)
     if manifest is not None:
         node.children.append(
             LineageNode("published_as_policy", str(manifest.version), {"digest": manifest.digest[:12]})

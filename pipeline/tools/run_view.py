@@ -3,7 +3,8 @@
 Everything is as of the moment it was read. A live run continues meanwhile, so missing records may still appear.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple, Protocol
@@ -68,29 +69,41 @@ class StepUse(NamedTuple):
     use: BatchUse
 
 
+class IndexedEntry(NamedTuple):
+    """The entry of a batch."""
+
+    offset: int
+    """Its place in the index, whose order learners follow."""
+    entry: BatchIndexEntry
+
+
 class RecordedRun(Protocol):
     """One run as lineage asks about it: a view of its topics, or an index of them."""
 
     run: str
 
-    @property
-    def index(self) -> Mapping[str, tuple[int, BatchIndexEntry]]:
-        """Entry of each batch with its offset in the index, in the order learners follow."""
+    def entry(self, batch_id: str) -> IndexedEntry | None:
+        """Entry of a batch; None if the index does not name it."""
         ...
 
-    @property
-    def steps(self) -> list[LearnerStep]:
-        """The newest record of each step of each learner, in order."""
+    def uses_of(self, batch_id: str) -> list[StepUse]:
+        """Steps that used or skipped a batch, in order."""
         ...
 
-    @property
-    def uses(self) -> Mapping[str, list[StepUse]]:
-        """Steps that used or skipped a batch, by batch."""
+    def policy(self, version: int) -> PolicyManifest | None:
+        """Manifest of a policy version; None if it is not on record."""
         ...
 
-    @property
-    def policies(self) -> Mapping[int, PolicyManifest]:
-        """Manifest of each policy version."""
+    def steps_numbered(self, number: int) -> list[LearnerStep]:
+        """The steps of this number, one for each learner that came to it, in order."""
+        ...
+
+    def steps_before(self, version: int) -> list[LearnerStep]:
+        """The steps after which a policy version was published, in order."""
+        ...
+
+    def entries_with(self, version: int) -> list[BatchIndexEntry]:
+        """Entries of the batches that may hold rollouts of a policy version, in the order learners follow."""
         ...
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
@@ -115,6 +128,16 @@ class RecordedRun(Protocol):
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
         """Find the batch that carries a batched record."""
+        ...
+
+
+class SearchableRun(RecordedRun, Protocol):
+    """A recorded run whose rollouts are found by uid."""
+
+    skipped: SkippedRecords
+
+    def places_of(self, uid: str) -> list[RolloutPlace]:
+        """Places of the rollouts with a uid, in order; several if it was sent more than once."""
         ...
 
 
@@ -165,6 +188,31 @@ class RunView(Closing):
             newest[step.learner, step.step] = step
         return [newest[key] for key in sorted(newest)]
 
+    def entry(self, batch_id: str) -> IndexedEntry | None:
+        """Entry of a batch; None if the index does not name it."""
+        return IndexedEntry(*self.index[batch_id]) if batch_id in self.index else None
+
+    def uses_of(self, batch_id: str) -> list[StepUse]:
+        """Steps that used or skipped a batch, in order."""
+        return self.uses.get(batch_id, [])
+
+    def policy(self, version: int) -> PolicyManifest | None:
+        """Manifest of a policy version; None if it is not on record."""
+        return self.policies.get(version)
+
+    def steps_numbered(self, number: int) -> list[LearnerStep]:
+        """The steps of this number, one for each learner that came to it, in order."""
+        return [step for step in self.steps if step.step == number]
+
+    def steps_before(self, version: int) -> list[LearnerStep]:
+        """The steps after which a policy version was published, in order."""
+        return [step for step in self.steps if step.policy_version == version]
+
+    def entries_with(self, version: int) -> list[BatchIndexEntry]:
+        """Entries of the batches that may hold rollouts of a policy version, in the order learners follow."""
+        entries = (entry for _offset, entry in self.index.values())
+        return [entry for entry in entries if entry.lowest_version <= version <= entry.highest_version]
+
     @cached_property
     def uses(self) -> dict[str, list[StepUse]]:
         """Steps that used or skipped a batch, by batch."""
@@ -191,16 +239,7 @@ class RunView(Closing):
         """Fates of these offsets of a partition."""
         journal = self.journal(partition)
         read = range(journal[0].begin, journal[-1].position) if journal else range(0)
-        fates = {offset: Fate(IN_FLIGHT if offset in read else UNREAD) for offset in offsets}
-        for record in journal:
-            drops = {drop.offset: drop for drop in record.drops}
-            for finished in record.finished:
-                for offset in offsets.intersection(from_ranges(finished.runs)):
-                    batch_ids = record.batch_ids if finished.fate == BATCHED else ()
-                    drop = drops.get(offset) if finished.fate == DROPPED else None
-                    generation = record.generation if drop else -1
-                    fates[offset] = Fate(finished.fate, drop, batch_ids, generation)
-        return fates
+        return fates_in(journal, read, offsets)
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
         """A configuration of grouping in short, as the journal of a partition tells of it."""
@@ -254,19 +293,10 @@ class RunView(Closing):
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
         """Find the batch that carries a batched record: one of its transaction, or an older one of its partition."""
         mine = [name for name, (_offset, entry) in self.index.items() if entry.partition == place.partition]
-        older = [name for name in reversed(mine) if name not in fate.batch_ids]
-        for batch_id in (*fate.batch_ids, *older):
-            if batch_id in self.index:
-                try:
-                    batch = self.batch(batch_id)
-                except (TopicError, RecordError):
-                    continue  # The record was pruned, or the entry does not name a batch.
-                if batch.batch_id == batch_id and place.offset in batch.source_offsets:
-                    return batch
-        return None
+        return carrying_batch(self, place, fate, reversed(mine))
 
     def places_of(self, uid: str) -> list[RolloutPlace]:
-        """Places of the rollouts with a uid; several if it was sent more than once."""
+        """Places of the rollouts with a uid, in order; several if it was sent more than once."""
         # A value without the uid's bytes cannot be such a rollout, and need not be decoded.
         wanted, places = uid.encode(), []
         for message in self.rollout_messages():
@@ -275,4 +305,33 @@ class RunView(Closing):
                 record = decoded(value)
                 if isinstance(record, Rollout) and record.uid == uid:
                     places.append(RolloutPlace(message.partition, message.offset))
-        return places
+        return sorted(places)
+
+
+def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -> dict[int, Fate]:
+    """Fates of offsets as records of their partition's journal tell them; `read` are the offsets grouping has read."""
+    fates = {offset: Fate(IN_FLIGHT if offset in read else UNREAD) for offset in offsets}
+    for record in journal:
+        drops = {drop.offset: drop for drop in record.drops}
+        for finished in record.finished:
+            for offset in offsets.intersection(from_ranges(finished.runs)):
+                batch_ids = record.batch_ids if finished.fate == BATCHED else ()
+                drop = drops.get(offset) if finished.fate == DROPPED else None
+                generation = record.generation if drop else -1
+                fates[offset] = Fate(finished.fate, drop, batch_ids, generation)
+    return fates
+
+
+def carrying_batch(
+    view: RecordedRun, place: RolloutPlace, fate: Fate, batch_ids: Iterable[str]
+) -> TrainingBatch | None:
+    """Find the batch that carries a batched record: one of its transaction, else of `batch_ids`, newest first."""
+    for batch_id in itertools.chain(fate.batch_ids, (name for name in batch_ids if name not in fate.batch_ids)):
+        if view.entry(batch_id) is not None:
+            try:
+                batch = view.batch(batch_id)
+            except (TopicError, RecordError):
+                continue  # The record was pruned, or the entry does not name a batch.
+            if batch.batch_id == batch_id and place.offset in batch.source_offsets:
+                return batch
+    return None

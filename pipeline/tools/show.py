@@ -12,8 +12,9 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import printable, table
 from rollstream.pipeline.tools.lineage import LineageNode, fate_node, parse_place
+from rollstream.pipeline.tools.looked_up_run import add_index_flag, view_of
 from rollstream.pipeline.tools.plain_values import compact, decoded, plain, tell, time_text
-from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
+from rollstream.pipeline.tools.run_view import RolloutPlace, SearchableRun
 from rollstream.topics.errors import TopicError
 from rollstream.topics.fates import BATCHED
 from rollstream.topics.records import Rollout, TrainingBatch
@@ -44,11 +45,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="advantage as colour (default: %(default)s)",
     )
+    add_index_flag(parser)
 
 
 def show(config: RunConfig, args: argparse.Namespace) -> int:
     """Print every rollout with a uid, or the one at an offset."""
-    with RunView(config.kafka, config.run) as view:
+    with view_of(config, args) as view:
         places = [parse_place(args.rollout)] if _is_place(args.rollout) else view.places_of(args.rollout)
         if not places:
             raise TopicError(
@@ -77,7 +79,7 @@ def _is_place(text: str) -> bool:
     return bool(colon) and partition.isdecimal() and offset.isdecimal()
 
 
-def _details(view: RunView, place: RolloutPlace) -> RolloutDetails:
+def _details(view: SearchableRun, place: RolloutPlace) -> RolloutDetails:
     message = view.record("rollouts", *place)
     rollout = decoded(message.value)
     if not isinstance(rollout, Rollout):

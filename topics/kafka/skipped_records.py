@@ -96,6 +96,11 @@ class SkippedRecords:
                 skipped=count,
             )
 
+    def add(self, count: int, first: Skipped) -> None:
+        """Add records of one partition that were skipped before; `first` is the first of them."""
+        self.counts[first.topic] += count
+        self._first_of[first.topic] = min(self._first_of.get(first.topic, first), first)
+
     def merge(self, other: "SkippedRecords") -> None:
         """Add records that were skipped elsewhere, for example by another process."""
         self.counts.update(other.counts)

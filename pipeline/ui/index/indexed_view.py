@@ -1,12 +1,12 @@
 """A run as the tools for lineage see it, answered from its index: nothing but single records is read from the log."""
 
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Protocol
 
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
 from rollstream.pipeline.audit.topic_reading import batch_at
-from rollstream.pipeline.tools.run_view import UNREAD, Fate, RolloutPlace, StepUse
+from rollstream.pipeline.tools.run_view import UNREAD, Fate, IndexedEntry, RolloutPlace, StepUse
 from rollstream.pipeline.ui.index import fates
 from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import RecordError, TopicError
@@ -30,19 +30,42 @@ class IndexedView:
     def __init__(self, db: sqlite3.Connection, run: str, read: ReadRecord, moves: Moves) -> None:
         self.run = run
         self._db, self._read, self._moves = db, read, moves
-        self.index: Mapping[str, tuple[int, BatchIndexEntry]] = _Entries(db)
-        self.uses: Mapping[str, list[StepUse]] = _Uses(db, self._step)
-        self.policies: Mapping[int, PolicyManifest] = _Policies(db)
 
-    @property
-    def steps(self) -> list[LearnerStep]:
-        """Every step of every learner, in order."""
-        answer = self._db.execute("select value from steps order by learner, step")
+    def steps_numbered(self, number: int) -> list[LearnerStep]:
+        """The steps of this number, one for each learner that came to it, in order."""
+        answer = self._db.execute("select value from steps where step = ? order by learner", (number,))
         return [decode_as(LearnerStep, value) for (value,) in answer]
 
-    def _step(self, learner: str, step: int) -> LearnerStep:
-        row = self._db.execute("select value from steps where learner = ? and step = ?", (learner, step)).fetchone()
-        return decode_as(LearnerStep, row[0])
+    def steps_before(self, version: int) -> list[LearnerStep]:
+        """The steps after which a policy version was published, in order."""
+        answer = self._db.execute("select value from steps where version = ? order by learner, step", (version,))
+        return [decode_as(LearnerStep, value) for (value,) in answer]
+
+    def entries_with(self, version: int) -> list[BatchIndexEntry]:
+        """Entries of the batches that may hold rollouts of a policy version, in the order learners follow."""
+        answer = self._db.execute("select value from entries order by index_offset")
+        entries = (decode_as(BatchIndexEntry, value) for (value,) in answer)
+        return [entry for entry in entries if entry.lowest_version <= version <= entry.highest_version]
+
+    def entry(self, batch_id: str) -> IndexedEntry | None:
+        """Entry of a batch; None if the index does not name it."""
+        row = self._db.execute("select index_offset, value from entries where batch = ?", (batch_id,)).fetchone()
+        return None if row is None else IndexedEntry(row[0], decode_as(BatchIndexEntry, row[1]))
+
+    def uses_of(self, batch_id: str) -> list[StepUse]:
+        """Steps that used or skipped a batch, in order."""
+        answer = self._db.execute(
+            "select value from steps where (learner, step) in (select learner, step from uses where batch = ?)"
+            " order by learner, step",
+            (batch_id,),
+        )
+        steps = [decode_as(LearnerStep, value) for (value,) in answer]
+        return [StepUse(step, use) for step in steps for use in step.uses if use.batch_id == batch_id]
+
+    def policy(self, version: int) -> PolicyManifest | None:
+        """Manifest of a policy version; None if it is not on record."""
+        row = self._db.execute("select value from policies where version = ?", (version,)).fetchone()
+        return None if row is None else decode_as(PolicyManifest, row[0])
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
         """Fetch one record. Raises TopicError if the log holds it no more."""
@@ -100,7 +123,7 @@ class IndexedView:
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
         """The batch that carries a batched record, if the log still holds it and its entry."""
         for name in fate.batch_ids:
-            if name in self.index:
+            if self.entry(name) is not None:
                 try:
                     batch = self.batch(name)
                 except (TopicError, RecordError):
@@ -108,63 +131,3 @@ class IndexedView:
                 if place.offset in batch.source_offsets:
                     return batch
         return None
-
-
-class _Entries(Mapping[str, tuple[int, BatchIndexEntry]]):
-    """Entries of batches with their offsets, in the order learners follow."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __getitem__(self, name: str) -> tuple[int, BatchIndexEntry]:
-        row = self._db.execute("select index_offset, value from entries where batch = ?", (name,)).fetchone()
-        if row is None:
-            raise KeyError(name)
-        return row[0], decode_as(BatchIndexEntry, row[1])
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for (name,) in self._db.execute("select batch from entries order by index_offset"))
-
-    def __len__(self) -> int:
-        return int(self._db.execute("select count(*) from entries").fetchone()[0])
-
-
-class _Uses(Mapping[str, list[StepUse]]):
-    """Steps that used or skipped a batch, by batch."""
-
-    def __init__(self, db: sqlite3.Connection, step_of: Callable[[str, int], LearnerStep]) -> None:
-        self._db, self._step_of = db, step_of
-
-    def __getitem__(self, name: str) -> list[StepUse]:
-        answer = self._db.execute(
-            "select distinct learner, step from uses where batch = ? order by learner, step", (name,)
-        ).fetchall()
-        steps = [self._step_of(*key) for key in answer]
-        if not steps:
-            raise KeyError(name)
-        return [StepUse(step, use) for step in steps for use in step.uses if use.batch_id == name]
-
-    def __iter__(self) -> Iterator[str]:
-        return (name for (name,) in self._db.execute("select distinct batch from uses"))
-
-    def __len__(self) -> int:
-        return int(self._db.execute("select count(distinct batch) from uses").fetchone()[0])
-
-
-class _Policies(Mapping[int, PolicyManifest]):
-    """Manifests by policy version."""
-
-    def __init__(self, db: sqlite3.Connection) -> None:
-        self._db = db
-
-    def __getitem__(self, version: int) -> PolicyManifest:
-        row = self._db.execute("select value from policies where version = ?", (version,)).fetchone()
-        if row is None:
-            raise KeyError(version)
-        return decode_as(PolicyManifest, row[0])
-
-    def __iter__(self) -> Iterator[int]:
-        return (version for (version,) in self._db.execute("select version from policies order by version"))
-
-    def __len__(self) -> int:
-        return int(self._db.execute("select count(*) from policies").fetchone()[0])

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollstream.consumers.files.stores import open_store
+from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
 from rollstream.pipeline.ui.index import details as rollout_details
-from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, schema, series
+from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, series
 from rollstream.pipeline.ui.index.group_query import GroupFilter
 from rollstream.pipeline.ui.index.indexed_view import IndexedView
 from rollstream.pipeline.ui.index.log_source import ArchiveSource, IndexSource, TopicSource
@@ -169,7 +170,7 @@ class RunIndex(Closing):
         """This thread's connection for queries."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = schema.reader(self._path)
+            connection = sqlite_files.reader(self._path)
             self._local.connection = connection
             with self._lock:
                 self._connections.append(connection)

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, schema, series
+from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, series
 from rollstream.pipeline.ui.index.group_query import GroupFilter
 from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
 from rollstream.pipeline.ui.index.writer import IndexWriter
@@ -37,7 +38,7 @@ def fill(path: Path, log: ListedLog, interruptions: Iterator[int], commit_record
 
 def content(path: Path) -> dict[str, Any]:
     """Everything that queries say of an index."""
-    with closing(schema.reader(path)) as db:
+    with closing(sqlite_files.reader(path)) as db:
         listed = rollout_query.page(db, RolloutFilter(), limit=1000)
         return {
             "rollouts": listed,
@@ -88,7 +89,7 @@ def test_every_record_has_a_row_with_its_fate(filled: Path) -> None:
 
 
 def test_marks_are_listed_and_counted_only_when_asked_for(filled: Path) -> None:
-    with closing(schema.reader(filled)) as db:
+    with closing(sqlite_files.reader(filled)) as db:
         everything = rollout_query.page(db, RolloutFilter(), limit=1000)
         marks = rollout_query.page(db, RolloutFilter(fate="control"))
     assert (everything["matching"], everything["matching_exact"]) == (4 * 2 * (3 * 8 + 1), True)
@@ -102,7 +103,7 @@ def test_an_index_of_other_topics_or_of_another_version_is_built_again(filled: P
     fill(path, ListedLog(made(2)), itertools.repeat(1000))
     other = ListedLog(made(1, seed=9), run="made-again")
     fill(path, other, itertools.repeat(1000))
-    with closing(schema.reader(path)) as db:
+    with closing(sqlite_files.reader(path)) as db:
         assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 1)
     path.write_bytes(b"no database at all" * 1000)
     fill(path, ListedLog(made(1)), itertools.repeat(1000))
@@ -119,7 +120,7 @@ def test_an_index_of_other_topics_or_of_another_version_is_built_again(filled: P
     ],
 )
 def test_a_list_can_be_looked_at_anywhere_behind_a_cursor(filled: Path, wanted: RolloutFilter, order: str) -> None:
-    with closing(schema.reader(filled)) as db:
+    with closing(sqlite_files.reader(filled)) as db:
         whole = rollout_query.page(db, wanted, order, limit=1000)
         first = rollout_query.page(db, wanted, order, limit=7)
         for skip in (1, 20, len(whole["rows"]) - 9, len(whole["rows"]) - 7, len(whole["rows"])):
@@ -159,7 +160,7 @@ HOSTILE = [
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_no_text_of_a_query_is_syntax(filled: Path, text: str) -> None:
-    with closing(schema.reader(filled)) as db:
+    with closing(sqlite_files.reader(filled)) as db:
         for wanted in (
             RolloutFilter(text=text),
             RolloutFilter(environment=text),
@@ -172,12 +173,12 @@ def test_no_text_of_a_query_is_syntax(filled: Path, text: str) -> None:
 @settings(deadline=None)
 @given(st.text(min_size=3, max_size=40))
 def test_any_text_can_be_searched(filled: Path, text: str) -> None:
-    with closing(schema.reader(filled)) as db:
+    with closing(sqlite_files.reader(filled)) as db:
         rollout_query.page(db, RolloutFilter(text=text))
 
 
 def test_a_search_finds_what_texts_hold_in_any_case(filled: Path) -> None:
-    with closing(schema.reader(filled)) as db:
+    with closing(sqlite_files.reader(filled)) as db:
         everything = rollout_query.page(db, RolloutFilter(), limit=1000)["rows"]
         number = rollout_query.page(db, RolloutFilter(text="CASE 00000000017"))["rows"]
         assert [row["uid"] for row in number] == ["u000000002-1"]
@@ -192,19 +193,19 @@ def test_a_search_finds_what_texts_hold_in_any_case(filled: Path) -> None:
 def test_a_bad_parameter_is_refused_with_what_is_wrong(
     filled: Path, order: str, after: str | None, text: str | None
 ) -> None:
-    with closing(schema.reader(filled)) as db, pytest.raises(ConfigurationError):
+    with closing(sqlite_files.reader(filled)) as db, pytest.raises(ConfigurationError):
         rollout_query.page(db, RolloutFilter(text=text), order, after)
 
 
 def test_a_number_that_no_row_can_have_matches_nothing(filled: Path) -> None:
-    with closing(schema.reader(filled)) as db:
+    with closing(sqlite_files.reader(filled)) as db:
         for wanted in (RolloutFilter(version=10**30), RolloutFilter(step=-(10**30)), RolloutFilter(version_min=2**63)):
             assert rollout_query.page(db, wanted)["rows"] == []
 
 
 @pytest.mark.parametrize("order", ["newest", "oldest", "reward"])
 def test_pages_of_a_search_follow_one_another(filled: Path, order: str) -> None:
-    with closing(schema.reader(filled)) as db:
+    with closing(sqlite_files.reader(filled)) as db:
         wanted = RolloutFilter(text="the", fate="trained")
         whole = rollout_query.page(db, wanted, order, limit=1000)
         places, after = [], None
@@ -230,6 +231,6 @@ def test_records_that_do_not_decode_are_counted_and_stop_nothing(tmp_path: Path)
     ]
     path = tmp_path / "index.sqlite"
     fill(path, ListedLog(records + bad), itertools.repeat(1000))
-    with closing(schema.reader(path)) as db:
+    with closing(sqlite_files.reader(path)) as db:
         assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 1) + 2
         assert rollout_query.page(db, RolloutFilter(fate="unread"))["matching"] == 2

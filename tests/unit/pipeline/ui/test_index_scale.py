@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.ui.index import facets, rollout_query, schema
+from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.ui.index import facets, rollout_query
 from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
 from rollstream.pipeline.ui.index.writer import IndexWriter
 from tests.support.index_logs import Chunk, EndlessLog, MadeRun
@@ -44,7 +45,7 @@ def test_times_of_filters_are_reported(count: int, tmp_path: Path, capsys: pytes
         while writer.poll():
             pass
     lines = [f"filled in {time.process_time() - began:.1f} s of a processor, records made included"]
-    with closing(schema.reader(path)) as db:
+    with closing(sqlite_files.reader(path)) as db:
         rollouts = rollout_query.page(db, RolloutFilter())["matching"]
         assert rollouts >= count
         for name, (wanted, order) in _FILTERS.items():

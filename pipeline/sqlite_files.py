@@ -1,0 +1,78 @@
+"""SQLite files that follow from a log: each can be deleted at any time, and is built again.
+
+A file made from other topics, or by another version of its tables, is built again from nothing.
+"""
+
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollstream.topics.errors import ConfigurationError
+
+_OLDEST_SQLITE = (3, 35, 0)
+_CACHE_KIB = 64 * 1024
+_CHECKPOINT_PAGES = 16 * 1024
+"""Pages in the write-ahead log before they are copied: rows of one transaction lie in many places of the indexes."""
+_META = "create table meta (name text primary key, value text not null) without rowid;"
+
+
+def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Connection:
+    """Open a file for writing; one with another identity is deleted and made anew, with these tables.
+
+    Raises ConfigurationError if this Python's SQLite cannot hold it.
+    """
+    if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
+        raise ConfigurationError(
+            f"the index of a run needs SQLite {'.'.join(map(str, _OLDEST_SQLITE))}, and this Python has "
+            f"{sqlite3.sqlite_version}; use a newer Python"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    connection = _opened(path)
+    try:
+        if _meta(connection) == identity:
+            return connection
+    except sqlite3.DatabaseError:
+        pass  # It is no SQLite file, or a damaged one.
+    connection.close()
+    remove(path)
+    connection = _opened(path)
+    connection.executescript(f"begin; {_META} {tables} commit;")
+    with connection:
+        connection.executemany("insert into meta values (?, ?)", identity.items())
+    return connection
+
+
+def remove(path: Path) -> None:
+    """Delete a file with those that SQLite keeps beside it."""
+    for name in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
+        name.unlink(missing_ok=True)
+
+
+def reader(path: Path) -> sqlite3.Connection:
+    """A connection that cannot write."""
+    connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60.0, check_same_thread=False)
+    connection.execute("pragma query_only = on")
+    connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
+    connection.execute(f"pragma mmap_size = {8 * 1024**3}")
+    return connection
+
+
+def _opened(path: Path) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
+    try:
+        connection.execute("pragma journal_mode = wal")
+    except sqlite3.DatabaseError:
+        connection.close()
+        remove(path)
+        return _opened(path)
+    # Transactions that a crash of the machine loses are read from the log again.
+    connection.execute("pragma synchronous = normal")
+    connection.execute(f"pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}")
+    connection.execute(f"pragma cache_size = -{4 * _CACHE_KIB}")
+    connection.execute("pragma temp_store = memory")
+    return connection
+
+
+def _meta(connection: sqlite3.Connection) -> dict[str, str]:
+    answer = connection.execute("select 1 from sqlite_master where name = 'meta'").fetchone()
+    return dict(connection.execute("select name, value from meta")) if answer else {}
