@@ -42,6 +42,7 @@ COMMANDS = {
     "stop": ("tools.stop", "let a run end after a step as if its work were done, or with nothing in flight"),
     "evaluate": ("tools.evaluate", "have the newest policy version of a run evaluated now"),
     "runs": ("tools.runs", "list the runs that are on the brokers"),
+    "plan": ("tools.plan", "compute partitions, processes and brokers for a load from measured rates"),
     "deploy": ("tools.deploy", "write down a run for what runs it elsewhere, and what watches it"),
     "demo": ("run.demo", "train a small model through a local Kafka and print a report"),
     "ledger": ("tools.ledger", "prove from the topics alone that every record is in exactly one place"),

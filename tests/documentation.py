@@ -16,11 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import rollstream
+from rollstream.pipeline.capacity import measured_rates
+from rollstream.pipeline.capacity.plan import Machines, Workload, plan
 from rollstream.pipeline.cli import COMMANDS, build_parser
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import EVERYONE, USERS, access_rules
 from rollstream.pipeline.deployment.description import ROLES, RoleDescription
 from rollstream.pipeline.settings import entry_type
+from rollstream.pipeline.tools.plan import number
 from rollstream.topics.catalogue import CATALOGUE, TopicSpec
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, SERVING_ROLES, MetricSpec, of_role
 from tests.support.paths import ROOT
@@ -362,6 +365,51 @@ def _metrics_table(specs: list[MetricSpec]) -> str:
     return table(("metric", "kind", "unit", "labels", "meaning"), rows)
 
 
+# ------------------------------------------------------------------ plans
+
+
+_PLANNED = (("1B", 1_000), ("1B", 1_000_000), ("8B", 10_000), ("70B", 100_000), ("400B", 100_000), ("1T", 1_000_000))
+"""Models and numbers of environments."""
+
+
+def plan_table() -> str:
+    """Plans for models from 1 to 1,000 billion parameters and 1,000 to a million environments."""
+
+    def row(model: str, environments: int) -> tuple[str, ...]:
+        parameters, tokens = number(model), 4096
+        load = Workload(
+            parameters=parameters,
+            environments=environments,
+            tokens=tokens,
+            rollouts_per_s=environments * 50 / tokens,
+            weights_in_files=parameters >= 70e9,
+        )
+        result = plan(load, Machines(), measured_rates.shipped())
+        numbers = (
+            load.rollouts_per_s,
+            result.partitions,
+            result.grouping_processes,
+            result.brokers,
+            result.learner_processes,
+            result.publishers,
+        )
+        met = f"{result.first.resource}, {result.first.name}"
+        return (model, f"{environments:,}", *(f"{value:,.0f}" for value in numbers), met)
+
+    header = (
+        "model",
+        "environments",
+        "rollouts/s",
+        "partitions",
+        "grouping",
+        "brokers",
+        "learner processes",
+        "publishers",
+        "met first",
+    )
+    return table(header, [row(*planned) for planned in _PLANNED])
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "api": api_reference,
     "code-map": code_map,
@@ -372,6 +420,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "configuration": configuration_tables,
     "commands": command_reference,
     "metrics": metrics_tables,
+    "plan-table": plan_table,
 }
 
 if __name__ == "__main__":

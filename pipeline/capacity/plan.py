@@ -1,0 +1,237 @@
+"""Partitions, processes and brokers that a run needs for a load, and the limit that is met first. Pure.
+
+Each resource has capacities; a limit is what the load uses of one of them. There are as many units of a resource as the
+limit that needs most asks for, none of them used beyond `utilisation`. docs/scaling.md has the formulae.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollstream.pipeline.capacity.measured_rates import MeasuredRates
+from rollstream.topics.errors import ConfigurationError
+
+ROLLOUT_TOKEN_BYTES = 9
+"""A token in a rollout: id (4), loss mask (1) and log-probability (4)."""
+BATCH_TOKEN_BYTES = 13
+"""A token in a batch has an advantage (4), too."""
+RECORD_BYTES = 1024
+"""A record beside its tokens: names, texts, headers, its share of the journal."""
+PARTITIONS_EACH = 4
+"""Partitions for each grouping process, and for each broker to lead: their number is fixed for a run, the load is not,
+and they are shared out by number."""
+_TOPICS = 4
+"""Topics with as many partitions as `rollouts`, or fewer: batches, journal and the rest together count as three."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """The load of a run."""
+
+    parameters: float
+    """Parameters of the model."""
+    environments: int
+    """Rollouts that are being made at a time."""
+    tokens: float
+    """Mean tokens of a rollout, its prompt included."""
+    rollouts_per_s: float
+    publish_every_s: float = 60.0
+    """Time between two policy versions."""
+    parameter_bytes: float = 2.0
+    """Bytes of a parameter as it is published."""
+    weights_in_files: bool = False
+    """Whether the bytes of versions go to files, and only their manifests to the log."""
+    versions_kept: int = 2
+    """Versions that the log holds at a time."""
+    weight_readers: int = 1
+    """Inference servers, or caches before them, that read each version."""
+    batch_readers: int = 1
+    """Times that the batches are read: by a learner, by others that follow them."""
+    retention_s: float = 3 * 86400.0
+    """Time for which rollouts and batches stay on the brokers."""
+    replication: int = 3
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "environments", "tokens", "rollouts_per_s", "publish_every_s", "replication"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be above 0")
+
+    @property
+    def rollout_bytes(self) -> float:
+        """Bytes of a rollout on the log."""
+        return RECORD_BYTES + ROLLOUT_TOKEN_BYTES * self.tokens
+
+    @property
+    def batched_bytes(self) -> float:
+        """Bytes of a rollout within a batch."""
+        return RECORD_BYTES + BATCH_TOKEN_BYTES * self.tokens
+
+    @property
+    def version_bytes(self) -> float:
+        """Bytes of a policy version."""
+        return self.parameters * self.parameter_bytes
+
+    @property
+    def weights_bytes_per_s(self) -> float:
+        """Bytes of versions that go to the log, a second."""
+        return 0.0 if self.weights_in_files else self.version_bytes / self.publish_every_s
+
+    @property
+    def log_bytes_per_s(self) -> float:
+        """Bytes that go to the log, a second, before replication: every rollout may be batched."""
+        return self.rollouts_per_s * (self.rollout_bytes + self.batched_bytes) + self.weights_bytes_per_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """Capacities of a broker and of a grouping process."""
+
+    disk_bytes: float = 4e12
+    """Disk of a broker."""
+    disk_bytes_per_s: float = 1e9
+    """Rate at which a broker writes to its disk."""
+    network_bytes_per_s: float = 1.25e9
+    """Rate of a broker's network in each direction: 10 Gbit/s."""
+    replicas_per_broker: int = 4000
+    """Replicas of partitions on a broker, as Kafka's operators advise."""
+    memory_bytes: float = 8e9
+    """Memory of a grouping process for rollouts in flight."""
+    restore_s: float = 60.0
+    """Time within which partitions of a process that died are read again by another one."""
+    utilisation: float = 0.7
+    """Largest share of a capacity that a plan uses: the rest is for load that is not even."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.utilisation <= 1:
+            raise ConfigurationError(f"utilisation is {self.utilisation}; it must be above 0 and at most 1")
+
+
+@dataclass(frozen=True)
+class ResourceLimit:
+    """Use of one capacity of a resource by a load."""
+
+    resource: str
+    """brokers, grouping processes, ..."""
+    name: str
+    needed: float
+    """Units that the load would use in full."""
+    units: int = 0
+    """Units that the plan has."""
+
+    @property
+    def share(self) -> float:
+        """Share of the capacity of all units that is used; at 1 the limit is met."""
+        return self.needed / self.units
+
+
+@dataclass(frozen=True, kw_only=True)
+class CapacityPlan:
+    """Units of each resource for a load."""
+
+    partitions: int
+    grouping_processes: int
+    brokers: int
+    producers: int
+    learner_processes: int
+    publishers: int
+    broker_disk_bytes: float
+    """Bytes on the disk of each broker."""
+    broker_in_bytes_per_s: float
+    broker_out_bytes_per_s: float
+    limits: tuple[ResourceLimit, ...] = field(repr=False)
+    """Every limit, the one that is met first at the front."""
+
+    @property
+    def first(self) -> ResourceLimit:
+        """The limit that is met first if everything grows alike."""
+        return self.limits[0]
+
+    @property
+    def growth(self) -> float:
+        """How many times the load may grow until the first limit is met."""
+        return 1 / self.first.share
+
+
+def plan(load: Workload, machines: Machines, rates: MeasuredRates) -> CapacityPlan:
+    """Return what a load needs on these machines, at these rates."""
+    processes, grouping = _units("grouping processes", _grouping(load, machines, rates), machines.utilisation)
+    brokers, broker = _units(
+        "brokers", _broker(load, machines, rates, processes), machines.utilisation, least=load.replication
+    )
+    producers, producing = _units(
+        "producers", {"sending": load.rollouts_per_s * rates.produce.seconds(load.rollout_bytes)}, machines.utilisation
+    )
+    feeders, feeding = _units(
+        "learner processes",
+        {"fetching and packing": load.rollouts_per_s * rates.feed.seconds(load.batched_bytes)},
+        machines.utilisation,
+    )
+    publishers, publishing = _units(
+        "publishers",
+        {"publishing a version in time": load.version_bytes / rates.publish_bytes_per_s / load.publish_every_s},
+        machines.utilisation,
+    )
+    limits = (*grouping, *broker, *producing, *feeding, *publishing)
+    return CapacityPlan(
+        partitions=PARTITIONS_EACH * max(processes, brokers),
+        grouping_processes=processes,
+        brokers=brokers,
+        producers=producers,
+        learner_processes=feeders,
+        publishers=publishers,
+        broker_disk_bytes=_stored_bytes(load) / brokers,
+        broker_in_bytes_per_s=_in_bytes_per_s(load) / brokers,
+        broker_out_bytes_per_s=_out_bytes_per_s(load) / brokers,
+        limits=tuple(sorted(limits, key=lambda limit: -limit.share)),
+    )
+
+
+def _units(
+    resource: str, needed: dict[str, float], utilisation: float, least: int = 1
+) -> tuple[int, Iterable[ResourceLimit]]:
+    """As many units as the limit that needs most asks for, and what each limit uses of them."""
+    # A quotient a rounding error above a whole number needs no unit more.
+    units = max(least, *(math.ceil(amount / utilisation * (1 - 1e-12)) for amount in needed.values()))
+    return units, [ResourceLimit(resource, name, amount, units) for name, amount in needed.items()]
+
+
+def _grouping(load: Workload, machines: Machines, rates: MeasuredRates) -> dict[str, float]:
+    """Grouping processes that each capacity asks for. At most one rollout of each environment waits for its group."""
+    size = load.rollout_bytes
+    return {
+        "grouping": load.rollouts_per_s * rates.group.seconds(size),
+        "memory for rollouts in flight": load.environments * size / machines.memory_bytes,
+        "restoring in time": load.environments * rates.restore.seconds(size) / machines.restore_s,
+    }
+
+
+def _broker(load: Workload, machines: Machines, rates: MeasuredRates, processes: int) -> dict[str, float]:
+    """Brokers that each capacity asks for."""
+    return {
+        "disk space": _stored_bytes(load) / machines.disk_bytes,
+        "writing to disk": _in_bytes_per_s(load) / machines.disk_bytes_per_s,
+        "network, in": _in_bytes_per_s(load) / machines.network_bytes_per_s,
+        "network, out": _out_bytes_per_s(load) / machines.network_bytes_per_s,
+        "taking records in": _in_bytes_per_s(load) / rates.broker_bytes_per_s,
+        "replicas of partitions": (
+            _TOPICS * PARTITIONS_EACH * processes * load.replication / machines.replicas_per_broker
+        ),
+    }
+
+
+def _in_bytes_per_s(load: Workload) -> float:
+    """Bytes that all brokers take in: each record once on each of its replicas."""
+    return load.replication * load.log_bytes_per_s
+
+
+def _out_bytes_per_s(load: Workload) -> float:
+    """Bytes that all brokers give out: to followers, grouping, readers of batches and of weights."""
+    read = load.rollouts_per_s * (load.rollout_bytes + load.batch_readers * load.batched_bytes)
+    return (load.replication - 1) * load.log_bytes_per_s + read + load.weight_readers * load.weights_bytes_per_s
+
+
+def _stored_bytes(load: Workload) -> float:
+    """Bytes on the disks of all brokers."""
+    kept = load.rollouts_per_s * (load.rollout_bytes + load.batched_bytes) * load.retention_s
+    versions = 0.0 if load.weights_in_files else load.versions_kept * load.version_bytes
+    return load.replication * (kept + versions)
