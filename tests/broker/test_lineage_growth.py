@@ -1,0 +1,88 @@
+"""A question about one rollout costs as much on a long log as on a short one; the records are made, the broker is real.
+
+Reports what filling the index, a question by it, and one that reads the topics take.
+"""
+
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rollstream.pipeline.audit.place_index import PlaceIndex
+from rollstream.pipeline.tools.lineage import LineageNode, record_lineage
+from rollstream.pipeline.tools.looked_up_run import LookedUpRun
+from rollstream.pipeline.tools.run_view import RunView, SearchableRun
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.kafka import clients, provisioning
+from tests.support.index_logs import MadeRun
+
+PARTITIONS = 4
+QUESTIONS = 20
+
+
+def write(kafka: KafkaConfig, run: str, made: MadeRun, rollouts: int) -> int:
+    """Write chunks of the run until they hold so many rollouts; every record gets the offset that it was made for."""
+    producer, written = clients.producer(kafka), 0
+    while written < rollouts:
+        for name, record in made.chunk():
+            written += name == "rollouts"
+            while True:
+                try:
+                    producer.produce(topic_name(run, name), record.value, record.key, record.partition)
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+        producer.poll(0)
+    assert producer.flush(600) == 0
+    return written
+
+
+def lineage_of(view: SearchableRun, uid: str) -> LineageNode:
+    [place] = view.places_of(uid)
+    return record_lineage(view, place)
+
+
+def uids(written: int) -> Iterator[str]:
+    """Some of the run, spread over all of it."""
+    examples = written // 9
+    for number in range(QUESTIONS):
+        yield f"u{number * examples // QUESTIONS:09d}-{number % 8}"
+
+
+@pytest.mark.parametrize(
+    "sizes", [(2_000, 20_000), pytest.param((10_000, 100_000, 1_000_000), marks=pytest.mark.long)], ids=["few", "many"]
+)
+@pytest.mark.timeout(3600)
+def test_a_question_about_one_rollout_costs_the_same_on_a_longer_log(
+    sizes: tuple[int, ...], broker: str, run_name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kafka = KafkaConfig(bootstrap_servers=broker)
+    provisioning.apply(kafka, TopicsConfig(partitions=PARTITIONS), run_name)
+    made, written, costs, lines = MadeRun(partitions=PARTITIONS), 0, [], []
+    for size in sizes:
+        written += write(kafka, run_name, made, size - written)
+        began = time.process_time()
+        with PlaceIndex(kafka, run_name, tmp_path / "places.sqlite") as index, RunView(kafka, run_name) as topics:
+            read = index.update()
+            filled = time.process_time() - began
+            view = LookedUpRun(index, topics)
+            asked = []
+            for uid in uids(written):
+                began = time.process_time()
+                tree = lineage_of(view, uid)
+                asked.append(time.process_time() - began)
+        costs.append(statistics.median(asked))
+        began = time.process_time()
+        with RunView(kafka, run_name) as whole:
+            assert lineage_of(whole, uid).as_dict() == tree.as_dict()
+        lines.append(
+            f"{written:>9,} rollouts: {filled:.2f} s for {read:,} new records, {1000 * costs[-1]:.1f} ms a question, "
+            f"{time.process_time() - began:.2f} s without the index, "
+            f"{(tmp_path / 'places.sqlite').stat().st_size / written:.0f} bytes of index a rollout"
+        )
+    with capsys.disabled():
+        print("\nprocessor time:", *lines, sep="\n  ")
+    assert costs[-1] < 2 * costs[0]
