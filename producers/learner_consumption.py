@@ -10,7 +10,11 @@ from bisect import bisect_left
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
+from rollstream.topics.errors import RecordError
 from rollstream.topics.records import BatchIndexEntry, LearnerStep, batch_numbers
+
+_MOST_ROLLOUTS = 2**31 - 1
+"""Most rollouts of a batch: sums of more would be beyond 64 bits."""
 
 
 @dataclass
@@ -67,7 +71,9 @@ class LearnerConsumption:
         """Rollouts of batches that are no longer in the index, by the journal's counts."""
 
     def add_entry(self, offset: int, entry: BatchIndexEntry) -> None:
-        """Add an entry of the index; entries come in order."""
+        """Add an entry of the index; entries come in order. Raises RecordError if it can name no batch."""
+        if not 0 <= entry.rollouts <= _MOST_ROLLOUTS:
+            raise RecordError(f"batch {entry.batch_id} has {entry.rollouts} rollouts by its entry")
         if self._offsets and offset <= self._offsets[-1]:
             return
         self._offsets.append(offset)

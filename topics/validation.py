@@ -11,11 +11,15 @@ from typing import Any
 import numpy as np
 
 from rollstream.topics.arrays import shape_problem
+from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import RecordError
+from rollstream.topics.fates import FATES
 from rollstream.topics.records import (
     BatchIndexEntry,
     BatchTokenArray,
     GroupCancelled,
+    Int64,
+    JournalRecord,
     NamedArray,
     Rollout,
     SamplingParams,
@@ -35,6 +39,12 @@ NAME_LIMIT = 512
 
 ARRAYS_LIMIT = 256
 """Most named arrays of a rollout."""
+
+OFFSETS_LIMIT = 1 << 24
+"""Most offsets in each of a journal record's sets of them: readers hold them one by one."""
+
+LAST_OFFSET = 1 << 62
+"""Offsets beyond it, which no partition reaches, would leave no room to count on from them."""
 
 UIDS_LIMIT = 4096
 """Most uids of one cancellation; a producer with more writes several."""
@@ -105,7 +115,7 @@ def batch_problems(batch: TrainingBatch) -> list[str]:
     issues = _id_problems(batch.batch_id, batch.partition)
     columns = ("group_index", "source_offsets", "rewards", "truncated", "lowest_versions", "highest_versions")
     for name, expected in (
-        *((name, rows) for name in (*columns, "temperatures")),
+        *((name, rows) for name in (*columns, "temperatures", "logprobs_processed")),
         *((name, tokens) for name in ("loss_mask", "logprobs", "advantages")),
         ("splits", rows + 1),
     ):
@@ -115,9 +125,11 @@ def batch_problems(batch: TrainingBatch) -> list[str]:
     for name in ("weight_steps", "timestamps"):
         if len(getattr(batch, name)) not in (0, rows):
             issues.append(f"{name} has {len(getattr(batch, name))} entries for {rows} rows")
+    if len(batch.weight_steps) != len(batch.timestamps):
+        issues.append(f"weight_steps has {len(batch.weight_steps)} entries, timestamps has {len(batch.timestamps)}")
     if issues:
         return issues
-    if batch.splits[0] != 0 or batch.splits[-1] != tokens or (np.diff(batch.splits) < 0).any():
+    if batch.splits[0] != 0 or batch.splits[-1] != tokens or (batch.splits[1:] < batch.splits[:-1]).any():
         issues.append(f"splits do not divide {tokens} tokens")
     if rows and not (batch.group_index.min() >= 0 and batch.group_index.max() < len(batch.groups)):
         issues.append(f"group_index names one that is not among {len(batch.groups)} groups")
@@ -126,7 +138,8 @@ def batch_problems(batch: TrainingBatch) -> list[str]:
 
 def _batch_array_problem(entry: BatchTokenArray, batch: TrainingBatch) -> str:
     numbers = entry.rows
-    if len(numbers) and (numbers[0] < 0 or numbers[-1] >= len(batch) or (np.diff(numbers) <= 0).any()):
+    # Differences of large numbers would be beyond the numbers' own bits.
+    if len(numbers) and (numbers[0] < 0 or numbers[-1] >= len(batch) or (numbers[1:] <= numbers[:-1]).any()):
         return f"token array {entry.name} names rows that are not {len(batch)} ascending rows"
     return "; ".join(_array_problems(entry.name, entry.array, int(np.diff(batch.splits)[numbers].sum()), bounded=True))
 
@@ -135,6 +148,40 @@ def entry_problems(entry: BatchIndexEntry) -> list[str]:
     """Return why an entry of the index cannot name a batch."""
     issues = _id_problems(entry.batch_id, entry.partition)
     return [*issues, f"offset is {entry.offset}"] if entry.offset < 0 else issues
+
+
+def decode_journal(value: bytes | None) -> JournalRecord:
+    """Decode a record of `journal`. Raises RecordError for anything else, also for one that tells of what no task can
+    have read: whoever follows it would count or hold offsets without end."""
+    record = decode_as(JournalRecord, value)
+    ranges = {name: getattr(record, name) for name in ("admitted", "unfinished", "delivered", "hopped")}
+    for name, pairs in (*ranges.items(), *(("finished", finished.runs) for finished in record.finished)):
+        if problem := _ranges_problem(pairs):
+            raise RecordError(f"a JournalRecord whose {name} {problem}")
+    for finished in record.finished:
+        if finished.fate not in FATES:
+            raise RecordError(f"a JournalRecord with the fate {finished.fate[:40]!r}")
+    if any(not 0 <= drop.offset <= LAST_OFFSET for drop in record.drops):
+        raise RecordError("a JournalRecord with a drop of no offset")
+    least = min(record.partition, record.sequence, record.begin, record.batch_number)
+    if least < 0 or not record.begin <= record.position <= LAST_OFFSET:
+        raise RecordError(
+            f"a JournalRecord of partition {record.partition}, sequence {record.sequence} and batch "
+            f"{record.batch_number}, from offset {record.begin} to {record.position}"
+        )
+    return record
+
+
+def _ranges_problem(pairs: Sequence[int] | Int64) -> str:
+    flat = np.asarray(pairs, "<i8")
+    if len(flat) % 2:
+        return f"holds {len(flat)} numbers, no pairs of a first offset and a count"
+    firsts, counts = flat[::2], flat[1::2]
+    if len(flat) and not (
+        0 <= firsts.min() <= firsts.max() <= LAST_OFFSET and 1 <= counts.min() <= counts.max() <= OFFSETS_LIMIT
+    ):
+        return "is not of first offsets and counts"
+    return f"has more than {OFFSETS_LIMIT} offsets" if counts.sum() > OFFSETS_LIMIT else ""
 
 
 def _id_problems(batch_id: str, partition: int) -> list[str]:

@@ -5,6 +5,7 @@ batch, group, drop, step or use. A record that cannot be decoded has a row in `l
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import pyarrow as pa
 from rollstream.consumers.archive.manifest import LOG
 from rollstream.topics import codec
 from rollstream.topics.catalogue import spec_of, topic_name
-from rollstream.topics.errors import RecordError
+from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, Rollout, TrainingBatch
 from rollstream.topics.validation import batch_problems
@@ -428,12 +429,26 @@ def _nested(field: pa.Field) -> bool:
 
 
 def archived_records(data: bytes, topic: str, partition: int) -> Iterator[ArchivedRecord]:
-    """Yield the records of a file of `log`, in its order."""
+    """Yield the records of a file of `log`, in its order. Raises StateRefused if it is no such file."""
     import pyarrow.parquet as pq
 
     names = ["offset", "timestamp_ms", "key", "value", "headers"]
-    for batch in pq.ParquetFile(pa.BufferReader(data)).iter_batches(500, columns=names):
-        columns = (batch.column(name).to_pylist() for name in names)
-        for offset, timestamp_ms, key, value, headers in zip(*columns, strict=True):
-            named = None if headers is None else tuple((h["name"], h["value"]) for h in headers)
-            yield ArchivedRecord(topic, partition, offset, timestamp_ms, key, value, named)
+    with refusing(f"a file of the log of {topic}[{partition}]"):
+        for batch in pq.ParquetFile(pa.BufferReader(data)).iter_batches(500, columns=names):
+            columns = [batch.column(name).to_pylist() for name in names]
+            for offset, timestamp_ms, key, value, headers in zip(*columns, strict=True):
+                named = None if headers is None else tuple((h["name"], h["value"]) for h in headers)
+                yield ArchivedRecord(topic, partition, offset, timestamp_ms, key, value, named)
+
+
+@contextmanager
+def refusing(file: str) -> Iterator[None]:
+    """Raise StateRefused for a file that the block cannot read, though its bytes are those that the manifest names."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
+        why = " ".join(str(error).split())
+        raise StateRefused(
+            f"{file} is not one that `rollstream archive` wrote ({why}); somebody changed the archive: archive to "
+            "another place"
+        ) from error

@@ -25,6 +25,7 @@ from rollstream.consumers.archive.tables import (
     date_at,
     log_row,
     parquet,
+    refusing,
     rows_of,
     table_of,
 )
@@ -268,7 +269,8 @@ def _folder(environment: str) -> str:
 def read_table(store: Store, file: ArchivedFile) -> pa.Table:
     """Read the rows of a file. Raises StateRefused if it is missing, or differs from the manifest."""
     data = checked(store, file.path, file.sha256)
-    return pq.read_table(pa.BufferReader(data)).cast(SCHEMAS[file.table])
+    with refusing(f"{store.url}/{file.path}"):
+        return pq.read_table(pa.BufferReader(data)).cast(SCHEMAS[file.table])
 
 
 def records(store: Store, manifest: ArchiveManifest, topic: str, partition: int) -> Iterator[ArchivedRecord]:

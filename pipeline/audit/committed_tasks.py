@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
@@ -13,6 +12,7 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import record_at
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.records import JournalRecord
+from rollstream.topics.validation import decode_journal
 
 
 def committed_positions(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:
@@ -37,4 +37,4 @@ def _journal_at(kafka: KafkaConfig, run: str, committed: GroupPosition) -> Journ
     message = record_at(kafka, topic, partition, at, isolation="read_uncommitted")
     if message is None:
         raise StateRefused(f"{topic}[{partition}] does not hold offset {at}, which the committed offset names")
-    return decode_as(JournalRecord, message.value)
+    return decode_journal(message.value)

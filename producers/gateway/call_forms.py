@@ -56,6 +56,11 @@ class AgentRequest:
         return bool(self.body.get("stream"))
 
     @property
+    def wants_usage(self) -> bool:
+        """Whether the last event of the stream is to count the tokens."""
+        return bool((self.body.get("stream_options") or {}).get("include_usage"))
+
+    @property
     def wants_tokens(self) -> bool:
         """Whether the agent asked for token ids."""
         return bool(self.body.get("return_token_ids"))
@@ -77,6 +82,10 @@ def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequ
             raise RecordError("messages must be a list of objects, and not empty")
     elif isinstance(body.get("prompt"), list) and not {str, list}.isdisjoint(map(type, body["prompt"])):
         raise RecordError("prompt must be one text or one list of token ids: a call has one prompt")
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RecordError("stream_options must be an object")
+    if route == "completions" and not isinstance(body.get("logprobs") or 0, int):
+        raise RecordError("logprobs must be an integer")
     same = {key: value for key, value in body.items() if key not in _NOT_IN_DIGEST}
     text = json.dumps([route, idempotency_key, same], sort_keys=True, separators=(",", ":"))
     return AgentRequest(route, body, hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=16).hexdigest())

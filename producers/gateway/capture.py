@@ -25,7 +25,7 @@ from rollstream.producers.gateway.call_forms import (
 from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.errors import SessionClosed
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, events_of
+from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, event_of, events_of
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.answers import samples_of
 from rollstream.producers.inference.decoding import row_seed
@@ -153,7 +153,7 @@ class CallCapture:
         """
         await self._log.current(session)
         chat = ROUTES[request.route] == "chat"
-        usage = bool((request.body.get("stream_options") or {}).get("include_usage"))
+        usage = request.wants_usage
         call = self.recorded(session, request, first_attempt=first_attempt)
         if call is None:
             self._check_open(session)
@@ -165,7 +165,7 @@ class CallCapture:
                 url = source
                 if data == DONE:
                     break
-                part = decode(data)
+                part = event_of(data, url)
                 whole.add(part)
                 if not part.get("choices") and not usage:
                     continue

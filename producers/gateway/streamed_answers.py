@@ -3,27 +3,35 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from rollstream.producers.json_text import encode
+from rollstream.producers.inference.errors import InferenceRefused
+from rollstream.producers.json_text import decode, encode
 
 DONE = "[DONE]"
+_MOST_CALLS = 1024
+"""Most tool calls of one answer: a server may name any number, and those before it would be made up."""
 _SUMMED = ("token_ids", "response_token_ids")
 
 
 class StreamedAnswer:
     """Puts the events of one stream together to the answer that would have come without streaming."""
 
-    def __init__(self, *, chat: bool) -> None:
+    def __init__(self, *, chat: bool, source: str = "the server") -> None:
+        """`source` names the server in errors."""
         self._chat = chat
+        self._source = source
         self._body: dict[str, Any] = {}
         self._choices: dict[int, dict[str, Any]] = {}
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Add an event."""
-        for key, value in event.items():
-            if key != "choices" and value is not None:
-                self._body[key] = value
-        for part in event.get("choices") or ():
-            self._add_part(part)
+        """Add an event. Raises InferenceRefused if it is none of OpenAI's; nothing can be added after it."""
+        try:
+            for key, value in event.items():
+                if key != "choices" and value is not None:
+                    self._body[key] = value
+            for part in event.get("choices") or ():
+                self._add_part(part)
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise InferenceRefused(f"{self._source} streamed an event that is none of OpenAI's: {error!r}") from error
 
     def _add_part(self, part: Mapping[str, Any]) -> None:
         index = int(part.get("index", 0))
@@ -77,6 +85,8 @@ def _add_delta(message: dict[str, Any], delta: Mapping[str, Any]) -> None:
 def _add_tool_calls(calls: list[dict[str, Any]], parts: list[Mapping[str, Any]]) -> None:
     for position, part in enumerate(parts):
         index = int(part.get("index", position))
+        if not 0 <= index < _MOST_CALLS:
+            raise ValueError(f"tool call {index} of an answer")
         while len(calls) <= index:
             calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
         call = calls[index]
@@ -100,6 +110,17 @@ def events_of(answer: Mapping[str, Any], *, chat: bool, usage: bool) -> Iterator
         yield {**head, "choices": [part]}
     if usage and "usage" in answer:
         yield {**head, "choices": [], "usage": answer["usage"]}
+
+
+def event_of(data: str, source: str) -> dict[str, Any]:
+    """Return the event that stands in the data of a stream. Raises InferenceRefused if it is no JSON object."""
+    try:
+        event = decode(data)
+    except (ValueError, RecursionError) as error:
+        raise InferenceRefused(f"{source} streamed what is no JSON: {error}") from error
+    if not isinstance(event, dict):
+        raise InferenceRefused(f"{source} streamed a JSON {type(event).__name__} where an object belongs")
+    return event
 
 
 def framed(event: Mapping[str, Any] | str) -> bytes:

@@ -84,9 +84,10 @@ class Upstream:
         try:
             async with self._http.get(f"{url}/models", timeout=aiohttp.ClientTimeout(total=_LOOK_S)) as response:
                 body = await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError):
+        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError):
             return
-        models = [m for m in body.get("data", ()) if isinstance(m, dict)] if isinstance(body, dict) else []
+        listed = body.get("data") if isinstance(body, dict) else None
+        models = [m for m in listed if isinstance(m, dict)] if isinstance(listed, list) else []
         self._continues[url] = any(model.get("owned_by") == "rollstream" for model in models)
         self.note_version(max((_number(model.get("policy_version")) for model in models), default=-1))
 
@@ -99,7 +100,7 @@ class Upstream:
         async with self._response(session, path, body) as (url, response):
             try:
                 answer = decode(await response.read())
-            except (aiohttp.ClientError, ValueError) as error:
+            except (aiohttp.ClientError, ValueError, RecursionError) as error:
                 raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
         if not isinstance(answer, dict):
             raise InferenceUnavailable(f"{url} answered a JSON {type(answer).__name__} where an object belongs")

@@ -2,8 +2,6 @@
 fields, records of other kinds, forged marks and bytes of no kind, with honest groups among them.
 """
 
-import math
-import random
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -13,15 +11,13 @@ import numpy as np
 from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, NamedArray, Rollout, SamplingParams
-from tests.support.hostile import ODD, RECORDS, ROLLOUTS
+from tests.support.hostile import RECORDS, ROLLOUTS
+from tests.support.hostile_input import FLOATS, NUMBERS, TEXTS, HostileInput
 from tests.support.runs import rollout
 
 GROUP_SIZE = 4
 _EVERY = 50
 """One record of so many is honest."""
-_NUMBERS = (0, 1, -1, 2, 2**31 - 1, -(2**31), 2**31, 2**62, 2**63 - 1, -(2**63))
-_FLOATS = (0.0, -0.0, 1.0, -1.0, 1e-320, 1e300, 1e6, math.nan, math.inf, -math.inf)
-_TEXTS = ("", "\0", '"', ODD, "x" * 600, "env", "../..", "a" * 40_000)
 
 
 class FloodRecord(NamedTuple):
@@ -36,7 +32,8 @@ class Flood:
     """So many records by one seed; the same seed gives the same records."""
 
     def __init__(self, seed: int, records: int) -> None:
-        self._random = random.Random(seed)
+        self._input = HostileInput(seed)
+        self._random = self._input.random
         self._records = records
         self.honest: list[str] = []
         """Uids of the honest rollouts written so far; all groups are whole at the end."""
@@ -68,7 +65,7 @@ class Flood:
         if self._random.random() < 0.3:
             # Under its own key, as some damage leaves it a sound rollout: of a group that is never whole, or repeated.
             number = self._random.randrange(len(self._sound))
-            return FloodRecord(encode_key("env", f"seed{number}"), self._damaged(self._sound[number]), False)
+            return FloodRecord(encode_key("env", f"seed{number}"), self._input.damaged(self._sound[number]), False)
         return FloodRecord(self._key(), self._value(), False)
 
     def _key(self) -> bytes | None:
@@ -77,7 +74,7 @@ class Flood:
     def _value(self) -> bytes | None:
         kind = self._random.random()
         if kind < 0.45:
-            return self._damaged(self._random.choice(self._sound))
+            return self._input.damaged(self._random.choice(self._sound))
         if kind < 0.60:
             return encode(self._senseless())
         if kind < 0.70:
@@ -85,50 +82,35 @@ class Flood:
         if kind < 0.80:
             return encode(self._mark())
         if kind < 0.88:
-            return self._damaged(self._random.choice(self._odd))
+            return self._input.damaged(self._random.choice(self._odd))
         if kind < 0.93:
             return self._random.choice(self._foreign)
         if kind < 0.99:
-            return self._random.randbytes(self._random.choice((0, 1, 5, 60, 2000)))
+            return self._input.junk()
         return None
-
-    def _damaged(self, value: bytes) -> bytes:
-        data = bytearray(value)
-        for _ in range(self._random.randint(1, 3)):
-            at = self._random.randrange(len(data))
-            match self._random.randrange(4):
-                case 0:
-                    data[at] ^= 1 << self._random.randrange(8)
-                case 1:
-                    data[at:at] = self._random.randbytes(self._random.randint(1, 8))
-                case 2:
-                    del data[at + 1 : at + 1 + self._random.randint(1, 8)]
-                case _:
-                    data[at : at + 8] = b"\xff" * 8
-        return bytes(data)
 
     def _senseless(self) -> Rollout:
         choose = self._random.choice
         changes = {
-            "uid": choose((*_TEXTS, f"u{self._random.randrange(1000)}")),
-            "reward": choose(_FLOATS),
-            "environment": choose((*_TEXTS, f"env{self._random.randrange(1000)}")),
-            "example_id": choose(_TEXTS),
+            "uid": choose((*TEXTS, f"u{self._random.randrange(1000)}")),
+            "reward": choose(FLOATS),
+            "environment": choose((*TEXTS, f"env{self._random.randrange(1000)}")),
+            "example_id": choose(TEXTS),
             "group_id": choose(("", "g", f"g{self._random.randrange(100)}", "x" * 600)),
             "group_size": choose((0, 1, 2, 3, -1, 2**31 - 1)),
-            "policy_version": choose(_NUMBERS),
-            "lowest_version": choose(_NUMBERS),
-            "highest_version": choose(_NUMBERS),
+            "policy_version": choose(NUMBERS),
+            "lowest_version": choose(NUMBERS),
+            "highest_version": choose(NUMBERS),
             "branch": choose((0, 1, -1, 2**31 - 1)),
             "branches": choose((0, 1, 2, 2**31 - 1)),
-            "episode_uid": choose(_TEXTS),
+            "episode_uid": choose(TEXTS),
             "tokens": np.full(self._random.randrange(9), -1, "<i4"),
             "loss_mask": np.ones(self._random.randrange(9), bool),
             "logprobs": self._floats(),
             "token_rewards": self._floats(),
-            "reward_components": {choose(_TEXTS): choose(_FLOATS)},
-            "token_arrays": {choose(_TEXTS): NamedArray(dtype=choose(("<f4", "O", "<U9")), shape=(2**31,), data=b"x")},
-            "sampling": SamplingParams(temperature=choose(_FLOATS), top_p=choose(_FLOATS)),
+            "reward_components": {choose(TEXTS): choose(FLOATS)},
+            "token_arrays": {choose(TEXTS): NamedArray(dtype=choose(("<f4", "O", "<U9")), shape=(2**31,), data=b"x")},
+            "sampling": SamplingParams(temperature=choose(FLOATS), top_p=choose(FLOATS)),
         }
         names = self._random.sample(sorted(changes), self._random.randint(1, 3))
         return replace(rollout("hostile"), **{name: changes[name] for name in names})  # type: ignore[arg-type]
@@ -136,26 +118,26 @@ class Flood:
     def _floats(self) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
         # A float32 overflows to infinity here, as a producer's would.
         with np.errstate(over="ignore"):
-            return np.full(self._random.randrange(9), self._random.choice(_FLOATS)).astype("<f4")
+            return np.full(self._random.randrange(9), self._random.choice(FLOATS)).astype("<f4")
 
     def _cancelled(self) -> GroupCancelled:
         choose = self._random.choice
         return GroupCancelled(
-            environment=choose((*_TEXTS, "honest")),
-            example_id=choose(_TEXTS),
-            policy_version=choose(_NUMBERS),
+            environment=choose((*TEXTS, "honest")),
+            example_id=choose(TEXTS),
+            policy_version=choose(NUMBERS),
             group_size=choose((0, 1, 4, -1, 2**31 - 1)),
-            uids=tuple(choose(_TEXTS) for _ in range(self._random.randrange(4))),
+            uids=tuple(choose(TEXTS) for _ in range(self._random.randrange(4))),
         )
 
     def _mark(self) -> Mark:
         choose = self._random.choice
         return Mark(
             kind=choose(("policy_version", "deadline", "configuration", "drain")),
-            policy_version=choose(_NUMBERS),
-            generation=choose(_NUMBERS),
+            policy_version=choose(NUMBERS),
+            generation=choose(NUMBERS),
             configuration=choose(
                 ("", "{", "[]", "null", '{"core_version": 99}', '{"exclude_environments": ["honest"]}')
             ),
-            wall_time=choose(_FLOATS),
+            wall_time=choose(FLOATS),
         )

@@ -36,14 +36,13 @@ from rollstream.topics.records import (
     Turn,
 )
 from tests.support.batches import random_batch
+from tests.support.hostile_input import ODD
 from tests.support.runs import RealRun, rollout
 from tests.support.topic_settings import change_settings
 
 FAR_MS = 2**62
 EARLY_MS = -(10**15)
 HUGE = 2**62
-ODD = "a\x1b[31m\u202e\x00" * 3
-"""A name with a terminal's escape, a change of direction and a zero byte."""
 FOREIGN = (b"junk", b"", b"\xc3\x01", encode(rollout())[:40], encode(Mark(kind="drain")), None)
 """Values of records that belong on no topic but, some of them, on `rollouts`."""
 

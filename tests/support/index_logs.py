@@ -87,8 +87,8 @@ class MadeRun:
                 reward = self._reward(member) if group < self._groups - 1 else 0.5
                 rollouts.append(self._rollout(partition, example, member, environment, reward))
             groups.append((example, environment, range(first, first + GROUP)))
-        rollouts.append(self._record(ROLLOUTS, partition, encode(Mark(kind="deadline"))))
-        rollouts.append(self._record(ROLLOUTS, partition, b"\xc3\x01poison"))
+        rollouts.append(self.record(ROLLOUTS, partition, encode(Mark(kind="deadline"))))
+        rollouts.append(self.record(ROLLOUTS, partition, b"\xc3\x01poison"))
         mark = self._ends[ROLLOUTS, partition] - 2
         kept, gone = groups[:-1], groups[-1][2]
         batch = self._batch(partition, kept)
@@ -103,9 +103,9 @@ class MadeRun:
         )
         journal = self._journal(partition, begin, batch, finished, drops)
         records = [
-            self._record("batches", partition, encode(batch)),
-            self._record("journal", partition, encode(journal)),
-            self._record("batch-index", 0, encode(entry)),
+            self.record("batches", partition, encode(batch)),
+            self.record("journal", partition, encode(journal)),
+            self.record("batch-index", 0, encode(entry)),
         ]
         kind = "skipped" if self._random.random() < 0.1 else "trained"
         use = BatchUse(
@@ -165,7 +165,7 @@ class MadeRun:
             .replace(b"T" * _TEXT_BYTES, self._texts[self._random.randrange(2000)])
             .replace(b"N" * 16, f"case {example * GROUP + member:011d}".encode())
         )
-        return self._record(ROLLOUTS, partition, value, encode_key(environment, f"x{example:09d}"))
+        return self.record(ROLLOUTS, partition, value, encode_key(environment, f"x{example:09d}"))
 
     def _batch(self, partition: int, groups: Sequence[tuple[int, str, range]]) -> TrainingBatch:
         number, rows = self._sequence[partition], GROUP * len(groups)
@@ -224,16 +224,19 @@ class MadeRun:
             timestamp=BEGAN_MS / 1000 + self._step,
         )
         self._version = self._step // self._steps_per_version
-        return self._record("steps", 0, encode(step))
+        return self.record("steps", 0, encode(step))
 
     def policy(self, version: int) -> tuple[str, KafkaRecord]:
         """The manifest of a version."""
         manifest = PolicyManifest(
             version=version, learner="main", step=64 * version, epoch="e", tensors=(), chunks=(), digest="d"
         )
-        return self._record("policies", 0, encode(manifest))
+        return self.record("policies", 0, encode(manifest))
 
-    def _record(self, name: str, partition: int, value: bytes, key: bytes | None = None) -> tuple[str, KafkaRecord]:
+    def record(
+        self, name: str, partition: int, value: bytes | None, key: bytes | None = None
+    ) -> tuple[str, KafkaRecord]:
+        """The next record of a partition."""
         offset = self._ends.get((name, partition), 0)
         self._ends[name, partition] = offset + 1
         time_ms = BEGAN_MS + offset * 3

@@ -8,12 +8,14 @@ import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.logs import event
+from rollstream.topics.records import JournalRecord
+from rollstream.topics.validation import decode_journal
 
 logger = logging.getLogger(__name__)
 R = TypeVar("R")
@@ -57,6 +59,8 @@ class SkippedRecords:
         with self.passing(message):
             if message.value is None:
                 raise RecordError("a tombstone, where a record belongs" if message.readable else UNREADABLE)
+            if cls is JournalRecord:
+                return cast(R, decode_journal(message.value))
             return decode_as(cls, message.value)
         return None
 

@@ -5,7 +5,6 @@ files and is filled again has the same groups under the same names.
 """
 
 import contextlib
-import logging
 import shutil
 import threading
 from collections import Counter
@@ -36,13 +35,12 @@ from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.kafka.skipping_reader import records_around
-from rollstream.topics.logs import event
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch
 from rollstream.topics.rl_examples import Source
 from rollstream.topics.validation import batch_problems
 
-logger = logging.getLogger(__name__)
 _STATE = "position.json"
 _SAVE_EVERY = 10_000
 
@@ -98,6 +96,7 @@ class GroupStore(Closing):
         path = self.root / _STATE
         state = read_checked_json(path) if path.exists() else {}
         self._counts: Counter[str] = Counter()
+        self._skipped = SkippedRecords("group-store")
         try:
             self._topics = _topics_of(state)
             environments = {name: _saved_of(saved) for name, saved in state.get("environments", {}).items()}
@@ -139,11 +138,12 @@ class GroupStore(Closing):
             self._check_writable()
             filled = self._topics.setdefault(topic, _TopicProgress())
             if offset >= filled.position.get(partition, 0):
-                self._apply(filled, partition, offset, at_ms, value)
+                self._apply(topic, partition, offset, at_ms, value)
 
-    def _apply(self, filled: _TopicProgress, partition: int, offset: int, at_ms: int, value: bytes | None) -> None:
+    def _apply(self, kind: str, partition: int, offset: int, at_ms: int, value: bytes | None) -> None:
+        filled = self._topics[kind]
         now_ms = max(at_ms, filled.stream_ms.get(partition, 0))
-        if filled is self._topics.get("rollouts"):
+        if kind == "rollouts":
             for buffer in self._buffers.values():
                 buffer.poll(now_ms / 1000, partition)
         count_name = "other"
@@ -163,7 +163,7 @@ class GroupStore(Closing):
                 batch_files.store_training_batch(self.root / batch_files.FOLDER, record, self.config.compression)
         except RecordError as error:
             count_name = "unreadable"
-            event(logger, "record_left_out", level=logging.WARNING, partition=partition, offset=offset, why=str(error))
+            self._skipped.note(Skipped(kind, partition, offset, str(error)))
         self._counts[count_name] += 1
         filled.stream_ms[partition] = now_ms
         filled.position[partition] = offset + 1

@@ -22,6 +22,7 @@ from rollstream.topics.kafka.groups import group_names, group_positions
 from rollstream.topics.kafka.hanging_transactions import open_on
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, GroupPosition, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.records import TrajectoryRecord
 from rollstream.topics.trajectories import Trajectory, from_record
@@ -138,6 +139,7 @@ class TrajectoryFiller:
         self._ends: dict[int, int] = {}
         """End of each partition when it was last read to its end."""
         self._counts = FillCounts()
+        self._skipped = SkippedRecords(f"filler-{name}")
         self._group = f"{run}{FILLER_GROUPS}{name}"
         self._reader = Reader(kafka, group=self._group)
         self._committed: dict[int, int] = {}
@@ -265,15 +267,7 @@ class TrajectoryFiller:
         added, refused = self._counts
         self._counts = FillCounts(added + (not wrong), refused + bool(wrong))
         if wrong:
-            event(
-                logger,
-                "trajectory_refused",
-                level=logging.WARNING,
-                topic=self._topic,
-                partition=record.partition,
-                offset=record.offset,
-                why="; ".join(wrong) if record.readable else UNREADABLE,
-            )
+            self._skipped.skip(record, "; ".join(wrong) if record.readable else UNREADABLE)
 
     def _remember_topic(self, path: Path | None) -> None:
         """Raise TopicError for another topic than the one that filled the buffers."""

@@ -14,7 +14,7 @@ from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.process.adoption import adopted, check_nothing_beyond
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as, encode, is_frame
+from rollstream.topics.codec import encode, is_frame
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
@@ -31,6 +31,7 @@ from rollstream.topics.kafka.transactions import TransactionalProducer, Transact
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord
+from rollstream.topics.validation import decode_journal
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -165,7 +166,7 @@ def journal_record(message: KafkaRecord, skipped: SkippedRecords) -> JournalReco
     if not is_frame(message.value):
         return skipped.decode(JournalRecord, message)
     try:
-        return decode_as(JournalRecord, message.value)
+        return decode_journal(message.value)
     except RecordError as error:
         raise StateRefused(
             f"journal[{message.partition}] offset {message.offset} cannot be read ({error}); where a newer release "

@@ -110,20 +110,26 @@ def _tokens(rollout: Rollout, batch: TrainingBatch | None, place: RolloutPlace, 
     """Tokens from one position on, with what is known of each; only sampled tokens have log-probabilities."""
     total = len(rollout.tokens)
     window = slice(begin, min(begin + TOKENS, total))
-    mask = rollout.loss_mask[window].tolist()
-    logprobs = _masked(rollout.logprobs[window].tolist(), mask)
+    count = max(window.stop - window.start, 0)
+    mask = _over(rollout.loss_mask[window].tolist(), count)
+    logprobs = _masked(_over(rollout.logprobs[window].tolist(), count), mask)
     return {
         "ids": rollout.tokens[window].tolist(),
         "texts": None,
-        "mask": [int(sampled) for sampled in mask],
+        "mask": [int(bool(sampled)) for sampled in mask],
         "logprobs": logprobs,
         "advantages": _masked(_advantages(batch, place, total)[window], mask),
         "ratios": _ratios(rollout, window, logprobs),
         "versions": _masked(_versions(rollout)[window], mask),
-        "token_rewards": [finite(value) for value in rollout.token_rewards[window].tolist()] or [None] * len(mask),
+        "token_rewards": [finite(value) for value in _over(rollout.token_rewards[window].tolist(), count)],
         "total": total,
         "from": begin,
     }
+
+
+def _over(values: list[Any], count: int) -> list[Any]:
+    """A value for each token: arrays of an invalid rollout may be shorter or longer than its tokens."""
+    return [*values[:count], *[None] * (count - len(values))]
 
 
 def _masked(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
@@ -141,12 +147,12 @@ def _advantages(batch: TrainingBatch | None, place: RolloutPlace, total: int) ->
     return values if len(values) == total else [None] * total
 
 
-def _versions(rollout: Rollout) -> list[int]:
+def _versions(rollout: Rollout) -> list[int | None]:
     """The version that sampled each token: as the rollout names it, else that of its turn."""
     total = len(rollout.tokens)
     named = _array(rollout.token_arrays.get(VERSIONS), total)
     if named is not None:
-        return [int(version) for version in named]
+        return [int(version) if math.isfinite(version) else None for version in named]
     versions = np.full(total, rollout.policy_version, "<i8")
     for turn in rollout.turns:
         if turn.inference.model_version >= 0 and 0 <= turn.start <= turn.stop:

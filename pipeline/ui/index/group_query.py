@@ -181,10 +181,11 @@ def estimators(db: sqlite3.Connection, row_id: int) -> dict[str, Any]:
 
 
 def _members(db: sqlite3.Connection, condition: str, number: int) -> list[_Member]:
-    """Members in the order of the log; of two with one uid the first counts, as in grouping."""
+    """Sound members in the order of the log; of two with one uid the first counts, as in grouping."""
     rows = db.execute(
         "select n.uid, r.grp, n.episode, n.branches, r.reward, r.sampled from rollouts r"
-        f" join rollout_names n on n.id = r.id where {condition} and r.reward is not null order by r.id",
+        f" join rollout_names n on n.id = r.id where {condition} and r.reward is not null"
+        " and n.branches > 0 order by r.id",
         (number,),
     )
     members: dict[str, _Member] = {}

@@ -314,8 +314,10 @@ class Ingest:
         if manifest is None:
             return
         size = sum(chunk.size_bytes for chunk in manifest.chunks)
+        if not 0 <= size < 1 << 63:
+            raise RecordError(f"a manifest of {size} bytes")
         stages = [seconds for name, seconds in manifest.figures.items() if name.endswith("_s")]
-        seconds = finite(math.fsum(stages)) if stages else None
+        seconds = finite(sum(stages)) if stages else None
         created_ms = int(manifest.created * 1000) if 0 < manifest.created < 1e12 else message.timestamp_ms
         about = (manifest.version, manifest.learner, manifest.step, manifest.kind, size, created_ms, manifest.digest)
         self.db.execute(

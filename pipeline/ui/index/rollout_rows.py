@@ -7,6 +7,7 @@ from rollstream.topics.codec import decode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.records import GroupCancelled, Mark, Rollout, Turn
+from rollstream.topics.validation import REWARD_LIMIT
 
 PREVIEW = 200
 """Most characters of a rollout that lists show."""
@@ -133,12 +134,13 @@ class RolloutValues(NamedTuple):
 
 
 def values_of(rollout: Rollout) -> RolloutValues:
-    """Return what the columns of a rollout hold."""
+    """Return what the columns of a rollout hold; there is no reward where grouping takes it from nobody: sums of its
+    squares would be beyond all numbers."""
     return RolloutValues(
         rollout.policy_version,
         rollout.lowest_version,
         rollout.highest_version,
-        finite(rollout.reward),
+        rollout.reward if abs(rollout.reward) <= REWARD_LIMIT else None,
         len(rollout.tokens),
         sampled_of(rollout),
         int(rollout.truncated),

@@ -22,6 +22,7 @@ from rollstream.topics.errors import DeadlineExceeded, RecordError
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.records import JournalRecord, TrainingBatch
+from rollstream.topics.validation import decode_journal
 
 _PORTION = 4000
 """Most records of rollouts, and of the other topics, that are held at once."""
@@ -215,7 +216,7 @@ def _waiting(message: KafkaRecord) -> _Waiting:
     own, place = (name_in_run(message.topic), message.partition), (ROLLOUTS, message.partition)
     if own[0] in ("journal", "batches"):
         try:
-            record = decode(message.value)
+            record = decode_journal(message.value) if own[0] == "journal" else decode(message.value)
         except RecordError:
             return _Waiting(message, own, place, 0)
         if isinstance(record, JournalRecord):

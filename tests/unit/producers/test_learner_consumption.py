@@ -1,9 +1,13 @@
 """A learner's consumption counts by index position: whoever learns, from wherever it began, workers go on with it."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.producers.learner_consumption import LearnerConsumption
+from rollstream.topics.errors import RecordError
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
 
 ROWS = 8
@@ -146,3 +150,14 @@ def test_everything_before_the_position_is_consumed_for_any_learner_and_any_dele
     for record in steps:
         run.add_step(record)
     assert run.consumed == position[script[-1][0]] * ROWS
+
+
+@pytest.mark.parametrize("rollouts", [-1, 2**31, 2**62])
+def test_an_entry_whose_rollouts_no_sum_can_hold_is_refused_and_changes_nothing(rollouts: int) -> None:
+    consumption = LearnerConsumption("main", pruned=False)
+    consumption.add_entry(0, entry(0))
+    for offset in (1, 2, 3):
+        with pytest.raises(RecordError, match="rollouts by its entry"):
+            consumption.add_entry(offset, replace(entry(offset), rollouts=rollouts))
+    consumption.add_step(step("main", 1, 4, ROWS))
+    assert consumption.consumed == ROWS

@@ -7,10 +7,26 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.task_state import initial_record
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.topics.records import GroupCancelled, NamedArray, Rollout, SamplingParams, Turn
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.codec import encode
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import (
+    BatchTokenArray,
+    Drop,
+    FinishedOffsets,
+    GroupCancelled,
+    NamedArray,
+    Rollout,
+    SamplingParams,
+    Turn,
+)
+from rollstream.topics.validation import batch_problems, cancellation_problems, decode_journal, problems
 from tests.strategies import any_record, rollouts
+from tests.support.batches import random_batch
+
+NONE = NamedArray(dtype="<f4", shape=(0,), data=b"")
 
 F4 = np.zeros(4, "<f4")
 
@@ -121,3 +137,47 @@ def test_a_senseless_cancellation_is_named_with_its_field(changes: dict[str, Any
     found = cancellation_problems(replace(SOUND, **changes))
     assert words in "; ".join(found)
     assert bool(found) == bool(words)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"weight_steps": np.zeros(4, "<i8")}, "weight_steps has 4 entries, timestamps has 0"),
+        ({"logprobs_processed": np.zeros(3, bool)}, "logprobs_processed has 3 entries"),
+        # Differences of such numbers are beyond 64 bits, and so look as if the numbers ascended.
+        ({"splits": np.array([0, 2**63 - 1, -2, -2, 0], "<i8"), "tokens": np.zeros(0, "<i4")}, "splits do not divide"),
+        (
+            {
+                "token_arrays": (
+                    BatchTokenArray(name="x", rows=np.array([0, 2**31 - 1, -(2**31), 3], "<i4"), array=NONE),
+                )
+            },
+            "names rows that are not 4 ascending rows",
+        ),
+    ],
+)
+def test_a_batch_that_no_grouping_process_cut_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:
+    batch = random_batch(0, rows=4)
+    if "tokens" in changes:
+        changes = changes | {name: getattr(batch, name)[:0] for name in ("loss_mask", "logprobs", "advantages")}
+    assert words in "; ".join(batch_problems(replace(batch, **changes)))
+
+
+NO_JOURNAL: list[tuple[dict[str, Any], str]] = [
+    ({"admitted": np.array([0, 2**60], "<i8")}, "admitted is not of first offsets and counts"),
+    ({"unfinished": np.array([0, 2**24, 2**24, 1], "<i8")}, "unfinished has more than 16777216 offsets"),
+    ({"hopped": (5,)}, "hopped holds 1 numbers, no pairs"),
+    ({"delivered": np.array([-1, 1], "<i8")}, "delivered is not of first offsets and counts"),
+    ({"finished": (FinishedOffsets(fate="lost", runs=np.array([0, 1], "<i8")),)}, "the fate 'lost'"),
+    ({"drops": (Drop(offset=-1, reason="late", environment="env"),)}, "a drop of no offset"),
+    ({"position": -1}, "from offset 0 to -1"),
+    ({"sequence": -1}, "sequence -1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "words"), NO_JOURNAL)
+def test_a_journal_record_that_no_task_wrote_is_no_record(changes: dict[str, Any], words: str) -> None:
+    first = initial_record(0, 2, "id", GroupingConfig())
+    assert decode_journal(encode(first)).position == 0
+    with pytest.raises(RecordError, match=words):
+        decode_journal(encode(replace(first, **changes)))

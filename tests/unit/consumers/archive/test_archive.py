@@ -1,6 +1,7 @@
 """The archive's files and manifest, without a broker: exactly once whatever stops the writer, on every store."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
@@ -452,3 +453,20 @@ def test_a_record_without_a_time_has_a_date() -> None:
 def test_a_url_that_cannot_be_opened_says_why() -> None:
     with pytest.raises(ConfigurationError, match="fsspec cannot open it"):
         open_store("nosuch://x")
+
+
+def test_a_file_that_is_no_parquet_though_its_digest_is_the_manifests_is_refused_in_a_line(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    archive_all(store, LOG_OF_TWO, 10, compact=False)
+    current = manifests.newest(store, "main")
+    assert current is not None
+    file = current.files_of(LOG)[0]
+    data = (tmp_path / file.path).read_bytes()[:-60] + bytes(52) + b"\x04\0\0\0PAR1"
+    (tmp_path / file.path).write_bytes(data)
+    changed = replace(file, sha256=hashlib.sha256(data).hexdigest())
+    manifest = replace(current, files=tuple(changed if other == file else other for other in current.files))
+    with pytest.raises(StateRefused, match="is not one that `rollstream archive` wrote") as refused:
+        check_files(store, manifest.files)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(StateRefused, match="a file of the log of"):
+        list(records(store, manifest, file.topic, file.partition))

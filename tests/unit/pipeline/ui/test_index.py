@@ -3,22 +3,34 @@
 import itertools
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.consumers.archive.tables import ArchivedRecord
+from rollstream.consumers.archive.writer import ArchiveWriter
+from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, series
 from rollstream.pipeline.ui.index.group_query import GroupFilter
 from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
+from rollstream.pipeline.ui.index.run_index import RunIndex
 from rollstream.pipeline.ui.index.writer import IndexWriter
+from rollstream.pipeline.ui.server.answers import json_text
+from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.records import Chunk as PolicyChunk
+from rollstream.topics.records import NamedArray, Rollout
 from tests.support.index_logs import Chunk, ListedLog, MadeRun
+from tests.support.runs import rollout
 
 
 def made(chunks: int, seed: int = 0, groups: int = 3) -> Chunk:
@@ -217,6 +229,35 @@ def test_pages_of_a_search_follow_one_another(filled: Path, order: str) -> None:
                 break
         assert places == [row["place"] for row in whole["rows"]]
         assert whole["matching"] == len(places) > 50
+
+
+def test_an_invalid_rollout_stops_no_index_and_is_shown_as_far_as_it_makes_sense(tmp_path: Path) -> None:
+    """A worker may write rewards whose squares are beyond all numbers, and arrays shorter than its tokens."""
+    odd: list[Rollout] = [
+        rollout("x", 0, reward=1e300),
+        rollout("x", 1, reward=-1e300),
+        rollout("x", 2, loss_mask=np.ones(2, bool), logprobs=np.zeros(9, "<f4"), branches=0),
+        rollout("x", 3, token_arrays={"weight_version": NamedArray.of(np.full(6, np.nan, "<f4"))}),
+    ]
+    archive = ArchiveWriter(open_store(str(tmp_path / "archive")), "odd")
+    archive.begin("rollouts", "id", {0: 0})
+    archive.begin("policies", "id", {0: 0})
+    for offset, record in enumerate(odd):
+        archive.add(ArchivedRecord("rollouts", 0, offset, 0, None, encode(record)))
+    manifest = decode(MadeRun().policy(0)[1].value)
+    chunks = tuple(PolicyChunk(index=n, partition=0, offset=n, size_bytes=2**62, digest="") for n in range(2))
+    archive.add(ArchivedRecord("policies", 0, 0, 0, None, encode(replace(manifest, chunks=chunks))))
+    archive.commit({("rollouts", 0): len(odd), ("policies", 0): 1})
+    archive.close()
+    with RunIndex.open(RunConfig(run="odd", data_dir=tmp_path / "data"), str(tmp_path / "archive")) as index:
+        index.catch_up()
+        assert index.rollouts()["matching"] == len(odd)
+        assert index.weights()["versions"] == []
+        for offset, record in enumerate(odd):
+            tokens = index.details(0, offset)["tokens"]
+            assert {len(tokens[name]) for name in ("ids", "mask", "logprobs", "versions", "token_rewards")} == {6}
+            assert json_text(index.estimators(0, offset))
+            assert tokens["ids"] == record.tokens.tolist()
 
 
 def test_records_that_do_not_decode_are_counted_and_stop_nothing(tmp_path: Path) -> None:

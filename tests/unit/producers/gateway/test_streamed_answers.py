@@ -1,11 +1,16 @@
 """Streams put together give the whole answer; whole answers taken apart give it again."""
 
 import json
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.producers.gateway.streamed_answers import EventLines, StreamedAnswer, events_of, framed
+from rollstream.producers.gateway.call_forms import parse_request
+from rollstream.producers.gateway.streamed_answers import EventLines, StreamedAnswer, event_of, events_of, framed
+from rollstream.producers.inference.errors import InferenceRefused
+from rollstream.topics.errors import RecordError
 
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 ANSWER = {
@@ -69,3 +74,40 @@ def test_events_come_whole_however_their_bytes_are_cut(events: list[dict[str, st
     stream, lines = b"".join(map(framed, events)), EventLines()
     read = [text for at in range(0, len(stream), size) for text in lines.feed(stream[at : at + size])]
     assert [json.loads(text) for text in read] == events
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"delta": {"tool_calls": [{"index": 2**40}]}},
+        {"delta": {"tool_calls": [{"index": -5}]}},
+        {"delta": {"tool_calls": 7}},
+        {"delta": {"content": "a"}, "logprobs": "x"},
+        {"text": 5},
+        {"index": "x"},
+        7,
+    ],
+)
+def test_an_event_that_is_none_of_openais_is_refused_by_name(part: Any) -> None:
+    whole = StreamedAnswer(chat=True, source="http://server")
+    with pytest.raises(InferenceRefused, match="http://server streamed an event that is none of OpenAI's"):
+        whole.add({"choices": [part]})
+
+
+@pytest.mark.parametrize("text", ["{", "[1]", "[" * 100_000, "7"])
+def test_what_is_no_object_is_no_event(text: str) -> None:
+    with pytest.raises(InferenceRefused, match="http://server streamed"):
+        event_of(text, "http://server")
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": "x"}], "stream_options": [1]}),
+        ("completions", {"prompt": "x", "logprobs": "many"}),
+        ("completions", {"prompt": "x", "logprobs": float("nan")}),
+    ],
+)
+def test_a_request_whose_own_fields_cannot_be_read_is_the_agents_fault(route: str, body: dict[str, Any]) -> None:
+    with pytest.raises(RecordError, match="must be"):
+        parse_request(route, body)

@@ -1,15 +1,7 @@
-"""A seeded flood of hostile records through the decoder and the pure fold: each has one place, memory is bounded.
+"""A flood of hostile records through the decoder and the pure fold of grouping, with the place of each record."""
 
-`HOSTILE_RECORDS` is the length of the long form, `HOSTILE_SEED` its first seed; each piece of 100,000 has the next one.
-"""
-
-import os
-import resource
-import time
 from collections import Counter
 from dataclasses import dataclass, field
-
-import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
@@ -26,13 +18,9 @@ from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import JournalRecord
 from tests.support.flood import Flood
 
-RECORDS = int(os.environ.get("HOSTILE_RECORDS", "200000"))
-SEED = int(os.environ.get("HOSTILE_SEED", "1"))
-PIECE = 100_000
 COMMIT_EVERY = 500
-MOST_MIB = 300
-"""Most memory that a piece may add to this process: the fold may hold 64 MiB of groups and as much of finished ones."""
 CONFIG = GroupingConfig(batch_rollouts=16, mark_keys=("8a" * 32,), capacity_bytes=64 * 1024 * 1024)
+_SNAPSHOT_EVERY = 100_000
 
 
 @dataclass
@@ -68,7 +56,7 @@ class FoldedFlood:
         return self
 
     def _commit(self, fold: Fold) -> None:
-        effects = fold.prepare_commit(snapshot=self.records % PIECE == 0)
+        effects = fold.prepare_commit(snapshot=self.records % _SNAPSHOT_EVERY == 0)
         for written in effects.records:
             journal = decode_as(JournalRecord, encode(written))
             self.counts.add(journal)
@@ -86,25 +74,3 @@ class FoldedFlood:
         honest = set(self.flood.honest)
         assert honest.isdisjoint(self.dropped)
         assert len(honest - self.batched) <= CONFIG.batch_rollouts + self.in_flight
-
-
-def peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-@pytest.mark.parametrize("records", [20_000, pytest.param(RECORDS, marks=pytest.mark.long, id="long")])
-def test_every_record_of_a_flood_has_one_place(records: int, capsys: pytest.CaptureFixture[str]) -> None:
-    began, before_mib = time.monotonic(), peak_mib()
-    undecodable = honest = folded = 0
-    seeds = range(SEED, SEED + -(-records // PIECE))
-    for seed in seeds:
-        piece = FoldedFlood(Flood(seed, min(PIECE, records))).fold()
-        piece.check()
-        folded, undecodable = folded + piece.records, undecodable + piece.undecodable
-        honest += len(piece.flood.honest)
-        assert peak_mib() - before_mib < MOST_MIB
-    with capsys.disabled():
-        print(
-            f"\n{folded:,} records, {undecodable:,} undecodable, {honest:,} honest, seeds {seeds[0]} to {seeds[-1]}: "
-            f"{time.monotonic() - began:.0f} s, {peak_mib() - before_mib:.0f} MiB more at the peak"
-        )
