@@ -70,10 +70,12 @@ class Settings:
         return replace(self, rollouts=rollouts, poll_records=min(self.poll_records, max(1, rollouts // 8)))
 
     def with_length(self, tokens: int) -> "Settings":
-        """These settings for rollouts of another length: as many tokens in all, if that is not many short rollouts."""
-        as_many = self.rollouts * self.tokens // tokens
-        least = self.group_size * self.partitions * 2
-        return replace(self, tokens=tokens).with_rollouts(max(least, min(2 * self.rollouts, as_many)))
+        """These settings for rollouts of another length: as many tokens in all, if that is not many short rollouts.
+
+        Groups are whole: what is produced is what the other side waits for.
+        """
+        groups = min(2 * self.rollouts, self.rollouts * self.tokens // tokens) // self.group_size
+        return replace(self, tokens=tokens).with_rollouts(self.group_size * max(2 * self.partitions, groups))
 
 
 @dataclass(frozen=True, kw_only=True)
