@@ -100,7 +100,7 @@ run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
 	$(REAL) $(ARGS) $(OR_NAMED)
 	$(ENGINES) $(ARGS) $(OR_NAMED)
 
-bench: $(STAMP) ## Measure against raw baselines of the same run (2 minutes; all of it with ARGS=--full)
+bench: $(STAMP) ## Measure against raw baselines of the same run (some rows; all with ARGS=--full)
 	$(BIN)/python -m tests.bench $(ARGS)
 
 kills: $(STAMP) ## Kill processes of rollstream and of other loops, and count lost rollouts, e.g. ARGS="--kills 8 --seed 7"

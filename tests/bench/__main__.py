@@ -1,6 +1,6 @@
 """`python -m tests.bench`: rows on a local Kafka of their own, as tables of 80 columns or as JSON, and in a file.
 
-The quick form measures some rows with few rollouts, in about two minutes; the full one measures all.
+The quick form measures some rows with few rollouts, in a few minutes; the full one measures all.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The command line of the benchmark."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure against raw baselines.")
-    parser.add_argument("--full", action="store_true", help="measure all rows, each with more rollouts (an hour)")
+    parser.add_argument("--full", action="store_true", help="measure all rows, each with more rollouts")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
         "--only",
