@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
@@ -37,6 +37,8 @@ from rollstream.topics.records import (
 from rollstream.topics.run_splits import moved_from, splits_of
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
+_ONE_RECORD: dict[str, Any] = {"max.partition.fetch.bytes": 64 * 1024, "queued.min.messages": 1}
+"""Settings of a client that fetches single records: by default it fetches megabytes of what follows, too."""
 
 
 class RolloutPlace(NamedTuple):
@@ -263,7 +265,7 @@ class RunView(Closing):
         """Fetch one record; one that grouping left out stays unread. Raises TopicError if it does not exist."""
         topic = self.topic(name)
         if self._reader is None:
-            self._reader = Reader(self.kafka, fetch_wait_ms=10)
+            self._reader = Reader(self.kafka, fetch_wait_ms=10, **_ONE_RECORD)
         bounds = self._reader.bounds(topic)
         if partition not in bounds:
             raise TopicError(f"{topic} has no partition {partition}")

@@ -85,4 +85,5 @@ def test_a_question_about_one_rollout_costs_the_same_on_a_longer_log(
         )
     with capsys.disabled():
         print("\nprocessor time:", *lines, sep="\n  ")
-    assert costs[-1] < 2 * costs[0]
+    # Ten times the records, or a hundred times.
+    assert costs[-1] < 3 * costs[0]
