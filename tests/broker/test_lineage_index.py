@@ -120,21 +120,21 @@ def bounds(run: RealRun, name: str) -> dict[int, tuple[int, int]]:
     return topic_admin.bounds(run.kafka, run.topic(name))
 
 
-class KilledWithin(PlaceIndex):
-    """Kills its process by kill -9 before it commits its n-th transaction."""
-
-    transactions = 0
-
-    def _write_skipped(self, name: str) -> None:
-        super()._write_skipped(name)
-        self.transactions -= 1
-        if not self.transactions:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def fill_until_killed(kafka: KafkaConfig, run: str, path: Path, transactions: int) -> None:
-    with KilledWithin(kafka, run, path, commit_records=5) as index:
-        index.transactions = transactions
+    """Fill the index; kill -9 before the n-th transaction that writes records is committed."""
+    wrote, left = False, transactions
+
+    def trace(statement: str) -> None:
+        nonlocal wrote, left
+        if statement.startswith("update positions"):
+            wrote = True
+        elif statement == "commit" and wrote:
+            wrote, left = False, left - 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    with PlaceIndex(kafka, run, path, commit_records=5) as index:
+        index.db.set_trace_callback(trace)
         index.update()
 
 
