@@ -15,6 +15,8 @@ from rollstream.infra.process_identity import ProcessIdentity, identify, is_runn
 
 REGISTRY_VARIABLE = "ROLLSTREAM_REGISTRY"
 """Path of the list, for a process that may be adopted."""
+EXIT_FILES = "exit-*"
+"""Files beside the list in which processes leave their exit codes."""
 _LOOK_S = 0.2
 _orphaned: list[Path] = []
 """The list in which this process awaits, or found, another supervisor."""
@@ -85,4 +87,4 @@ def leave_exit_code(code: int) -> None:
 
 def exit_file(path: Path, pid: int) -> Path:
     """Return the file in which a process beside a list leaves its exit code."""
-    return path.with_name(f"exit-{pid}")
+    return path.with_name(EXIT_FILES.replace("*", str(pid)))

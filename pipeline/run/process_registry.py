@@ -16,7 +16,7 @@ from pathlib import Path
 from rollstream.consumers.files.atomic_files import StoreError, lock_directory, write_json
 from rollstream.infra.process_identity import ProcessIdentity, await_end, identify, is_running, send
 from rollstream.pipeline.run.adopted_process import AdoptedProcess
-from rollstream.pipeline.run.orphans import RegisteredProcess, RegisteredRun, exit_file, read
+from rollstream.pipeline.run.orphans import EXIT_FILES, RegisteredProcess, RegisteredRun, exit_file, read
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
@@ -46,6 +46,9 @@ class ProcessRegistry(Closing):
                 f"process {other.supervisor.pid} runs this run on this machine already ({self.path}); stop it first, "
                 "or give this run another name or data_dir"
             ) from error
+        # Left by processes that nobody adopted; a later one may have the id of one of them.
+        for leftover in directory.glob(EXIT_FILES):
+            leftover.unlink(missing_ok=True)
         before = read(self.path)
         running = {} if before is None else {n: p for n, p in before.processes.items() if is_running(p.process)}
         same = before is not None and before.configuration == configuration

@@ -143,6 +143,16 @@ def test_the_exit_code_of_an_adopted_process_is_known_if_it_left_one(by_itself: 
         assert (process.wait(60), process.poll()) == (code, code)
 
 
+def test_an_exit_code_that_was_left_for_nobody_is_no_other_process_s() -> None:
+    pids = left(a_0=ROLE)
+    Path(f"processes/exit-{pids['a-0']}").write_text("0")  # by one that had the same id before
+    with registry() as taken:
+        process = taken.adopt("a-0", spec("a-0").command_digest)
+        assert process is not None
+        process.kill()
+        assert process.wait(60) == NO_EXIT_CODE
+
+
 def test_a_process_of_another_command_is_ended_before_its_name_is_started() -> None:
     pids = left(a_0=ROLE)
     with registry() as taken, Supervisor(Path("logs"), registry=taken) as supervisor:
