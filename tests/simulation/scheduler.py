@@ -70,7 +70,8 @@ class Actor:
 class Scheduler:
     """Actors, virtual time and the one source of randomness."""
 
-    def __init__(self, seed: int, most_steps: int = 15_000) -> None:
+    def __init__(self, seed: int, most_steps: int = 60_000) -> None:
+        """A schedule that takes more steps has no end; two long outages, one after the other, take some 16,000."""
         self.rng = random.Random(seed)
         self.now_s = EPOCH_S
         self.steps = 0

@@ -3,7 +3,6 @@
 import asyncio
 import http.client
 import json
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.ui.config import UiConfig
 from rollstream.pipeline.ui.server.page_run import PageRun
 from rollstream.pipeline.ui.server.page_server import PageServer
+from tests.support.loops import loop_in_a_thread
 
 _TIMEOUT_S = 120.0
 
@@ -92,21 +92,17 @@ def _events(response: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
 @contextmanager
 def page_server(config: UiConfig, *runs: RunConfig) -> Iterator[PageServer]:
     """A server of some runs, in a thread of its own."""
-    began, servers = threading.Event(), list[PageServer]()
-    loop, stop = asyncio.new_event_loop(), asyncio.Event()
+    servers: list[PageServer] = []
 
-    async def serve() -> None:
-        async with PageServer(config, {run.run: PageRun(run) for run in runs}) as server:
-            servers.append(server)
-            began.set()
-            await stop.wait()
+    async def start() -> None:
+        servers.append(await PageServer(config, {run.run: PageRun(run) for run in runs}).__aenter__())
 
-    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),), daemon=True)
-    thread.start()
-    assert began.wait(_TIMEOUT_S), "the server did not listen"
-    try:
-        yield servers[0]
-    finally:
-        loop.call_soon_threadsafe(stop.set)
-        thread.join(_TIMEOUT_S)
-        loop.close()
+    async def close() -> None:
+        await servers[0].__aexit__(None, None, None)
+
+    with loop_in_a_thread() as loop:
+        asyncio.run_coroutine_threadsafe(start(), loop).result(_TIMEOUT_S)
+        try:
+            yield servers[0]
+        finally:
+            asyncio.run_coroutine_threadsafe(close(), loop).result(_TIMEOUT_S)

@@ -2,7 +2,6 @@
 
 import asyncio
 import socket
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.producers.config import InferenceConfig
 from rollstream.producers.inference.decoding import DecodeRow, FinishReason
 from rollstream.producers.inference.server import InferenceServer
+from tests.support.loops import loop_in_a_thread
 
 TOKENIZER = CharacterTokenizer("0123456789>+=")
 
@@ -127,19 +127,12 @@ class ScriptedGenerator(SortingGenerator):
 def _in_a_thread(
     start: Callable[[], Coroutine[Any, Any, Any]], close: Callable[[], Coroutine[Any, Any, Any]]
 ) -> Iterator[None]:
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="test-server")
-    thread.start()
-    try:
+    with loop_in_a_thread() as loop:
         asyncio.run_coroutine_threadsafe(start(), loop).result(300)
         try:
             yield
         finally:
             asyncio.run_coroutine_threadsafe(close(), loop).result(300)
-    finally:
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(300)
-        loop.close()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rollstream.consumers.files.atomic_files import write_json
 from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE
 from rollstream.pipeline.run.orphans import read
 from rollstream.pipeline.run.process_registry import ProcessRegistry
@@ -194,7 +195,7 @@ def test_a_process_that_the_list_does_not_name_ends_by_itself() -> None:
     path = Path("processes/processes.json")
     listed = json.loads(path.read_text())
     del listed["processes"]["a-1"]  # as if the supervisor had been killed before it was listed
-    path.write_text(json.dumps(listed))
+    write_json(path, listed)
     with registry() as taken:
         assert taken.orphans.keys() == {"a-0"}
         eventually(lambda: not runs(pids["a-1"]), 60, "its end")
