@@ -67,6 +67,8 @@ class ModelProducer:
         self._fatal: KafkaError | None = None
         self._error: KafkaError | None = None
         """Why the transaction must be aborted."""
+        self._unanswered: set[Place] = set()
+        """Partitions to which records were sent that nobody acknowledged yet."""
         self._doubtful = False
         """Whether a record that timed out may be in the log: the producer's epoch is raised at the abort (KIP-360)."""
 
@@ -140,10 +142,13 @@ class ModelProducer:
         try:
             if transactional:
                 self._add(place, deadline_s)
+            self._unanswered.add(place)
             offsets = self._link.request(append, deadline_s)
         except Refusal as refusal:
+            self._unanswered.discard(place)
             self._fail(batch, self._refused(refusal))
             return
+        self._unanswered.discard(place)
         self._sequences[place] = first + len(batch)
         sent = set(map(id, batch))
         self._queue = [queued for queued in self._queue if id(queued) not in sent]
@@ -171,6 +176,7 @@ class ModelProducer:
 
         self._producer = self._ask(initialise, deadline_s)
         self._sequences.clear()
+        self._unanswered.clear()
 
     def begin_transaction(self) -> None:
         self._link.check()
@@ -222,6 +228,9 @@ class ModelProducer:
         self._raise_fatal()
         deadline_s = self._until(timeout)
         self._queue.clear()
+        # What was sent and is given up may be in the log, under numbers that the next records would have.
+        self._doubtful = self._doubtful or bool(self._unanswered)
+        self._unanswered.clear()
         self._end(False, deadline_s)
         if self._doubtful:
             producer = self._producer
