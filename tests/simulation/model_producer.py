@@ -228,7 +228,7 @@ class ModelProducer:
         self._raise_fatal()
         deadline_s = self._until(timeout)
         self._queue.clear()
-        # What was sent and is given up may be in the log, under numbers that the next records would have.
+        # Records that were sent and are given up may be in the log, under numbers that the next ones would have.
         self._doubtful = self._doubtful or bool(self._unanswered)
         self._unanswered.clear()
         self._end(False, deadline_s)
