@@ -69,7 +69,7 @@ class _TopicReader:
     def __init__(
         self, kafka: KafkaConfig, reader: Reader, run: str, topic: str, topic_id: str, writer: ArchiveWriter
     ) -> None:
-        """`reader` is that of all topics, which are read one after the other: a client each costs 40 ms."""
+        """`reader` is that of all topics, which are read one after the other."""
         self.topic = topic
         self._kafka, self._reader, self._name = kafka, reader, topic_name(run, topic)
         begins = {p: begin for p, (begin, _end) in reader.bounds(self._name).items()}

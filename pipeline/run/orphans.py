@@ -8,6 +8,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,7 +83,8 @@ def leave_exit_code(code: int) -> None:
     """Write down the exit code of this process if it lost the supervisor that it is a child of: no other gets it from
     the system."""
     for path in _orphaned:
-        exit_file(path, os.getpid()).write_text(str(code))
+        with suppress(OSError):  # without it the end counts as a kill
+            exit_file(path, os.getpid()).write_text(str(code))
 
 
 def exit_file(path: Path, pid: int) -> Path:

@@ -1,6 +1,6 @@
 """Baseline of `group-and-batch`: a process that consumes rollouts and produces the same bytes, both in one transaction.
 
-The same clients, settings and cadence as a grouping process: at most `poll_records` records, or what came within
+The same clients and settings as a grouping process: at most `poll_records` records, or what came within
 `commit_interval_s`, make a transaction. Nothing is decoded.
 """
 

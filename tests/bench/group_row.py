@@ -20,7 +20,7 @@ def measure(settings: Settings) -> Row:
     return Row(
         name="group-and-batch",
         what=f"consume, fold, batch and commit, groups of {settings.group_size}",
-        baseline="consume, produce the same bytes and commit, same cadence and clients",
+        baseline="consume, produce the same bytes and commit at intervals, by the same clients",
         size_bytes=len(records[0][1]),
         tokens=settings.tokens,
         ours=tuple(timings[_GROUP]),

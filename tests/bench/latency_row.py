@@ -60,7 +60,7 @@ def row(name: str, rate: int) -> Callable[[Settings], LatencyRow]:
             name=name,
             what=f"last rollout of a batch acknowledged to the batch readable, at {rate} rollouts/s, groups of "
             f"{settings.group_size}, batches of {_BATCH_ROLLOUTS}",
-            baseline="a rollout acknowledged to its transactional copy readable, same cadence and clients",
+            baseline="a rollout acknowledged to its transactional copy readable, made at intervals, same clients",
             ours=tuple(measured.latencies_s for measured in ours),
             raw=tuple(measured.latencies_s for measured in raw),
             # Below the rate that was asked for it is a backlog that is measured, of a machine with too much to do.

@@ -18,7 +18,7 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.params_digest import params_digest
-from tests.support.checkpoints import random_parameters
+from tests.support.checkpoints import LARGE, random_parameters
 from tests.support.recipe import write_model
 from tests.support.runs import RealRun
 
@@ -59,17 +59,6 @@ def test_the_newest_version_is_exported_with_its_tokenizer_and_no_model_is_overw
     assert not list(Path(directory / "out").glob(".*"))
 
 
-LARGE = DecoderConfig(
-    vocab_size=8192,
-    hidden_size=1024,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=4096,
-    tie_word_embeddings=True,
-)
-"""Parameters of 302 MB, the largest tensor of 34 MB."""
 SHARE = 0.7
 """Memory that an export takes more for this model than for a small one, as a share of its parameters."""
 

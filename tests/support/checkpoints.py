@@ -19,6 +19,17 @@ from rollstream.consumers.models.huggingface import CONFIG, SINGLE, load_config
 from rollstream.consumers.models.parameters import shapes
 from tests.support.paths import ROOT
 
+LARGE = DecoderConfig(
+    vocab_size=8192,
+    hidden_size=1024,
+    num_hidden_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=128,
+    intermediate_size=4096,
+    tie_word_embeddings=True,
+)
+"""A model whose parameters take 302 MB, the largest tensor of 34 MB: enough to see who holds them all."""
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TOKENS = [
     *SPECIAL_TOKENS, "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"

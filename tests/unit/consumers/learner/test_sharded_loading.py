@@ -10,34 +10,22 @@ import msgspec
 import pytest
 
 from rollstream.consumers.models import huggingface
-from rollstream.consumers.models.config import DecoderConfig
 from rollstream.infra.ports import free_port
 from rollstream.topics.params_checksum import params_checksum
-from tests.support.checkpoints import random_parameters
+from tests.support.checkpoints import LARGE, random_parameters
 from tests.support.loading_child import Job
 from tests.support.paths import ROOT
 
-MODEL = DecoderConfig(
-    vocab_size=8192,
-    hidden_size=1024,
-    num_hidden_layers=4,
-    num_attention_heads=8,
-    num_key_value_heads=8,
-    head_dim=128,
-    intermediate_size=4096,
-    tie_word_embeddings=True,
-)
-"""Parameters of 302 MB, the largest tensor of 34 MB."""
 SHARE = 0.7
 """Peak of each of two processes, as a share of the whole."""
 
 
 @pytest.mark.long
 def test_two_processes_load_a_checkpoint_that_neither_holds_whole(tmp_path: Path) -> None:
-    params = random_parameters(MODEL)
+    params = random_parameters(LARGE)
     digest = params_checksum(params)
     whole = sum(array.nbytes for array in params.values())
-    huggingface.save(tmp_path / "model", MODEL, params)
+    huggingface.save(tmp_path / "model", LARGE, params)
     coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
     environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
     jobs = [Job(str(tmp_path / "model"), process, 2, coordinator) for process in range(2)]
