@@ -70,6 +70,33 @@ def seen_by(broker: LinkedBroker, role: str, run: RealRun) -> Iterator[RealRun]:
     seen.stop()
 
 
+@contextmanager
+def audited(
+    run: RealRun, grouping: RealRun, workers: RealRun, *, rollouts_per_s: float = 200.0, **settings: object
+) -> Iterator[tuple[Supervised, Load]]:
+    """Grouping processes and a load, each on the run as they see it; after the block all is settled and audited."""
+    groupers = Supervised(grouping, **settings)
+    with Load(workers, SEED, rollouts_per_s=rollouts_per_s) as load:
+        yield groupers, load
+    settle(run, meanwhile=groupers.revive)
+    groupers.stop()
+    assert_promises(run, load)
+
+
+@contextmanager
+def behind_links(
+    broker: LinkedBroker, name: str, directory: Path, *, rollouts_per_s: float = 200.0, **settings: object
+) -> Iterator[tuple[RealRun, Supervised, Load]]:
+    """An audited run whose grouping processes and workers reach the broker through a link each."""
+    with (
+        a_run(broker, name, directory) as run,
+        seen_by(broker, "grouping", run) as grouping,
+        seen_by(broker, "workers", run) as workers,
+        audited(run, grouping, workers, rollouts_per_s=rollouts_per_s, **settings) as (groupers, load),
+    ):
+        yield run, groupers, load
+
+
 def members(run: RealRun) -> int:
     """Number of members of the grouping processes' group."""
     admin, group = clients.admin(run.kafka), run.grouper.group_id(run.name)
@@ -107,24 +134,15 @@ def passed(seconds: float) -> Callable[[], bool]:
 def test_grouping_that_hears_nothing_of_the_broker_loses_and_repeats_nothing(
     linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
 ) -> None:
-    with (
-        a_run(linked, run_name, tmp_path) as run,
-        seen_by(linked, "grouping", run) as grouping,
-        seen_by(linked, "workers", run) as workers,
-    ):
-        groupers = Supervised(grouping, kafka__transaction_timeout_s=TRANSACTION_S)
-        with Load(workers, SEED) as load:
-            for _ in range(2):
-                load.await_more(100)
-                with linked.links["grouping"].during(SILENT[weather]):
-                    # Sessions end, and then transactions, in the middle of which some of the processes are.
-                    eventually(lambda: members(run) == 0, 60, "every session ended", every_s=0.2)
-                    eventually(passed(TRANSACTION_S), 60, "transactions ran out", every_s=0.2)
-                await_both(run, groupers)
-            load.await_more(50)
-        settle(run, meanwhile=groupers.revive)
-        groupers.stop()
-        assert_promises(run, load)
+    with behind_links(linked, run_name, tmp_path, kafka__transaction_timeout_s=TRANSACTION_S) as (run, groupers, load):
+        for _ in range(2):
+            load.await_more(100)
+            with linked.links["grouping"].during(SILENT[weather]):
+                # Sessions end, and then transactions, in the middle of which some of the processes are.
+                eventually(lambda: members(run) == 0, 60, "every session ended", every_s=0.2)
+                eventually(passed(TRANSACTION_S), 60, "transactions ran out", every_s=0.2)
+            await_both(run, groupers)
+        load.await_more(50)
 
 
 @pytest.mark.parametrize("weather", POOR)
@@ -132,42 +150,24 @@ def test_poor_links_of_grouping_and_workers_cost_time_only(
     linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
 ) -> None:
     with (
-        a_run(linked, run_name, tmp_path) as run,
-        seen_by(linked, "grouping", run) as grouping,
-        seen_by(linked, "workers", run) as workers,
+        behind_links(linked, run_name, tmp_path, rollouts_per_s=50) as (run, _, load),
+        linked.links["grouping"].during(POOR[weather]),
+        linked.links["workers"].during(POOR[weather]),
     ):
-        groupers = Supervised(grouping)
-        with (
-            linked.links["grouping"].during(POOR[weather]),
-            linked.links["workers"].during(POOR[weather]),
-            Load(workers, SEED, rollouts_per_s=50) as load,
-        ):
-            load.await_more(100)
-            eventually(batched_more(run, 10), 180, "batches come through", every_s=0.5)
-        settle(run, meanwhile=groupers.revive)
-        groupers.stop()
-        assert_promises(run, load)
+        load.await_more(100)
+        eventually(batched_more(run, 10), 180, "batches come through", every_s=0.5)
 
 
 @pytest.mark.parametrize("weather", SILENT)
 def test_workers_that_cannot_reach_the_broker_lose_and_repeat_nothing(
     linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
 ) -> None:
-    with (
-        a_run(linked, run_name, tmp_path) as run,
-        seen_by(linked, "grouping", run) as grouping,
-        seen_by(linked, "workers", run) as workers,
-    ):
-        groupers = Supervised(grouping)
-        with Load(workers, SEED) as load:
-            for _ in range(3):
-                load.await_more(100)
-                with linked.links["workers"].during(SILENT[weather]):
-                    eventually(passed(5.0), 60, "producers' requests wait", every_s=0.2)
-            load.await_more(50)
-        settle(run, meanwhile=groupers.revive)
-        groupers.stop()
-        assert_promises(run, load)
+    with behind_links(linked, run_name, tmp_path) as (_, _, load):
+        for _ in range(3):
+            load.await_more(100)
+            with linked.links["workers"].during(SILENT[weather]):
+                eventually(passed(5.0), 60, "producers' requests wait", every_s=0.2)
+        load.await_more(50)
 
 
 def steps_of(run: RealRun) -> dict[int, LearnerStep]:
@@ -213,19 +213,17 @@ def test_a_learner_behind_a_link_that_fails_ends_with_the_bits_of_an_undisturbed
 def test_a_broker_that_stands_still_past_all_timeouts_loses_and_repeats_nothing(
     linked: LinkedBroker, run_name: str, tmp_path: Path
 ) -> None:
-    with a_run(linked, run_name, tmp_path) as run:
-        groupers = Supervised(run, kafka__transaction_timeout_s=TRANSACTION_S)
-        with Load(run, SEED) as load:
-            for seconds in (3.0, 2 * TRANSACTION_S):
-                load.await_more(100)
-                with linked.stopped():
-                    eventually(passed(seconds), 60, "the broker stands still", every_s=0.2)
-                linked.await_answer()
-                load.await_more(100)
-                groupers.revive()
-        settle(run, meanwhile=groupers.revive)
-        groupers.stop()
-        assert_promises(run, load)
+    with (
+        a_run(linked, run_name, tmp_path) as run,
+        audited(run, run, run, kafka__transaction_timeout_s=TRANSACTION_S) as (groupers, load),
+    ):
+        for seconds in (3.0, 2 * TRANSACTION_S):
+            load.await_more(100)
+            with linked.stopped():
+                eventually(passed(seconds), 60, "the broker stands still", every_s=0.2)
+            linked.await_answer()
+            load.await_more(100)
+            groupers.revive()
 
 
 def test_a_broker_whose_clock_jumps_loses_and_repeats_nothing(run_name: str, tmp_path: Path) -> None:
@@ -236,14 +234,10 @@ def test_a_broker_whose_clock_jumps_loses_and_repeats_nothing(run_name: str, tmp
     with (
         linked_broker(tmp_path / "broker", environment=environment) as broker,
         a_run(broker, run_name, tmp_path) as run,
+        audited(run, run, run, rollouts_per_s=60, kafka__transaction_timeout_s=TRANSACTION_S) as (groupers, load),
     ):
-        groupers = Supervised(run, kafka__transaction_timeout_s=TRANSACTION_S)
-        with Load(run, SEED, rollouts_per_s=60) as load:
-            for ahead_s in (20, -20, 0):
-                load.await_more(50)
-                clock.be(ahead_s)
-                eventually(batched_more(run, 10), 120, "grouping goes on", every_s=0.5)
-                groupers.revive()
-        settle(run, meanwhile=groupers.revive)
-        groupers.stop()
-        assert_promises(run, load)
+        for ahead_s in (20, -20, 0):
+            load.await_more(50)
+            clock.be(ahead_s)
+            eventually(batched_more(run, 10), 120, "grouping goes on", every_s=0.5)
+            groupers.revive()
