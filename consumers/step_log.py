@@ -68,7 +68,7 @@ class StepLog:
         """Become the publisher of a run.
 
         Raises StateRefused if this learner is retired and, unless `take_over` is set, if another learner that is not
-        retired published last.
+        retired published last. Raises AccessDenied for a missing permission.
         """
         self._learner = learner
         self._run = run
@@ -132,9 +132,7 @@ class StepLog:
                         transaction.send(topic, value, key, headers=headers)
                 return
             except (TransactionFailed, Stalled) as failed:
-                if isinstance(failed, TransactionFailed) and failed.refused:
-                    raise AccessDenied(f"learner {self._learner!r} of run {self._run}: {failed.reason}") from failed
-                passing = isinstance(failed, TransactionFailed) and not failed.fatal
+                passing = isinstance(failed, TransactionFailed) and not (failed.fatal or failed.refused)
                 if not passing or time.monotonic() > deadline:
                     raise self._ended(failed) from failed
                 event(logger, "transaction_aborted", level=logging.WARNING, error=str(failed))
@@ -145,8 +143,10 @@ class StepLog:
         self._producer.flush(5.0)
         self._producer.close()
 
-    def _ended(self, failed: TransactionFailed | Stalled) -> Fenced | BrokerUnavailable:
+    def _ended(self, failed: TransactionFailed | Stalled) -> Fenced | AccessDenied | BrokerUnavailable:
         """Return the error that a failed transaction stands for."""
+        if isinstance(failed, TransactionFailed) and failed.refused:
+            return AccessDenied(f"learner {self._learner!r} of run {self._run}: {failed.reason}")
         if isinstance(failed, TransactionFailed) and failed.fatal:
             return Fenced(
                 f"learner {self._learner!r} of run {self._run} was taken over by another process that publishes into "

@@ -18,12 +18,12 @@ from confluent_kafka.admin import (
 )
 
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.access_rules import access_rules
+from rollstream.pipeline.deployment.access_rules import AUDIT, access_rules
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.sender import Failure, Sender, SendFailed
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from tests.support.command_line import answer_of
@@ -36,6 +36,7 @@ PLAIN = ("env", "gateway", "infer", "eval", "label", "collect")
 """Roles that write outside transactions."""
 TRANSACTIONAL = {"group": (("batches", "journal"), "grouper/0"), "learn": (("steps",), "learner")}
 """Roles that write in transactions: topics of one, and the transactional id."""
+USERS = (*PLAIN, *TRANSACTIONAL, AUDIT)
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     folder = tmp_path_factory.mktemp("guarded")
     (folder / "password").write_text("the password")
     with secured_broker(folder / "broker") as broker:
-        roles = [word for role in (*PLAIN, *TRANSACTIONAL) for word in ("--role", role)]
+        roles = [word for role in USERS for word in ("--role", role)]
         for words in (("topics", "apply"), ("topics", "acls", "apply", *roles)):
             answer = answer_of(folder, *words, "--run", RUN, "-b", broker.open)
             assert answer.returncode == 0, answer.stderr
-        broker.add_users({f"{RUN}-{role}": "the password" for role in (*PLAIN, *TRANSACTIONAL)})
+        broker.add_users({f"{RUN}-{role}": "the password" for role in USERS})
         yield Guarded(broker, folder)
 
 
@@ -115,6 +116,44 @@ def test_a_record_that_is_refused_while_a_role_runs_names_the_missing_rule(guard
 
     eventually(is_refused, 120, "a refused record")
     assert refused(errors[0], role, topic), errors
+
+
+ALL_REFUSED = (
+    f"user {RUN}-{AUDIT} may not Write to topic {RUN}.control, nor to any other (CLUSTER_AUTHORIZATION_FAILED); "
+    "connect as a user that may, such as that of `operate` (docs/permissions.md)"
+)
+RECORDS, PRODUCERS = 3, 5
+"""A client reports its fatal error while a record is sent or afterwards; several clients do both."""
+
+
+def test_a_user_who_may_write_nothing_is_told_so_once_for_all_records(guarded: Guarded) -> None:
+    for _ in range(PRODUCERS):
+        sender = Sender(clients.producer(guarded.kafka(AUDIT)))
+        with pytest.raises(SendFailed) as refused:
+            send_and_flush(sender)
+        assert ALL_REFUSED in str(refused.value)
+        sender.flush(10)  # Each failure is told once.
+
+
+def send_and_flush(sender: Sender) -> None:
+    """Send a few records."""
+    with sender:
+        for number in range(RECORDS):
+            sender.send(f"{RUN}.control", b"value", b"key", partition=0, name=f"record {number}")
+
+
+def test_each_record_of_a_user_who_may_write_nothing_is_reported(guarded: Guarded) -> None:
+    for _ in range(PRODUCERS):
+        failures: list[Failure] = []
+        sender = Sender(clients.producer(guarded.kafka(AUDIT)), on_failure=failures.append)
+        for number in range(RECORDS):
+            try:
+                sender.send(f"{RUN}.control", b"value", b"key", partition=0, name=f"record {number}")
+            except SendFailed as refused:
+                failures += refused.failures
+        sender.flush(120)
+        assert sorted(failure.name for failure in failures) == [f"record {number}" for number in range(RECORDS)]
+        assert {failure.reason for failure in failures} == {ALL_REFUSED}
 
 
 def write(producer: TransactionalProducer, *topics: str) -> None:

@@ -99,8 +99,10 @@ class ModelProducer:
 
     def poll(self, timeout: float = 0) -> int:
         self._link.check()
-        # The client sends on threads of its own: now or soon.
-        if self._queue:
+        # The client sends on threads of its own: now or soon, and while it is waited for.
+        if timeout > 0:
+            self._send_all(self._until(timeout))
+        elif self._queue:
             waited_s = self._scheduler.now_s - self._queue[0].since_s
             if waited_s > _SENT_WITHIN_S or self._scheduler.rng.random() < (0.1 if self._identity else 0.5):
                 self._send_all(self._scheduler.now_s)

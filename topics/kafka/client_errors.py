@@ -54,9 +54,10 @@ _REFUSED = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: "Write to {topic}",
     KafkaError.GROUP_AUTHORIZATION_FAILED: "Read as the consumer group",
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "Write under its transactional id",
-    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "IdempotentWrite on the cluster",
+    KafkaError.CLUSTER_AUTHORIZATION_FAILED: "Write to {topic}, nor to any other",
 }
-"""Operations of a writer, by the error that refuses them."""
+"""Operations of a writer, by the error that refuses them. A producer without transactions may begin only if its user
+may write to some topic; the brokers call that a right on the cluster."""
 
 
 def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
@@ -68,11 +69,27 @@ def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
     if operation is None:
         return None
     who = f"user {user}" if user else "this client's user"
-    refused = operation.format(topic=f"topic {topic}" if topic else "a topic")
+    refused = f"{who} may not {operation.format(topic=f'topic {topic}' if topic else 'a topic')} ({error.name()})"
+    if error.code() == KafkaError.CLUSTER_AUTHORIZATION_FAILED:
+        return f"{refused}; connect as a user that may, such as that of `operate` (docs/permissions.md)"
     return (
-        f"{who} may not {refused} ({error.name()}); `rollstream topics acls plan` shows the rule that is missing, and "
-        "`rollstream topics acls apply` adds it"
+        f"{refused}; `rollstream topics acls plan` shows the rule that is missing, and `rollstream topics acls apply` "
+        "adds it"
     )
+
+
+def fatal_error(raised: BaseException) -> KafkaError | None:
+    """Return the fatal error of a client that raised an exception; None if it goes on.
+
+    A callback that runs while the client raises a fatal error ends with a SystemError, which has lost it or has it as
+    its cause.
+    """
+    lost = isinstance(raised, SystemError)
+    cause = raised.__cause__ if lost else raised
+    if isinstance(cause, KafkaException) and cause.args[0].fatal():
+        error: KafkaError = cause.args[0]
+        return error
+    return KafkaError(KafkaError._FATAL, f"the client gave up: {raised}", fatal=True) if lost else None
 
 
 def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:

@@ -8,7 +8,7 @@ from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaExceptio
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import DeadlineExceeded, DeliveryError
-from rollstream.topics.kafka.client_errors import refusal
+from rollstream.topics.kafka.client_errors import fatal_error, refusal
 from rollstream.topics.kafka.named_producer import user_of
 
 _LOOK_EVERY_S = 0.1
@@ -83,10 +83,18 @@ class Sender(Closing):
         *,
         remedy: str = "run this again",
         on_failure: Callable[[Failure], None] | None = None,
+        transactional: bool = False,
     ) -> None:
         """`producer` comes from `clients`; `remedy` ends error messages. If `on_failure` is given, `send`, `poll` and
-        `flush` call it for each record that was not delivered, instead of raising SendFailed."""
+        `flush` call it for each record that was not delivered, instead of raising SendFailed.
+
+        After a fatal error of the client, as for a user who may write to no topic, no record is delivered, and each
+        fails with that error. If `transactional`, the client's exceptions are left to the transaction.
+        """
         self._producer = producer
+        self._transactional = transactional
+        self._fatal: KafkaError | None = None
+        self._acknowledged = False
         self._user = user_of(producer)
         self._remedy = remedy
         self._topics: set[str] = set()
@@ -117,8 +125,10 @@ class Sender(Closing):
             if error is not None:
                 at = message.partition()
                 place = partition if at is None else at
-                self._on_failure(Failure(name, topic, place, _size(key, value), error, self._user))
-            elif on_delivery is not None:
+                self._on_failure(Failure(name, topic, place, _size(key, value), self._fatal or error, self._user))
+                return
+            self._acknowledged = True
+            if on_delivery is not None:
                 kind, timestamp_ms = message.timestamp()
                 stamped = kind == TIMESTAMP_LOG_APPEND_TIME
                 # A delivered message has all of these.
@@ -142,15 +152,16 @@ class Sender(Closing):
                     ) from None
                 self.poll(min(_LOOK_EVERY_S, left_s))
             except KafkaException as exception:
-                self._producer.poll(0)
+                self._serve(self._producer.poll, 0)
                 self.check()  # The record before this one that failed says why a transaction takes no more.
-                failure = Failure(name, topic, partition, _size(key, value), exception.args[0], self._user)
+                error = self._fatal or exception.args[0]
+                failure = Failure(name, topic, partition, _size(key, value), error, self._user)
                 raise SendFailed([failure], self._remedy) from exception
-        self._producer.poll(0)
+        self._serve(self._producer.poll, 0)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Process delivery reports. Raises SendFailed if a record was not delivered."""
-        self._producer.poll(timeout_s)
+        self._serve(self._producer.poll, timeout_s)
         self.check()
 
     def flush(self, timeout_s: float = 30.0) -> None:
@@ -159,7 +170,7 @@ class Sender(Closing):
         Raises SendFailed if a record was not delivered, DeadlineExceeded if records are still unacknowledged after
         `timeout_s`; they stay queued.
         """
-        waiting = self._producer.flush(timeout_s)
+        waiting = self.waiting(timeout_s)
         self.check()
         if waiting:
             raise DeadlineExceeded(
@@ -169,13 +180,35 @@ class Sender(Closing):
 
     def waiting(self, timeout_s: float = 0.0) -> int:
         """Number of records that are unacknowledged after `timeout_s`."""
-        return int(self._producer.flush(timeout_s))
+        deadline = time.monotonic() + timeout_s
+        # A user who may write nothing is refused before the first acknowledgement. `flush` of the client confuses that
+        # error with the reports behind it, `poll` does not.
+        while not (self._acknowledged or self._transactional) and len(self._producer):
+            self._serve(self._producer.poll, max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic())))
+            if time.monotonic() >= deadline:
+                return len(self._producer)
+        return self._serve(self._producer.flush, max(0.0, deadline - time.monotonic()))
 
     def check(self) -> None:
         """Raise SendFailed if a record was not delivered since the last check."""
         if self._failures:
             failures, self._failures[:] = self._failures[:], []
             raise SendFailed(failures, self._remedy)
+
+    def _serve(self, call: Callable[[float], int], timeout_s: float) -> int:
+        """Call a function of the client that processes delivery reports, and note a fatal error that it raises."""
+        try:
+            return call(timeout_s)
+        except (KafkaException, SystemError) as raised:
+            if not self._note_fatal(raised):
+                raise
+        return call(timeout_s)  # It raises a fatal error once; reports may lie behind it.
+
+    def _note_fatal(self, raised: BaseException) -> bool:
+        """Note the fatal error behind an exception; return whether one is noted."""
+        if not self._transactional:
+            self._fatal = self._fatal or fatal_error(raised)
+        return self._fatal is not None
 
     def close(self) -> None:
         """Wait until all records are delivered, as `flush` does."""

@@ -160,7 +160,7 @@ class TransactionalProducer:
         under the id aborts it.
         """
         # A new sender, so that delivery reports of an aborted transaction do not count.
-        transaction = Transaction(self, Sender(self.client))
+        transaction = Transaction(self, Sender(self.client, transactional=True))
         try:
             self._begin()
             yield transaction

@@ -4,7 +4,7 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException
 
 from rollstream.topics.errors import AccessDenied
-from rollstream.topics.kafka.client_errors import raise_for, refusal, retrying
+from rollstream.topics.kafka.client_errors import fatal_error, raise_for, refusal, retrying
 
 
 class Call:
@@ -45,4 +45,17 @@ def test_a_refusal_names_user_operation_topic_and_remedy() -> None:
     assert "`rollstream topics acls plan`" in text
     assert (refusal(denied, "") or "").startswith("this client's user may not Write to a topic (")
     assert "transactional id" in (refusal(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED), "u") or "")
+    assert "nor to any other" in (refusal(KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED), "u", "t") or "")
     assert refusal(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), "u", "t") is None
+
+
+def test_a_fatal_error_is_found_behind_what_a_callback_raised_or_said_to_be_lost() -> None:
+    fatal = KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED, "no", fatal=True)
+    hidden = SystemError("a callback returned a result with an exception set")
+    hidden.__cause__ = KafkaException(fatal)
+    assert fatal_error(KafkaException(fatal)) is fatal
+    assert fatal_error(hidden) is fatal
+    assert fatal_error(KafkaException(KafkaError(KafkaError._TRANSPORT))) is None
+    lost = fatal_error(SystemError("returned NULL without setting an exception"))
+    assert lost is not None
+    assert lost.code() == KafkaError._FATAL
