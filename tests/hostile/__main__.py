@@ -2,11 +2,14 @@
 
 import argparse
 import logging
+import multiprocessing
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.hostile.flood_targets import Outcome, flood, peak_mib
+from tests.hostile.flood_targets import Outcome, flood, pieces
 from tests.hostile.targets import TARGETS
 
 SHARES = sum(target.share for target in TARGETS.values())
@@ -18,17 +21,37 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=10_000_000, help="number of inputs to all targets together")
     parser.add_argument("--seed", type=int, default=1, help="of the first piece of each target")
     parser.add_argument("--only", action="append", choices=TARGETS, help="a target; may be repeated")
+    parser.add_argument("--processes", type=int, default=1, help="number of pieces at a time (default: 1)")
     given = parser.parse_args()
-    logging.disable()  # Readers tell of what they pass over.
     outcomes: list[Outcome] = []
     with TemporaryDirectory(prefix="hostile-") as folder:
-        for name in given.only or TARGETS:
-            target = TARGETS[name]
-            outcomes.append(flood(target, given.inputs * target.share // SHARES, given.seed, Path(folder)))
-            print(outcomes[-1], flush=True)
+        for outcome in flooded(given.only or list(TARGETS), given.inputs, given.seed, given.processes, Path(folder)):
+            outcomes.append(outcome)
+            print(outcome, flush=True)
     inputs, failed = sum(outcome.fates.total() for outcome in outcomes), [o for o in outcomes if o.failure]
-    print(f"{inputs:,} inputs, {len(failed)} of {len(outcomes)} targets failed, peak {peak_mib():.0f} MiB")
+    peak_mib = max(outcome.peak_mib for outcome in outcomes)
+    print(f"{inputs:,} inputs, {len(failed)} of {len(outcomes)} targets failed, peak {peak_mib:.0f} MiB of a process")
     return int(bool(failed))
+
+
+def flooded(names: Sequence[str], inputs: int, seed: int, processes: int, folder: Path) -> Iterator[Outcome]:
+    """Give each target its share of so many inputs, in pieces of one seed each, so many pieces at a time."""
+    context = multiprocessing.get_context("spawn")
+    # Readers tell of what they pass over.
+    with ProcessPoolExecutor(processes, context, logging.disable) as pool:
+        parts = [
+            [
+                pool.submit(_flood, name, count, piece_seed, folder)
+                for piece_seed, count in pieces(TARGETS[name], inputs * TARGETS[name].share // SHARES, seed)
+            ]
+            for name in names
+        ]
+        for futures in parts:
+            yield Outcome.together(future.result() for future in futures)
+
+
+def _flood(name: str, inputs: int, seed: int, folder: Path) -> Outcome:
+    return flood(TARGETS[name], inputs, seed, folder)
 
 
 if __name__ == "__main__":

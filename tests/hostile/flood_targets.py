@@ -7,7 +7,7 @@ import resource
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,8 +41,20 @@ class Outcome:
     fates: Fates = field(default_factory=Counter)
     seconds: float = 0.0
     peak_mib: float = 0.0
-    """Most memory of the process so far."""
+    """Most memory of a process so far."""
     failure: str = ""
+
+    @classmethod
+    def together(cls, pieces: Iterable["Outcome"]) -> "Outcome":
+        """One outcome of all pieces of a target, in the order of their seeds."""
+        first, *others = pieces
+        for piece in others:
+            first.seeds = range(first.seeds.start, piece.seeds.stop)
+            first.fates += piece.fates
+            first.seconds += piece.seconds
+            first.peak_mib = max(first.peak_mib, piece.peak_mib)
+            first.failure += piece.failure
+        return first
 
     def __str__(self) -> str:
         fates = ", ".join(f"{fate} {count:,}" for fate, count in sorted(self.fates.items()))
@@ -51,21 +63,23 @@ class Outcome:
         return f"{line}, peak {self.peak_mib:.0f} MiB{self.failure}"
 
 
+def pieces(target: Target, inputs: int, seed: int) -> list[tuple[int, int]]:
+    """Seeds of the pieces of so many inputs to a target, each with the number of its inputs."""
+    starts = range(0, max(1, inputs), target.piece)
+    return [(seed + number, min(target.piece, inputs - start)) for number, start in enumerate(starts)]
+
+
 def flood(target: Target, inputs: int, seed: int, folder: Path) -> Outcome:
-    """Give a target so many inputs, in pieces of one seed each; a failure names its seed."""
-    outcome = Outcome(target.name, range(seed, seed + max(1, -(-inputs // target.piece))))
-    began = time.monotonic()
-    for number, piece_seed in enumerate(outcome.seeds):
-        count = min(target.piece, inputs - number * target.piece)
-        place = folder / f"{target.name.replace(' ', '-')}-{piece_seed}"
-        place.mkdir()
-        try:
-            fates = target.run(HostileInput(piece_seed), count, place)
-            assert fates.total() == count, f"{count} inputs have {fates.total()} places: {fates}"
-        except Exception:
-            outcome.failure = f"\nFAILED with seed {piece_seed}, {count} inputs:\n{traceback.format_exc()}"
-            break
-        outcome.fates += fates
+    """Give a target so many inputs of one seed; a failure names it."""
+    outcome, began = Outcome(target.name, range(seed, seed + 1)), time.monotonic()
+    place = folder / f"{target.name.replace(' ', '-')}-{seed}"
+    place.mkdir()
+    try:
+        outcome.fates = target.run(HostileInput(seed), inputs, place)
+        total = outcome.fates.total()
+        assert total == inputs, f"{inputs} inputs have {total} places: {outcome.fates}"
+    except Exception:
+        outcome.failure = f"\nFAILED with seed {seed}, {inputs} inputs:\n{traceback.format_exc()}"
     outcome.seconds, outcome.peak_mib = time.monotonic() - began, peak_mib()
     return outcome
 

@@ -4,12 +4,13 @@
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.hostile.__main__ import SHARES
-from tests.hostile.flood_targets import flood, peak_mib
+from tests.hostile.__main__ import SHARES, flooded
+from tests.hostile.flood_targets import Outcome, flood, peak_mib, pieces
 from tests.hostile.targets import TARGETS
 
 INPUTS = int(os.environ.get("HOSTILE_INPUTS", "400000"))
@@ -24,8 +25,21 @@ ones, and an archive the rows of a commit."""
 def test_every_input_has_one_fate(name: str, length: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = TARGETS[name]
     before_mib = peak_mib()
-    outcome = flood(target, target.short if length == "short" else INPUTS * target.share // SHARES, SEED, tmp_path)
+    inputs = target.short if length == "short" else INPUTS * target.share // SHARES
+    outcome = Outcome.together(flood(target, count, seed, tmp_path) for seed, count in pieces(target, inputs, SEED))
     with capsys.disabled():
         print(f"\n{outcome}", end=" ")
     assert not outcome.failure
     assert peak_mib() - before_mib < MOST_MIB
+
+
+def test_pieces_of_several_processes_are_those_of_one(tmp_path: Path) -> None:
+    name, inputs = "parameters of the page", 30_000
+    target = TARGETS[name]
+    parts = pieces(replace(target, piece=100), 250, 7)
+    assert parts == [(7, 100), (8, 100), (9, 50)]
+    alone = flood(target, inputs * target.share // SHARES, 7, tmp_path)
+    (tmp_path / "several").mkdir()
+    [outcome] = flooded([name], inputs, 7, 2, tmp_path / "several")
+    assert (outcome.target, outcome.seeds, outcome.fates) == (name, range(7, 8), alone.fates)
+    assert Outcome.together([outcome, flood(target, 10, 8, tmp_path)]).fates.total() == alone.fates.total() + 10
