@@ -59,7 +59,7 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
         "device": ", ".join(sorted({device.device_kind for device in jax.devices()})),
         "devices": str(jax.device_count()),
         "processes": str(config.processes),
-        "mesh": repr(config.mesh),
+        "mesh": str(config.mesh),
         "machine": platform.machine(),
         "threads": os.environ.get("NPROC", ""),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),

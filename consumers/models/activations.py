@@ -1,16 +1,18 @@
-"""Sharding of activations on a learner's mesh: rows split over data and fsdp, independent of the parameters.
+"""Sharding of activations on a learner's mesh: rows split over data and fsdp, and their tokens over sequence.
 
-Without it the compiler may follow the sharding of the parameters, and move activations instead of parameters.
+It is independent of the parameters: without it the compiler may follow their sharding, and move activations instead.
 """
 
 import jax
 from jax.sharding import PartitionSpec
 
 ROW_AXES = ("data", "fsdp")
+SEQUENCE = "sequence"
 
 
 def split_rows(x: jax.Array, *, columns: bool = False) -> jax.Array:
-    """Split `x` [rows, ...] over its rows and, with `columns`, its last dimension over `tensor` if that divides it.
+    """Split `x` [rows, ...] over its rows, [rows, tokens, ...] also over `sequence`, and with `columns` the last
+    dimension over `tensor` if that divides it.
 
     Returns `x` unchanged unless a mesh of several devices is set (jax.sharding.use_abstract_mesh). Axes over which `x`
     is split already, within jax.shard_map, are left out.
@@ -23,6 +25,16 @@ def split_rows(x: jax.Array, *, columns: bool = False) -> jax.Array:
         return x
     split = columns and "tensor" in left and x.shape[-1] % mesh.shape["tensor"] == 0
     rows = tuple(axis for axis in ROW_AXES if axis in left) or None
-    spec = PartitionSpec(rows, *[None] * (x.ndim - 2), "tensor" if split else None)  # type: ignore[no-untyped-call]
+    middle: list[str | None] = [None] * (x.ndim - 2)
+    if middle and sequence_parts(x.shape[1]) > 1:
+        middle[0] = SEQUENCE
+    spec = PartitionSpec(rows, *middle, "tensor" if split else None)  # type: ignore[no-untyped-call]
     constrained: jax.Array = jax.lax.with_sharding_constraint(x, spec)  # type: ignore[no-untyped-call]
     return constrained
+
+
+def sequence_parts(length: int) -> int:
+    """Return the number of devices over which the compiler splits rows of `length` tokens; 1 if it splits none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = 1 if SEQUENCE in mesh.manual_axes else int(mesh.shape.get(SEQUENCE, 1))
+    return 1 if length % parts else parts

@@ -7,6 +7,7 @@ All layouts and all processes see the same rollouts, so that all of them should 
 import json
 import sys
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import jax
 import msgspec
@@ -47,7 +48,8 @@ class Job:
 
     out: str
     layouts: list[list[int]]
-    """data, fsdp, tensor of each mesh; one of fewer devices than there are takes the first ones."""
+    """data, fsdp, tensor and, if it is not 1, sequence of each mesh; one of fewer devices than there are takes the
+    first ones."""
     process: int = 0
     processes: int = 1
     coordinator: str = ""
@@ -55,6 +57,10 @@ class Job:
     """Rank of the adapters that are trained instead of the model."""
     experts: int = 0
     """Experts in each block, of which two compute a token."""
+    attention: Literal["auto", "blocks"] = "auto"
+    """Implementation of attention."""
+    vocabulary_chunk: int = 0
+    """Vocabulary entries whose logits are held at once."""
 
 
 def rollouts(step: int) -> list[TrainingSequence]:
@@ -112,10 +118,17 @@ def main() -> None:
         jax.distributed.initialize(job.coordinator, job.processes, job.process)
     found = {}
     for layout in job.layouts:
-        sizes = MeshConfig(**dict(zip(("data", "fsdp", "tensor"), layout, strict=True)))
+        sizes = MeshConfig(**dict(zip(("data", "fsdp", "tensor", "sequence"), layout, strict=False)))
         mixture = {"num_experts": job.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         model = replace(CONFIG.model, lora=LoraConfig(rank=job.lora_rank), **(mixture if job.experts else {}))
-        config = replace(CONFIG, model=model, mesh=sizes, processes=job.processes)
+        config = replace(
+            CONFIG,
+            model=model,
+            mesh=sizes,
+            processes=job.processes,
+            attention=job.attention,
+            vocabulary_chunk=job.vocabulary_chunk,
+        )
         train_step = TrainStep(config, build_mesh(sizes, jax.devices()[: int(np.prod(layout))]))
         train_step.warm_up(train_step.fresh_state(params(model)))
         compilations = train_step.compilations

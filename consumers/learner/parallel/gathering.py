@@ -60,7 +60,7 @@ class Gathering(NamedTuple):
         return {name: total(name, gradient) for name, gradient in gradients.items()}
 
     def by_rows(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Return `function` computed by each device on its rows and shares; the compiler splits over `tensor` alone."""
+        """Return `function` computed by each device on its rows and shares; the compiler splits over the other axes."""
         sizes = axis_sizes(self.mesh)
         manual = {axis for axis in sizes if axis in ROW_AXES or sizes[axis] == 1}
         mapped: Callable[..., Any] = jax.shard_map(
@@ -81,7 +81,8 @@ def gathering_of(
     if row_shares(mesh) == 1 or rules.reduction == "compiler":
         return None
     # XLA's compiler for CPUs crashes on sums of bfloat16 over some axes of several.
-    crashes = mesh.devices.flat[0].platform == "cpu" and axis_sizes(mesh)["tensor"] > 1
+    sizes = axis_sizes(mesh)
+    crashes = mesh.devices.flat[0].platform == "cpu" and sizes["sequence"] * sizes["tensor"] > 1
     reduce = "float32" if crashes or config.reduce_dtype == "float32" else config.compute_dtype
     specs = {name: sharding.spec for name, sharding in shardings.items()}
     return Gathering(mesh, specs, jnp.dtype(config.compute_dtype), jnp.dtype(reduce))

@@ -1,7 +1,7 @@
 """The device mesh of a learner, and the sharding of each array of a training step.
 
 The axis `data` holds copies of the parameters and `fsdp` shares of them; the rows of a microbatch are split over both.
-Each matrix product is split over `tensor`.
+The tokens of each row are split over `sequence`, and each matrix product over `tensor`.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from rollstream.consumers.learner.config import MeshConfig
 from rollstream.consumers.models import decoder
 from rollstream.topics.errors import ConfigurationError
 
-AXES = ("data", "fsdp", "tensor")
+AXES = ("data", "fsdp", "sequence", "tensor")
 ROW_AXES = ("data", "fsdp")
 
 
@@ -27,21 +27,23 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
     share rows: each process packs its own.
     """
     devices = jax.devices() if devices is None else devices
-    split = config.fsdp * config.tensor
-    shape = (config.data or max(1, len(devices) // split), config.fsdp, config.tensor)
+    split = config.fsdp * config.sequence * config.tensor
+    shape = (config.data or max(1, len(devices) // split), config.fsdp, config.sequence, config.tensor)
     if np.prod(shape) != len(devices):
+        sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, shape, strict=True))
         raise ConfigurationError(
-            f"learner.mesh lays out data {shape[0]} x fsdp {shape[1]} x tensor {shape[2]} = {np.prod(shape)} devices, "
-            f"but there are {len(devices)} ({_kinds(devices)}); change it, or the devices each process sees"
+            f"learner.mesh lays out {sizes} = {np.prod(shape)} devices, but there are {len(devices)} "
+            f"({_kinds(devices)}); change it, or the devices each process sees"
         )
     # JAX orders devices by their network; use process order if processes would have to share rows.
-    mesh = jax.make_mesh(shape, AXES, (AxisType.Auto,) * 3, devices=devices)
+    mesh = jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
     if not _each_row_has_one_process(mesh):
         ordered = sorted(devices, key=lambda device: (device.process_index, device.id))
         mesh = Mesh(np.array(ordered).reshape(shape), AXES)
     if not _each_row_has_one_process(mesh):
         raise ConfigurationError(
-            f"learner.mesh.tensor {config.tensor} spans processes; let it divide the devices of each process"
+            f"learner.mesh.sequence {config.sequence} x tensor {config.tensor} spans processes; let the product divide "
+            "the devices of each process"
         )
     return mesh
 

@@ -26,6 +26,7 @@ from rollstream.consumers.learner.training.objective import (
     needs_teacher,
 )
 from rollstream.consumers.learner.training.surrogates import Surrogate, surrogate_of
+from rollstream.consumers.models.activations import sequence_parts
 from rollstream.consumers.models.config import ComputeSettings, DecoderConfig
 from rollstream.consumers.models.decoder import BLOCKS, Params, hidden, token_logprobs
 from rollstream.consumers.models.sharded import Whole, as_given
@@ -212,6 +213,11 @@ def _next_token_logprobs(
     states = hidden(
         params, model, *packed, remat=compute.remat, attention=compute.attention, scanned=compute.scanned, whole=whole
     )
+    if sequence_parts(states.shape[1]) > 1:
+        # Parts stay of equal length: what follows the last token is arbitrary, and left out.
+        targets, temperatures = (jnp.roll(batch[name], -1, axis=1) for name in ("tokens", "temperatures"))
+        logprobs, entropy = token_logprobs(params, model, states, targets, temperatures, chunk=compute.vocabulary_chunk)
+        return logprobs[:, :-1], entropy[:, :-1]
     return token_logprobs(
         params,
         model,

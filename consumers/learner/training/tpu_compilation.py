@@ -152,6 +152,7 @@ def _attention(config: LearnerConfig) -> Any:
 
     lengths = (config.sequence_length, *config.length_buckets)
     kernel = config.sequence_length > PLAIN_TOKENS and not any(length % 128 for length in lengths)
+    kernel &= config.mesh.sequence == 1
     return "splash" if config.attention == "auto" and kernel else config.attention
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from jax.experimental import topologies
@@ -12,6 +13,7 @@ from jax.experimental import topologies
 from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
 from rollstream.consumers.learner.parallel.mesh import build_mesh
 from rollstream.consumers.learner.training.tpu_compilation import CompilationFit, CompiledFunction, compile_for
+from rollstream.consumers.models.config import DecoderConfig
 from rollstream.pipeline.tools.fit import text_of
 from rollstream.topics.errors import ConfigurationError
 
@@ -41,8 +43,8 @@ LEARNER = {
 @pytest.mark.parametrize(
     ("topology", "devices", "processes", "mesh", "moments"),
     [
-        ("v5e:2x4", 8, 2, {"data": 1, "fsdp": 8, "tensor": 1}, "float32"),
-        ("v5e:4x4", 16, 4, {"data": 2, "fsdp": 4, "tensor": 2}, "bfloat16"),
+        ("v5e:2x4", 8, 2, {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}, "float32"),
+        ("v5e:4x4", 16, 4, {"data": 2, "fsdp": 4, "sequence": 1, "tensor": 2}, "bfloat16"),
     ],
 )
 def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
@@ -80,12 +82,27 @@ def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
 
 
 @pytest.mark.long
+def test_devices_that_share_the_tokens_of_rows_hold_less_of_each() -> None:
+    """Each mesh computes as few rows at a time as it can: one for each device, or for four."""
+    numbers = {name: int(value) for name, value in QWEN_05B.items() if isinstance(value, int)}
+    model = DecoderConfig(**numbers, qk_norm=False, qkv_bias=True)  # type: ignore[arg-type]
+    learner = LearnerConfig(model=model, sequence_length=8192, compute_dtype="bfloat16", remat=True, attention="blocks")
+    temporaries = {}
+    for sequence in (1, 4):
+        config = replace(learner, mesh=MeshConfig(sequence=sequence), microbatch_rows=8 // sequence)
+        fit = compile_for(config, "v5e:2x4", quick=True)
+        assert fit.mesh == {"data": 8 // sequence, "fsdp": 1, "sequence": sequence, "tensor": 1}
+        temporaries[sequence] = max(function.temporaries_bytes for function in fit.functions)
+    assert temporaries[4] < temporaries[1] / 2
+
+
+@pytest.mark.long
 def test_matrix_products_are_split_within_a_host_and_rows_belong_to_one() -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name="v5e:4x4").devices
     mesh = build_mesh(MeshConfig(fsdp=2, tensor=4), devices)
     owners = [{device.process_index for device in row} for row in mesh.devices.reshape(4, 4)]
     assert owners == [{0}, {1}, {2}, {3}]
-    with pytest.raises(ConfigurationError, match=r"learner.mesh.tensor 8 spans processes"):
+    with pytest.raises(ConfigurationError, match=r"learner.mesh.sequence 1 x tensor 8 spans processes"):
         build_mesh(MeshConfig(tensor=8), devices)
 
 
@@ -111,7 +128,7 @@ def test_a_learner_that_does_not_fit_is_reported() -> None:
         device="TPU v5 lite",
         devices=8,
         processes=2,
-        mesh={"data": 8, "fsdp": 1, "tensor": 1},
+        mesh={"data": 8, "fsdp": 1, "sequence": 1, "tensor": 1},
         parameters=10**9,
         state_bytes=12 * gib,
         checkpoint_bytes=12 * gib,
@@ -122,6 +139,6 @@ def test_a_learner_that_does_not_fit_is_reported() -> None:
     )
     assert found.fits is False
     text = text_of(found)
-    assert "8 x TPU v5 lite on 2 hosts, data 8 x fsdp 1 x tensor 1; 1,000.0 million parameters" in text
+    assert "8 x TPU v5 lite on 2 hosts, data 8 x fsdp 1 x sequence 1 x tensor 1; 1,000.0 million parameters" in text
     assert "copies 12.00 GiB for a checkpoint and 1.00 GiB to publish" in text
     assert "holds at most 24.00 GiB of 16.00 GiB: it does not fit" in text

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import msgspec
@@ -50,7 +51,7 @@ def finish(*children: subprocess.Popen[str]) -> None:
 @pytest.fixture(scope="module")
 def eight_devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, np.ndarray]]:
     out = tmp_path_factory.mktemp("eight") / "out.npz"
-    finish(start(Job(out=str(out), layouts=[[1, 1, 1], [2, 2, 2]]), devices=8))
+    finish(start(Job(out=str(out), layouts=[[1, 1, 1], [2, 2, 2], [2, 2, 1, 2]]), devices=8))
     with np.load(out) as found:
         yield dict(found)
 
@@ -105,6 +106,36 @@ def test_two_processes_of_two_devices_train_what_one_does_with_a_share_of_paddin
                 assert own["packing/padding_fraction"] == alone["packing/padding_fraction"]
 
 
+def test_devices_that_share_the_tokens_of_rows_train_what_one_does(eight_devices: dict[str, np.ndarray]) -> None:
+    """Rows hold several rollouts, which lie across the parts."""
+    assert_same(eight_devices, "2x2x1x2", eight_devices)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("attention", ["auto", "blocks"])
+def test_tokens_are_shared_beside_every_other_axis_and_by_every_implementation(attention: str, tmp_path: Path) -> None:
+    layouts = [[1, 1, 1], [1, 1, 1, 8], [2, 1, 1, 4], [1, 2, 2, 2]]
+    outs = [tmp_path / "first.npz", tmp_path / "again.npz"]
+    for out in outs:
+        job = Job(out=str(out), layouts=layouts, attention=attention, vocabulary_chunk=7)  # type: ignore[arg-type]
+        finish(start(job, devices=8))
+    with np.load(outs[0]) as first, np.load(outs[1]) as again:
+        for layout in layouts[1:]:
+            name = "x".join(str(size) for size in layout)
+            assert_same(dict(first), name, dict(first))
+            for key, value in params(dict(first), name).items():
+                assert np.array_equal(value, params(dict(again), name)[key]), "executed again, it has the same bits"
+
+
+@pytest.mark.long
+def test_adapters_and_experts_are_trained_where_tokens_are_shared(tmp_path: Path) -> None:
+    for part in ({"lora_rank": 2}, {"experts": 4}):
+        out, layouts = tmp_path / f"{next(iter(part))}.npz", [[1, 1, 1], [1, 2, 1, 4]]
+        finish(start(Job(out=str(out), layouts=layouts, **part), devices=8))
+        with np.load(out) as found:
+            assert_same(dict(found), "1x2x1x4", dict(found))
+
+
 @pytest.mark.long
 def test_other_layouts_of_eight_devices_train_what_one_does(
     eight_devices: dict[str, np.ndarray], tmp_path: Path
@@ -144,12 +175,12 @@ def test_experts_in_shares_are_trained_as_on_one_device(tmp_path: Path) -> None:
 
 
 def test_a_mesh_takes_the_devices_there_are() -> None:
-    assert axis_sizes(build_mesh(MeshConfig())) == {"data": len(jax.devices()), "fsdp": 1, "tensor": 1}
+    assert axis_sizes(build_mesh(MeshConfig())) == {"data": len(jax.devices()), "fsdp": 1, "sequence": 1, "tensor": 1}
 
 
 def test_a_mesh_of_another_size_than_there_are_devices_says_both() -> None:
     with pytest.raises(
-        ConfigurationError, match=r"data 1 x fsdp 4 x tensor 1 = 4 devices, but there are 1 \(1 x cpu\)"
+        ConfigurationError, match=r"data 1 x fsdp 4 x sequence 1 x tensor 1 = 4 devices, but there are 1 \(1 x cpu\)"
     ):
         build_mesh(MeshConfig(fsdp=4), jax.devices()[:1])
 
@@ -163,3 +194,22 @@ def test_rows_that_cannot_be_split_over_the_devices_are_refused() -> None:
 
     with pytest.raises(ConfigurationError, match=r"learner.microbatch_rows 6 .* make it a multiple of 4"):
         TrainStep(LearnerConfig(model=DecoderConfig(), microbatch_rows=6), Four())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"sequence_length": 66}, r"rows of 66 tokens .* learner.mesh.sequence = 4; make .* multiples of 4"),
+        ({"length_buckets": (30,)}, r"rows of 30 tokens"),
+        ({"attention": "splash"}, r'learner.attention "splash" cannot be split .* set it to "auto" or "blocks"'),
+    ],
+)
+def test_tokens_that_cannot_be_split_over_the_devices_are_refused(settings: dict[str, Any], message: str) -> None:
+    config = replace(LearnerConfig(mesh=MeshConfig(sequence=4), microbatch_rows=8), **settings)
+    with pytest.raises(ConfigurationError, match=message):
+        TrainStep(config, build_mesh(MeshConfig()))
+
+
+def test_checkpoints_of_releases_without_the_axis_name_the_same_mesh() -> None:
+    assert str(MeshConfig(fsdp=2)) == "MeshConfig(data=0, fsdp=2, tensor=1)"
+    assert str(MeshConfig(sequence=2)) != str(MeshConfig())
