@@ -5,14 +5,14 @@ The tokens of each row are split over `sequence`, and each matrix product over `
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from rollstream.consumers.learner.config import MeshConfig
+from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
 from rollstream.consumers.models import decoder
 from rollstream.topics.errors import ConfigurationError
 
@@ -46,6 +46,22 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
             "the devices of each process"
         )
     return mesh
+
+
+def check_parts(config: LearnerConfig, lengths: Iterable[int]) -> None:
+    """Raise ConfigurationError if rows cannot be split over learner.mesh.sequence."""
+    parts = config.mesh.sequence
+    uneven = sorted(length for length in lengths if length % parts)
+    if uneven:
+        raise ConfigurationError(
+            f"rows of {uneven[0]} tokens cannot be split evenly over learner.mesh.sequence = {parts}; make "
+            f"learner.sequence_length and learner.length_buckets multiples of {parts}"
+        )
+    if parts > 1 and config.attention == "splash":
+        raise ConfigurationError(
+            f'learner.attention "splash" cannot be split over learner.mesh.sequence = {parts}; set it to "auto" or '
+            '"blocks"'
+        )
 
 
 def axis_sizes(mesh: Mesh) -> dict[str, int]:

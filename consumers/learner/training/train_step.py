@@ -5,7 +5,7 @@ mesh or number of processes gives the same values up to rounding.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -128,7 +128,7 @@ class TrainStep:
                 f"devices; make it a multiple of {shares}"
             )
         self._rows_by_length = rows_by_length(config)
-        _check_parts(config, self._rows_by_length)
+        layout.check_parts(config, self._rows_by_length)
         updates = config.max_steps * self.updates_per_step
         self._optimizer = make_optimizer(config.optimizer, updates)
         self._schedule = make_schedule(config.optimizer, updates)
@@ -482,22 +482,6 @@ class TrainStep:
                 return function(*arguments)
 
         return jax.jit(traced, in_shardings=in_shardings, out_shardings=out_shardings, **options)
-
-
-def _check_parts(config: LearnerConfig, lengths: Iterable[int]) -> None:
-    """Raise ConfigurationError if rows cannot be split over learner.mesh.sequence."""
-    parts = config.mesh.sequence
-    uneven = sorted(length for length in lengths if length % parts)
-    if uneven:
-        raise ConfigurationError(
-            f"rows of {uneven[0]} tokens cannot be split evenly over learner.mesh.sequence = {parts}; make "
-            f"learner.sequence_length and learner.length_buckets multiples of {parts}"
-        )
-    if parts > 1 and config.attention == "splash":
-        raise ConfigurationError(
-            f'learner.attention "splash" cannot be split over learner.mesh.sequence = {parts}; set it to "auto" or '
-            '"blocks"'
-        )
 
 
 def _scanned(config: LearnerConfig) -> bool:
