@@ -92,13 +92,9 @@ class MeshConfig:
     """Devices that share the parameters and the optimizer's state; each also trains on its share of the rows."""
     tensor: int = 1
     """Devices that share each matrix product (Megatron, arXiv:1909.08053)."""
-    sequence: int = field(default=1, repr=False)
+    sequence: int = 1
     """Devices that share the tokens of each row, for rows whose activations are too many for one; attention gathers
     keys and values. Row lengths must be multiples of it."""
-
-    def __str__(self) -> str:
-        # Checkpoints of releases without this axis name the mesh without it.
-        return repr(self) if self.sequence == 1 else f"{self!r} with sequence={self.sequence}"
 
 
 @dataclass(frozen=True, kw_only=True)

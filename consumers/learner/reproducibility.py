@@ -11,7 +11,7 @@ import sys
 from dataclasses import asdict
 from importlib import metadata
 
-from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
 from rollstream.topics.errors import ConfigurationError
 
 _CACHE_FROM_S = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
@@ -59,7 +59,7 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
         "device": ", ".join(sorted({device.device_kind for device in jax.devices()})),
         "devices": str(jax.device_count()),
         "processes": str(config.processes),
-        "mesh": str(config.mesh),
+        "mesh": _mesh(config.mesh),
         "machine": platform.machine(),
         "threads": os.environ.get("NPROC", ""),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
@@ -75,6 +75,12 @@ def replay_tolerance(config: LearnerConfig) -> float:
     if config.replay_tolerance >= 0:
         return config.replay_tolerance
     return GPU_TOLERANCE if jax.default_backend() == "gpu" else 0.0
+
+
+def _mesh(mesh: MeshConfig) -> str:
+    """The mesh as checkpoints name it: without `sequence` if it is not used, as releases before that axis did."""
+    earlier = f"MeshConfig(data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor})"
+    return earlier if mesh.sequence == 1 else repr(mesh)
 
 
 def _expects_gpu() -> bool:

@@ -34,8 +34,7 @@ def attend(
     else `splash` if JAX's default backend is a TPU and the shape allows it, or else `blocks`. The choice is made when
     the function is traced: to compile for a device other than the default one, name the implementation.
 
-    On a mesh that splits tokens, each device attends with its queries to the keys and values of the whole row, which it
-    gathers; it holds scores of all its queries, or with `blocks` of one block of them.
+    On a mesh that splits tokens, each device gathers keys and values of whole rows, and attends with its own queries.
     """
     if implementation.startswith("auto"):
         chosen = choose_implementation(q.shape[1])
@@ -45,9 +44,9 @@ def attend(
     if implementation == "plain":
         return masked(q, k, v, _mask(segment_ids, segment_ids, 0, window))
     if implementation == "blocks":
-        return causal_blocks(q, k, v, segment_ids, QUERY_BLOCK, window)
+        return causal_blocks(q, k, v, segment_ids, 0, QUERY_BLOCK, window)
     if implementation == "whole_rows":
-        return _whole_rows(q, k, v, segment_ids, segment_ids, 0, window)
+        return _whole_rows(q, k, v, segment_ids, window)
     if implementation == "splash":
         return splash_attention(q, k, v, segment_ids, window=window)
     raise ValueError(f"attention {implementation!r}: use auto, plain, blocks or splash")
@@ -96,53 +95,64 @@ def earlier_implementation(implementation: str) -> str:
 def _over_sequence(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, plain: bool, window: int
 ) -> jax.Array:
-    """Attention of tokens that are split over devices in contiguous parts.
+    """Attention of tokens that are split over devices in contiguous parts."""
 
-    Each device looks at whole rows: with parts of a row, what causality would spare the first ones the last one needs.
-    """
-
-    def local(q: jax.Array, k: jax.Array, v: jax.Array, query_ids: jax.Array, key_ids: jax.Array) -> jax.Array:
-        start = jax.lax.axis_index(SEQUENCE) * q.shape[1]
+    def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+        length = q.shape[1]
+        start = jax.lax.axis_index(SEQUENCE) * length
+        k, v = _gathered(k), _gathered(v)
         if plain:
-            return masked(q, k, v, _mask(query_ids, key_ids, start, window))
-        return _whole_rows(q, k, v, query_ids, key_ids, start, window)
+            return masked(q, k, v, _mask(jax.lax.dynamic_slice_in_dim(ids, start, length, 1), ids, start, window))
+        return causal_blocks(q, k, v, ids, start, min(QUERY_BLOCK, length), window)
 
     tokens, everything = PartitionSpec(None, SEQUENCE), PartitionSpec()  # type: ignore[no-untyped-call]
     split = jax.shard_map(
         local,
-        in_specs=(tokens, everything, everything, tokens, everything),
+        in_specs=(tokens, tokens, tokens, everything),
         out_specs=tokens,
         axis_names={SEQUENCE},
         check_vma=False,
     )
-    return split(q, k, v, segment_ids, segment_ids)
+    return split(q, k, v, segment_ids)
 
 
-def _whole_rows(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    query_ids: jax.Array,
-    key_ids: jax.Array,
-    start: jax.Array | int,
-    window: int,
-) -> jax.Array:
+@jax.custom_vjp
+def _gathered(part: jax.Array) -> jax.Array:
+    """Whole rows of keys or values, whose gradients are summed over devices in float32."""
+    whole: jax.Array = jax.lax.all_gather(part, SEQUENCE, axis=1, tiled=True)
+    return whole
+
+
+def _gathered_forward(part: jax.Array) -> tuple[jax.Array, None]:
+    return _gathered(part), None
+
+
+def _gathered_backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+    sums = gradient.astype(jnp.float32)
+    own: jax.Array = jax.lax.psum_scatter(sums, SEQUENCE, scatter_dimension=1, tiled=True)  # type: ignore[no-untyped-call]
+    return (own.astype(gradient.dtype),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _whole_rows(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, window: int) -> jax.Array:
     """Attend one block of queries after another to whole rows; the backward pass recomputes the scores of each block.
 
-    The queries begin at `start` of the row. Steps on record that were computed by it are computed by it again.
+    Steps on record that were computed by it are computed by it again.
     """
     rows, length, *head_shape = q.shape
     count = -(-length // QUERY_BLOCK)
     padding = count * QUERY_BLOCK - length
     queries = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0))).reshape(rows, count, QUERY_BLOCK, *head_shape)
-    ids = jnp.pad(query_ids, ((0, 0), (0, padding))).reshape(rows, count, QUERY_BLOCK)
+    ids = jnp.pad(segment_ids, ((0, 0), (0, padding))).reshape(rows, count, QUERY_BLOCK)
 
     @jax.checkpoint
     def block(inputs: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         queries, ids, start = inputs
-        return masked(queries, k, v, _mask(ids, key_ids, start, window))
+        return masked(queries, k, v, _mask(ids, segment_ids, start, window))
 
-    starts = start + QUERY_BLOCK * jnp.arange(count)
+    starts = QUERY_BLOCK * jnp.arange(count)
     attended = jax.lax.map(block, (jnp.moveaxis(queries, 1, 0), jnp.moveaxis(ids, 1, 0), starts))
     return jnp.moveaxis(attended, 0, 1).reshape(rows, count * QUERY_BLOCK, *head_shape)[:, :length]
 

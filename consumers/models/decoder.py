@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from rollstream.consumers.models import vocabulary
-from rollstream.consumers.models.activations import split_rows
+from rollstream.consumers.models.activations import sequence_parts, split_rows
 from rollstream.consumers.models.attention import attend, attend_once
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.consumers.models.experts import mixture
@@ -173,9 +173,11 @@ def token_logprobs(
     vocabulary entries whose logits are held at once, forward and backward; 0 holds all.
     """
     weight = head_weight(params, config)
-    if 0 < chunk < config.vocab_size:
-        return vocabulary.chunked(states, weight, targets, temperatures, chunk)
-    return vocabulary.whole(states, weight, targets, temperatures)
+    at_once = not 0 < chunk < config.vocab_size
+    # XLA crashes where it picks logits that are split over tokens and over the vocabulary; a single chunk picks none.
+    if at_once and sequence_parts(states.shape[1]) == 1:
+        return vocabulary.whole(states, weight, targets, temperatures)
+    return vocabulary.chunked(states, weight, targets, temperatures, config.vocab_size if at_once else chunk)
 
 
 def empty_cache(config: DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> KeyValueCache:

@@ -61,6 +61,8 @@ class Job:
     """Implementation of attention."""
     vocabulary_chunk: int = 0
     """Vocabulary entries whose logits are held at once."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Dtype of the forward and backward pass."""
 
 
 def rollouts(step: int) -> list[TrainingSequence]:
@@ -128,6 +130,7 @@ def main() -> None:
             processes=job.processes,
             attention=job.attention,
             vocabulary_chunk=job.vocabulary_chunk,
+            compute_dtype=job.compute_dtype,
         )
         train_step = TrainStep(config, build_mesh(sizes, jax.devices()[: int(np.prod(layout))]))
         train_step.warm_up(train_step.fresh_state(params(model)))

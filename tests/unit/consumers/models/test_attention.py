@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.models import attention
+from rollstream.consumers.models.causal_blocks import causal_blocks
 
 Attend = Callable[..., jax.Array]
 
@@ -85,6 +86,19 @@ def test_with_a_window_a_token_sees_that_many_at_most(window: int) -> None:
     once = attention.attend_once(Q[1:2, -1], K[1:2], V[1:2], last, window)
     whole = reference(Q[1:2], K[1:2], V[1:2], np.ones((1, LENGTH), np.int32), window)
     np.testing.assert_allclose(once, whole[:, -1], atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_queries_of_parts_of_rows_attend_as_those_of_whole_rows(window: int) -> None:
+    """Parts begin within blocks of keys, as they may where devices share the tokens of rows."""
+
+    def parts(q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array) -> jax.Array:
+        each = [causal_blocks(q[:, at : at + 32], k, v, segments, at, 24, window) for at in range(0, LENGTH, 32)]
+        return jnp.concatenate(each, axis=1)
+
+    whole = output_and_gradients(partial(attention.attend, implementation="plain", window=window))
+    for found, wanted in zip(output_and_gradients(parts), whole, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
