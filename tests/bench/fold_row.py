@@ -24,24 +24,24 @@ def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
 
     def measure(settings: Settings) -> Row:
         waiting = min(open_groups, settings.rollouts * 100)
-        fold = _fold_with(waiting)
+        fold = fold_with(waiting)
         last = waiting
 
         def ours() -> Timing:
             nonlocal last
-            steps = _steps(last, waiting, settings.rollouts)
+            taken = steps(last, waiting, settings.rollouts)
             last += settings.rollouts
             watch = Stopwatch()
-            for i, step in enumerate(steps):
+            for i, step in enumerate(taken):
                 fold.apply(step)
                 if i % _TAKE_EVERY == 0:
                     fold.prepare_commit()
-            timing = watch.timing(len(steps))
+            timing = watch.timing(len(taken))
             if fold.open_groups != waiting:
                 raise RuntimeError(f"{fold.open_groups} groups are open instead of {waiting}")
             return timing
 
-        sample = _steps(0, waiting, settings.rollouts)
+        sample = steps(0, waiting, settings.rollouts)
 
         def raw() -> Timing:
             watch = Stopwatch()
@@ -62,23 +62,25 @@ def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
     return measure
 
 
-def _fold_with(open_groups: int) -> Fold:
+def fold_with(open_groups: int) -> Fold:
+    """A fold in which so many groups are open; the offset of the only member of each is its number."""
     first = task_state.initial_record(0, 1, "bench", GroupingConfig(capacity_bytes=10**12))
     fold = Fold(task_state.restored_state([replace(first, policy_version=0, watermark_policy_version=0)]))
     for group in range(open_groups):
-        fold.apply(_record(group, group, 0))
+        fold.apply(record_at(group, group, 0))
     fold.prepare_commit()
     return fold
 
 
-def _steps(offset: int, open_groups: int, count: int) -> list[InputRecord]:
+def steps(offset: int, open_groups: int, count: int) -> list[InputRecord]:
     """`count` records from `offset` on: the second member of the oldest group, then the first of a new one, in turn."""
     oldest = (offset - open_groups) // 2
-    pairs = ((_record(offset + 2 * i, oldest + i, 1), _record(offset + 2 * i + 1, oldest + open_groups + i, 0))
+    pairs = ((record_at(offset + 2 * i, oldest + i, 1), record_at(offset + 2 * i + 1, oldest + open_groups + i, 0))
              for i in range(count // 2))  # fmt: skip
     return [record for pair in pairs for record in pair]
 
 
-def _record(offset: int, group: int, member: int) -> InputRecord:
+def record_at(offset: int, group: int, member: int) -> InputRecord:
+    """A member of a group at an offset."""
     rollout = example_rollout(str(member), float(member), example_id=str(group), tokens=_TOKENS)
     return InputRecord(offset, offset, encode_key("env", str(group)), encode(rollout))

@@ -1,0 +1,1 @@
+"""How costs grow with open groups and partitions, as slopes; none may exceed its bound."""

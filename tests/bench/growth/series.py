@@ -1,0 +1,73 @@
+"""Series of costs over sizes, their slopes on logarithmic axes, and the rule that none may exceed its bound. Pure."""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+TOLERANCE = 0.2
+"""By so much a slope may exceed its bound: costs of a second vary by a tenth or two on a machine that does more."""
+_LAST = 3
+"""Points that a slope is of: those of small sizes are mostly what every size costs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """Costs of one thing at sizes that rise."""
+
+    name: str
+    over: str
+    """The thing that sizes count."""
+    unit: str
+    """The unit of costs."""
+    points: tuple[tuple[float, float], ...]
+    """Size and cost."""
+    bound: float
+    """Largest slope: 1 if the cost may grow as the size does, 0 if it may not grow."""
+
+    @property
+    def slope(self) -> float:
+        """Slope of the last points on logarithmic axes: the exponent with which the cost grows."""
+        last = [(math.log(size), math.log(cost)) for size, cost in self.points[-_LAST:]]
+        middle = sum(x for x, _ in last) / len(last), sum(y for _, y in last) / len(last)
+        spread = sum((x - middle[0]) ** 2 for x, _ in last)
+        return sum((x - middle[0]) * (y - middle[1]) for x, y in last) / spread
+
+    @property
+    def offends(self) -> bool:
+        """Whether the cost grows faster than it may."""
+        return self.slope > self.bound + TOLERANCE
+
+    def as_dict(self) -> dict[str, Any]:
+        """The series as programs read it."""
+        return {
+            "name": self.name,
+            "over": self.over,
+            "unit": self.unit,
+            "points": [list(point) for point in self.points],
+            "slope": self.slope,
+            "bound": self.bound,
+            "offends": self.offends,
+        }
+
+
+def report(listed: Sequence[Series], machine: Iterable[str]) -> str:
+    """Tables of costs, a table for all series over the same sizes, and the names of the offenders."""
+    lines = [*machine]
+    over = ""
+    for series in listed:
+        sizes = [f"{size:>9,g}" for size, _cost in series.points]
+        if series.over != over:
+            over = series.over
+            lines += ["", f"{over:26}{''.join(sizes)}    slope  bound"]
+        costs = "".join(f"{cost:>9.3g}" for _size, cost in series.points)
+        mark = "  OFFENDS" if series.offends else ""
+        lines.append(f"{series.name + ', ' + series.unit:26}{costs}{series.slope:>9.2f}{series.bound:>7g}{mark}")
+    offenders = [series.name for series in listed if series.offends]
+    lines += ["", f"worse than their bounds: {', '.join(offenders)}" if offenders else "none is worse than its bound"]
+    return "\n".join(lines)
+
+
+def collected(name: str, over: str, unit: str, bound: float, points: Iterable[tuple[float, float]]) -> Series:
+    """A series of measured points."""
+    return Series(name=name, over=over, unit=unit, points=tuple(points), bound=bound)
