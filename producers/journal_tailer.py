@@ -9,12 +9,11 @@ from collections import defaultdict
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
-from types import TracebackType
-from typing import Self
 
 from rollstream.producers.environment_counts import EnvironmentCounts
 from rollstream.producers.flow_control import PartitionProgress, RunProgress
 from rollstream.producers.learner_consumption import LearnerConsumption
+from rollstream.producers.tailer import Tailer
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
@@ -30,26 +29,23 @@ from rollstream.topics.retired_learners import note_retired
 _FIRST_LOOK_BACK = 16
 
 
-class JournalTailer:
-    """Keeps `progress` up to date between `start` and `close`; use it as a context manager."""
+class JournalTailer(Tailer):
+    """Keeps `progress` up to date."""
 
     def __init__(self, kafka: KafkaConfig, run: str, *, on_progress: Callable[[], None] = lambda: None) -> None:
         """`on_progress` is called in the tailer's thread after each change. Raises as `partitions_of` does."""
+        super().__init__(kafka, "journal-tailer")
         self._journal, self._steps = topic_name(run, "journal"), topic_name(run, "steps")
         self._rollouts, self._index = topic_name(run, "rollouts"), topic_name(run, "batch-index")
         self._control = topic_name(run, "control")
         self._retired: dict[str, RetiredLearner] = {}
         self._name = run
-        self._kafka = kafka
         self._partitions = topic_admin.partitions_of(kafka, self._journal)
         self._on_progress = on_progress
-        self._stop = threading.Event()
         self._caught_up = threading.Event()
-        self._error: Exception | None = None
         self._progress = RunProgress()
         self._counts: defaultdict[int, JournalCounts] = defaultdict(JournalCounts)
         self._environments = EnvironmentCounts()
-        self._thread = threading.Thread(target=self._run, name="journal-tailer", daemon=True)
         self.skipped = SkippedRecords("journal-tailer")
         """Records that could not be read; progress comes from the others."""
         self.rollout_ends: dict[int, int] = {}
@@ -57,43 +53,24 @@ class JournalTailer:
 
     def start(self) -> None:
         """Start the thread and wait until the topics were read to their ends at the start."""
-        self._thread.start()
+        super().start()
         if not self._caught_up.wait(self._kafka.patience_s):
             raise DeadlineExceeded(
                 f"{self._journal}, {self._index} and {self._steps} were not read to their ends in "
                 f"{self._kafka.patience_s:g} s; is the broker up?"
             )
-        if self._error is not None:
-            raise self._error
+        self._check()
 
     @property
     def progress(self) -> RunProgress:
         """The newest progress. Raises the error that stopped the thread, if one did."""
-        if self._error is not None:
-            raise self._error
+        self._check()
         return self._progress
 
-    def close(self) -> None:
-        """Stop the thread."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(self._kafka.patience_s)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
-
     def _run(self) -> None:
-        try:
-            self._follow()
-        except Exception as error:  # `progress` raises it in the caller's thread
-            self._error = error
-        finally:
-            self._caught_up.set()
-            self._on_progress()
+        super()._run()
+        self._caught_up.set()
+        self._on_progress()
 
     def _follow(self) -> None:
         self.rollout_ends = {p: end for p, (_low, end) in topic_admin.bounds(self._kafka, self._rollouts).items()}

@@ -5,13 +5,11 @@ labeled.
 """
 
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import closing
-from types import TracebackType
-from typing import Self
 
 from rollstream.producers.flow_control import LabelingPosition
+from rollstream.producers.tailer import Tailer
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
@@ -24,17 +22,15 @@ logger = logging.getLogger(__name__)
 _INTERVAL_S = 0.5
 
 
-class LabelTailer:
-    """Keeps `positions` up to date between `start` and `close`; use it as a context manager."""
+class LabelTailer(Tailer):
+    """Keeps `positions` up to date."""
 
     def __init__(self, kafka: KafkaConfig, run: str, group: str) -> None:
         """`group` is the full name of the consumer group of the labeling processes."""
-        self._kafka, self._group = kafka, group
+        super().__init__(kafka, "label-tailer")
+        self._group = group
         self._topic = topic_name(run, "unlabelled")
-        self._stop = threading.Event()
-        self._error: Exception | None = None
         self._positions: dict[int, LabelingPosition] = {}
-        self._thread = threading.Thread(target=self._run, name="label-tailer", daemon=True)
         self.waiting: dict[int, range] = {}
         """Offsets that waited for a label when the tailer started, by partition."""
 
@@ -47,36 +43,19 @@ class LabelTailer:
         for partition, (begin, end) in bounds.items():
             labeled = self._positions.get(partition)
             self.waiting[partition] = range(max(begin, labeled.position if labeled else begin), end)
-        self._thread.start()
+        super().start()
 
     @property
     def positions(self) -> dict[int, LabelingPosition]:
         """The newest positions, by partition; none before labeling has begun. Raises the error that stopped the
         thread, if one did."""
-        if self._error is not None:
-            raise self._error
+        self._check()
         return self._positions
 
-    def close(self) -> None:
-        """Stop the thread."""
-        self._stop.set()
-        if self._thread.is_alive():
-            self._thread.join(self._kafka.patience_s)
-
-    def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
-
-    def _run(self) -> None:
-        try:
-            with closing(Reader(self._kafka, group=self._group)) as reader:
-                while not self._stop.wait(_INTERVAL_S):
-                    self._update(lambda: self._read(reader, len(self.waiting)))
-        except Exception as error:  # `positions` raises it in the caller's thread
-            self._error = error
+    def _follow(self) -> None:
+        with closing(Reader(self._kafka, group=self._group)) as reader:
+            while not self._stop.wait(_INTERVAL_S):
+                self._update(lambda: self._read(reader, len(self.waiting)))
 
     def _update(self, read: Callable[[], dict[int, LabelingPosition]]) -> None:
         try:

@@ -11,27 +11,23 @@ from pathlib import Path
 
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
 from rollstream.pipeline.audit.place_index import PlaceIndex, uid_key
-from rollstream.pipeline.audit.topic_reading import batch_at
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.pipeline.tools.run_view import (
     Fate,
-    IndexedEntry,
     RolloutPlace,
     RunView,
     SearchableRun,
-    StepUse,
     carrying_batch,
     fates_in,
 )
+from rollstream.pipeline.tools.tabulated_run import TabulatedRun
 from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import (
-    BatchIndexEntry,
     JournalRecord,
-    LearnerStep,
     PolicyManifest,
     Rollout,
     TrainingBatch,
@@ -66,14 +62,14 @@ def view_of(config: RunConfig, args: argparse.Namespace) -> Iterator[SearchableR
             yield LookedUpRun(index, topics)
 
 
-class LookedUpRun:
+class LookedUpRun(TabulatedRun):
     """View of one run that finds records by an index."""
 
     def __init__(self, index: PlaceIndex, topics: RunView) -> None:
         """`topics` reads the records."""
-        self.run = index.run
+        super().__init__(index.run, index.db)
         self.skipped = index.skipped()
-        self._db, self._topics = index.db, topics
+        self._topics = topics
 
     def places_of(self, uid: str) -> list[RolloutPlace]:
         """Places of the rollouts with a uid, in order; several if it was sent more than once."""
@@ -119,49 +115,12 @@ class LookedUpRun:
         history = ConfigurationHistory.of(json.loads(row[0])) if row else ConfigurationHistory()
         return summary([(partition, history)], generation)
 
-    def batch(self, batch_id: str) -> TrainingBatch:
-        """Fetch a batch. Raises TopicError if the index does not name it."""
-        indexed = self.entry(batch_id)
-        if indexed is None:
-            raise TopicError(f"run {self.run} has no batch {batch_id}; `rollstream cat batch-index` lists them")
-        return batch_at(self.record("batches", indexed.entry.partition, indexed.entry.offset))
-
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
         """Find the batch that carries a batched record: one of its transaction, or an older one of its partition."""
         older = self._db.execute(
             "select batch from entries where partition = ? order by offset desc", (place.partition,)
         )
         return carrying_batch(self, place, fate, (name for (name,) in older))
-
-    def steps_numbered(self, number: int) -> list[LearnerStep]:
-        """The steps of this number, one for each learner that came to it, in order."""
-        answer = self._db.execute("select value from steps where step = ? order by learner", (number,))
-        return [decode_as(LearnerStep, value) for (value,) in answer]
-
-    def steps_before(self, version: int) -> list[LearnerStep]:
-        """The steps after which a policy version was published, in order."""
-        answer = self._db.execute("select value from steps where version = ? order by learner, step", (version,))
-        return [decode_as(LearnerStep, value) for (value,) in answer]
-
-    def entries_with(self, version: int) -> list[BatchIndexEntry]:
-        """Entries of the batches that may hold rollouts of a policy version, in the order learners follow."""
-        answer = self._db.execute(
-            "select value from entries where highest >= ? and lowest <= ? order by offset", (version, version)
-        )
-        return [decode_as(BatchIndexEntry, value) for (value,) in answer]
-
-    def entry(self, batch_id: str) -> IndexedEntry | None:
-        """Entry of a batch; None if the index does not name it."""
-        row = self._db.execute("select offset, value from entries where batch = ?", (batch_id,)).fetchone()
-        return None if row is None else IndexedEntry(row[0], decode_as(BatchIndexEntry, row[1]))
-
-    def uses_of(self, batch_id: str) -> list[StepUse]:
-        """Steps that used or skipped a batch, in order."""
-        answer = self._db.execute(
-            "select value from uses natural join steps where batch = ? order by learner, step", (batch_id,)
-        )
-        steps = [decode_as(LearnerStep, value) for (value,) in answer]
-        return [StepUse(step, use) for step in steps for use in step.uses if use.batch_id == batch_id]
 
     def policy(self, version: int) -> PolicyManifest | None:
         """Manifest of a policy version; None if it is not on record."""

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
-from rollstream.pipeline.audit.topic_reading import batch_at
-from rollstream.pipeline.tools.run_view import UNREAD, Fate, IndexedEntry, RolloutPlace, StepUse
+from rollstream.pipeline.tools.run_view import UNREAD, Fate, RolloutPlace, carrying_batch
+from rollstream.pipeline.tools.tabulated_run import TabulatedRun
 from rollstream.pipeline.ui.index import fates
 from rollstream.topics.codec import decode_as
-from rollstream.topics.errors import RecordError, TopicError
 from rollstream.topics.fates import BATCHED, DROPPED
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.records import BatchIndexEntry, Drop, LearnerStep, PolicyManifest, TrainingBatch
+from rollstream.topics.records import Drop, PolicyManifest, TrainingBatch
 
 ReadRecord = Callable[[str, int, int], KafkaRecord]
 """Fetches the record of a topic at a partition and offset. Raises TopicError if there is none."""
@@ -24,43 +23,12 @@ class Moves(Protocol):
     def __call__(self, place: RolloutPlace) -> dict[str, str]: ...
 
 
-class IndexedView:
+class IndexedView(TabulatedRun):
     """Answers to `show` and `lineage` about one run."""
 
     def __init__(self, db: sqlite3.Connection, run: str, read: ReadRecord, moves: Moves) -> None:
-        self.run = run
-        self._db, self._read, self._moves = db, read, moves
-
-    def steps_numbered(self, number: int) -> list[LearnerStep]:
-        """The steps of this number, one for each learner that came to it, in order."""
-        answer = self._db.execute("select value from steps where step = ? order by learner", (number,))
-        return [decode_as(LearnerStep, value) for (value,) in answer]
-
-    def steps_before(self, version: int) -> list[LearnerStep]:
-        """The steps after which a policy version was published, in order."""
-        answer = self._db.execute("select value from steps where version = ? order by learner, step", (version,))
-        return [decode_as(LearnerStep, value) for (value,) in answer]
-
-    def entries_with(self, version: int) -> list[BatchIndexEntry]:
-        """Entries of the batches that may hold rollouts of a policy version, in the order learners follow."""
-        answer = self._db.execute("select value from entries order by index_offset")
-        entries = (decode_as(BatchIndexEntry, value) for (value,) in answer)
-        return [entry for entry in entries if entry.lowest_version <= version <= entry.highest_version]
-
-    def entry(self, batch_id: str) -> IndexedEntry | None:
-        """Entry of a batch; None if the index does not name it."""
-        row = self._db.execute("select index_offset, value from entries where batch = ?", (batch_id,)).fetchone()
-        return None if row is None else IndexedEntry(row[0], decode_as(BatchIndexEntry, row[1]))
-
-    def uses_of(self, batch_id: str) -> list[StepUse]:
-        """Steps that used or skipped a batch, in order."""
-        answer = self._db.execute(
-            "select value from steps where (learner, step) in (select learner, step from uses where batch = ?)"
-            " order by learner, step",
-            (batch_id,),
-        )
-        steps = [decode_as(LearnerStep, value) for (value,) in answer]
-        return [StepUse(step, use) for step in steps for use in step.uses if use.batch_id == batch_id]
+        super().__init__(run, db)
+        self._read, self._moves = read, moves
 
     def policy(self, version: int) -> PolicyManifest | None:
         """Manifest of a policy version; None if it is not on record."""
@@ -113,21 +81,6 @@ class IndexedView:
         history.settings = {number: settings for number, _since, settings in rows if settings}
         return summary([(partition, history)], generation)
 
-    def batch(self, batch_id: str) -> TrainingBatch:
-        """Fetch a batch. Raises TopicError if the log holds it no more."""
-        row = self._db.execute("select partition, offset from batches where name = ?", (batch_id,)).fetchone()
-        if row is None or row[0] is None:
-            raise TopicError(f"run {self.run} has no batch {batch_id}")
-        return batch_at(self.record("batches", *row))
-
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
         """The batch that carries a batched record, if the log still holds it and its entry."""
-        for name in fate.batch_ids:
-            if self.entry(name) is not None:
-                try:
-                    batch = self.batch(name)
-                except (TopicError, RecordError):
-                    continue  # The record was pruned.
-                if place.offset in batch.source_offsets:
-                    return batch
-        return None
+        return carrying_batch(self, place, fate, ())

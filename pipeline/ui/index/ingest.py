@@ -249,9 +249,8 @@ class Ingest:
         if problems := entry_problems(entry):
             raise RecordError(problems[0])
         # The first of two entries of a batch counts.
-        self.db.execute(
-            "insert or ignore into entries values (?, ?, ?)", (entry.batch_id, message.offset, message.value)
-        )
+        row = (entry.batch_id, message.offset, entry.lowest_version, entry.highest_version, message.value)
+        self.db.execute("insert or ignore into entries values (?, ?, ?, ?, ?)", row)
 
     def _step(self, message: KafkaRecord) -> None:
         if message.value is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollstream.pipeline import sqlite_files
 
-VERSION = 3
+VERSION = 4
 """Version of the tables and of what is written to them; each change of either raises it."""
 _TEXTS_HELD = 64 * 1024 * 1024
 """Bytes of new entries of the index of texts that are held before they are written; less makes many small parts, which
@@ -65,7 +65,11 @@ create table batches (
     id integer primary key, name text not null unique, partition integer, offset integer, rollouts integer,
     cut_ms integer
 );
-create table entries (batch text primary key, index_offset integer not null, value blob not null) without rowid;
+create table entries (
+    batch text primary key, offset integer not null, lowest integer not null, highest integer not null,
+    value blob not null
+) without rowid;
+create index entries_by_version on entries (highest, lowest);
 create table steps (
     learner text, step integer, input_run text not null, version integer not null, time_ms integer not null,
     value blob not null, primary key (learner, step)
