@@ -29,7 +29,7 @@ ENGINES = $(BIN)/python -m pytest tests/engines
 export FAILED_TESTS = $(abspath $(FAILED))
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench growth kills lint format lock clean
+.PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench kills lint format lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -102,9 +102,6 @@ run-all: $(LONG_STAMP) $(VLLM_STAMP) $(VERIFIERS_STAMP) $(TRL_STAMP)
 
 bench: $(STAMP) ## Measure against raw baselines of the same run (some rows; all with ARGS=--full)
 	$(BIN)/python -m tests.bench $(ARGS)
-
-growth: $(STAMP) ## Measure how costs grow with open groups and partitions
-	$(BIN)/python -m tests.bench.growth $(ARGS)
 
 kills: $(STAMP) ## Kill processes of rollstream and of other loops, and count lost rollouts, e.g. ARGS="--kills 8 --seed 7"
 	$(BIN)/python -m tests.bench.kills $(ARGS)

@@ -6,7 +6,6 @@ The quick form measures some rows with few rollouts, in a few minutes; the full 
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -20,7 +19,7 @@ from rollstream.infra.broker import LocalBroker
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
 from tests.bench.comparison import compared, comparison_table, read_document
-from tests.bench.measure import LatencyRow, Row, Settings
+from tests.bench.measure import LatencyRow, Row, Settings, machine
 from tests.bench.report import WIDTH, report
 from tests.bench.rows import QUICK, ROWS, needs_broker
 
@@ -53,10 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             except Exception as error:
                 traceback.print_exc()
                 failed[name] = f"{type(error).__name__}: {error}"
-    machine = _machine(before)
+    where = machine(before)
     document: dict[str, Any] = {
         "settings": {name: getattr(settings, name) for name in ("rollouts", "tokens", "repetitions")},
-        "machine": machine,
+        "machine": where,
         "rows": [row.as_dict() for row in rows],
         "failed": failed,
     }
@@ -67,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if args.json:
         print(json.dumps(document | ({"comparison": comparison.as_dict()} if comparison else {})))
     else:
-        print(report(settings, machine, rows, failed))
+        print(report(settings, where, rows, failed))
         if comparison:
             print(f"\n{comparison_table(comparison, str(args.compare), WIDTH)}")
     print(f"written to {output}", file=sys.stderr)
@@ -113,15 +112,6 @@ def _broker(folder: Path, names: Sequence[str]) -> Iterator[str]:
         yield broker.bootstrap_servers
     finally:
         broker.stop()
-
-
-def _machine(load_before: float) -> dict[str, Any]:
-    return {
-        "cores": os.cpu_count(),
-        "load_before": round(load_before, 2),
-        "load_after": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import platform
 import subprocess
 import sys
 import time
@@ -46,6 +48,16 @@ class Stopwatch:
     def timing(self, rollouts: int) -> Timing:
         """Cost of `rollouts` rollouts so far."""
         return Timing(rollouts, time.perf_counter() - self._began, time.process_time() - self._cpu_began)
+
+
+def machine(load_before: float) -> dict[str, Any]:
+    """The machine of a measurement, and its load before and after."""
+    return {
+        "cores": os.cpu_count(),
+        "load_before": round(load_before, 2),
+        "load_after": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

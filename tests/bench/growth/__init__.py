@@ -1,1 +1,1 @@
-"""How costs grow with open groups and partitions, as slopes; none may exceed its bound."""
+"""How costs grow: open groups, partitions, processes and the size of the log, as slopes; none may exceed a bound."""

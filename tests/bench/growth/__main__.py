@@ -6,7 +6,6 @@ Exit code 1 if a cost grows faster than it may.
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
@@ -14,10 +13,12 @@ from pathlib import Path
 
 from rollstream.infra.broker import LocalBroker
 from rollstream.topics.config import KafkaConfig
-from tests.bench.growth import open_groups, partitions
+from tests.bench.growth import grouping_runs, open_groups
+from tests.bench.growth.logs import LogGrowth
 from tests.bench.growth.series import Series, report
+from tests.bench.measure import machine
 
-PARTS = ("open-groups", "partitions")
+PARTS = ("open-groups", "partitions", "processes", "logs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -27,21 +28,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     listed: list[Series] = []
     parts: dict[str, Callable[[], list[Series]]] = {
         "open-groups": lambda: open_groups.measure(args.open_groups),
-        "partitions": lambda: _on_a_broker(args.partitions),
+        "partitions": lambda: _on_a_broker(
+            lambda kafka, folder: grouping_runs.measure_partitions(kafka, folder, args.partitions)
+        ),
+        "processes": lambda: _on_a_broker(
+            lambda kafka, folder: grouping_runs.measure_processes(kafka, folder, args.processes)
+        ),
+        "logs": lambda: _on_a_broker(
+            lambda kafka, folder: LogGrowth(kafka, folder, args.tokens).measure(args.megabytes, args.archived)
+        ),
     }
     for name in args.only or PARTS:
         print(f"measuring {name}", file=sys.stderr, flush=True)
         listed += parts[name]()
-    machine = {
-        "cores": os.cpu_count(),
-        "load_before": round(load, 2),
-        "load_after": round(os.getloadavg()[0], 2),
-        "python": platform.python_version(),
-    }
+    where = machine(load)
     if args.json:
-        print(json.dumps({"machine": machine, "series": [series.as_dict() for series in listed]}))
+        print(json.dumps({"machine": where, "series": [series.as_dict() for series in listed]}))
     else:
-        print(report(listed, [", ".join(f"{name.replace('_', ' ')} {value}" for name, value in machine.items())]))
+        print(report(listed, [", ".join(f"{name.replace('_', ' ')} {value}" for name, value in where.items())]))
     return 1 if any(series.offends for series in listed) else 0
 
 
@@ -51,21 +55,27 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--only", action="append", choices=PARTS, help="measure this part only")
     for flag, sizes in (
-        ("--open-groups", [1_000, 10_000, 100_000]),
-        ("--partitions", [1, 4, 16]),
+        ("--open-groups", [1_000, 10_000, 100_000, 1_000_000]),
+        ("--partitions", [1, 4, 16, 64, 256]),
+        ("--processes", [1, 2, 4, 8]),
+        ("--megabytes", [100, 300, 1_000, 3_000]),
     ):
         default = " ".join(map(str, sizes))
         parser.add_argument(flag, type=int, nargs="+", default=sizes, metavar="N", help=f"sizes (default: {default})")
+    parser.add_argument(
+        "--archived", type=int, default=1_000, metavar="MB", help="largest log that is archived (default: %(default)s)"
+    )
+    parser.add_argument("--tokens", type=int, default=2560, help="tokens of a rollout of a log (default: %(default)s)")
     return parser
 
 
-def _on_a_broker(sizes: Sequence[int]) -> list[Series]:
-    """Measure partitions on a broker of its own."""
+def _on_a_broker(measure: Callable[[KafkaConfig, Path], list[Series]]) -> list[Series]:
+    """Measure on a broker of its own."""
     with (
         tempfile.TemporaryDirectory(prefix="rollstream-growth-") as folder,
         LocalBroker.start(Path(folder) / "broker", bound_to_parent=True) as broker,
     ):
-        return partitions.measure(KafkaConfig(bootstrap_servers=broker.bootstrap_servers), Path(folder), sizes)
+        return measure(KafkaConfig(bootstrap_servers=broker.bootstrap_servers), Path(folder))
 
 
 if __name__ == "__main__":

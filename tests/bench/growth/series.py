@@ -22,13 +22,16 @@ class Series:
     """The unit of costs."""
     points: tuple[tuple[float, float], ...]
     """Size and cost."""
-    bound: float
-    """Largest slope: 1 if the cost may grow as the size does, 0 if it may not grow."""
+    bound: float | None
+    """Largest slope: 1 if the cost may grow as the size does, 0 if it may not grow, None if it is shown only, as wall
+    time is, which other work on the machine changes."""
 
     @property
     def slope(self) -> float:
-        """Slope of the last points on logarithmic axes: the exponent with which the cost grows."""
+        """Slope of the last points on logarithmic axes, by least squares: the exponent with which the cost grows."""
         last = [(math.log(size), math.log(cost)) for size, cost in self.points[-_LAST:]]
+        if len(last) < 2:
+            return 0.0
         middle = sum(x for x, _ in last) / len(last), sum(y for _, y in last) / len(last)
         spread = sum((x - middle[0]) ** 2 for x, _ in last)
         return sum((x - middle[0]) * (y - middle[1]) for x, y in last) / spread
@@ -36,7 +39,7 @@ class Series:
     @property
     def offends(self) -> bool:
         """Whether the cost grows faster than it may."""
-        return self.slope > self.bound + TOLERANCE
+        return self.bound is not None and self.slope > self.bound + TOLERANCE
 
     def as_dict(self) -> dict[str, Any]:
         """The series as programs read it."""
@@ -54,20 +57,21 @@ class Series:
 def report(listed: Sequence[Series], machine: Iterable[str]) -> str:
     """Tables of costs, a table for all series over the same sizes, and the names of the offenders."""
     lines = [*machine]
-    over = ""
+    heading = ""
     for series in listed:
-        sizes = [f"{size:>9,g}" for size, _cost in series.points]
-        if series.over != over:
-            over = series.over
-            lines += ["", f"{over:26}{''.join(sizes)}    slope  bound"]
+        sizes = "".join(f"{size:>9,.3g}" if size < 1000 else f"{size:>9,g}" for size, _cost in series.points)
+        if heading != series.over + sizes:
+            heading = series.over + sizes
+            lines += ["", f"{series.over:28}{sizes}    slope  bound"]
         costs = "".join(f"{cost:>9.3g}" for _size, cost in series.points)
+        bound = "-" if series.bound is None else f"{series.bound:g}"
         mark = "  OFFENDS" if series.offends else ""
-        lines.append(f"{series.name + ', ' + series.unit:26}{costs}{series.slope:>9.2f}{series.bound:>7g}{mark}")
+        lines.append(f"{series.name + ', ' + series.unit:28}{costs}{series.slope:>9.2f}{bound:>7}{mark}")
     offenders = [series.name for series in listed if series.offends]
     lines += ["", f"worse than their bounds: {', '.join(offenders)}" if offenders else "none is worse than its bound"]
     return "\n".join(lines)
 
 
-def collected(name: str, over: str, unit: str, bound: float, points: Iterable[tuple[float, float]]) -> Series:
+def collected(name: str, over: str, unit: str, bound: float | None, points: Iterable[tuple[float, float]]) -> Series:
     """A series of measured points."""
     return Series(name=name, over=over, unit=unit, points=tuple(points), bound=bound)

@@ -1,8 +1,7 @@
-"""Costs of real grouping processes with more and more partitions."""
+"""Costs of real grouping processes: with more partitions, and with more processes."""
 
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -10,27 +9,40 @@ from pathlib import Path
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import groups, topic_admin
-from tests.bench.growth.series import Series, collected
+from tests.bench.growth.costs import Costs, wait
+from tests.bench.growth.series import Series
 from tests.support.runs import RealRun, rollout
-from tests.support.waiting import eventually
+
+_PARTITIONS = 16
+"""Partitions of the runs with more and more processes."""
+_GROUPS = 2500
+"""Groups of four that those processes share."""
 
 
-def measure(kafka: KafkaConfig, folder: Path, sizes: Sequence[int]) -> list[Series]:
-    """Wall time at each number of partitions."""
-    points: dict[str, list[tuple[float, float]]] = {"made": [], "started": [], "committed": [], "shared": []}
+def measure_partitions(kafka: KafkaConfig, folder: Path, sizes: Sequence[int]) -> list[Series]:
+    """Costs of making a run, of its start, of its commits and of a second process, at each number of partitions."""
+    costs = Costs("partitions")
     for size in sizes:
         with _run(kafka, folder, f"growth-partitions-{size}", size) as run:
-            points["made"].append((size, _seconds(run.prepare)))
-            points["started"].append((size, _seconds(partial(_start, run))))
-            points["committed"].append((size, _seconds(partial(_group, run, "a", 8 * size))))
-            points["shared"].append((size, _seconds(partial(_share, run, 8 * size))))
-    over = "partitions"
-    return [
-        collected("topics made", over, "s", 1, points["made"]),
-        collected("a process starts", over, "s", 1, points["started"]),
-        collected("8 groups each grouped", over, "s", 1, points["committed"]),
-        collected("a second one joins", over, "s", 1, points["shared"]),
-    ]
+            costs.measure("topics made", size, 1, run.prepare)
+            costs.measure("a process starts", size, 1, partial(_start, run))
+            costs.measure("8 groups each", size, 1, partial(_group, run, "a", 8 * size))
+            costs.measure("a second one joins", size, 1, partial(_share, run, 8 * size))
+    return costs.series()
+
+
+def measure_processes(kafka: KafkaConfig, folder: Path, sizes: Sequence[int]) -> list[Series]:
+    """Costs of grouping the same rollouts, at each number of processes; they share the work, so it may not grow."""
+    costs = Costs("processes")
+    for size in sizes:
+        with _run(kafka, folder, f"growth-processes-{size}", _PARTITIONS) as run:
+            run.prepare()
+            for number in range(size):
+                _start(run, number)
+            _wait_for_members(run, size)
+            _group(run, "before", 4 * _PARTITIONS)
+            costs.measure(f"{4 * _GROUPS:,} grouped", size, 0, partial(_group, run, "counted", _GROUPS))
+    return costs.series()
 
 
 @contextmanager
@@ -47,21 +59,14 @@ def _run(kafka: KafkaConfig, folder: Path, name: str, partitions: int) -> Iterat
         topic_admin.delete_topics(kafka, topics)
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def _start(run: RealRun, number: int = 0) -> None:
     """Start a process, and wait until there is a mark of the version on every partition."""
-    process = run.start("group", "--ordinal", str(number))
+    run.start("group", "--ordinal", str(number))
 
     def marked() -> bool:
-        assert process.poll() is None, run.log_of(process)[-2000:]
         return all(end > 0 for _low, end in topic_admin.bounds(run.kafka, run.topic("rollouts")).values())
 
-    eventually(marked, 120, "marks of the version on every partition")
+    wait(run, marked, "marks of the version on every partition")
 
 
 def _group(run: RealRun, names: str, count: int) -> None:
@@ -71,20 +76,19 @@ def _group(run: RealRun, names: str, count: int) -> None:
     group = run.grouper.group_id(run.name)
 
     def committed() -> bool:
-        assert all(process.poll() is None for process in run.processes)
         positions = committed_offsets(run.kafka, group, run.topic("rollouts"), len(ends))
         return all(positions[partition].offset >= end for partition, (_low, end) in ends.items())
 
-    eventually(committed, 120, f"{count} groups committed")
+    wait(run, committed, f"{count} groups committed")
 
 
 def _share(run: RealRun, count: int) -> None:
     """Start a second process, and wait until both have committed what is sent from then on."""
     run.start("group", "--ordinal", "1")
-    eventually(partial(_has_members, run, 2), 120, "two processes in the group")
+    _wait_for_members(run, 2)
     _group(run, "b", count)
 
 
-def _has_members(run: RealRun, count: int) -> bool:
-    assert all(process.poll() is None for process in run.processes)
-    return groups.members(run.kafka, run.grouper.group_id(run.name)) == count
+def _wait_for_members(run: RealRun, count: int) -> None:
+    group = run.grouper.group_id(run.name)
+    wait(run, lambda: groups.members(run.kafka, group) == count, f"{count} processes in the group")
