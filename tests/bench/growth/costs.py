@@ -1,6 +1,7 @@
 """Costs of work that several processes do: processor time of this one and all below it, a broker too, and wall time."""
 
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 
@@ -25,10 +26,11 @@ class Costs:
         self._wall: dict[str, list[tuple[float, float]]] = {}
 
     def measure(self, name: str, size: float, bound: float, work: Callable[[], object]) -> None:
-        """Do the work and note what it costs; `bound` is the largest slope of its processor time."""
+        """Do the work, and note and print what it costs; `bound` is the largest slope of its processor time."""
         before, began = processor_s(), time.perf_counter()
         work()
         wall_s, spent_s = time.perf_counter() - began, processor_s() - before
+        print(f"{name} at {size:g} {self._over}: {spent_s:.3g} CPU s, {wall_s:.3g} s", file=sys.stderr, flush=True)
         self._bounds[name] = bound
         self._processor.setdefault(name, []).append((size, spent_s))
         self._wall.setdefault(name, []).append((size, wall_s))

@@ -1,6 +1,6 @@
 """Costs of real grouping processes: with more partitions, and with more processes."""
 
-import sys
+import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import partial
@@ -53,7 +53,7 @@ def _run(kafka: KafkaConfig, folder: Path, name: str, partitions: int) -> Iterat
     try:
         yield run
     finally:
-        with redirect_stdout(sys.stderr):  # It prints the ends of logs, and our output may be JSON.
+        with redirect_stdout(io.StringIO()):  # It prints the ends of logs, and our output may be JSON.
             run.stop()
         topics = [topic for topic in topic_admin.topic_names(kafka) if topic.startswith(f"{name}.")]
         topic_admin.delete_topics(kafka, topics)

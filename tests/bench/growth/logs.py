@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rollstream import BatchReader, StepWriter
+from rollstream.consumers.batch_reader import ReadBatch
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
@@ -119,7 +120,7 @@ class LogGrowth:
             BatchReader(kafka, self._run.name, start=self._next) as reader,
         ):
             while self._trained < self._rollouts:
-                reads = []
+                reads: list[ReadBatch] = []
                 while len(reads) < _BATCHES_PER_STEP and self._trained < self._rollouts:
                     read = reader.poll(_GONE_S)
                     assert read is not None, self._run.log_of(group)[-3000:]
