@@ -11,6 +11,7 @@ import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.ledger import Ledger, LiveLedger, ledger
+from rollstream.pipeline.audit.ledger.live import VERSION
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import provisioning, topic_admin
@@ -103,7 +104,10 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
         (data[:100] + b"\0" + data[101:], "it is damaged"),
         (b"", "it is no file of books"),
         (b"something else", "it is no file of books"),
-        (data.replace(b"books 2 ", b"books 1 ", 1), "it is of version 1, and this release keeps version 2"),
+        (
+            data.replace(b"books %d " % VERSION, b"books 1 ", 1),
+            f"it is of version 1, and this release keeps version {VERSION}",
+        ),
     ):
         stored.path.write_bytes(bad)
         told, book = stored.poll()
