@@ -85,27 +85,32 @@ def test_eight_devices_train_what_one_does_and_hold_their_share(eight_devices: d
     assert eight_devices["2x2x2/held/model.norm.weight"] == 1
 
 
+def by_two_processes(layout: list[int], directory: Path) -> list[dict[str, np.ndarray]]:
+    """What each of two processes of two devices found."""
+    coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
+    outs = [directory / f"{process}.npz" for process in range(2)]
+    jobs = [
+        Job(out=str(out), layouts=[layout], process=process, processes=2, coordinator=coordinator)
+        for process, out in enumerate(outs)
+    ]
+    finish(*(start(job, devices=2) for job in jobs))
+    found = []
+    for out in outs:
+        with np.load(out) as arrays:
+            found.append(dict(arrays))
+    return found
+
+
 def test_two_processes_of_two_devices_train_what_one_does_with_a_share_of_padding_too(
     eight_devices: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
-    outs = [tmp_path / f"{process}.npz" for process in range(2)]
-    finish(
-        *(
-            start(
-                Job(out=str(out), layouts=[[2, 2, 1]], process=process, processes=2, coordinator=coordinator), devices=2
-            )
-            for process, out in enumerate(outs)
-        )
-    )
-    for out in outs:
-        with np.load(out) as found:
-            assert_same(dict(found), "2x2x1", eight_devices)
-            assert found["2x2x1/held/model.layers.0.mlp.up_proj.weight"] == 1 / 2
-            assert_same(dict(found), "2x2x1 by rows", eight_devices)
-            # Rows of the whole step: as much padding as one process has, not a half-empty share for each.
-            for own, alone in zip(metrics(dict(found), "2x2x1 by rows"), metrics(eight_devices, "1x1x1"), strict=True):
-                assert own["packing/padding_fraction"] == alone["packing/padding_fraction"]
+    for found in by_two_processes([2, 2, 1], tmp_path):
+        assert_same(found, "2x2x1", eight_devices)
+        assert found["2x2x1/held/model.layers.0.mlp.up_proj.weight"] == 1 / 2
+        assert_same(found, "2x2x1 by rows", eight_devices)
+        # Rows of the whole step: as much padding as one process has, not a half-empty share for each.
+        for own, alone in zip(metrics(found, "2x2x1 by rows"), metrics(eight_devices, "1x1x1"), strict=True):
+            assert own["packing/padding_fraction"] == alone["packing/padding_fraction"]
 
 
 def test_devices_that_share_the_tokens_of_rows_train_what_one_does(eight_devices: dict[str, np.ndarray]) -> None:
@@ -129,6 +134,15 @@ def test_tokens_are_shared_beside_every_other_axis_and_by_every_implementation(
             assert_same(dict(first), name, dict(first))
             for key, value in params(dict(first), name).items():
                 assert np.array_equal(value, params(dict(again), name)[key]), "executed again, it has the same bits"
+
+
+@pytest.mark.long
+def test_the_devices_of_each_of_two_processes_share_the_tokens_of_its_rows(
+    eight_devices: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    for found in by_two_processes([2, 1, 1, 2], tmp_path):
+        assert_same(found, "2x1x1x2", eight_devices)
+        assert_same(found, "2x1x1x2 by rows", eight_devices)
 
 
 @pytest.mark.long
