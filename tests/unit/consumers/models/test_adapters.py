@@ -126,13 +126,25 @@ def test_the_server_samples_with_merged_weights() -> None:
     assert sampled[0] == sampled[1]
 
 
-def test_logits_are_those_recorded_from_peft_for_the_files_we_export() -> None:
+def our_logits() -> NDArray[np.float32]:
+    """Logits [T, vocab_size] of the model whose logits by PEFT are recorded, its adapters beside the projections."""
     params = {name: jnp.asarray(value) for name, value in random_parameters(peft_logits.MODEL).items()}
     tokens = tokens_of_checkpoint(peft_logits.MODEL)
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
     states = jax.jit(decoder.hidden, static_argnums=1)(
         params, peft_logits.MODEL, tokens, positions, np.ones_like(tokens)
     )
-    ours = decoder.head(params, peft_logits.MODEL, states)[0, ::5]
+    return np.asarray(decoder.head(params, peft_logits.MODEL, states)[0])
+
+
+def test_logits_are_those_recorded_from_peft_for_the_files_we_export() -> None:
     with np.load(peft_logits.RECORDED) as recorded:
-        np.testing.assert_allclose(ours, recorded["logits"], atol=3e-5, rtol=3e-5)
+        np.testing.assert_allclose(our_logits()[::5], recorded["logits"], atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks transformers by that name.
+def test_peft_loads_the_files_we_export_and_gives_our_logits(tmp_path: Path) -> None:
+    peft_logits.write(tmp_path)
+    theirs = peft_logits.logits_of_peft(tmp_path, tokens_of_checkpoint(peft_logits.MODEL))
+    np.testing.assert_allclose(our_logits(), theirs, atol=3e-5, rtol=3e-5)
