@@ -86,7 +86,7 @@ def test_eight_devices_train_what_one_does_and_hold_their_share(eight_devices: d
 
 
 def by_two_processes(layout: list[int], directory: Path) -> list[dict[str, np.ndarray]]:
-    """What each of two processes of two devices found."""
+    """Arrays that each of two processes of two devices wrote."""
     coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
     outs = [directory / f"{process}.npz" for process in range(2)]
     jobs = [
