@@ -17,6 +17,8 @@ _PARTITIONS = 16
 """Partitions of the runs with more and more processes."""
 _GROUPS = 2500
 """Groups of four that those processes share."""
+_LAG = 1000
+"""Policy lag with which hundreds of partitions have room for their batches."""
 
 
 def measure_partitions(kafka: KafkaConfig, folder: Path, sizes: Sequence[int]) -> list[Series]:
@@ -61,12 +63,16 @@ def _run(kafka: KafkaConfig, folder: Path, name: str, partitions: int) -> Iterat
 
 def _start(run: RealRun, number: int = 0) -> None:
     """Start a process, and wait until there is a mark of the version on every partition."""
-    run.start("group", "--ordinal", str(number))
+    _start_process(run, number)
 
     def marked() -> bool:
         return all(end > 0 for _low, end in topic_admin.bounds(run.kafka, run.topic("rollouts")).values())
 
     wait(run, marked, "marks of the version on every partition")
+
+
+def _start_process(run: RealRun, number: int) -> None:
+    run.start("group", "--ordinal", str(number), learner__max_policy_lag=_LAG)
 
 
 def _group(run: RealRun, names: str, count: int) -> None:
@@ -84,7 +90,7 @@ def _group(run: RealRun, names: str, count: int) -> None:
 
 def _share(run: RealRun, count: int) -> None:
     """Start a second process, and wait until both have committed what is sent from then on."""
-    run.start("group", "--ordinal", "1")
+    _start_process(run, 1)
     _wait_for_members(run, 2)
     _group(run, "b", count)
 
