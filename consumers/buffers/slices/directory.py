@@ -3,6 +3,7 @@
 No file name is used twice, so replacing the manifest replaces the whole buffer.
 """
 
+import re
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from rollstream.topics.errors import RecordError
 NAME = "slices.json"
 LOCK = "lock"
 _VERSION = 1
+_FILE = re.compile(r"[\w-]{1,64}\.(journal|bin)", re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +40,18 @@ def read_manifest(directory: Path) -> Manifest | None:
         value = read_json(directory / NAME)
         if value["version"] != _VERSION:
             raise ValueError(f"version {value['version']}")
-        return Manifest(
+        manifest = Manifest(
             journal=str(value["journal"]),
             capacity=int(value["capacity"]),
             arrays=tuple(ArraySpec.from_dict(spec) for spec in value["arrays"]),
         )
+        for name in (manifest.journal, *(spec.file for spec in manifest.arrays)):
+            if not _FILE.fullmatch(name):
+                raise ValueError(f"{name[:80]!r} names no file of a buffer")
+        return manifest
     except FileNotFoundError:
         return None
-    except (KeyError, TypeError, ValueError, RecordError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecordError) as error:
         raise StoreError(
             f"{directory / NAME} was not written by this program ({error!r}); fill another directory from the log"
         ) from error

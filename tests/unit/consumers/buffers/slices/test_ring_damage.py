@@ -1,5 +1,6 @@
 """A slice buffer's directory after a kill, a stop of the machine, or damage to its files."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -198,3 +199,24 @@ def test_draws_are_stored_with_each_addition(tmp_path: Path) -> None:
         for offset in range(8):
             feed(other, offset)
         assert [other.sample(3)["offset"].tolist() for _ in range(3)] == [first, second, third]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"capacity": float("inf")},
+        {"journal": "../elsewhere.journal"},
+        {"journal": "x" * 5000 + ".journal"},
+        {"journal": "a\0.journal"},
+        {"arrays": [{"path": "rewards", "dtype": "<f4", "shape": [], "file": "/tmp/elsewhere.bin"}]},
+    ],
+)
+def test_a_manifest_that_no_buffer_wrote_is_refused_in_a_line(tmp_path: Path, damage: dict[str, object]) -> None:
+    with ring(tmp_path) as slices:
+        feed(slices, 0)
+    path = tmp_path / slice_directory.NAME
+    path.write_text(json.dumps(json.loads(path.read_text()) | damage))
+    with pytest.raises(StoreError, match="was not written by this program") as refused, ring(tmp_path):
+        pass
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 1000
