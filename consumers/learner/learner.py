@@ -1,6 +1,7 @@
 """The learner: trains on batches in index order and publishes policy versions.
 
-A step goes on record, with its version, while the next one trains. After any crash, a restarted learner ends with the
+A step goes on record, with its version, while the next one trains; on a single device its parameters are copied
+meanwhile too, and the next update waits for the copies. After any crash, a restarted learner ends with the
 bits of an uninterrupted one: the checkpoint holds the position, and steps executed again must have the digests on
 record.
 """
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 
 import msgspec
 
@@ -118,6 +120,7 @@ class _Learner:
         self._position = LearnerPosition()
         self._compares_arrays_until = -1
         self._waited_s = 0.0
+        self._waited_for_snapshot_s = 0.0
         self._warn_again_at = 0
         self._ended = time.monotonic()
 
@@ -154,16 +157,16 @@ class _Learner:
             self._recorder.resend(self._position.recent_steps)
         self._share_rules()
         step = int(self._state.step)
-        params = self._params_after(step)
+        params = self._params_after(step, self._state.params)
         self._recording = self._stack.enter_context(RecordingThread())
         if self._recorder is None:
-            self._contribute(params)
+            self._contribute(lambda: params)
             self._recording.wait()
         else:
             self._sinks = self._open_sinks(self._recorder)
             recorded = self._recorder.recorded(step)
             if recorded is None:
-                self._record((), self._position.position, metrics, params, rules)
+                self._record((), self._position.position, metrics, lambda: params, rules)
                 self._recording.wait()
             else:
                 self._recorder.compare(step, params, recorded.uses)
@@ -243,15 +246,16 @@ class _Learner:
         began = time.monotonic()
         given = loaded.packed if loaded.placed is None else loaded.placed
         train_step = self._train_steps.of(loaded.plan.rules)
-        self._state, metrics = train_step.train(self._state, given, self._reference, self._teacher)
+        self._state, metrics = train_step.train(
+            self._state, given, self._reference, self._teacher, self._wait_for_snapshot
+        )
         trained_s = time.monotonic() - began
         outcomes = self._add_up(step, loaded)
         self._report_left_out(step, outcomes)
         self._refuse_empty(step, loaded, metrics, outcomes)
         # Before the snapshot, so that the host has two versions at most: this one, and the one it is compared with.
         waited_s = 0.0 if self._recording is None else self._recording.wait()
-        snapshot_began = time.monotonic()
-        params = self._params_after(step)
+        take = self._taking(step)
         plan, ended = loaded.plan, time.monotonic()
         uses = without(plan.uses, outcomes.left_out)
         metrics |= outcomes.metrics()
@@ -263,10 +267,10 @@ class _Learner:
             "time/wait_for_batch": self._waited_s,
             "time/load": loaded.load_s,
             "time/wait_for_recording": waited_s,
-            "time/snapshot": ended - snapshot_began,
+            "time/wait_for_snapshot": self._waited_for_snapshot_s,
         }
         self._ended = ended
-        self._record(uses, plan.position, metrics, params, plan.rules, plan.oldest, plan.stream_time_ms)
+        self._record(uses, plan.position, metrics, take, plan.rules, plan.oldest, plan.stream_time_ms)
         if self._recorder is not None:
             self._warn_of_mismatch(step, metrics)
 
@@ -286,16 +290,34 @@ class _Learner:
         else:
             self._compares_arrays_until = int(self._team.receive(_COMPARES_ARRAYS))
 
-    def _params_after(self, step: int) -> StepParams:
+    def _taking(self, step: int) -> Callable[[], StepParams]:
+        """Return what takes the parameters after a step: beside the next step if a single device has them.
+
+        Several devices would have to agree on the order of its sums and those of the step, so there it is done at once.
+        """
+        take = partial(self._params_after, step, self._state.params)
+        if self._train_step.mesh.size == 1:
+            return take
+        params = take()
+        self._waited_for_snapshot_s = params.seconds
+        return lambda: params
+
+    def _wait_for_snapshot(self) -> None:
+        """Wait until the parameters are copied whose buffers the update is to reuse."""
+        if self._recording is not None:
+            self._waited_for_snapshot_s = self._recording.wait_until_taken()
+
+    def _params_after(self, step: int, params: Params) -> StepParams:
         """Digest of the parameters after a step, with copies if that step publishes them or is compared by copies."""
-        params = self._state.params
+        began = time.monotonic()
         compared, arrays = None, None
         if step <= self._compares_arrays_until:
             compared = snapshot(params, keep=() if self._recorder is None else None)
         if step % self._config.publish_every_steps == 0:
             alone = self._team.processes == 1
             arrays = compared if alone and compared else snapshot(params, self._dtype, keep=self._owned)
-        return StepParams(device_checksum(params), arrays, compared)
+        digest = device_checksum(params)
+        return StepParams(digest, arrays, compared, time.monotonic() - began)
 
     def _report_left_out(self, step: int, outcomes: StepTotals) -> None:
         """Log which rollouts could not be trained on."""
@@ -367,7 +389,7 @@ class _Learner:
         uses: tuple[BatchUse, ...],
         position: int,
         metrics: Metrics,
-        params: StepParams,
+        take: Callable[[], StepParams],
         rules: StepRules,
         oldest: int = -1,
         stream_time_ms: int = -1,
@@ -379,11 +401,11 @@ class _Learner:
         """
         recorder, sinks, recording = self._recorder, self._sinks, self._recording
         if recorder is None or sinks is None or recording is None:
-            self._contribute(params)
+            self._contribute(take)
             return
         step = int(self._state.step)
 
-        def record() -> None:
+        def record(params: StepParams) -> None:
             made = recorder.record(
                 step,
                 uses,
@@ -398,13 +420,18 @@ class _Learner:
             self._position = self._position.after(made)
             sinks.write(made)
 
-        recording.start(record)
+        recording.start(take, record)
 
-    def _contribute(self, params: StepParams) -> None:
+    def _contribute(self, take: Callable[[], StepParams]) -> None:
         """Begin to send this process's tensors of the version after a step, if that publishes one."""
-        member, arrays = self._member, params.arrays
-        if member is not None and self._recording is not None and arrays is not None:
-            self._recording.start(lambda: member.contribute(converted(arrays, self._dtype)))
+        member = self._member
+
+        def contribute(params: StepParams) -> None:
+            if member is not None and params.arrays is not None:
+                member.contribute(converted(params.arrays, self._dtype))
+
+        if self._recording is not None:
+            self._recording.start(take, contribute)
 
     def _open_sinks(self, recorder: StepRecorder) -> MetricSinks:
         """Open the sinks and write the steps on record that they lack."""

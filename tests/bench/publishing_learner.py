@@ -1,12 +1,13 @@
 """The subject of the rows `stall`: a process that takes snapshots and puts steps on record as a learner does.
 
-Its steps change parameters of the given size, and keep the processor busy while a version is on its way.
+Its steps compute with parameters of the given size, as many operations as the gradients of `TOKENS` tokens take, and
+then change them.
 """
 
 import json
 import sys
-import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ from rollstream.topics.config import KafkaConfig
 COLUMNS = 8192
 ROWS = 1024
 """A tensor has 16 MiB in bfloat16."""
+TOKENS = 512
+"""Tokens of a step: few, so that its gradients hardly take longer than a snapshot."""
+STEPS = 5
+"""Steps of which each kind is timed."""
 VERSIONS = 4
 """The first one is full."""
 CHANGE = 1.00012
@@ -33,53 +38,76 @@ def publish(arguments: dict[str, Any]) -> dict[str, Any]:
     config = LearnerConfig()
     prepare_environment(config)
     import jax
+    import jax.numpy as jnp
 
     from rollstream.consumers.learner.records.device_checksum import device_checksum
     from rollstream.consumers.learner.records.snapshot import snapshot
     from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 
     count = max(1, arguments["rollouts"] * 1024 * 1024 // (2 * ROWS * COLUMNS))
-    update = jax.jit(lambda tensor, factor: tensor * factor, donate_argnums=0)
     params = {f"layer.{n}": 0.02 * jax.random.normal(jax.random.key(n), (ROWS, COLUMNS)) for n in range(count)}
+    # Two products where gradients take three.
+    inputs = jax.random.normal(jax.random.key(count), (TOKENS * 3 // 2, ROWS))
+    gradient = jax.jit(lambda tensor: jnp.sum(inputs @ tensor @ tensor.T))
+    update = jax.jit(lambda tensor, factor: tensor * factor, donate_argnums=0)
 
-    def train(factor: float) -> None:
+    def train(factor: float = 1.0) -> tuple[float, float]:
+        """Seconds of a step, and those of them that the update waited until the parameters were copied."""
+        began = time.perf_counter()
+        for tensor in params.values():
+            gradient(tensor).block_until_ready()
+        waited = recording.wait_until_taken()
         for name in params:
             params[name] = update(params[name], factor)
         jax.block_until_ready(params)
+        return time.perf_counter() - began, waited
 
-    def stalled() -> tuple[tuple[float, float], StepParams]:
+    def take() -> StepParams:
+        return StepParams(device_checksum(params), snapshot(params, "bfloat16"))
+
+    def taken_alone() -> tuple[float, float]:
         began, cpu_began = time.perf_counter(), time.process_time()
-        taken = StepParams(device_checksum(params), snapshot(params, "bfloat16"))
-        return (time.perf_counter() - began, time.process_time() - cpu_began), taken
+        take()
+        return time.perf_counter() - began, time.process_time() - cpu_began
 
-    train(CHANGE)
-    size_bytes = sum(array.nbytes for array in (stalled()[1].arrays or {}).values())
+    def taken_beside() -> tuple[float, float]:
+        recording.start(take, lambda _taken: None)
+        timings = train()
+        recording.wait()
+        return timings
+
     kafka = KafkaConfig(bootstrap_servers=arguments["bootstrap_servers"])
-    stalls: list[tuple[float, float]] = []
     published: list[float] = []
     with StepRecorder(config, kafka, arguments["run"], "{}") as recorder, RecordingThread() as recording:
+        train(CHANGE)
+        size_bytes = sum(array.nbytes for array in (take().arrays or {}).values())
         print("ready", flush=True)
+        timed = [(taken_alone(), train(), taken_beside()) for _ in range(STEPS)]
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
         before = _memory("VmRSS")
+
+        def record(step: int, taken: StepParams) -> None:
+            began = time.perf_counter()
+            recorder.record(step, (), 0, {}, taken, LearnerPosition())
+            published.append(time.perf_counter() - began)
+
         for step in range(VERSIONS):
-            seconds, taken = stalled()
-            stalls.append(seconds)
-            done = threading.Event()
-
-            def record(step: int = step, taken: StepParams = taken, done: threading.Event = done) -> None:
-                began = time.perf_counter()
-                recorder.record(step, (), 0, {}, taken, LearnerPosition())
-                published.append(time.perf_counter() - began)
-                done.set()
-
-            recording.start(record)
-            del taken, record
+            recording.start(take, partial(record, step))
             train(CHANGE)
-            while not done.is_set():
-                train(1.0)
+            while len(published) <= step:
+                recording.check()
+                train()
             recording.wait()
         peak = _memory("VmHWM")
-    return {"size_bytes": size_bytes, "stalls": stalls, "published": published, "peak_bytes": peak - before}
+    alone, steps, beside = zip(*timed, strict=True)
+    return {
+        "size_bytes": size_bytes,
+        "alone": alone,
+        "steps": [seconds for seconds, _waited in steps],
+        "beside": beside,
+        "published": published,
+        "peak_bytes": peak - before,
+    }
 
 
 def _memory(name: str) -> int:

@@ -1,6 +1,8 @@
-"""Rows `stall-256` and `stall-1024`: how long training waits for a version of that many MiB, and the memory it takes.
+"""Rows `stall-256` and `stall-1024`: what a version of that many MiB costs the training that goes on beside it.
 
-The baseline copies the same bytes through the broker. A mebibyte of parameters counts as a rollout.
+Ours is the copy of the parameters and their digest alone. Training on one device waits for what of it takes longer than
+the gradients of the next step; on several devices it waits for all of it. The baseline copies the same bytes through
+the broker. A mebibyte of parameters counts as a rollout.
 """
 
 import dataclasses
@@ -29,7 +31,7 @@ def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
 
         def ours() -> Timing:
             runs.append(_publishing(settings, mebibytes))
-            seconds, cpu_seconds = map(median, zip(*runs[-1]["stalls"], strict=True))
+            seconds, cpu_seconds = map(median, zip(*runs[-1]["alone"], strict=True))
             return Timing(mebibytes, seconds, cpu_seconds)
 
         def raw() -> Timing:
@@ -38,18 +40,21 @@ def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
                 copy_through_broker(settings, topic_name(run, "batches"), data, _CHUNK_BYTES)
                 return watch.timing(mebibytes)
 
-        stalled, copied = interleaved(settings.repetitions, ours, raw)
+        taken, copied = interleaved(settings.repetitions, ours, raw)
         gigabytes = runs[-1]["size_bytes"] / 1e9
         return Row(
             name=name,
-            what=f"digest and snapshot of a version of {size_mib} MiB, for which training waits; a MiB is a rollout",
+            what=f"digest and snapshot of a version of {size_mib} MiB, with nothing beside them; a MiB is a rollout",
             baseline="send the same bytes in chunks of a MiB and read them back",
             size_bytes=MIB,
-            ours=stalled,
+            ours=taken,
             raw=copied,
             figures={
-                "s of stall a GB": median(timing.seconds for timing in stalled) / gigabytes,
-                "of processor time": median(timing.cpu_seconds for timing in stalled) / gigabytes,
+                "s of stall a GB": median(waited for r in runs for _step, waited in r["beside"]) / gigabytes,
+                "s of a step a GB, without a snapshot": median(s for r in runs for s in r["steps"]) / gigabytes,
+                "s of a step a GB, beside a snapshot": median(s for r in runs for s, _ in r["beside"]) / gigabytes,
+                "s of digest and snapshot alone a GB": median(timing.seconds for timing in taken) / gigabytes,
+                "of processor time": median(timing.cpu_seconds for timing in taken) / gigabytes,
                 "s to publish a GB in full, beside training": median(r["published"][0] for r in runs) / gigabytes,
                 "s to publish a GB as a delta, beside training": median(r["published"][-1] for r in runs) / gigabytes,
                 "s to copy a GB through the broker": median(timing.seconds for timing in copied) / gigabytes,

@@ -82,7 +82,7 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
         assert found[step].policy_version == record.policy_version == step
         assert found[step].trained_total == record.trained_total == 32 * step
         if step:
-            assert {"time/snapshot", "time/wait_for_recording"} <= record.metrics.keys()
+            assert {"time/snapshot", "time/wait_for_snapshot", "time/wait_for_recording"} <= record.metrics.keys()
     manifests = read_manifests(killed.kafka, killed.name)
     assert {version: manifest.step for version, manifest in manifests.items()} == {n: n for n in range(9)}
     assert all({"snapshot_s", "send_s", "stored_bytes"} <= m.figures.keys() for m in manifests.values())

@@ -1,4 +1,4 @@
-"""RecordingThread: puts a step on record while the next one trains.
+"""RecordingThread: takes what a step left, and puts the step on record, while the next one trains.
 
 One step at a time, in order: what it runs sees the effects of the step before, and nobody else uses the log meanwhile.
 An error ends the learner at the next call.
@@ -8,40 +8,56 @@ import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 
 class RecordingThread(Closing):
-    """A thread with at most one call in flight. Used by one thread."""
+    """A thread with at most one step in flight. Used by one thread."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="record-step")
+        self._taking: Future[Any] | None = None
         self._running: Future[object] | None = None
 
-    def start(self, call: Callable[[], object]) -> None:
-        """Run a call once the one before has ended. Raises the error of that one, and then runs nothing."""
+    def start(self, take: Callable[[], T], record: Callable[[T], object]) -> None:
+        """Call `take`, then `record` with what it took, once the step before has ended.
+
+        Raises the error of that step, and then calls neither.
+        """
         self.wait()
-        self._running = self._pool.submit(call)
+        self._taking = taking = self._pool.submit(take)
+        self._running = self._pool.submit(lambda: record(taking.result()))
+
+    def wait_until_taken(self) -> float:
+        """Wait until `take` has ended, and return the seconds waited. Raises its error, once."""
+        began = time.monotonic()
+        taking, self._taking = self._taking, None
+        if taking is not None and taking.exception() is not None:
+            self.wait()
+        return time.monotonic() - began
 
     def wait(self) -> float:
-        """Wait until no call runs, and return the seconds waited. Raises the error of the call, once."""
+        """Wait until no step is in flight, and return the seconds waited. Raises the error of the step, once."""
         began = time.monotonic()
-        running, self._running = self._running, None
+        running, self._running, self._taking = self._running, None, None
         if running is not None:
             running.result()
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Raise the error of a call that has ended with one; waits for none."""
+        """Raise the error of a step that has ended with one; waits for none."""
         if self._running is not None and self._running.done():
             self.wait()
 
     def close(self) -> None:
-        """Wait until no call runs. An error of it is logged, because another one has ended the learner already."""
+        """Wait until no step is in flight. Its error is logged, because another one has ended the learner already."""
         try:
             self.wait()
         except Exception as error:  # whatever it is, what ended the learner is raised

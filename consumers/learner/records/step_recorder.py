@@ -42,6 +42,8 @@ class StepParams(NamedTuple):
     step publishes no version."""
     compared: Arrays | None = None
     """Copies of all of them as they are, in the lead, if the record of the step has a digest by another rule."""
+    seconds: float = 0.0
+    """Time that digest and copies took."""
 
 
 class StepRecorder(Closing):
@@ -140,7 +142,7 @@ class StepRecorder(Closing):
         differs by more than the tolerance; a smaller difference is on record as `replay/difference`.
         """
         started, again = time.monotonic(), step in self._recorded
-        began_ns = time.time_ns() - int(metrics.get("time/step", 0.0) * 1e9)
+        began_ns = time.time_ns() - int((metrics.get("time/step", 0.0) + params.seconds) * 1e9)
         digest = self._as_recorded(step, params)
         difference = self._compare(step, digest, uses, metrics)
         if difference:
@@ -150,8 +152,7 @@ class StepRecorder(Closing):
         if manifest is not None:
             self._skip(step)
         elif params.arrays is not None and step % self._config.publish_every_steps == 0:
-            figures = {"snapshot_s": metrics.get("time/snapshot", 0.0)}
-            manifest = staged = self._stage(step, params.arrays, digest, figures)
+            manifest = staged = self._stage(step, params.arrays, digest, {"snapshot_s": params.seconds})
         record = LearnerStep(
             learner=self._config.name,
             step=step,
@@ -162,7 +163,11 @@ class StepRecorder(Closing):
             params_digest=digest,
             trained_total=before.trained_total + rows_of(uses, "trained"),
             skipped_total=before.skipped_total + rows_of(uses, "skipped"),
-            metrics={**metrics, "time/broadcast_weights": time.monotonic() - started},
+            metrics={
+                **metrics,
+                "time/snapshot": params.seconds,
+                "time/broadcast_weights": time.monotonic() - started,
+            },
             timestamp=time.time(),
             oldest=oldest,
             stream_time_ms=stream_time_ms,
@@ -185,7 +190,8 @@ class StepRecorder(Closing):
             reward=round(metrics.get("trained/reward", 0.0), 4),
             step_s=round(metrics.get("time/step", 0.0), 4),
             wait_s=round(metrics.get("time/wait_for_batch", 0.0), 4),
-            snapshot_s=round(metrics.get("time/snapshot", 0.0), 4),
+            snapshot_s=round(params.seconds, 4),
+            wait_for_snapshot_s=round(metrics.get("time/wait_for_snapshot", 0.0), 4),
             wait_for_recording_s=round(metrics.get("time/wait_for_recording", 0.0), 4),
         )
         return record

@@ -61,7 +61,8 @@ class CompilationFit:
     checkpoint_bytes: int
     """Size of the copy of the state that is held while a checkpoint is written and training goes on."""
     snapshot_bytes: int
-    """Size of the whole tensors held while a version is copied to the hosts, between two steps."""
+    """Size of the whole tensors held while a version is copied to the hosts: between two steps or, on a single device,
+    while the gradients of the next one are computed."""
     peak_bytes: int
     """Peak memory: that of a function or a snapshot, and of the arrays held beside it."""
     hbm_bytes: int | None
@@ -103,9 +104,10 @@ def compile_for(config: LearnerConfig, topology: str, *, quick: bool = False) ->
     frozen += _held_bytes(step.teacher.abstract_params) if step.teacher else 0
     hosts = {device.process_index for device in devices}
     snapshot = _snapshot_bytes(config, state.params, whole=len(hosts) > 1)
-    # The state of the optimizer is held beside the gradient functions, a reference and the copy of the state that a
-    # checkpoint is written from beside all functions.
-    beside = {function.name: 0 if function.name == "update" else everything - params for function in functions}
+    # The state of the optimizer, and on a single device a snapshot, are held beside the gradient functions, a reference
+    # and the copy of the state that a checkpoint is written from beside all functions.
+    held = everything - params + (snapshot if len(devices) == 1 else 0)
+    beside = {function.name: 0 if function.name == "update" else held for function in functions}
     kind = devices[0].device_kind
     return CompilationFit(
         device=kind,

@@ -254,13 +254,15 @@ class TrainStep:
         step: PackedStep | PlacedStep,
         reference: Params | None = None,
         teacher: Params | None = None,
+        before_update: Callable[[], object] = lambda: None,
     ) -> tuple[TrainState, Metrics]:
         """Train one step: `epochs` times the updates of `step`. `state` is consumed.
 
         An update without a trained token has a zero gradient. `reference` are `frozen` parameters, needed if the
         learner computes reference log-probabilities, and `teacher` those of the teacher. Metrics are means over
         updates with trained tokens, except `optim/lr`, from the last update, and `optim/skipped`, a sum. All of several
-        processes call it together.
+        processes call it together. `before_update` is called once the gradients of the first update are computed: until
+        it returns, others may read the arrays of `state`.
         """
         placed = step if isinstance(step, PlacedStep) else self.place(step)
         batches = [self._complete(update, state.params, reference, teacher) for update in placed.updates]
@@ -268,6 +270,9 @@ class TrainStep:
         for number in range(self.updates_per_step):
             update = placed.updates[number % len(placed.updates)]
             gradients, metrics = self._policy(state.params, batches[number % len(batches)], update.denominators)
+            if number == 0:
+                jax.block_until_ready(gradients)  # type: ignore[no-untyped-call]
+                before_update()
             state, more = self._apply(state, gradients, np.int32(number))
             all_metrics.append({**metrics, **more})
             counts.append(not update.empty)

@@ -80,6 +80,21 @@ def test_the_same_steps_from_the_same_state_give_the_same_bits(train_step: Train
     assert len(set(runs[0])) == 3
 
 
+def test_the_arrays_of_a_state_are_read_beside_a_step_until_its_first_update(everything: TrainStep) -> None:
+    """Whoever copies the parameters after a step has as long as the gradients of the next one take."""
+    before = everything.initial_state()
+    expected, read = digest(before), list[str]()
+    after, _ = everything.train(
+        before,
+        pack_for(EVERYTHING, rollouts(0)),
+        everything.frozen(before.params),
+        before_update=lambda: read.append(digest(before)),
+    )
+    assert read == [expected], "once, although a step has several updates"
+    assert all(leaf.is_deleted() for leaf in before.params.values()), "the updates reused its buffers"
+    assert digest(after) != expected
+
+
 def test_a_step_counts_and_reports_finite_metrics(train_step: TrainStep) -> None:
     state, metrics = train_step.train(train_step.initial_state(), packed(0))
     assert int(state.step) == 1
