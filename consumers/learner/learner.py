@@ -29,7 +29,7 @@ from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
-from rollstream.consumers.learner.records.snapshot import snapshot
+from rollstream.consumers.learner.records.snapshot import Snapshots, snapshot
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner.reproducibility import fingerprint, replay_tolerance
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
@@ -112,6 +112,7 @@ class _Learner:
         self._train_steps = TrainSteps(config)
         self._train_step = self._train_steps.newest
         self._dtype = published_dtype(config)
+        self._snapshots = Snapshots(self._dtype)
         self._fingerprint = fingerprint(config)
         self._state = self._train_step.abstract_state()
         self._owned = _owned(self._state.params, team)
@@ -315,7 +316,7 @@ class _Learner:
             compared = snapshot(params, keep=() if self._recorder is None else None)
         if step % self._config.publish_every_steps == 0:
             alone = self._team.processes == 1
-            arrays = compared if alone and compared else snapshot(params, self._dtype, keep=self._owned)
+            arrays = compared if alone and compared else self._snapshots.take(params, keep=self._owned)
         digest = device_checksum(params)
         return StepParams(digest, arrays, compared, time.monotonic() - began)
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rollstream.consumers.learner.records.snapshot import snapshot
+from rollstream.consumers.learner.records.snapshot import Snapshots, snapshot
 from rollstream.consumers.weights.conversion import converted
 from rollstream.topics.params_digest import params_digest
 from tests.support.paths import ROOT
@@ -60,6 +60,44 @@ def test_it_keeps_its_values_when_the_next_step_reuses_the_buffers(dtype: str) -
     jax.block_until_ready(params)
     assert list(held) == list(params)
     assert params_digest(held) == params_digest(expected)
+
+
+def test_snapshots_take_turns_with_the_memory_of_those_that_nothing_refers_to() -> None:
+    shape, snapshots = (64, 65), Snapshots("bfloat16")
+    values = [np.random.default_rng(seed).standard_normal(shape, np.float32) for seed in range(5)]
+
+    def taken(number: int) -> np.ndarray:
+        return snapshots.take({"w": jnp.asarray(values[number])})["w"]
+
+    def expected(number: int) -> np.ndarray:
+        return converted({"w": values[number]}, "bfloat16")["w"]
+
+    first, second = taken(0), taken(1)
+    of_first, of_second = first.ctypes.data, second.ctypes.data
+    assert of_first != of_second
+    rows = memoryview(first.view(np.uint8).reshape(-1))
+    del first
+    third = taken(2)
+    assert third.ctypes.data not in (of_first, of_second), "a view still shows the first one"
+    assert bytes(rows) == expected(0).tobytes()
+    del rows
+    fourth = taken(3)
+    assert fourth.ctypes.data == of_first
+    for number, array in ((1, second), (2, third), (3, fourth)):
+        assert np.array_equal(array.view(np.uint16), expected(number).view(np.uint16)), number
+    with pytest.raises(ValueError, match="read-only"):
+        fourth[:] = 0
+
+
+def test_memory_that_something_else_refers_to_is_not_written_to() -> None:
+    """JAX itself refuses to reuse a buffer that is shown elsewhere, whatever our count of references says."""
+    snapshots = Snapshots("bfloat16")
+    held = snapshots.take({"w": jnp.ones(999)})["w"]
+    shown = np.from_dlpack(snapshots._memory["w"][0].bits)
+    del held
+    again = snapshots.take({"w": jnp.zeros(999)})["w"]
+    assert not again.astype(np.float32).any()
+    assert (shown == 0x3F80).all()
 
 
 def test_a_process_that_keeps_nothing_gets_nothing() -> None:
