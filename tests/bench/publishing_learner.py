@@ -21,9 +21,9 @@ from rollstream.topics.config import KafkaConfig
 COLUMNS = 8192
 ROWS = 1024
 """A tensor has 16 MiB in bfloat16."""
-TOKENS = 512
+TOKENS = 128
 """Tokens of a step: few, so that its gradients hardly take longer than a snapshot."""
-STEPS = 5
+STEPS = 3
 """Steps of which each kind is timed."""
 VERSIONS = 4
 """The first one is full."""

@@ -89,7 +89,8 @@ class _Copy:
 
     def shown(self) -> NDArray[Any]:
         """Return the tensor as numpy has it, without another copy."""
-        array = np.from_dlpack(self.bits)
+        bits: Any = self.bits
+        array: NDArray[Any] = np.from_dlpack(bits)
         self._shown = weakref.ref(array)
         return array.view(jnp.bfloat16)
 
@@ -103,7 +104,8 @@ def snapshot(
 
 def _on_host(value: jax.Array) -> bool:
     """Whether the tensor lies in the memory of the host, in one piece."""
-    return value.is_fully_addressable and [device.platform for device in value.sharding.device_set] == ["cpu"]
+    devices: Any = value.sharding.device_set
+    return len(devices) == 1 and value.is_fully_addressable and all(device.platform == "cpu" for device in devices)
 
 
 def _take(copies: dict[str, NDArray[Any]], name: str, copy: jax.Array, kept: bool) -> None:
