@@ -81,7 +81,7 @@ def test_the_same_steps_from_the_same_state_give_the_same_bits(train_step: Train
 
 
 def test_the_arrays_of_a_state_are_read_beside_a_step_until_its_first_update(everything: TrainStep) -> None:
-    """Whoever copies the parameters after a step has as long as the gradients of the next one take."""
+    """The parameters after a step can be copied while the gradients of the next one are computed."""
     before = everything.initial_state()
     expected, read = digest(before), list[str]()
     after, _ = everything.train(
