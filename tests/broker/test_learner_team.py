@@ -1,4 +1,4 @@
-"""Two processes of one learner on a real broker: the same steps as one within rounding, the same bits after kill -9."""
+"""Processes of one learner on a real broker: the same steps as one within rounding, the same bits after kill -9."""
 
 import json
 import os
@@ -79,11 +79,12 @@ def differences(one: RealRun, other: RealRun, version: int) -> float:
 
 
 def kill_one(run: RealRun, team: list[subprocess.Popen[bytes]], number: int) -> None:
-    """Kill -9 a process of a team once step 3 is on record, with checkpoints every 2; the other ends, too."""
+    """Kill -9 a process of a team once step 3 is on record, with checkpoints every 2; the others end, too."""
     eventually(lambda: max(steps_of(run), default=-1) >= 3, 110, "step 3 of 6, checkpoints every 2")
     os.kill(team[number].pid, signal.SIGKILL)
-    # At once where it waits for the other's share of a sum, else when its heartbeat is missed.
-    assert team[1 - number].wait(300) != 0, "a process whose team is gone must not go on"
+    # At once where they wait for its share of a sum, else when its heartbeat is missed.
+    for process in team:
+        assert process.wait(300) != 0, "a process whose team is gone must not go on"
 
 
 def shards_sent(run: RealRun, process: subprocess.Popen[bytes]) -> dict[int, dict[str, int]]:
@@ -92,32 +93,42 @@ def shards_sent(run: RealRun, process: subprocess.Popen[bytes]) -> dict[int, dic
     return {found["version"]: found for found in events}
 
 
-def both_published(run: RealRun, *members: subprocess.Popen[bytes]) -> None:
-    """Every version is whole, each process sent its share of it, and neither had the whole on its host."""
+def all_published(run: RealRun, *teams: list[subprocess.Popen[bytes]]) -> None:
+    """Every version is whole, each process of a team sent its share of it, and none had the whole on its host."""
     manifests = read_manifests(run.kafka, run.name)
-    sent = {version: found for member in members for version, found in shards_sent(run, member).items()}
-    assert sorted(sent) == sorted(manifests)
+    processes = len(teams[0])
+    members = [
+        {version: found for team in teams for version, found in shards_sent(run, team[number]).items()}
+        for number in range(1, processes)
+    ]
     for version, manifest in manifests.items():
         whole = manifest.figures["full_bytes"]
-        of_member, of_lead = sent[version]["full_bytes"], whole - sent[version]["full_bytes"]
-        assert manifest.figures["processes"] == 2
-        assert 0.4 * whole < of_member < 0.6 * whole
-        assert manifest.figures["largest_shard_bytes"] == max(of_member, of_lead)
+        shares = [sent[version]["full_bytes"] for sent in members]
+        shares.append(whole - sum(shares))
+        assert manifest.figures["processes"] == processes
+        assert all(0.8 < share * processes / whole < 1.2 for share in shares), shares
+        assert manifest.figures["largest_shard_bytes"] == max(shares)
+    assert all(sorted(sent) == sorted(manifests) for sent in members)
     newest = max(manifests)
-    assert 1 <= sent[newest]["chunks"] < len(manifests[newest].chunks), "both wrote chunks"
+    chunks = [sent[newest]["chunks"] for sent in members]
+    assert min(chunks) >= 1
+    assert sum(chunks) < len(manifests[newest].chunks), "all wrote chunks"
 
 
 @pytest.mark.long
-def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_again(real_run: RealRun) -> None:
+@pytest.mark.parametrize("processes", [2, 4])
+def test_processes_train_together_and_after_kill_9_make_the_bits_on_record_again(
+    real_run: RealRun, processes: int
+) -> None:
     run = with_batches(real_run, 2 * STEPS)
-    # The parameters lie on both processes, and are published as they are: a follower's must have the learner's digest.
-    settings = {"learner__mesh__fsdp": 2, "learner__weights__dtype": "float32"}
-    team = start(run, **settings)
-    kill_one(run, team, 1)
+    # The parameters lie on all processes, and are published as they are: a follower's must have the learner's digest.
+    settings: dict[str, object] = {"learner__mesh__fsdp": processes, "learner__weights__dtype": "float32"}
+    team = start(run, processes, **settings)
+    kill_one(run, team, processes - 1)
     before = steps_of(run)
-    again = start(run, **settings)
+    again = start(run, processes, **settings)
     finish(run, *again)
-    both_published(run, team[1], again[1])
+    all_published(run, team, again)
     assert params_checksum(last_params(run, STEPS)) == steps_of(run)[STEPS].params_digest
     found = steps_of(run)
     # A step on record that came out differently would have ended the learner.
@@ -127,7 +138,8 @@ def test_two_processes_train_together_and_after_kill_9_make_the_bits_on_record_a
     assert sorted(found) == sorted(read_manifests(run.kafka, run.name)) == list(range(STEPS + 1))
     assert [found[step].policy_version for step in sorted(found)] == list(range(STEPS + 1))
     assert {found[step].metrics["trained/rollouts"] for step in range(1, STEPS + 1)} == {32.0}
-    # On this machine the command starts both processes.
+    # On this machine the command starts all processes.
+    settings["learner__processes"] = processes
     code, answer = retrained(run, **settings)
     assert (code, answer["same"], answer["checkpoint"], len(answer["steps"])) == (0, True, 4, 3)
     code, answer = retrained(run, learner__optimizer__learning_rate=0.01, **settings)
