@@ -1,0 +1,44 @@
+"""A real `rollstream run` whose learner is several processes, which are killed; its steps are executed again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.steered_run import DEMO, VALUES, SteeredRun
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [2])
+def test_a_run_with_processes_of_a_learner_goes_on_after_kill_9_and_its_steps_have_the_same_bits_again(
+    broker: str, run_name: str, tmp_path: Path, processes: int
+) -> None:
+    values = {**VALUES, "learner.processes": processes, "learner.checkpoint.every_steps": 2}
+    run = SteeredRun(broker, run_name, tmp_path, values=values)
+    try:
+        run.start()
+        run.await_processes(learn=processes)
+        run.await_steps(3)
+        for member in (0, -1):
+            os.kill(run.pids("learn")[member], signal.SIGKILL)
+            run.await_steps(3)
+            run.await_processes(learn=processes)
+        last = run.top()["step"] + 2
+        run.say("stop", "--at-step", str(last))
+        assert run.process.wait(600) == 0, run.output
+        run.check()
+    finally:
+        run.close()
+    # As an operator does it, by the recipe: the settings that the run left name a coordinator that is gone.
+    flags = [f"--set={name}={value}" for name, value in {**values, "data_dir": tmp_path}.items()]
+    command = [sys.executable, "-P", "-m", "rollstream", "retrain", "--config", str(DEMO), "--run", run_name]
+    command += ["-b", broker, "--json", "--from-step", str(last - 2), *flags]
+    again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
+    assert again.returncode == 0, again.stdout + again.stderr
+    answer = json.loads(again.stdout)
+    assert answer["same"]
+    assert answer["steps"]
