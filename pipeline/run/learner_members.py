@@ -5,27 +5,30 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from rollstream.pipeline.config import RunConfig, to_toml
-from rollstream.pipeline.run.plan import child_environment, with_coordinator
+from rollstream.pipeline.run.plan import child_environment, is_of_this_machine, with_coordinator
 from rollstream.topics.errors import RollstreamError
 
 _LEAVE_TIMEOUT_S = 60.0
 
 
 @contextmanager
-def members(config: RunConfig, command: Sequence[str]) -> Iterator[RunConfig]:
-    """Execute a command as processes 1, 2, ... of a learner; yield the configuration of this process, number 0.
+def members(config: RunConfig, command: Sequence[str], process: int) -> Iterator[RunConfig]:
+    """Execute a command as processes 1, 2, ... of a learner; yield the configuration of this `process`.
 
-    Without `learner.coordinator` they all run on this machine; with it, whoever starts the command starts each of
-    them, and none is started here. The log of a member that failed goes to stderr if this process fails, too. No
-    member outlives the block, and if this process is killed, they lose their lead and end.
+    Process 0 starts them if they all run on this machine: without `learner.coordinator`, or with the one that
+    `rollstream run` left in its settings, in whose place comes a new one, since a learner may still use it. With
+    another coordinator, whoever starts the command starts each of them. The log of a member that failed goes to stderr
+    if this process fails, too. No member outlives the block, and if this process is killed, they lose their lead and
+    end.
     """
-    if config.learner.processes == 1 or config.learner.coordinator:
+    if config.learner.processes == 1 or process > 0 or not is_of_this_machine(config.learner.coordinator):
         yield config
         return
-    config = with_coordinator(config)
+    config = with_coordinator(replace(config, learner=replace(config.learner, coordinator="")))
     with tempfile.TemporaryDirectory(prefix="rollstream-") as folder:
         settings = Path(folder) / "run.toml"
         settings.write_text(to_toml(config), encoding="utf-8")

@@ -30,6 +30,7 @@ from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
 
 _SERVERS_TO_COME = 16
+_HERE = "127.0.0.1"
 _SHARING = (ENV, GROUP, INFER, LABEL, GATEWAY)
 """Roles of which each process does the work of one that is gone."""
 
@@ -108,13 +109,18 @@ def with_coordinator(config: RunConfig) -> RunConfig:
     """Return the configuration with a place on this machine where the processes of a learner meet, if none is named."""
     if config.learner.processes == 1 or config.learner.coordinator:
         return config
-    coordinator = f"127.0.0.1:{free_port('127.0.0.1')}"
+    coordinator = f"{_HERE}:{free_port(_HERE)}"
     return replace(config, learner=replace(config.learner, coordinator=coordinator))
+
+
+def is_of_this_machine(coordinator: str) -> bool:
+    """Whether all processes of a learner run on this machine: none is named, or one that `with_coordinator` chose."""
+    return not coordinator or coordinator.startswith(f"{_HERE}:")
 
 
 def _with_engine(config: RunConfig) -> RunConfig:
     """Return the configuration with the place of the vLLM that is started, which alone answers the workers."""
-    urls = config.serving.urls or (f"http://127.0.0.1:{free_port('127.0.0.1')}",)
+    urls = config.serving.urls or (f"http://{_HERE}:{free_port(_HERE)}",)
     return replace(
         config,
         serving=replace(config.serving, urls=urls),

@@ -45,7 +45,7 @@ def show_retraining(config: RunConfig, args: argparse.Namespace) -> int:
     clients.check_broker(config.kafka)
     to_step = () if args.to_step is None else ("--to-step", str(args.to_step))
     command = ("retrain", "--from-step", str(args.from_step), *to_step)
-    with ending_at_once(config.learner.processes, args.debug), members(config, command) as own:
+    with ending_at_once(config.learner.processes, args.debug), members(config, command, args.process) as own:
         retraining = _retrained(own, args)
     if args.process == 0:
         print(json.dumps(as_dict(retraining)) if args.json else text_of(retraining))

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.steered_run import DEMO, VALUES, SteeredRun
+from tests.support.steered_run import VALUES, SteeredRun
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [2])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_a_run_with_processes_of_a_learner_goes_on_after_kill_9_and_its_steps_have_the_same_bits_again(
     broker: str, run_name: str, tmp_path: Path, processes: int
 ) -> None:
@@ -33,10 +33,9 @@ def test_a_run_with_processes_of_a_learner_goes_on_after_kill_9_and_its_steps_ha
         run.check()
     finally:
         run.close()
-    # As an operator does it, by the recipe: the settings that the run left name a coordinator that is gone.
-    flags = [f"--set={name}={value}" for name, value in {**values, "data_dir": tmp_path}.items()]
-    command = [sys.executable, "-P", "-m", "rollstream", "retrain", "--config", str(DEMO), "--run", run_name]
-    command += ["-b", broker, "--json", "--from-step", str(last - 2), *flags]
+    settings = str(tmp_path / "runs" / run_name / "run.toml")
+    command = [sys.executable, "-P", "-m", "rollstream", "retrain", "--config", settings, "--json"]
+    command += ["--from-step", str(last - 2)]
     again = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False)
     assert again.returncode == 0, again.stdout + again.stderr
     answer = json.loads(again.stdout)
