@@ -209,8 +209,8 @@ TARGETS = (
     Target("group store", stored_groups, 500, 60, piece=10_000),
     Target("rollout buffer", held_rollouts, 2_000, 300, piece=20_000),
     Target("trajectory and slice buffers", trajectories, 1_500, 200, piece=20_000),
-    Target("files of a group store", damaged(_make_groups, _open_groups), 20, 1, piece=5_000),
+    Target("files of a group store", damaged(_make_groups, _open_groups), 20, 3, piece=5_000),
     Target("files of a rollout buffer", damaged(_make_rollouts, _open_rollouts), 100, 5, piece=5_000),
-    Target("files of a trajectory buffer", damaged(_make_trajectories, _open_trajectories), 20, 1, piece=5_000),
-    Target("files of a slice buffer", damaged(_make_slices, _open_slices), 30, 2, piece=5_000),
+    Target("files of a trajectory buffer", damaged(_make_trajectories, _open_trajectories), 20, 3, piece=5_000),
+    Target("files of a slice buffer", damaged(_make_slices, _open_slices), 30, 10, piece=5_000),
 )
