@@ -9,8 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.hostile.flood_targets import Outcome, flood, pieces
-from tests.hostile.targets import TARGETS
+from tests.hostile.flood_targets import Outcome, pieces
+from tests.hostile.targets import TARGETS, flood_by_name
 
 SHARES = sum(target.share for target in TARGETS.values())
 
@@ -41,17 +41,13 @@ def flooded(names: Sequence[str], inputs: int, seed: int, processes: int, folder
     with ProcessPoolExecutor(processes, context, logging.disable) as pool:
         parts = [
             [
-                pool.submit(_flood, name, count, piece_seed, folder)
+                pool.submit(flood_by_name, name, count, piece_seed, folder)
                 for piece_seed, count in pieces(TARGETS[name], inputs * TARGETS[name].share // SHARES, seed)
             ]
             for name in names
         ]
         for futures in parts:
             yield Outcome.together(future.result() for future in futures)
-
-
-def _flood(name: str, inputs: int, seed: int, folder: Path) -> Outcome:
-    return flood(TARGETS[name], inputs, seed, folder)
 
 
 if __name__ == "__main__":

@@ -4,12 +4,14 @@
 """
 
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.hostile.__main__ import SHARES, flooded
+from tests.hostile.__main__ import SHARES
 from tests.hostile.flood_targets import Outcome, flood, peak_mib, pieces
 from tests.hostile.targets import TARGETS
 
@@ -33,13 +35,16 @@ def test_every_input_has_one_fate(name: str, length: str, tmp_path: Path, capsys
     assert peak_mib() - before_mib < MOST_MIB
 
 
-def test_pieces_of_several_processes_are_those_of_one(tmp_path: Path) -> None:
+def test_the_command_gives_each_piece_to_a_process_and_adds_their_fates(tmp_path: Path) -> None:
     name, inputs = "parameters of the page", 30_000
     target = TARGETS[name]
     parts = pieces(replace(target, piece=100), 250, 7)
     assert parts == [(7, 100), (8, 100), (9, 50)]
     alone = flood(target, inputs * target.share // SHARES, 7, tmp_path)
-    (tmp_path / "several").mkdir()
-    [outcome] = flooded([name], inputs, 7, 2, tmp_path / "several")
-    assert (outcome.target, outcome.seeds, outcome.fates) == (name, range(7, 8), alone.fates)
-    assert Outcome.together([outcome, flood(target, 10, 8, tmp_path)]).fates.total() == alone.fates.total() + 10
+    command = [sys.executable, "-m", "tests.hostile", "--only", name, "--inputs", str(inputs), "--seed", "7"]
+    output = subprocess.run([*command, "--processes", "2"], check=True, capture_output=True, text=True).stdout
+    # What follows is times and memory.
+    assert output.startswith(str(alone).partition(", seed 7")[0])
+    assert f"{alone.fates.total():,} inputs, 0 of 1 targets failed" in output
+    total = Outcome.together([alone, flood(target, 10, 8, tmp_path)])
+    assert (total.seeds, total.fates.total()) == (range(7, 9), inputs * target.share // SHARES + 10)
