@@ -27,6 +27,8 @@ from rollstream.topics.records import Chunk, Tensor
 
 _DELIVERY_TIMEOUT_S = 120.0
 _RECORD_OVERHEAD_BYTES = 1024
+_QUEUE_BYTES = 16 * 1024 * 1024
+"""Copies of chunks on their way to the broker, which are in memory beside the versions, unless chunks are large."""
 
 
 class Draft(NamedTuple):
@@ -77,7 +79,9 @@ class ShardWriter(Closing):
         self._topic = topic_name(run, "weights")
         self._partitions = topic_admin.partitions_of(kafka, self._topic)
         # Chunks are compressed where it pays, before they are sent.
-        producer = clients.producer(kafka, **{"compression.type": "none"})
+        queue_bytes = max(_QUEUE_BYTES, 4 * config.chunk_bytes)
+        limits = {"compression.type": "none", "queue.buffering.max.kbytes": queue_bytes // 1024}
+        producer = clients.producer(kafka, **limits)
         self._sender = Sender(producer, remedy="start the learner again, it publishes the version anew")
 
     def send(self, draft: Draft, plan: Plan, process: int, version: int, epoch: str) -> Shard:
