@@ -58,6 +58,18 @@ def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterato
             process.join()
 
 
+def run_apart(work: Callable[[J], R], job: J) -> R:
+    """Return the result of `work` in a child process. An exception is raised as by `spread`, ProcessLost if it ends."""
+    pipe, process = start_child(partial(_serve, work))
+    try:
+        _send(pipe, process, job)
+        answer: R = _receive(pipe, process)
+    finally:
+        process.kill()
+        process.join()
+    return answer
+
+
 def start_child(serve: Callable[[Connection], object]) -> tuple[Connection, BaseProcess]:
     """Start a process that calls `serve`, which must be picklable, with its end of a pipe; return the other end.
 

@@ -5,16 +5,32 @@ Exit code 0 if it fits, 1 if it does not. Needs the extra `tpu`, and no broker.
 
 import argparse
 import json
+import os
+import re
 from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from rollstream.pipeline.audit.process_pool import ProcessLost, run_apart
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.roles.jax_runtime import require_jax
 from rollstream.pipeline.text_tables import table
+from rollstream.topics.errors import RollstreamError
 
 if TYPE_CHECKING:
+    from rollstream.consumers.learner.config import LearnerConfig
     from rollstream.consumers.learner.training.tpu_compilation import CompilationFit
+
+_FATAL = re.compile(r"^F\d{4} \S+ +\d+ (?P<place>\S+)\] (?P<text>.*)$", re.MULTILINE)
+"""The line that libtpu writes before it aborts its process, in the format of Abseil's log."""
+
+
+class CompilerLost(RollstreamError):
+    """libtpu ended the process in which it compiled."""
+
+    exit_code = 1
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +48,36 @@ def show_fit(config: RunConfig, args: argparse.Namespace) -> int:
     """Compile, and print the memory that each device would need."""
     require_jax()
     from rollstream.consumers.learner.pretrained import resolved
-    from rollstream.consumers.learner.training.tpu_compilation import compile_for
 
-    fit = compile_for(resolved(config.learner), args.topology, quick=args.quick)
+    fit = compiled_apart(resolved(config.learner), args.topology, quick=args.quick)
     print(json.dumps({**asdict(fit), "fits": fit.fits}) if args.json else text_of(fit))
     return 1 if fit.fits is False else 0
+
+
+def compiled_apart(learner: "LearnerConfig", topology: str, *, quick: bool) -> "CompilationFit":
+    """Compile in a process of its own, which libtpu aborts at some programs. Raises CompilerLost then."""
+    with TemporaryDirectory() as folder:
+        errors = Path(folder) / "errors"
+        try:
+            return run_apart(_compile, (learner, topology, quick, errors))
+        except ProcessLost as lost:
+            text = errors.read_text(errors="replace") if errors.exists() else ""
+            fatal = _FATAL.search(text)
+            why = f"{fatal['text'].strip()} ({fatal['place']})" if fatal else str(lost)
+            remedy = (
+                "compile without --quick" if quick else "try another learner.mesh, e.g. with more fsdp and less data"
+            )
+            raise CompilerLost(f"libtpu could not compile for {topology}, and aborted: {why}; {remedy}") from None
+
+
+def _compile(job: tuple["LearnerConfig", str, bool, Path]) -> "CompilationFit":
+    learner, topology, quick, errors = job
+    # Before libtpu is loaded: an abort writes pages of addresses.
+    with errors.open("wb") as file:
+        os.dup2(file.fileno(), 2)
+    from rollstream.consumers.learner.training.tpu_compilation import compile_for
+
+    return compile_for(learner, topology, quick=quick)
 
 
 def text_of(fit: "CompilationFit") -> str:

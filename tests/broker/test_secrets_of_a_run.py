@@ -1,4 +1,6 @@
-"""Secrets of a whole run on a secured broker: no file, record, answer or command line of it holds one."""
+"""Secrets of a whole run on a secured broker, whose weights lie in an S3 store: no file, object, record, answer or
+command line of it holds one.
+"""
 
 import subprocess
 import sys
@@ -17,12 +19,15 @@ from rollstream.infra.ports import free_port, free_port_row
 from rollstream.topics.signatures import write_key
 from tests.broker.test_demo import SMALL, environment
 from tests.support.probes import probe
+from tests.support.s3_server import content_of, objects, s3_server
 from tests.support.secured_broker import SecuredBroker, secured_broker
 from tests.support.waiting import eventually
 
 RUN = "discreet"
 PASSWORDS = ("kafka", "inference", "gateway", "page", "judge", "serving")
 """Secrets that are texts of ours, each in a variable; private keys lie in a file and in a variable."""
+STORE = "store-z9-not-to-be-seen"
+"""The secret key of the S3 store, in the variable that its client reads."""
 GIVEN = {
     "learn": (),
     "group": (),
@@ -31,7 +36,8 @@ GIVEN = {
     "gateway": ("inference", "gateway", "environment"),
     "page": ("page",),
 }
-"""Secrets in variables that the processes of each role use, beside the password of Kafka, which all use."""
+"""Secrets in variables that the processes of each role use, beside the password of Kafka, which all use, and the key
+of the store, which is no setting of ours and goes to all of them."""
 SETTINGS = """
 data_dir = "data"
 
@@ -60,6 +66,10 @@ api_key = "env:SECRET_INFERENCE"
 port = {gateway}
 api_key = "env:SECRET_GATEWAY"
 
+[learner.weights]
+transport = "files"
+url = "{store}"
+
 [labeling.judge]
 api_key = "env:SECRET_JUDGE"
 
@@ -86,6 +96,8 @@ class DiscreetRun:
     """A run with secrets of every kind, each of which is a text that is nowhere by chance."""
 
     broker: SecuredBroker
+    store: str
+    """URL of the folder of its weights."""
     folder: Path
     secrets: dict[str, str] = field(default_factory=dict)
     """Texts by name; of a private key, a line of its PEM."""
@@ -96,6 +108,7 @@ class DiscreetRun:
         keys = {name: write_key(self.folder / f"{name}.pem") for name in ("marks", "environment")}
         for name in PASSWORDS:
             self.secrets[name] = self.variables[f"SECRET_{name.upper()}"] = f"{name}-z9-not-to-be-seen"
+        self.secrets["store"] = STORE
         for name in keys:
             text = (self.folder / f"{name}.pem").read_text()
             self.secrets[name] = text.splitlines()[1]
@@ -104,6 +117,7 @@ class DiscreetRun:
             SETTINGS.format(
                 authority=self.broker.authority,
                 address=self.broker.secured,
+                store=self.store,
                 mark_key=keys["marks"],
                 environment_key=keys["environment"],
                 folder=self.folder,
@@ -132,6 +146,11 @@ class DiscreetRun:
         """Files below the folder with the secrets in them, except the two in which we put keys."""
         files = (path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".pem")
         return {str(path): found for path in files if (found := self.found_in(path.read_bytes()))}
+
+    def found_in_objects(self) -> tuple[int, set[str]]:
+        """Number of objects in the store, and the secrets in their names and bytes."""
+        keys = objects()
+        return len(keys), {name for key in keys for name in self.found_in(key.encode() + content_of(key))}
 
     def found_in_records(self) -> tuple[int, set[str]]:
         """Number of records of all topics of the run, uncommitted ones too, and the secrets in them."""
@@ -164,10 +183,10 @@ class DiscreetRun:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[DiscreetRun]:
-    with secured_broker(tmp_path / "broker") as broker:
+    with secured_broker(tmp_path / "broker") as broker, s3_server(STORE) as bucket:
         folder = tmp_path / "run"
         folder.mkdir()
-        discreet = DiscreetRun(broker, folder)
+        discreet = DiscreetRun(broker, f"{bucket}/{RUN}", folder)
         resources = [{"type": kind, "name": "*", "patternType": "literal"} for kind in _KINDS]
         rules = [("discreet", {"resource": resource, "operations": ["All"]}) for resource in resources]
         broker.admit({"discreet": discreet.secrets["kafka"]}, rules)
@@ -204,7 +223,8 @@ def test_no_secret_leaves_the_processes_that_use_it(run: DiscreetRun, compiled: 
             assert run.found_in("\0".join(child.cmdline())) == set(), child.cmdline()
             if role := role_of(child):
                 seen[role] = run.found_in(variables_of(child))
-        assert {role: found - {"kafka"} for role, found in seen.items()} == {
+        assert all({"kafka", "store"} <= found for found in seen.values()), seen
+        assert {role: found - {"kafka", "store"} for role, found in seen.items()} == {
             role: set(given) for role, given in GIVEN.items()
         }
         assert run.found_in("\0".join(psutil.Process(process.pid).cmdline())) == set()
@@ -227,12 +247,16 @@ def test_no_secret_leaves_the_processes_that_use_it(run: DiscreetRun, compiled: 
     report = said(run, "report", "--config", "run.toml", "-o", str(run.folder / "report.html"))
     assert (run.folder / "report.html").exists(), report
     assert run.found_in_files() == {}
+    stored, found = run.found_in_objects()
+    assert stored >= 4, "keep_versions is four, and each has a file or more"
+    assert found == set()
     records, found = run.found_in_records()
     assert records > 100
     assert found == set()
     assert run.found_in(run.broker.log.read_bytes()) == set()
     print(
-        f"{len(run.secrets)} secrets, {records:,} records, {len(seen)} roles, {scraped} pages, {len(answers)} answers"
+        f"{len(run.secrets)} secrets, {records:,} records, {stored} objects, {len(seen)} roles, {scraped} pages, "
+        f"{len(answers)} answers"
     )
 
 

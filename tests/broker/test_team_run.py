@@ -1,4 +1,4 @@
-"""A real `rollstream run` whose learner is several processes, which are killed; its steps are executed again."""
+"""A real `rollstream run` whose learner has several processes or devices and is killed; its steps are run again."""
 
 import json
 import os
@@ -13,11 +13,15 @@ from tests.support.steered_run import VALUES, SteeredRun
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(("processes", "sequence"), [(2, 1), (4, 1), (1, 2)])
 def test_a_run_with_processes_of_a_learner_goes_on_after_kill_9_and_its_steps_have_the_same_bits_again(
-    broker: str, run_name: str, tmp_path: Path, processes: int
+    broker: str, run_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int, sequence: int
 ) -> None:
     values = {**VALUES, "learner.processes": processes, "learner.checkpoint.every_steps": 2}
+    if sequence > 1:
+        # Devices of one process share the tokens of each row; a mesh of fewer devices is refused.
+        monkeypatch.setenv("XLA_FLAGS", f"--xla_force_host_platform_device_count={sequence}")
+        values["learner.mesh.sequence"] = sequence
     run = SteeredRun(broker, run_name, tmp_path, values=values)
     try:
         run.start()

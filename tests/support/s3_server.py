@@ -11,13 +11,13 @@ BUCKET = "weights"
 
 
 @contextmanager
-def s3_server() -> Iterator[str]:
+def s3_server(secret: str = "nothing") -> Iterator[str]:
     """Serve a bucket; this process and those it starts find server and credentials in the environment."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
-        settings = {"ACCESS_KEY_ID": "nobody", "SECRET_ACCESS_KEY": "nothing", "DEFAULT_REGION": "us-east-1"}
+        settings = {"ACCESS_KEY_ID": "nobody", "SECRET_ACCESS_KEY": secret, "DEFAULT_REGION": "us-east-1"}
         for name, value in {**settings, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
             patch.setenv(f"AWS_{name}", value)
         patch.delenv("AWS_PROFILE", raising=False)
@@ -32,3 +32,9 @@ def objects() -> dict[str, int]:
     """Sizes of the bucket's objects by key, as the server says."""
     pages = boto3.client("s3").get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
     return {found["Key"]: found["Size"] for page in pages for found in page.get("Contents", ())}
+
+
+def content_of(key: str) -> bytes:
+    """The bytes of an object."""
+    content: bytes = boto3.client("s3").get_object(Bucket=BUCKET, Key=key)["Body"].read()
+    return content

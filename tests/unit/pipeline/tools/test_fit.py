@@ -14,7 +14,7 @@ from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
 from rollstream.consumers.learner.parallel.mesh import build_mesh
 from rollstream.consumers.learner.training.tpu_compilation import CompilationFit, CompiledFunction, compile_for
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.pipeline.tools.fit import text_of
+from rollstream.pipeline.tools.fit import CompilerLost, compiled_apart, text_of
 from rollstream.topics.errors import ConfigurationError
 
 QWEN_05B = {
@@ -111,6 +111,13 @@ def test_matrix_products_are_split_within_a_host_and_rows_belong_to_one() -> Non
 def test_a_topology_that_libtpu_does_not_know_is_an_error() -> None:
     with pytest.raises(ConfigurationError, match="libtpu does not know the topology 'v5e:3x5'"):
         compile_for(LearnerConfig(), "v5e:3x5")
+
+
+@pytest.mark.long
+def test_a_program_at_which_libtpu_aborts_its_process_is_one_line_with_a_remedy() -> None:
+    copies = replace(LearnerConfig(), mesh=MeshConfig(data=8))
+    with pytest.raises(CompilerLost, match=r"v5e:2x4, and aborted: Check failed: .*; compile without --quick$"):
+        compiled_apart(copies, "v5e:2x4", quick=True)
 
 
 def test_without_libtpu_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
