@@ -142,7 +142,7 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
         if span.partition is not None and span.partition not in partitions:
             raise ConfigurationError(f"-p {span.partition}: {topic} has partitions 0 to {len(partitions) - 1}")
         numbers = list(partitions) if span.partition is None else [span.partition]
-        left_out = _left_out(kafka, topic, numbers)
+        left_out = _left_out(kafka, topic, reader.bounds(topic, numbers))
         starts = _starts(kafka, reader, topic, left_out, span)
         for partition, offsets in left_out.items():
             # A client reads ahead, so one that is to read up to an offset left out reads nothing else.
@@ -166,11 +166,14 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
                 pending.difference_update(ends)
 
 
-def _left_out(kafka: KafkaConfig, topic: str, numbers: list[int]) -> dict[int, set[int]]:
-    """Return the offsets of each partition that are not fetched, because grouping left them out."""
+def _left_out(kafka: KafkaConfig, topic: str, bounds: Mapping[int, tuple[int, int]]) -> dict[int, set[int]]:
+    """Return the offsets within the bounds of each partition that are not fetched, because grouping left them out.
+
+    `control` may name others, which nobody checked that wrote there.
+    """
     run, _, name = topic.rpartition(".")
     left_out = never_fetched(kafka, run) if name == "rollouts" else {}
-    return {number: left_out.get(number, set()) for number in numbers}
+    return {number: {o for o in left_out.get(number, ()) if o < end} for number, (_begin, end) in bounds.items()}
 
 
 def _starts(

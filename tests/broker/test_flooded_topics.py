@@ -161,7 +161,7 @@ def test_every_command_answers_or_says_in_one_line_why_not(run: RealRun, capsys:
         if answer.returncode == 2:
             lines = [line for line in answer.stderr.splitlines() if line.startswith("rollstream: ")]
             assert len(lines) == 1, f"{command}: {answer.stderr[-2000:]}"
-            assert not answer.stdout, f"{command}: {answer.stdout[:500]}"
+            assert not answer.stdout, f"{command}: {answer.stderr[-2000:]} after {answer.stdout[:500]}"
         elif words[0] == "cat":
             shown = [strict(line) for line in answer.stdout.splitlines()]
             assert {(line["partition"], line["offset"]) for line in shown} == places(run, words[1])
