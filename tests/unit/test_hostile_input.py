@@ -43,7 +43,7 @@ def test_the_command_gives_each_piece_to_a_process_and_adds_their_fates(tmp_path
     alone = flood(target, inputs * target.share // SHARES, 7, tmp_path)
     command = [sys.executable, "-m", "tests.hostile", "--only", name, "--inputs", str(inputs), "--seed", "7"]
     output = subprocess.run([*command, "--processes", "2"], check=True, capture_output=True, text=True).stdout
-    # What follows is times and memory.
+    # Times and memory follow.
     assert output.startswith(str(alone).partition(", seed 7")[0])
     assert f"{alone.fates.total():,} inputs, 0 of 1 targets failed" in output
     total = Outcome.together([alone, flood(target, 10, 8, tmp_path)])
