@@ -7,6 +7,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
@@ -81,14 +82,21 @@ def start_child(serve: Callable[[Connection], object]) -> tuple[Connection, Base
     process = context.Process(target=_run_child, args=(serve, theirs), daemon=True)
     # The start of the tracker unblocks SIGINT, so it must run before SIGINT is blocked.
     resource_tracker.ensure_running()
-    # Ctrl-C at a terminal reaches every process; the children ignore it from the start, and this process ends them.
+    # KeyboardInterrupt is raised in the main thread only: a child that was started but not told what to do prints a
+    # traceback.
+    with ThreadPoolExecutor(1) as starter:
+        starter.submit(_start, process).result()
+    theirs.close()
+    return ours, process
+
+
+def _start(process: BaseProcess) -> None:
+    """Start a child that ignores Ctrl-C, which at a terminal reaches every process; this process ends the children."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    theirs.close()
-    return ours, process
 
 
 def _send(pipe: Connection, process: BaseProcess, job: object) -> None:

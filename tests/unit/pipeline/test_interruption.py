@@ -93,6 +93,37 @@ if __name__ == "__main__":
 """
 
 
+STARTED = """
+import os, signal, time
+from multiprocessing import util
+spawn = util.spawnv_passfds
+
+def interrupted(path, words, passed):
+    child = spawn(path, words, passed)
+    if not any("resource_tracker" in str(word) for word in words):
+        # Before the child is told what to do.
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.5)
+    return child
+
+util.spawnv_passfds = interrupted
+"""
+
+
+def test_ctrl_c_while_a_process_is_started_is_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "jobs.py"
+    script.write_text(JOBS.replace('if __name__ == "__main__":', f'if __name__ == "__main__":\n    exec({STARTED!r})'))
+    ended = subprocess.run(
+        [sys.executable, str(script), "500"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", f"{LINE}\n")
+
+
 def test_no_job_begins_after_ctrl_c_and_no_process_is_left(tmp_path: Path) -> None:
     script = tmp_path / "jobs.py"
     script.write_text(JOBS)
