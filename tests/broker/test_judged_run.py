@@ -172,7 +172,7 @@ def test_rollouts_that_a_judge_rewards_are_trained_on_and_counted_also_when_the_
     messages = list(read_to_end(kafka, topic_name(run_name, "rollouts")))
     sources = [(source_of(message), decode(message.value)) for message in messages]
     essays = [(source, r) for source, r in sources if isinstance(r, Rollout) and r.environment == "essays"]
-    assert len(essays) > waiting, "the workers went on once there were labels"
+    assert len(records("unlabelled")) > waiting, "the workers went on once there were labels"
     assert None not in [source for source, _rollout in essays]
     assert Counter(rollout.uid for _source, rollout in essays).most_common(1)[0][1] == 1
     for _source, rollout in essays:
