@@ -195,6 +195,13 @@ SCHEMAS: Mapping[str, pa.Schema] = {
 _OWN_VALUES = ("offset", "timestamp_ms", "key", "value", "uid", "text")
 """Columns whose values repeat too rarely for a dictionary."""
 
+_OF_FILE = 3
+"""Columns whose values are those of a file."""
+_SMALL = {
+    name: [(at, field.name) for at, field in enumerate(list(schema)[_OF_FILE:]) if field.type == pa.int32()]
+    for name, schema in SCHEMAS.items()
+}
+"""Places and names of the columns of 32 bits; integers of records have 64."""
 _LAST_DAY = 2_932_896
 """9999-12-31, the last valid date."""
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
@@ -223,7 +230,10 @@ def log_row(entry: ArchivedRecord) -> Row:
 
 
 def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
-    """Yield the rows of a record in the decoded tables, if any. Raises RecordError if it cannot be decoded."""
+    """Yield the rows of a record in the decoded tables, if any.
+
+    Raises RecordError if it cannot be decoded, or has a number that is too large for a column.
+    """
     kind, bytes_belong = codec.kind_of(entry.value), not spec_of(entry.topic).values
     if kind is None and entry.value is not None and not bytes_belong:
         raise RecordError("a record of no kind that is known here")
@@ -238,7 +248,11 @@ def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
         raise
     if isinstance(record, TrainingBatch) and (problems := batch_problems(record)):
         raise RecordError(problems[0])
-    yield from make(entry, record, arrays)
+    for table, environment, row in make(entry, record, arrays):
+        for at, column in _SMALL[table]:
+            if not -(2**31) <= row[at] < 2**31:
+                raise RecordError(f"{column} {row[at]} has more than 32 bits, for which no table has room")
+        yield table, environment, row
 
 
 def _rollout(entry: ArchivedRecord, r: Rollout, arrays: bool) -> Rows:
@@ -389,7 +403,7 @@ def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Ro
     same = [pa.repeat(pa.scalar(value, pa.string()), len(rows)) for value in (run, environment, date)]
     columns = [
         _array(column, field.type)
-        for column, field in zip(zip(*rows, strict=True), list(schema)[len(same) :], strict=True)
+        for column, field in zip(zip(*rows, strict=True), list(schema)[_OF_FILE:], strict=True)
     ]
     return pa.Table.from_arrays([*same, *columns], schema=schema)
 

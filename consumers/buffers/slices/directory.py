@@ -11,6 +11,7 @@ from pathlib import Path
 from rollstream.consumers.buffers.slices.ring_files import ArraySpec
 from rollstream.consumers.files.atomic_files import StoreError, read_json, remove_unfinished, write_json
 from rollstream.topics.errors import RecordError
+from rollstream.topics.trajectories import nest
 
 NAME = "slices.json"
 LOCK = "lock"
@@ -48,6 +49,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         for name in (manifest.journal, *(spec.file for spec in manifest.arrays)):
             if not _FILE.fullmatch(name):
                 raise ValueError(f"{name[:80]!r} names no file of a buffer")
+        nest({spec.path: spec for spec in manifest.arrays})
         return manifest
     except FileNotFoundError:
         return None

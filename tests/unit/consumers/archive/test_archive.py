@@ -402,6 +402,16 @@ def test_a_rollout_has_its_columns_and_its_arrays_where_they_are_asked_for() -> 
     assert row["logprobs"] == subject.logprobs.tolist()
 
 
+def test_a_number_that_no_column_has_room_for_leaves_its_record_in_the_log_alone() -> None:
+    """Sizes have 64 bits in records, and 32 in tables."""
+    records = [rollout("x", 0, group_size=2**32 - 1), rollout("x", 1, branch=-(2**55)), rollout("x", 2)]
+    store = archived(
+        *(ArchivedRecord("rollouts", 0, offset, 0, b"[]", encode(record)) for offset, record in enumerate(records))
+    )
+    assert [row["uid"] for row in rows(store, "rollouts")] == ["x-2"]
+    assert [row["value"] for row in rows(store, "log")] == [encode(record) for record in records]
+
+
 def test_drops_steps_and_uses_are_rows() -> None:
     drop = Drop(offset=7, reason="late", uid="u", environment="env", policy_version=3, age_ms=9, tokens=4)
     journal = JournalRecord(

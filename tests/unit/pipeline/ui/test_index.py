@@ -19,6 +19,7 @@ from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, series
+from rollstream.pipeline.ui.index import writer as writer_module
 from rollstream.pipeline.ui.index.group_query import GroupFilter
 from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
 from rollstream.pipeline.ui.index.run_index import RunIndex
@@ -258,6 +259,24 @@ def test_an_invalid_rollout_stops_no_index_and_is_shown_as_far_as_it_makes_sense
             assert {len(tokens[name]) for name in ("ids", "mask", "logprobs", "versions", "token_rewards")} == {6}
             assert json_text(index.estimators(0, offset))
             assert tokens["ids"] == record.tokens.tolist()
+
+
+class SlowWriter(IndexWriter):
+    """It reads nothing in the call that writes what waited, which took long."""
+
+    def poll(self, wait_s: float = 0.0) -> int:
+        super().poll(wait_s)
+        return 0
+
+
+def test_an_index_that_is_full_after_its_deadline_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer_module, "_PATIENCE_S", 0.0)
+    log = ListedLog(made(1))
+    with SlowWriter(tmp_path / "index", log) as writer:
+        writer.catch_up()
+        assert writer.poll() == 0
+    with IndexWriter(tmp_path / "index", log) as writer:
+        assert writer.poll() == 0
 
 
 def test_records_that_do_not_decode_are_counted_and_stop_nothing(tmp_path: Path) -> None:

@@ -209,6 +209,10 @@ def test_draws_are_stored_with_each_addition(tmp_path: Path) -> None:
         {"journal": "x" * 5000 + ".journal"},
         {"journal": "a\0.journal"},
         {"arrays": [{"path": "rewards", "dtype": "<f4", "shape": [], "file": "/tmp/elsewhere.bin"}]},
+        {"arrays": [{"path": {}, "dtype": "<f4", "shape": [], "file": "a.bin"}]},
+        {"arrays": [{"path": True, "dtype": "<f4", "shape": [], "file": "a.bin"}]},
+        {"arrays": [{"path": "rewards", "dtype": "<f4", "shape": [True, -1], "file": "a.bin"}]},
+        {"arrays": [{"path": path, "dtype": "<f4", "shape": [], "file": "a.bin"} for path in ("a", "a/b")]},
     ],
 )
 def test_a_manifest_that_no_buffer_wrote_is_refused_in_a_line(tmp_path: Path, damage: dict[str, object]) -> None:
