@@ -29,7 +29,7 @@ _PORTION = 4000
 _COMMITTED = 10_000
 """Records read in a transaction before it is committed, as long as more are there. Large transactions write a page of
 the indexes once for many rows; they take about a second, and readers do not wait for them."""
-_PATIENCE_S = 60.0
+PATIENCE_S = 60.0
 _WAITING_BYTES = 64 * 1024 * 1024
 """Bytes of records that wait for the rollouts which they name; beyond, no more such records are read."""
 
@@ -102,13 +102,13 @@ class IndexWriter(Closing):
     def catch_up(self) -> None:
         """Write every record that is on the log now. Raises DeadlineExceeded if the source gives nothing for long."""
         wanted = {place: end for place, (_low, end) in self._source.bounds().items()}
-        deadline = time.monotonic() + _PATIENCE_S
+        deadline = time.monotonic() + PATIENCE_S
         while self._behind(wanted):
             if self.poll(0.1):
-                deadline = time.monotonic() + _PATIENCE_S
+                deadline = time.monotonic() + PATIENCE_S
             # On a busy machine the call that reads the last record may take longer.
             elif time.monotonic() > deadline and (behind := self._behind(wanted)):
-                raise DeadlineExceeded(f"{behind[0]}[{behind[1]}] was not read to its end for {_PATIENCE_S:g} s")
+                raise DeadlineExceeded(f"{behind[0]}[{behind[1]}] was not read to its end for {PATIENCE_S:g} s")
 
     def _behind(self, wanted: Mapping[Place, int]) -> Place | None:
         """A partition that is not read and written up to these ends; None if all are."""

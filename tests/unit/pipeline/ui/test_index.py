@@ -270,7 +270,7 @@ class SlowWriter(IndexWriter):
 
 
 def test_an_index_that_is_full_after_its_deadline_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer_module, "_PATIENCE_S", 0.0)
+    monkeypatch.setattr(writer_module, "PATIENCE_S", 0.0)
     log = ListedLog(made(1))
     with SlowWriter(tmp_path / "index", log) as writer:
         writer.catch_up()
