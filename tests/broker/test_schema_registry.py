@@ -60,7 +60,8 @@ def framings(kafka: KafkaConfig, run: str, topic: str) -> set[bool]:
 
 def stock_readings(kafka: KafkaConfig, run: str, url: str) -> dict[str, int]:
     """Read all that carries an id with the stock deserializer, compare it with ours, and return counts by record."""
-    read = AvroDeserializer(SchemaRegistryClient({"url": url}))
+    # By default it waits for an answer for ever.
+    read = AvroDeserializer(SchemaRegistryClient({"url": url, "timeout": 120}))
     counts: dict[str, int] = {}
     for spec in CATALOGUE:
         topic = topic_name(run, spec.name)

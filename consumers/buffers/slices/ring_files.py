@@ -49,8 +49,9 @@ class ArraySpec:
     def from_dict(cls, value: Mapping[str, Any]) -> "ArraySpec":
         """The inverse of `as_dict`. Raises KeyError, TypeError or RecordError if the input is not valid."""
         spec = cls(path=value["path"], dtype=value["dtype"], shape=tuple(value["shape"]), file=value["file"])
-        if not isinstance(spec.path, str) or any(type(size) is not int or size < 0 for size in spec.shape):
-            raise TypeError(f"an array {spec.path!r} of shape {spec.shape}")
+        texts = all(isinstance(text, str) for text in (spec.path, spec.dtype, spec.file))
+        if not texts or any(type(size) is not int or size < 0 for size in spec.shape):
+            raise TypeError(f"no array: {spec}")
         dtype_of(spec.dtype)
         return spec
 

@@ -210,6 +210,8 @@ def test_draws_are_stored_with_each_addition(tmp_path: Path) -> None:
         {"journal": "a\0.journal"},
         {"arrays": [{"path": "rewards", "dtype": "<f4", "shape": [], "file": "/tmp/elsewhere.bin"}]},
         {"arrays": [{"path": {}, "dtype": "<f4", "shape": [], "file": "a.bin"}]},
+        {"arrays": [{"path": "a", "dtype": 1.5, "shape": [], "file": "a.bin"}]},
+        {"arrays": [{"path": "a", "dtype": "<f4", "shape": [], "file": 7}]},
         {"arrays": [{"path": True, "dtype": "<f4", "shape": [], "file": "a.bin"}]},
         {"arrays": [{"path": "rewards", "dtype": "<f4", "shape": [True, -1], "file": "a.bin"}]},
         {"arrays": [{"path": path, "dtype": "<f4", "shape": [], "file": "a.bin"} for path in ("a", "a/b")]},
