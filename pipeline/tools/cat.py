@@ -169,7 +169,7 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
 def _left_out(kafka: KafkaConfig, topic: str, bounds: Mapping[int, tuple[int, int]]) -> dict[int, set[int]]:
     """Return the offsets within the bounds of each partition that are not fetched, because grouping left them out.
 
-    `control` may name others, which nobody checked that wrote there.
+    Records of `control` that `rollstream group skip` did not write may name others.
     """
     run, _, name = topic.rpartition(".")
     left_out = never_fetched(kafka, run) if name == "rollouts" else {}

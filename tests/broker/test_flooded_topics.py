@@ -188,7 +188,7 @@ def test_every_follower_of_the_run_reads_to_the_end(run: RealRun, tmp_path: Path
     with closing(RunObserver(kafka, name)) as observer:
         observer.catch_up()
         assert observer.skipped.total > 0
-        assert observer.snapshot(10).rollouts >= 0
+        assert observer.snapshot(10).rollouts > 0
     with PolicyFollower(kafka, name) as policies:
         assert eventually(lambda: policies.read().steps, 60, "manifests")
     with WeightsFollower(kafka, name) as follower:
@@ -199,8 +199,9 @@ def test_every_follower_of_the_run_reads_to_the_end(run: RealRun, tmp_path: Path
         assert index.skipped.total > 0
     with Exclusions(kafka, name) as exclusions:
         assert exclusions.reason("nothing of this name") == ""
-    assert desired_state(kafka, name).numbers.keys() >= set()
-    assert isinstance(read_steps(kafka, name, "main"), dict)
+    # Junk may or may not be a sound request or step by chance: both read past it.
+    desired_state(kafka, name)
+    read_steps(kafka, name, "main")
     assert read_sessions(kafka, name)
     whole = TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "trajectories", max_trajectories=50)
     slices = EpisodeSliceBuffer(tmp_path / "slices", 500, 2)

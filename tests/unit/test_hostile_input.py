@@ -14,6 +14,7 @@ import pytest
 from tests.hostile.__main__ import SHARES
 from tests.hostile.flood_targets import Outcome, flood, peak_mib, pieces
 from tests.hostile.targets import TARGETS
+from tests.support.paths import ROOT
 
 INPUTS = int(os.environ.get("HOSTILE_INPUTS", "400000"))
 SEED = int(os.environ.get("HOSTILE_SEED", "1"))
@@ -42,7 +43,7 @@ def test_the_command_gives_each_piece_to_a_process_and_adds_their_fates(tmp_path
     assert parts == [(7, 100), (8, 100), (9, 50)]
     alone = flood(target, inputs * target.share // SHARES, 7, tmp_path)
     command = [sys.executable, "-m", "tests.hostile", "--only", name, "--inputs", str(inputs), "--seed", "7"]
-    output = subprocess.run([*command, "--processes", "2"], check=True, capture_output=True, text=True).stdout
+    output = subprocess.run([*command, "--processes", "2"], check=True, capture_output=True, text=True, cwd=ROOT).stdout
     # Times and memory follow.
     assert output.startswith(str(alone).partition(", seed 7")[0])
     assert f"{alone.fates.total():,} inputs, 0 of 1 targets failed" in output
