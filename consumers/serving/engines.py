@@ -5,6 +5,7 @@ done what they ask for, and raise EngineFailed otherwise.
 """
 
 import asyncio
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -58,16 +59,18 @@ class EngineHttp:
 
     async def get(self, path: str) -> dict[str, Any]:
         """Return the object that a GET answers. Raises EngineFailed."""
-        return await self._request("GET", path, None, self._config.request_timeout_s)
+        return _object(path, await self._request("GET", path, None, self._config.request_timeout_s))
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, loading: bool = False) -> dict[str, Any]:
         """Return the object that a POST answers; `loading` allows it serving.load_timeout_s. Raises EngineFailed."""
+        return _object(path, await self.post_for_text(path, body, loading=loading))
+
+    async def post_for_text(self, path: str, body: Mapping[str, Any] | None = None, *, loading: bool = False) -> str:
+        """As `post`, for a route whose answer is no JSON: return it as text."""
         timeout_s = self._config.load_timeout_s if loading else self._config.request_timeout_s
         return await self._request("POST", path, body, timeout_s)
 
-    async def _request(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
-    ) -> dict[str, Any]:
+    async def _request(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> str:
         assert self._session, "used outside its context manager"
         try:
             async with (
@@ -77,12 +80,19 @@ class EngineHttp:
                 text = await response.text(errors="replace")
                 if response.status != 200:
                     raise EngineFailed(f"{path} answered {response.status}: {' '.join(text.split())[:_QUOTED]}")
-                answer = await response.json(content_type=None) if text else {}
+                return text
         except TimeoutError as error:
             raise EngineFailed(f"{path} did not answer within {timeout_s:g} s") from error
         except (aiohttp.ClientError, ValueError) as error:
             raise EngineFailed(f"{path}: {str(error) or type(error).__name__}") from error
-        return answer if isinstance(answer, dict) else {}
+
+
+def _object(path: str, text: str) -> dict[str, Any]:
+    try:
+        answer = json.loads(text) if text else {}
+    except ValueError as error:
+        raise EngineFailed(f"{path}: {error}") from error
+    return answer if isinstance(answer, dict) else {}
 
 
 class ServingEngine(Protocol):
@@ -147,7 +157,8 @@ class VllmLoraEngine(VllmEngine):
     async def load(self, directory: Path, label: str) -> None:
         """See ServingEngine."""
         adapter = {"lora_name": POLICY, "lora_path": str(directory), "load_inplace": True}
-        await self._http.post("/v1/load_lora_adapter", adapter, loading=True)
+        # vLLM answers this route alone with a sentence.
+        await self._http.post_for_text("/v1/load_lora_adapter", adapter, loading=True)
         await self._http.post("/update_weight_version", {"new_version": label})
 
 

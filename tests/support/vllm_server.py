@@ -26,8 +26,11 @@ def is_installed() -> bool:
 
 
 @contextmanager
-def vllm_server(checkpoint: Path, log: Path, *flags: str) -> Iterator[str]:
-    """URL of a vLLM in development mode that serves a checkpoint as `policy`; ended on leaving."""
+def vllm_server(checkpoint: Path, log: Path, *flags: str, **variables: str) -> Iterator[str]:
+    """URL of a vLLM in development mode that serves a checkpoint as `policy`; ended on leaving.
+
+    `variables`: of its environment.
+    """
     port = free_port("127.0.0.1")
     with log.open("w") as output:
         process = subprocess.Popen(
@@ -47,6 +50,7 @@ def vllm_server(checkpoint: Path, log: Path, *flags: str) -> Iterator[str]:
                 "VLLM_SERVER_DEV_MODE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "HF_HUB_OFFLINE": "1",
+                **variables,
             },
         )
     url = f"http://127.0.0.1:{port}"

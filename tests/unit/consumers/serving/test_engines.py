@@ -80,6 +80,8 @@ def test_an_update_is_these_requests_in_this_order(
     async def handler(request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer k-17"
         seen.append((request.method, str(request.rel_url), await request.json() if request.can_read_body else None))
+        if request.path == "/v1/load_lora_adapter":
+            return web.Response(body=b"Success: LoRA adapter 'policy' added successfully.")
         return web.json_response({"success": True, "weight_version": "17"})
 
     async def update(engine: ServingEngine) -> str:

@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from rollstream.consumers.serving.vllm_plugin.registration import register
 from rollstream.consumers.serving.vllm_plugin.transfer_engine import changed_elements
 from rollstream.consumers.serving.vllm_plugin.worker_extension import WorkerExtension
 from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
@@ -79,3 +81,13 @@ def test_integers_that_changed_are_loaded_whole_and_others_may_stay() -> None:
     count = np.array([1, 2], np.int64)
     assert changed_elements({"count": count}, {"count": count.copy()}) == {}
     assert changed_elements({"count": count}, {"count": count + 1}) is None
+
+
+def test_every_process_of_vllm_asks_for_the_tiles_that_its_attention_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    torch = SimpleNamespace(cpu=SimpleNamespace(_init_amx=lambda: asked.append(True)))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    register()
+    assert asked == [True]
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
+    register()
