@@ -3,7 +3,7 @@
 import json
 import subprocess
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.adapters import merged
+from rollstream.consumers.models.config import LoraConfig
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
@@ -20,9 +22,10 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.errors import Fenced
 from rollstream.topics.records import PolicyManifest
+from tests.support.checkpoints import random_parameters
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
-from tests.support.serving_engines import ARRAYS, MODEL_JSON, published_exactly, values_digest
+from tests.support.serving_engines import ARRAYS, MODEL, MODEL_JSON, published_exactly, values_digest
 
 NORM = "model.norm.weight"
 
@@ -79,6 +82,21 @@ def test_versions_are_listed_shown_pulled_and_compared(run: RealRun, trainer: St
     changed = {tensor["tensor"]: tensor for tensor in compared["tensors"] if tensor["changed"]}
     assert changed.keys() == {NORM}
     assert changed[NORM]["max_abs_difference"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_adapters_are_merged_into_the_checkpoint_that_is_pulled(run: RealRun, tmp_path: Path) -> None:
+    model = replace(MODEL, lora=LoraConfig(rank=2))
+    arrays = {**parameters(0), **published_exactly(random_parameters(model))}
+    with StepWriter(run.kafka, run.name, model=json.dumps(asdict(model))) as trainer:
+        trainer.publish_version(arrays)
+    pulled = answer(run, "pull", "0", "-o", str(tmp_path))
+    expected = published_exactly(merged(model, arrays))
+    found = huggingface.load(pulled["path"])
+    assert found.keys() == expected.keys()
+    for name, array in expected.items():
+        np.testing.assert_allclose(found[name].astype(np.float32), array, rtol=2**-7, err_msg=name)
+    changed = "model.layers.0.self_attn.q_proj.weight"
+    assert np.abs(expected[changed] - arrays[changed]).max() > 0.01
 
 
 def test_parameters_of_no_model_are_pulled_as_tensors(run: RealRun, tmp_path: Path) -> None:

@@ -17,15 +17,11 @@ from rollstream.consumers.models.config import DecoderConfig, LoraConfig
 from rollstream.consumers.models.decoder import logits
 from rollstream.consumers.models.huggingface import load, load_config
 from rollstream.consumers.models.parameters import ADAPTER_A, adapter_shapes
-from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.step_writer import StepWriter
-from rollstream.pipeline.audit.ledger import ledger
-from rollstream.pipeline.audit.verification import verify
 from rollstream.producers.inference.client import Completion, CompletionsClient
 from rollstream.producers.inference.requests import SampleRequest
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
-from rollstream.topics.records import Rollout
 from tests.engines.conftest import Vllm
 from tests.engines.vllm_answers import LongRequest, Parameters
 from tests.support.runs import RealRun
@@ -46,23 +42,6 @@ def vllm_with_adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
     flags = ("--enable-scale-out", "--enable-lora", "--max-lora-rank", "8", "--served-model-name", "base")
     with vllm_server(checkpoint, log, *flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as url:
         yield Vllm(f"{url}/v1", "policy", checkpoint)
-
-
-EVENS = """
-from rollstream import Prompt, Score, SingleTurn
-
-class Evens(SingleTurn):
-    name = "evens"
-    max_tokens = 8
-    stop = ()
-
-    def prompts(self, split):
-        return [Prompt(example_id=str(n), text=f"{n}+{n}=") for n in range(10)]
-
-    def score(self, prompt, text, truncated):
-        return Score(reward=sum(ord(letter) % 2 == 0 for letter in text) / 8)
-"""
-"""An environment as a user writes one: even letters are paid."""
 
 
 def with_adapters(config: DecoderConfig, base: Parameters, version: int) -> Parameters:
@@ -133,43 +112,3 @@ def test_vllm_samples_with_the_adapters_of_each_version(run: RealRun, vllm_with_
         request.assert_changed(2, 3)
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0, run.log_of(process)
-
-
-def test_a_run_trains_adapters_on_what_vllm_sampled_with_those_before(run: RealRun, vllm_with_adapters: Vllm) -> None:
-    vllm, steps = vllm_with_adapters, 4
-    (run.directory / "evens.py").write_text(EVENS)
-    process = run.start(
-        "run",
-        task=f"{run.directory / 'evens.py'}:Evens",
-        supervisor__workers=1,
-        supervisor__ready_timeout_s=600,
-        serving__engine="vllm-lora",
-        serving__urls=[vllm.root],
-        worker__inference_urls=[vllm.url],
-        worker__model=vllm.model,
-        grouping__batch_rollouts=16,
-        learner__pretrained=vllm.directory,
-        learner__model__lora__rank=RANK,
-        learner__sequence_length=64,
-        learner__rollouts_per_step=32,
-        learner__max_steps=steps,
-        learner__microbatch_rows=4,
-        learner__compute_dtype="float32",
-        learner__optimizer__learning_rate=1e-2,
-        learner__weights__keep_versions=10,
-    )
-    assert process.wait(1200) == 0, run.log_of(process)[-3000:]
-
-    rollouts = [record for record in run.read("rollouts") if isinstance(record, Rollout)]
-    by_version = {r.lowest_version: r for r in rollouts if r.lowest_version == r.highest_version}
-    assert {0, steps - 2} <= by_version.keys(), "workers sample with adapters while they are trained"
-    assert sorted(read_steps(run.kafka, run.name, "default")) == list(range(steps + 1))
-    assert ledger(run.kafka, run.name).problems == []
-    assert verify(run.kafka, run.name).mismatches == []
-    for version, record in by_version.items():
-        directory = run.directory / f"version-{version}"
-        pulled = run.start("weights", "pull", str(version), "-o", str(directory))
-        assert pulled.wait(300) == 0, run.log_of(pulled)
-        config = load_config(directory)
-        found = logprobs(record.tokens, config, load(directory, config))[record.loss_mask[1:]]
-        np.testing.assert_allclose(found, record.logprobs[record.loss_mask], atol=2e-2)
