@@ -6,6 +6,7 @@ done what they ask for, and raise EngineFailed otherwise.
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 import aiohttp
 
 from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.engine_adapter import replace_adapter
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.secrets import resolve
 from rollstream.topics.user_code import load_object
@@ -23,6 +25,7 @@ VLLM_LORA = "vllm-lora"
 """Name of the engine that takes adapters alone."""
 POLICY = "policy"
 """Name of the adapter in vLLM, which requests give as their model."""
+_TRIAL = "policy-on-trial"
 
 
 class EngineFailed(RollstreamError):
@@ -148,18 +151,40 @@ class VllmEngine:
 
 
 class VllmLoraEngine(VllmEngine):
-    """vLLM's route of adapters, beside a base that stays, and those of its development mode.
+    """vLLM's routes of adapters, beside a base that stays, and those of its development mode.
 
-    It needs `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Requests name the adapter, POLICY, as their model;
-    it is replaced in place.
+    It needs `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Requests name the adapter, POLICY, as their model.
+
+    A request carries the adapter's path and reads it again whenever the engine does not hold the adapter: so the path
+    stays the same, and the engine drops what it holds. vLLM's own `load_inplace` would stay with the requests: each
+    step reads the adapter anew, from the path that its request began with.
     """
 
     async def load(self, directory: Path, label: str) -> None:
         """See ServingEngine."""
-        adapter = {"lora_name": POLICY, "lora_path": str(directory), "load_inplace": True}
-        # vLLM answers this route alone with a sentence.
-        await self._http.post_for_text("/v1/load_lora_adapter", adapter, loading=True)
+        # A damaged adapter is refused here; within a step it would end the engine. vLLM takes the load in place as one
+        # that may be repeated.
+        await self._post_adapter("load", lora_name=_TRIAL, lora_path=str(directory), load_inplace=True)
+        path = str(await asyncio.to_thread(replace_adapter, directory, self._http.url))
+        for number in await self._held():
+            drop = {"method": "remove_lora", "args": [number]}
+            await self._http.post("/collective_rpc", drop, loading=True)
+        await self._post_adapter("unload", lora_name=_TRIAL)
+        paths = {model.get("id"): model.get("root") for model in (await self._http.get("/v1/models")).get("data", [])}
+        if paths.get(POLICY) != path:
+            if POLICY in paths:
+                await self._post_adapter("unload", lora_name=POLICY)
+            await self._post_adapter("load", lora_name=POLICY, lora_path=path)
         await self._http.post("/update_weight_version", {"new_version": label})
+
+    async def _post_adapter(self, verb: str, **adapter: object) -> None:
+        # vLLM answers these routes with a sentence.
+        await self._http.post_for_text(f"/v1/{verb}_lora_adapter", adapter, loading=True)
+
+    async def _held(self) -> list[int]:
+        """Numbers of the adapters that the engine's workers hold; each answers a set, as text."""
+        answer = await self._http.post("/collective_rpc", {"method": "list_loras"})
+        return sorted({int(number) for held in answer.get("results", []) for number in re.findall(r"\d+", str(held))})
 
 
 class SglangEngine:

@@ -193,7 +193,8 @@ class Producer:
         key = encode_key(record.environment, record.example_id)
         producer.produce(target.topic("rollouts"), encode(record), key, on_delivery=report)
         assert producer.flush(120) == 0
-        return errors == [None]
+        [error] = errors
+        return error is None  # Not by ==: a KafkaError that is compared with None leaves an exception behind.
 
     def end(self) -> None:
         self.stop.set()

@@ -17,13 +17,17 @@ from rollstream.consumers.models.config import DecoderConfig, LoraConfig
 from rollstream.consumers.models.decoder import logits
 from rollstream.consumers.models.huggingface import load, load_config
 from rollstream.consumers.models.parameters import ADAPTER_A, adapter_shapes
+from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.step_writer import StepWriter
+from rollstream.pipeline.audit.ledger import ledger
+from rollstream.pipeline.audit.verification import verify
 from rollstream.producers.inference.client import Completion, CompletionsClient
 from rollstream.producers.inference.requests import SampleRequest
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
+from rollstream.topics.records import Rollout
 from tests.engines.conftest import Vllm
-from tests.engines.vllm_answers import LongRequest, Parameters
+from tests.engines.vllm_answers import PROMPT, LongRequest, Parameters
 from tests.support.runs import RealRun
 from tests.support.serving_engines import published_exactly
 from tests.support.vllm_server import vllm_server
@@ -42,6 +46,23 @@ def vllm_with_adapters(checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
     flags = ("--enable-scale-out", "--enable-lora", "--max-lora-rank", "8", "--served-model-name", "base")
     with vllm_server(checkpoint, log, *flags, VLLM_ALLOW_RUNTIME_LORA_UPDATING="1") as url:
         yield Vllm(f"{url}/v1", "policy", checkpoint)
+
+
+EVENS = """
+from rollstream import Prompt, Score, SingleTurn
+
+class Evens(SingleTurn):
+    name = "evens"
+    max_tokens = 8
+    stop = ()
+
+    def prompts(self, split):
+        return [Prompt(example_id=str(n), text=f"{n}+{n}=") for n in range(10)]
+
+    def score(self, prompt, text, truncated):
+        return Score(reward=sum(ord(letter) % 2 == 0 for letter in text) / 8)
+"""
+"""An environment as a user writes one: even letters are paid."""
 
 
 def with_adapters(config: DecoderConfig, base: Parameters, version: int) -> Parameters:
@@ -110,5 +131,55 @@ def test_vllm_samples_with_the_adapters_of_each_version(run: RealRun, vllm_with_
         eventually(request.in_flight, 300, "a request in flight")
         trainer.publish_version(with_adapters(config, base, 3))
         request.assert_changed(2, 3)
+        [choice] = request.answers[-1]["choices"]
+        sampled = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        for span in choice["weight_versions"]:
+            parameters = with_adapters(config, base, int(span["version"]))
+            found = logprobs([*PROMPT, *choice["token_ids"]], config, parameters)[len(PROMPT) - 1 :]
+            tokens = slice(span["start"], span["end"])
+            np.testing.assert_allclose(found[tokens], sampled[tokens], atol=1e-2, err_msg=f"tokens {span}")
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0, run.log_of(process)
+
+
+def test_a_run_trains_adapters_on_what_vllm_sampled_with_those_before(run: RealRun, vllm_with_adapters: Vllm) -> None:
+    vllm, steps = vllm_with_adapters, 8
+    (run.directory / "evens.py").write_text(EVENS)
+    process = run.start(
+        "run",
+        task=f"{run.directory / 'evens.py'}:Evens",
+        supervisor__workers=1,
+        supervisor__ready_timeout_s=600,
+        serving__engine="vllm-lora",
+        serving__urls=[vllm.root],
+        worker__inference_urls=[vllm.url],
+        worker__model=vllm.model,
+        worker__concurrency=2,
+        grouping__batch_rollouts=16,
+        learner__pretrained=vllm.directory,
+        learner__model__lora__rank=RANK,
+        learner__sequence_length=64,
+        learner__rollouts_per_step=64,
+        learner__max_steps=steps,
+        learner__microbatch_rows=4,
+        learner__compute_dtype="float32",
+        learner__optimizer__learning_rate=1e-2,
+        learner__weights__keep_versions=steps + 1,
+    )
+    assert process.wait(1200) == 0, run.log_of(process)[-3000:]
+
+    rollouts = [record for record in run.read("rollouts") if isinstance(record, Rollout)]
+    by_version = {r.lowest_version: r for r in rollouts if r.lowest_version == r.highest_version}
+    assert len(by_version) >= 3, "workers sample with adapters while they are trained"
+    assert sorted(read_steps(run.kafka, run.name, "default")) == list(range(steps + 1))
+    assert ledger(run.kafka, run.name).problems == []
+    assert verify(run.kafka, run.name).mismatches == []
+    config = replace(load_config(vllm.directory), lora=LoraConfig(rank=RANK))
+    base = load(vllm.directory)
+    for version, record in by_version.items():
+        pulled = run.start("weights", "pull", str(version), "-o", str(run.directory), "--format", "npz")
+        assert pulled.wait(300) == 0, run.log_of(pulled)
+        with np.load(run.directory / f"version-{version}.npz") as stored:
+            parameters = {**base, **{name: stored[name] for name in adapter_shapes(config)}}
+        found = logprobs(record.tokens.tolist(), config, parameters)[record.loss_mask[1:]]
+        np.testing.assert_allclose(found, record.logprobs[record.loss_mask], atol=5e-3, err_msg=f"version {version}")

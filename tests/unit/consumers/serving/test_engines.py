@@ -16,7 +16,6 @@ from rollstream.consumers.serving.engines import (
     ServingEngine,
     SglangEngine,
     VllmEngine,
-    VllmLoraEngine,
     engine_named,
 )
 from rollstream.topics.errors import ConfigurationError
@@ -30,15 +29,6 @@ SENT_BY_VLLM = [
     ("POST", "/update_weight_version", {"new_version": "17"}),
     ("POST", "/resume", None),
     ("GET", "/weight_info", None),
-]
-SENT_BY_VLLM_LORA = [
-    ("POST", "/pause?mode=keep", None),
-    (
-        "POST",
-        "/v1/load_lora_adapter",
-        {"lora_name": "policy", "lora_path": str(DIRECTORY), "load_inplace": True},
-    ),
-    *SENT_BY_VLLM[2:],
 ]
 SENT_BY_SGLANG = [
     ("POST", "/pause_generation", {"mode": "in_place"}),
@@ -68,8 +58,8 @@ def ask(
 
 @pytest.mark.parametrize(
     ("engine", "sent"),
-    [(VllmEngine, SENT_BY_VLLM), (VllmLoraEngine, SENT_BY_VLLM_LORA), (SglangEngine, SENT_BY_SGLANG)],
-    ids=["vllm", "vllm-lora", "sglang"],
+    [(VllmEngine, SENT_BY_VLLM), (SglangEngine, SENT_BY_SGLANG)],
+    ids=["vllm", "sglang"],
 )
 def test_an_update_is_these_requests_in_this_order(
     engine: type[VllmEngine | SglangEngine], sent: list[object], monkeypatch: pytest.MonkeyPatch
@@ -80,8 +70,6 @@ def test_an_update_is_these_requests_in_this_order(
     async def handler(request: web.Request) -> web.Response:
         assert request.headers["Authorization"] == "Bearer k-17"
         seen.append((request.method, str(request.rel_url), await request.json() if request.can_read_body else None))
-        if request.path == "/v1/load_lora_adapter":
-            return web.Response(body=b"Success: LoRA adapter 'policy' added successfully.")
         return web.json_response({"success": True, "weight_version": "17"})
 
     async def update(engine: ServingEngine) -> str:
