@@ -58,7 +58,7 @@ def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
                 "s to publish a GB in full, beside training": median(r["published"][0] for r in runs) / gigabytes,
                 "s to publish a GB as a delta, beside training": median(r["published"][-1] for r in runs) / gigabytes,
                 "s to copy a GB through the broker": median(timing.seconds for timing in copied) / gigabytes,
-                "most memory beside the parameters / bytes of a version": max(
+                "most memory beside that of training / bytes of a version": max(
                     each["peak_bytes"] / each["size_bytes"] for each in runs
                 ),
             },

@@ -78,7 +78,7 @@ class Visit:
 
     def _console(self, message: Any) -> None:
         if message.type in ("error", "warning") and not _AWAY.search(message.text):
-            self.errors.append(message.text)
+            self.errors.append(f"{message.text} {message.location.get('url', '')}")
 
     def open(self, route: str) -> None:
         """Load the page anew at a route, and wait until nothing is being read."""

@@ -4,17 +4,15 @@ import asyncio
 import json
 import signal
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from rollstream.consumers.models.config import DecoderConfig, LoraConfig
-from rollstream.consumers.models.decoder import logits
 from rollstream.consumers.models.huggingface import load, load_config
 from rollstream.consumers.models.parameters import ADAPTER_A, adapter_shapes
 from rollstream.consumers.step_log import read_steps
@@ -27,7 +25,7 @@ from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import Rollout
 from tests.engines.conftest import Vllm
-from tests.engines.vllm_answers import PROMPT, LongRequest, Parameters
+from tests.engines.vllm_answers import LongRequest, Parameters, logprobs
 from tests.support.runs import RealRun
 from tests.support.serving_engines import published_exactly
 from tests.support.vllm_server import vllm_server
@@ -91,16 +89,8 @@ def sample(vllm: Vllm) -> Completion:
     return asyncio.run(ask())
 
 
-def logprobs(tokens: Sequence[int], config: DecoderConfig, parameters: Parameters) -> np.ndarray:  # type: ignore[type-arg]
-    """Logprobs of all tokens but the first by our decoder, which computes adapters beside the projections."""
-    row = jnp.asarray([tokens])
-    given = {name: jnp.asarray(array) for name, array in parameters.items()}
-    scores = jax.nn.log_softmax(logits(given, config, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))
-    return np.asarray(scores)[0, np.arange(row.shape[1] - 1), row[0, 1:]]
-
-
-def logprobs_of(completion: Completion, config: DecoderConfig, parameters: Parameters) -> np.ndarray:  # type: ignore[type-arg]
-    """Those of an answer to the long prompt."""
+def logprobs_of(completion: Completion, config: DecoderConfig, parameters: Parameters) -> NDArray[np.float32]:
+    """Logprobs of an answer to the long prompt, by our decoder, which computes adapters beside the projections."""
     return logprobs([*LONG_PROMPT, *completion.tokens.tolist()], config, parameters)[len(LONG_PROMPT) - 1 :]
 
 
@@ -130,14 +120,7 @@ def test_vllm_samples_with_the_adapters_of_each_version(run: RealRun, vllm_with_
         request.start()
         eventually(request.in_flight, 300, "a request in flight")
         trainer.publish_version(with_adapters(config, base, 3))
-        request.assert_changed(2, 3)
-        [choice] = request.answers[-1]["choices"]
-        sampled = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
-        for span in choice["weight_versions"]:
-            parameters = with_adapters(config, base, int(span["version"]))
-            found = logprobs([*PROMPT, *choice["token_ids"]], config, parameters)[len(PROMPT) - 1 :]
-            tokens = slice(span["start"], span["end"])
-            np.testing.assert_allclose(found[tokens], sampled[tokens], atol=1e-2, err_msg=f"tokens {span}")
+        request.assert_changed(config, with_adapters(config, base, 2), with_adapters(config, base, 3))
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0, run.log_of(process)
 

@@ -74,7 +74,7 @@ def test_vllm_fetches_full_versions_and_deltas_itself_and_is_healed_after_a_dama
     request.start()
     eventually(request.in_flight, 300, "a request in flight")
     trainer.publish_version(few_changed(parameters, 3))
-    request.assert_changed(2, 3)
+    request.assert_changed(config, few_changed(parameters, 2), few_changed(parameters, 3))
     manifests = read_manifests(run.kafka, run.name)
     assert "".join(manifests[version].kind[0] for version in sorted(manifests)) == "fddd"
     sizes = [sum(chunk.size_bytes for chunk in manifests[version].chunks) for version in sorted(manifests)]

@@ -49,7 +49,7 @@ def test_vllm_samples_with_each_version_and_a_request_in_flight_survives(run: Re
         request.start()
         eventually(request.in_flight, 300, "a request in flight")
         trainer.publish_version(version_of(parameters, 3))
-        request.assert_changed(2, 3)
+        request.assert_changed(config, version_of(parameters, 2), version_of(parameters, 3))
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0, run.log_of(process)
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 import urllib.request
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -54,12 +55,17 @@ def sample(vllm: Vllm) -> Completion:
     return asyncio.run(ask())
 
 
-def assert_sampled_by(completion: Completion, config: DecoderConfig, parameters: Parameters) -> None:
-    row = jnp.asarray([PROMPT + completion.tokens.tolist()])
+def logprobs(tokens: Sequence[int], config: DecoderConfig, parameters: Parameters) -> NDArray[np.float32]:
+    """Logprobs of all tokens but the first, by our decoder. Shape [tokens - 1]."""
+    row = jnp.asarray([tokens])
     given = {name: jnp.asarray(array) for name, array in parameters.items()}
     scores = jax.nn.log_softmax(logits(given, config, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))
-    places = np.arange(len(PROMPT), row.shape[1]) - 1
-    np.testing.assert_allclose(np.asarray(scores)[0, places, completion.tokens], completion.logprobs, atol=2e-3)
+    return np.asarray(scores)[0, np.arange(row.shape[1] - 1), row[0, 1:]]
+
+
+def assert_sampled_by(completion: Completion, config: DecoderConfig, parameters: Parameters) -> None:
+    found = logprobs([*PROMPT, *completion.tokens.tolist()], config, parameters)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(found, completion.logprobs, atol=2e-3)
 
 
 def _spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
@@ -93,13 +99,19 @@ class LongRequest(threading.Thread):
         [running] = [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
         return running >= 1
 
-    def assert_changed(self, before: int, after: int) -> None:
-        """Assert that it is answered in full, and that its tokens carry the one version and then the other."""
+    def assert_changed(self, config: DecoderConfig, before: Parameters, after: Parameters, first: int = 2) -> None:
+        """Assert that it is answered in full, and that its tokens carry the version `first` and then the one after it,
+        each with the logprobs of those parameters."""
         self.join(1200)
         for answer in self.answers:
             [choice] = answer["choices"]
             assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 900)
         spans = _spans(self.answers[-1])
-        assert [version for version, *_ in spans] == [str(before), str(after)], spans
+        assert [version for version, *_ in spans] == [str(first), str(first + 1)], spans
         assert (spans[0][1], spans[0][2], spans[1][2]) == (0, spans[1][1], 900)
         assert spans[1][1] > 0
+        [choice] = self.answers[-1]["choices"]
+        sampled = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
+        for parameters, (version, start, end) in zip((before, after), spans, strict=True):
+            found = logprobs([*PROMPT, *choice["token_ids"]], config, parameters)[len(PROMPT) - 1 :]
+            np.testing.assert_allclose(found[start:end], sampled[start:end], atol=1e-2, err_msg=f"version {version}")
