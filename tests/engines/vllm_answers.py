@@ -99,15 +99,15 @@ class LongRequest(threading.Thread):
         [running] = [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
         return running >= 1
 
-    def assert_changed(self, config: DecoderConfig, before: Parameters, after: Parameters, first: int = 2) -> None:
-        """Assert that it is answered in full, and that its tokens carry the version `first` and then the one after it,
-        each with the logprobs of those parameters."""
+    def assert_changed(self, config: DecoderConfig, before: Parameters, after: Parameters) -> None:
+        """Assert that it is answered in full, and that its tokens carry version 2 and then 3, with the logprobs of the
+        parameters of each."""
         self.join(1200)
         for answer in self.answers:
             [choice] = answer["choices"]
             assert (choice["finish_reason"], len(choice["token_ids"])) == ("length", 900)
         spans = _spans(self.answers[-1])
-        assert [version for version, *_ in spans] == [str(first), str(first + 1)], spans
+        assert [version for version, *_ in spans] == ["2", "3"], spans
         assert (spans[0][1], spans[0][2], spans[1][2]) == (0, spans[1][1], 900)
         assert spans[1][1] > 0
         [choice] = self.answers[-1]["choices"]
