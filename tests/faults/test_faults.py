@@ -296,6 +296,8 @@ def test_a_rebalance_that_begins_in_the_middle_of_a_commit_waits_for_it(fault_ru
 
 
 EXPELLED_SOON = {"max.poll.interval.ms": "2500", "session.timeout.ms": "2000"}
+EXPELS_OTHERS_SOON = {"client.max.poll.interval.ms": 8000, "client.session.timeout.ms": 6000}
+"""Settings of the member that comes: the coordinator waits for the others as long as the most patient one would."""
 
 
 @pytest.mark.long
@@ -304,7 +306,7 @@ def test_a_grouper_expelled_in_the_middle_of_a_commit_aborts_and_restores(fault_
     taking_over: list[subprocess.Popen[bytes]] = []
 
     def lose_everything() -> None:
-        taking_over.append(grouper(run, 1))
+        taking_over.append(grouper(run, 1, **EXPELS_OTHERS_SOON))
         await_logged(run, taking_over[0], ALL)
 
     with Load(run, SEED) as load:
