@@ -338,7 +338,7 @@ def kill_the_broker(run: RealRun, broker: LocalBroker, times: int) -> None:
             groupers.revive()
     settle(run, meanwhile=groupers.revive)
     groupers.stop()
-    assert_promises(run, load)
+    assert_promises(run, load, cut_off=True)
     nothing_hangs(run)
 
 
@@ -392,7 +392,7 @@ def lose_nodes(
             groupers.revive()
     settle(run, meanwhile=groupers.revive)
     groupers.stop()
-    assert_promises(run, load)
+    assert_promises(run, load, cut_off=True)
 
 
 @pytest.mark.long

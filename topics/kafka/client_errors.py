@@ -22,6 +22,8 @@ _MOVING = (
     # A broker that is down leaves the metadata, and the client gives up what it had asked it.
     KafkaError._DESTROY_BROKER,
 )
+_LEARNT_S = 5.0
+"""How long a partition may be unknown: brokers tell a client of a new one late, and never of one that is missing."""
 _RECOVERED = (KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._DESTROY_BROKER)
 """Errors of connections, which the client makes anew by itself."""
 
@@ -95,9 +97,10 @@ def fatal_error(raised: BaseException) -> KafkaError | None:
 def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
     """Return the result of `call`, repeated while a coordinator or leader is starting or moving.
 
-    Raises AccessDenied for a missing permission, BrokerUnavailable for any other error, and after `timeout_s`.
+    Raises AccessDenied for a missing permission, BrokerUnavailable for any other error, and after `timeout_s`; sooner
+    if a partition stays unknown.
     """
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while True:
         try:
             return call()
@@ -105,7 +108,9 @@ def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
             error: KafkaError = exception.args[0]
             if denied := denial(error, doing):
                 raise denied from exception
-            if error.code() not in _MOVING or time.monotonic() > deadline:
+            unknown = error.code() == KafkaError._UNKNOWN_PARTITION
+            patience_s = min(timeout_s, _LEARNT_S) if unknown else timeout_s
+            if not (unknown or error.code() in _MOVING) or time.monotonic() > began + patience_s:
                 raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})") from exception
             time.sleep(0.05)
 

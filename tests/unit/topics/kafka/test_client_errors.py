@@ -1,9 +1,11 @@
 """Errors of a client: those of a broker that went away are over once another one leads, the others are told at once."""
 
+import time
+
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
-from rollstream.topics.errors import AccessDenied
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable
 from rollstream.topics.kafka.client_errors import fatal_error, raise_for, refusal, retrying
 
 
@@ -22,12 +24,26 @@ class Call:
         return "answered"
 
 
-@pytest.mark.parametrize("code", [KafkaError._DESTROY_BROKER, KafkaError.NOT_LEADER_FOR_PARTITION])
-def test_a_question_to_a_broker_that_went_away_is_asked_again(code: int) -> None:
+PASSING = [KafkaError._DESTROY_BROKER, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._UNKNOWN_PARTITION]
+
+
+@pytest.mark.parametrize("code", PASSING)
+def test_a_question_to_a_broker_that_went_away_or_knows_too_little_is_asked_again(code: int) -> None:
     call = Call(code, failures=3)
     assert retrying(call, "asking") == "answered"
     assert call.made == 4
     assert raise_for(KafkaError(KafkaError._DESTROY_BROKER), "reading") is None  # type: ignore[func-returns-value]
+
+
+def test_a_partition_that_stays_unknown_is_told_before_the_time_for_leaders_is_over(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slept = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: sum(slept))
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(BrokerUnavailable, match=r"^asking: .*\(_UNKNOWN_PARTITION\)"):
+        retrying(Call(KafkaError._UNKNOWN_PARTITION, failures=10_000), "asking", timeout_s=300.0)
+    assert 1 < sum(slept) < 30
 
 
 def test_what_time_does_not_mend_is_told_at_once() -> None:
