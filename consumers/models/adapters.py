@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from rollstream.consumers.files import safetensors_files
+from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import DecoderConfig, LoraConfig
-from rollstream.consumers.models.huggingface import converted_lazily, write_json
 from rollstream.consumers.models.parameters import ADAPTER_A, ADAPTER_B, adapter_shapes, is_adapter
 from rollstream.topics.errors import ConfigurationError
 
@@ -47,6 +47,23 @@ def merged(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Any]:
     return whole
 
 
+def save_merged(
+    directory: Path | str,
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    *,
+    companions: Path | str = "",
+    dtype: DTypeLike | None = None,
+) -> None:
+    """Write a checkpoint with the adapters merged, and with the tokenizer and further files of another checkpoint.
+
+    `companions` is that checkpoint's directory; empty for none. Raises as `huggingface.save` does.
+    """
+    huggingface.save(directory, config, merged(config, params), dtype=dtype)
+    if companions:
+        huggingface.copy_companions(companions, directory)
+
+
 def save_peft(
     directory: Path | str,
     config: DecoderConfig,
@@ -64,7 +81,9 @@ def save_peft(
         raise ConfigurationError("this version has no adapters; set learner.model.lora.rank, or export the whole model")
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {_PEFT_PREFIX + name: converted_lazily(params[name], dtype) for name in adapter_shapes(config)}
+    tensors = {
+        _PEFT_PREFIX + name: huggingface.converted_lazily(params[name], dtype) for name in adapter_shapes(config)
+    }
     safetensors_files.write(directory / PEFT_MODEL, tensors)
     document = {
         "peft_type": "LORA",
@@ -80,4 +99,4 @@ def save_peft(
         "modules_to_save": None,
         "inference_mode": True,
     }
-    write_json(directory / PEFT_CONFIG, document)
+    huggingface.write_json(directory / PEFT_CONFIG, document)

@@ -22,7 +22,7 @@ from rollstream.consumers.files.atomic_files import (
     sync_directory,
 )
 from rollstream.consumers.models import huggingface
-from rollstream.consumers.models.adapters import merged, save_peft
+from rollstream.consumers.models.adapters import save_merged, save_peft
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.topics.closing import Closing
@@ -89,9 +89,7 @@ class CheckpointDirectory(ServedVersions, Closing):
                 huggingface.save_like(self._template, unfinished, arrays, dtype=self._dtype)
             else:
                 model = _model_of(manifest)
-                huggingface.save(unfinished, model, merged(model, arrays), dtype=self._dtype)
-                if self._tokenizer:
-                    huggingface.copy_companions(self._tokenizer, unfinished)
+                save_merged(unfinished, model, arrays, companions=self._tokenizer, dtype=self._dtype)
             sync_directory(unfinished)
             unfinished.rename(directory)
             sync_directory(self._directory)

@@ -10,8 +10,7 @@ import json
 import sys
 from pathlib import Path
 
-from rollstream.consumers.models import huggingface
-from rollstream.consumers.models.adapters import merged, save_peft
+from rollstream.consumers.models.adapters import save_merged, save_peft
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.weights.chains import ChainBroken
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
@@ -60,9 +59,7 @@ def export(config: RunConfig, directory: Path, dtype: str | None, *, adapters: b
         if adapters:
             save_peft(directory, model, version.tensors, base=config.learner.pretrained, dtype=dtype)
         else:
-            huggingface.save(directory, model, merged(model, version.tensors), dtype=dtype)
-            if config.learner.pretrained:
-                huggingface.copy_companions(config.learner.pretrained, directory)
+            save_merged(directory, model, version.tensors, companions=config.learner.pretrained, dtype=dtype)
     return version.manifest.version
 
 

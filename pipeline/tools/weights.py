@@ -19,7 +19,7 @@ from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.atomic_files import replacing
 from rollstream.consumers.files.stores import shown
 from rollstream.consumers.models import huggingface
-from rollstream.consumers.models.adapters import merged
+from rollstream.consumers.models.adapters import save_merged
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.weights.chains import ChainBroken, needed
 from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused
@@ -187,9 +187,7 @@ def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
             _write_npz(path, spooled.tensors)
         elif (model := _model_of(manifest)) is not None:
             path = args.output
-            huggingface.save(path, model, merged(model, spooled.tensors))
-            if config.learner.pretrained:
-                huggingface.copy_companions(config.learner.pretrained, path)
+            save_merged(path, model, spooled.tensors, companions=config.learner.pretrained)
         else:
             path = args.output / f"version-{manifest.version}.safetensors"
             safetensors_files.write(path, spooled.tensors)

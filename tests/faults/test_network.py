@@ -80,7 +80,7 @@ def audited(
         yield groupers, load
     settle(run, meanwhile=groupers.revive)
     groupers.stop()
-    assert_promises(run, load, cut_off=True)
+    assert_promises(run, load)
 
 
 @contextmanager

@@ -11,8 +11,15 @@ import pytest
 from numpy.typing import NDArray
 
 from rollstream.consumers.files import safetensors_files
-from rollstream.consumers.models import decoder, parameters
-from rollstream.consumers.models.adapters import PEFT_CONFIG, PEFT_MODEL, merged, save_peft, without_adapters
+from rollstream.consumers.models import decoder, huggingface, parameters
+from rollstream.consumers.models.adapters import (
+    PEFT_CONFIG,
+    PEFT_MODEL,
+    merged,
+    save_merged,
+    save_peft,
+    without_adapters,
+)
 from rollstream.consumers.models.config import PROJECTIONS, DecoderConfig, LoraConfig, decoder_config, manifest_model
 from rollstream.consumers.models.slots import Row, SlotDecoder
 from rollstream.topics.errors import ConfigurationError
@@ -64,6 +71,25 @@ def test_merging_adds_alpha_over_rank_times_the_product() -> None:
         np.testing.assert_allclose(array, expected, atol=1e-6)
     stored = {name: array.astype(safetensors_files.dtypes()["BF16"]) for name, array in params.items()}
     assert {array.dtype.name for array in merged(MODEL, stored).values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize("companions", [True, False])
+def test_a_merged_checkpoint_is_the_model_without_adapters_and_has_a_tokenizer_if_there_is_one(
+    companions: bool, tmp_path: Path
+) -> None:
+    other, saved = tmp_path / "other", tmp_path / "saved"
+    other.mkdir()
+    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+        (other / name).write_text("another checkpoint's")
+    params = random_params(MODEL)
+    save_merged(saved, MODEL, params, companions=other if companions else "")
+    assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors"} | (
+        {"tokenizer.json"} if companions else set()
+    )
+    stored = huggingface.load(saved)
+    assert stored.keys() == parameters.base_shapes(MODEL).keys()
+    for name, array in merged(MODEL, params).items():
+        np.testing.assert_array_equal(stored[name], array)
 
 
 def test_fresh_adapters_change_nothing_and_leave_the_model_as_it_would_be() -> None:
