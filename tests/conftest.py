@@ -1,6 +1,6 @@
 """Fixtures of every test: a real Kafka broker, a name of its own for a run, marks by location.
 
-Without a broker the tests that need one fail; none is ever skipped.
+Without a broker the tests that need one fail; none of them is skipped.
 """
 
 import logging

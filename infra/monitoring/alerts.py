@@ -122,7 +122,8 @@ ALERTS = (
     ),
     Alert(
         name="RollstreamMismatch",
-        expression="rollstream_learner_mismatch_kl_mean > 0.1",
+        # The defaults of learner.loss.mismatch_limit and stale_mismatch_limit: older policies do differ.
+        expression="rollstream_learner_mismatch_kl_mean > 0.02 + 0.05 * rollstream_learner_off_policy_staleness",
         lasts="10m",
         severity="warning",
         summary="Sampler and learner of run {{ $labels.run }} disagree about log-probabilities",

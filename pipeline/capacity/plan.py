@@ -155,8 +155,15 @@ class CapacityPlan:
 def plan(load: Workload, machines: Machines, rates: MeasuredRates) -> CapacityPlan:
     """Return what a load needs on these machines, at these rates."""
     processes, grouping = _units("grouping processes", _grouping(load, machines, rates), machines.utilisation)
+    busy, _ = _units("brokers", _broker(load, machines, rates), machines.utilisation, least=load.replication)
+    # Replicas alone ask for fewer brokers than there are processes, so they leave the number of partitions as it is.
+    partitions = PARTITIONS_EACH * max(processes, busy)
+    replicas = _TOPICS * partitions * load.replication / machines.replicas_per_broker
     brokers, broker = _units(
-        "brokers", _broker(load, machines, rates, processes), machines.utilisation, least=load.replication
+        "brokers",
+        {**_broker(load, machines, rates), "replicas of partitions": replicas},
+        machines.utilisation,
+        least=load.replication,
     )
     producers, producing = _units(
         "producers", {"sending": load.rollouts_per_s * rates.produce.seconds(load.rollout_bytes)}, machines.utilisation
@@ -173,7 +180,7 @@ def plan(load: Workload, machines: Machines, rates: MeasuredRates) -> CapacityPl
     )
     limits = (*grouping, *broker, *producing, *feeding, *publishing)
     return CapacityPlan(
-        partitions=PARTITIONS_EACH * max(processes, brokers),
+        partitions=partitions,
         grouping_processes=processes,
         brokers=brokers,
         producers=producers,
@@ -205,17 +212,14 @@ def _grouping(load: Workload, machines: Machines, rates: MeasuredRates) -> dict[
     }
 
 
-def _broker(load: Workload, machines: Machines, rates: MeasuredRates, processes: int) -> dict[str, float]:
-    """Brokers that each capacity asks for."""
+def _broker(load: Workload, machines: Machines, rates: MeasuredRates) -> dict[str, float]:
+    """Brokers that each capacity asks for, apart from replicas."""
     return {
         "disk space": _stored_bytes(load) / machines.disk_bytes,
         "writing to disk": _in_bytes_per_s(load) / machines.disk_bytes_per_s,
         "network, in": _in_bytes_per_s(load) / machines.network_bytes_per_s,
         "network, out": _out_bytes_per_s(load) / machines.network_bytes_per_s,
         "taking records in": _in_bytes_per_s(load) / rates.broker_bytes_per_s,
-        "replicas of partitions": (
-            _TOPICS * PARTITIONS_EACH * processes * load.replication / machines.replicas_per_broker
-        ),
     }
 
 

@@ -4,7 +4,6 @@
 `feed` only gets steps ready, against reading the bytes of the same batches and looking at none.
 """
 
-import resource
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import psutil
 
 from rollstream.consumers.batch_reader import IndexReader
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
@@ -84,7 +84,7 @@ def measure_learn(settings: Settings) -> Row:
                     loaded = _next(supply)
                     waited += time.perf_counter() - began if number else 0.0
                     state, _metrics = train_step.train(state, loaded.packed)
-                    memory.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+                    memory.append(psutil.Process().memory_info().rss / 2**20)
                 timing = watch.timing(rollouts)
             waits.append(waited / timing.seconds)
             return timing
@@ -112,8 +112,8 @@ def measure_learn(settings: Settings) -> Row:
             "tokens/s": tokens / rollouts * sorted(timing.rate for timing in from_kafka)[len(from_kafka) // 2],
             "packing efficiency": 1.0 - sum(step.packed.padding_fraction for step in steps) / len(steps),
             "share of time waiting for batches": max(waits),
-            "most memory, MiB": memory[-1],
-            "of it grown after the first repetition, MiB": memory[-1] - memory[config.max_steps - 1],
+            "most memory, MiB": max(memory),
+            "of it grown after the first repetition, MiB": max(memory) - max(memory[: config.max_steps]),
         },
     )
 

@@ -23,6 +23,7 @@ from tests.faults.load import Load
 from tests.faults.promises import assert_promises, settle
 from tests.support.faulty_network import DOWN, UP, Weather
 from tests.support.linked_broker import LinkedBroker, linked_broker
+from tests.support.own_network import dropping, own_network
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
 from tests.support.shifted_clock import ShiftedClock
 from tests.support.waiting import eventually
@@ -143,6 +144,37 @@ def test_grouping_that_hears_nothing_of_the_broker_loses_and_repeats_nothing(
                 eventually(passed(TRANSACTION_S), 60, "transactions ran out", every_s=0.2)
             await_both(run, groupers)
         load.await_more(50)
+
+
+@pytest.fixture
+def filtered(tmp_path: Path) -> Iterator[LinkedBroker]:
+    """A broker in a network of its own, whose packets a test may drop."""
+    with own_network(), linked_broker(tmp_path / "broker", "grouping", "workers") as broker:
+        yield broker
+
+
+def test_grouping_whose_packets_are_dropped_below_tcp_loses_and_repeats_nothing(
+    filtered: LinkedBroker, run_name: str, tmp_path: Path
+) -> None:
+    settings = {"kafka__transaction_timeout_s": TRANSACTION_S}
+    with behind_links(filtered, run_name, tmp_path, **settings) as (run, groupers, load):
+        for _ in range(2):
+            load.await_more(100)
+            with dropping(filtered.links["grouping"].port):
+                eventually(lambda: members(run) == 0, 60, "every session ended", every_s=0.2)
+                eventually(passed(TRANSACTION_S), 60, "transactions ran out", every_s=0.2)
+            await_both(run, groupers)
+        load.await_more(50)
+
+
+def test_a_tenth_of_the_packets_dropped_costs_time_only(filtered: LinkedBroker, run_name: str, tmp_path: Path) -> None:
+    with (
+        behind_links(filtered, run_name, tmp_path, rollouts_per_s=50) as (run, _, load),
+        dropping(filtered.links["grouping"].port, 0.1),
+        dropping(filtered.links["workers"].port, 0.1),
+    ):
+        load.await_more(100)
+        eventually(batched_more(run, 10), 180, "batches come through", every_s=0.5)
 
 
 @pytest.mark.parametrize("weather", POOR)

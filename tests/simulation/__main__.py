@@ -3,6 +3,7 @@
 import argparse
 import random
 import sys
+import time
 
 from tests.simulation.installation import World, installed
 from tests.simulation.schedule import run_schedule, shrunk
@@ -15,7 +16,7 @@ def main() -> int:
     parser.add_argument("--schedules", type=int, default=1000, help="how many, of consecutive seeds")
     given = parser.parse_args()
     print(f"{given.schedules} schedules from seed {given.seed} on")
-    world, failed, steps = World(), 0, 0
+    world, failed, steps, began = World(), 0, 0, time.process_time()
     with installed(world):
         for seed in range(given.seed, given.seed + given.schedules):
             outcome = run_schedule(world, seed)
@@ -23,7 +24,10 @@ def main() -> int:
             if outcome.findings:
                 failed += 1
                 print(outcome, f"shrunk: {shrunk(world, outcome)}", sep="\n")
-    print(f"{failed} failed, {steps / given.schedules:.0f} steps each")
+    a_minute = given.schedules / (time.process_time() - began) * 60
+    print(
+        f"{failed} failed, {steps / given.schedules:.0f} steps each, {a_minute:,.0f} schedules a minute of processor time"
+    )
     return int(failed > 0)
 
 

@@ -65,7 +65,10 @@ def await_listening(process: subprocess.Popen[bytes]) -> None:
 
 
 def interrupt(command: Sequence[str], log: Path, after_s: float, **environment: str) -> Interruption | None:
-    """Start a command, interrupt it, and wait until it and all it started have ended; None where it ended before."""
+    """Start a command, interrupt it, and wait until it and all it started have ended; None where it was done before.
+
+    A command that is done leaves Ctrl-C to the system, which ends it without a word.
+    """
     with log.open("wb") as errors:
         process = subprocess.Popen(
             command, stdout=subprocess.DEVNULL, stderr=errors, cwd=log.parent, env={**os.environ, **environment}
@@ -84,6 +87,8 @@ def interrupt(command: Sequence[str], log: Path, after_s: float, **environment: 
     finally:
         process.kill()
         process.wait()
+    if code == -signal.SIGINT:
+        return None
     lines = log.read_text(errors="replace").splitlines()
     return Interruption(after_s, passed.seconds, code, [line for line in lines if not line.startswith("{")])
 

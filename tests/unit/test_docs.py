@@ -284,7 +284,7 @@ def test_the_table_of_exit_codes_has_the_code_of_every_error() -> None:
     for package in PACKAGES:
         for path in (ROOT / package).rglob("*.py"):
             if "RollstreamError)" in path.read_text() and "models" not in path.parts:
-                importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+                importlib.import_module(".".join(("rollstream", *path.relative_to(ROOT).with_suffix("").parts)))
     waiting: list[type[RollstreamError]] = [RollstreamError]
     codes = set()
     while waiting:

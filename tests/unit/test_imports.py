@@ -1,6 +1,7 @@
 """Imports point one way, and JAX stays where it belongs; read from the source, so that a lazy import counts too."""
 
 import ast
+import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +81,39 @@ def test_imports_point_one_way(path: Path) -> None:
 def test_jax_is_imported_by_the_learner_and_the_models_alone(path: Path) -> None:
     if not within(name_of(path), set(MAY_IMPORT_JAX)):
         assert [name for name in imports(path) if name.partition(".")[0] in JAX] == []
+
+
+def at_import(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports that run when a module is imported: neither those within functions, nor those for type checkers."""
+    if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        return
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        yield node
+    elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        for child in ast.iter_child_nodes(node):
+            yield from at_import(child)
+
+
+def test_no_module_waits_for_its_own_import() -> None:
+    modules = {name_of(path): path for path in MODULES}
+    imported: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        found = imported.setdefault(name, set())
+        for node in at_import(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                for alias in node.names:
+                    of_package = f"{node.module}.{alias.name}"
+                    found.add(of_package if of_package in modules else node.module or "")
+        found.discard(name)
+    # A cycle raises CycleError, which names its modules.
+    assert set(modules) <= set(graphlib.TopologicalSorter(imported).static_order())
+
+
+def test_weights_are_published_and_followed_without_the_learner() -> None:
+    weights = [path for path in MODULES if within(name_of(path), {"rollstream.consumers.weights"})]
+    imported = {name for path in weights for name in imports(path)}
+    assert imported
+    assert [name for name in imported if within(name, {"rollstream.consumers.learner"})] == []
 
 
 FOLD = [path for path in MODULES if within(name_of(path), {f"{GROUPING}.core", f"{GROUPING}.makers"})]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.consumers.learner.training.objective import LossConfig
 from rollstream.infra.monitoring import alerts, dashboard
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, COMMON
 from tests.support.paths import ROOT
@@ -53,6 +54,14 @@ def test_labels_in_legends_and_messages_are_those_of_their_expressions() -> None
         if kept:
             labels = {label for by in kept for label in by.split(", ")}
         assert set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", text)) <= labels, text
+
+
+def test_the_alert_of_a_mismatch_has_the_learners_limits() -> None:
+    [expression] = [alert.expression for alert in alerts.ALERTS if alert.name == "RollstreamMismatch"]
+    limits = LossConfig()
+    assert expression.endswith(
+        f"> {limits.mismatch_limit} + {limits.stale_mismatch_limit} * rollstream_learner_off_policy_staleness"
+    )
 
 
 def test_every_alert_leads_to_a_section_of_the_runbook_which_names_it() -> None:

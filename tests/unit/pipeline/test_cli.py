@@ -54,6 +54,9 @@ def assert_one_line(process: subprocess.Popen[str], *says: str) -> None:
         (["collect", "--set", "collect.player=os:sep"], {}, ["collect.player is 'os:sep', a str"]),
         (["label"], {}, ["no labeler is named", "set labeling.labeler"]),
         (["fill"], {}, ["fill.directory is empty"]),
+        (["run", "--set", "learner.sequence_length=11"], {}, ["may have 12 tokens", "set it to 12"]),
+        (["learn", "--set", "learner.sequence_length=11"], {}, ["may have 12 tokens", "set it to 12"]),
+        (["demo", "--set", "learner.sequence_length=11"], {}, ["tokens", "more than learner.sequence_length 11"]),
         (["topics", "plan", "-X", "no.such.key=1"], {}, ['No such configuration property: "no.such.key"']),
     ],
 )
