@@ -25,9 +25,7 @@ def main() -> int:
                 failed += 1
                 print(outcome, f"shrunk: {shrunk(world, outcome)}", sep="\n")
     a_minute = given.schedules / (time.process_time() - began) * 60
-    print(
-        f"{failed} failed, {steps / given.schedules:.0f} steps each, {a_minute:,.0f} schedules a minute of processor time"
-    )
+    print(f"{failed} failed, {steps / given.schedules:.0f} steps each, {a_minute:,.0f} a minute of processor time")
     return int(failed > 0)
 
 
