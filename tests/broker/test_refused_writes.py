@@ -122,7 +122,7 @@ ALL_REFUSED = (
     f"user {RUN}-{AUDIT} may not Write to topic {RUN}.control, nor to any other (CLUSTER_AUTHORIZATION_FAILED); "
     "connect as a user that may, such as that of `operate` (docs/permissions.md)"
 )
-RECORDS, PRODUCERS = 3, 5
+RECORDS, PRODUCERS = 3, 20
 """A client reports its fatal error while a record is sent or afterwards; several clients do both."""
 
 

@@ -184,10 +184,17 @@ class Sender(Closing):
         # A user who may write nothing is refused before the first acknowledgement. `flush` of the client confuses that
         # error with the reports behind it, `poll` does not.
         while not (self._acknowledged or self._transactional) and len(self._producer):
+            self._purge_after_fatal()
             self._serve(self._producer.poll, max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic())))
             if time.monotonic() >= deadline:
                 return len(self._producer)
+        self._purge_after_fatal()
         return self._serve(self._producer.flush, max(0.0, deadline - time.monotonic()))
+
+    def _purge_after_fatal(self) -> None:
+        """Have records fail that a fatal error leaves in the queue: the client keeps some until they time out."""
+        if self._fatal is not None:
+            self._producer.purge()
 
     def check(self) -> None:
         """Raise SendFailed if a record was not delivered since the last check."""
