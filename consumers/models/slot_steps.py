@@ -56,7 +56,7 @@ def empty_slots(config: DecoderConfig, mesh: Mesh, slots: int, length: int, dtyp
     def local() -> KeyValueCache:
         return _split_heads(empty_cache(config, slots, length, jnp.dtype(dtype)))
 
-    # Made like the caches that the other functions return, for they are compiled for its sharding.
+    # The cache has the sharding for which the other functions are compiled.
     split = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=SPLIT, axis_names={AXIS}, check_vma=False)
     empty: KeyValueCache = split()
     return empty

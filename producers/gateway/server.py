@@ -217,7 +217,7 @@ def _integer(body: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def _number(value: Any) -> float:
-    """Return a reward as a number; what is none becomes NaN, which fails the episode instead of counting as zero."""
+    """Return a reward as a number; an invalid one becomes NaN, which fails the episode instead of counting as zero."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:

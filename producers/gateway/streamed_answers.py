@@ -117,7 +117,7 @@ def event_of(data: str, source: str) -> dict[str, Any]:
     try:
         event = decode(data)
     except (ValueError, RecursionError) as error:
-        raise InferenceRefused(f"{source} streamed what is no JSON: {error}") from error
+        raise InferenceRefused(f"{source} streamed invalid JSON: {error}") from error
     if not isinstance(event, dict):
         raise InferenceRefused(f"{source} streamed a JSON {type(event).__name__} where an object belongs")
     return event

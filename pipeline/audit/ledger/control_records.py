@@ -15,7 +15,7 @@ from rollstream.topics.run_splits import Splits, note_split
 
 
 class ControlRecords:
-    """The decisions, as far as they are read. Its readers among the roles report records that are none."""
+    """The decisions, as far as they are read. Roles that read `control` report invalid records."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "control")
