@@ -116,7 +116,7 @@ def _scored(
 
 
 def _rollouts(messages: Iterator[KafkaRecord], rescoring: Rescoring) -> Iterator[_Placed]:
-    """Yield the rollouts to be scored. Skips other records and those that cannot be decoded: the ledger reports them."""
+    """Yield the rollouts to be scored. Skips records that are none or cannot be decoded: the ledger reports them."""
     for message in messages:
         if codec.kind_of(message.value) != "Rollout":
             continue
