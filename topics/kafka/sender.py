@@ -152,7 +152,7 @@ class Sender(Closing):
                     ) from None
                 self.poll(min(_LOOK_EVERY_S, left_s))
             except KafkaException as exception:
-                self._serve(self._producer.poll, 0)
+                self._await_reason(exception.args[0])
                 self.check()  # The record before this one that failed says why a transaction takes no more.
                 error = self._fatal or exception.args[0]
                 failure = Failure(name, topic, partition, _size(key, value), error, self._user)
@@ -190,6 +190,15 @@ class Sender(Closing):
                 return len(self._producer)
         self._purge_after_fatal()
         return self._serve(self._producer.flush, max(0.0, deadline - time.monotonic()))
+
+    def _await_reason(self, error: KafkaError) -> None:
+        """Process delivery reports; after a fatal error, wait for the event that says what it was."""
+        deadline = time.monotonic() + _FLUSH_AFTER_ERROR_S
+        self._serve(self._producer.poll, 0)
+        # The client refuses a record before it reports why it gave up.
+        untold = error.code() == KafkaError._FATAL and not self._transactional
+        while untold and self._fatal is None and time.monotonic() < deadline:
+            self._serve(self._producer.poll, _LOOK_EVERY_S)
 
     def _purge_after_fatal(self) -> None:
         """Have records fail that a fatal error leaves in the queue: the client keeps some until they time out."""
