@@ -6,6 +6,7 @@ done what they ask for, and raise EngineFailed otherwise.
 
 import asyncio
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,9 +18,11 @@ import aiohttp
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engine_adapter import replace_adapter
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.logs import event
 from rollstream.topics.secrets import resolve
 from rollstream.topics.user_code import load_object
 
+logger = logging.getLogger(__name__)
 _QUOTED = 300
 VLLM_LORA = "vllm-lora"
 """Name of the engine that takes adapters alone."""
@@ -188,7 +191,11 @@ class VllmLoraEngine(VllmEngine):
 
 
 class SglangEngine:
-    """SGLang's routes, which are always there. Requests in flight are kept, with the keys and values they have."""
+    """SGLang's routes, which are always there. Requests in flight are kept, with the keys and values they have.
+
+    Its cache of prefixes can be emptied only while no request is in flight: SGLang's scheduler ends if a load asks for
+    that meanwhile. So it is asked afterwards, and may decline.
+    """
 
     def __init__(self, http: EngineHttp) -> None:
         self._http = http
@@ -200,15 +207,20 @@ class SglangEngine:
     async def load(self, directory: Path, label: str) -> None:
         """See ServingEngine."""
         # abort_all_requests is named although it is the default: the default of a neighbouring route aborts.
+        # That of flush_cache is the one that ends the scheduler.
         update = {
             "model_path": str(directory),
             "weight_version": label,
             "abort_all_requests": False,
-            "flush_cache": True,
+            "flush_cache": False,
         }
         answer = await self._http.post("/update_weights_from_disk", update, loading=True)
         if answer.get("success") is not True:
             raise EngineFailed(f"/update_weights_from_disk: {str(answer.get('message', answer))[:_QUOTED]}")
+        try:
+            await self._http.post_for_text("/flush_cache")
+        except EngineFailed as declined:
+            event(logger, "prefixes_kept", level=logging.DEBUG, url=self._http.url, version=label, reason=str(declined))
 
     async def resume(self) -> None:
         """See ServingEngine."""

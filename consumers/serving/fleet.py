@@ -58,7 +58,8 @@ class EngineFleet:
         self._directory, self._weights, self._tokenizer = directory, weights, tokenizer
         self._engine: Callable[[EngineHttp], ServingEngine]
         if config.engine == PLUGIN:
-            self._engine = partial(VllmPluginEngine, kafka=kafka, run=run, config=config)
+            weights = weights or WeightsConfig()
+            self._engine = partial(VllmPluginEngine, kafka=kafka, run=run, config=config, weights=weights)
         else:
             self._engine = engine_named(config.engine)
         self._updaters: list[ReplicaUpdater] = []

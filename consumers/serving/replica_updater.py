@@ -1,7 +1,7 @@
 """ReplicaUpdater: keeps one inference engine on the newest checkpoint, and never lets it sample with torn weights.
 
-An update pauses the engine, loads, and resumes it. If loading fails, the newest version that is known to be good is
-loaded before the engine resumes; if that fails too, the engine stays paused, drained, and is tried again.
+An update pauses the engine, loads, and resumes it. If loading fails, the newest version that it had is loaded
+before the engine resumes; if that fails too, the engine stays paused, drained, and is tried again.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ class ReplicaUpdater:
             self.state, self.version = ReplicaState.UNKNOWN, UNKNOWN
 
     async def _update(self, target: ServedCheckpoint) -> None:
-        """Bring the engine to a version, or back to one that is known to be good."""
+        """Bring the engine to a version, or back to one that it had."""
         with self._checkpoints.using(target):
             if not await self._prepare(target):
                 return
@@ -157,7 +157,7 @@ class ReplicaUpdater:
             self._failure(checkpoint, error)
             return False
         self.version = checkpoint.version
-        self._checkpoints.note_good(checkpoint.version)
+        self._checkpoints.note_good(checkpoint.version, self.url)
         event(
             logger,
             "replica_loaded",
@@ -169,15 +169,15 @@ class ReplicaUpdater:
         return True
 
     async def _restore(self, failed: int) -> bool:
-        """Load the newest version that is known to be good; if there is none, or it fails, the engine is drained."""
+        """Load the newest version that it had, or another had; if there is none, or it fails, the engine is drained."""
         self.version = UNKNOWN
-        fallback = self._checkpoints.fallback(failed)
+        fallback = self._checkpoints.fallback(failed, self.url)
         if fallback is not None:
             with self._checkpoints.using(fallback):
                 if await self._load(fallback):
                     event(logger, "replica_restored", level=logging.WARNING, url=self.url, version=fallback.version)
                     return True
-        self._drained(f"version {failed} could not be loaded, and no version that is known to be good")
+        self._drained(f"version {failed} could not be loaded, and no version before it")
         return False
 
     async def _resume(self, began: float) -> None:

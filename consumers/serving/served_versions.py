@@ -1,4 +1,4 @@
-"""Versions that engines can be brought to: the newest, one that is known to be good, and those in use.
+"""Versions that engines can be brought to: the newest, those that an engine goes back to, and those in use.
 
 For one event loop. A version that no engine needs any more is removed.
 """
@@ -28,7 +28,8 @@ class ServedVersions:
         self._keep_versions = keep_versions
         self._checkpoints: dict[int, ServedCheckpoint] = {}
         self._uses: Counter[int] = Counter()
-        self._good: set[int] = set()
+        self._good: dict[str, set[int]] = {}
+        """Versions that each engine has loaded."""
         self._changed = asyncio.Condition()
 
     @property
@@ -42,7 +43,8 @@ class ServedVersions:
             self._checkpoints[checkpoint.version] = checkpoint
             self._changed.notify_all()
         newest = sorted(self._checkpoints)[-self._keep_versions :]
-        for version in self._checkpoints.keys() - {*newest, *self._good_ones()[:1], *(+self._uses)}:
+        loaded = (version for engine in self._good for version in self._good_ones(engine)[:1])
+        for version in self._checkpoints.keys() - {*newest, *loaded, *(+self._uses)}:
             await self.remove(self._checkpoints.pop(version))
 
     async def remove(self, checkpoint: ServedCheckpoint) -> None:
@@ -54,13 +56,18 @@ class ServedVersions:
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.newest is not None and self.newest.version > version)
 
-    def note_good(self, version: int) -> None:
-        """Note that an engine has loaded a version."""
-        self._good.add(version)
+    def note_good(self, version: int, engine: str) -> None:
+        """Note that the engine of this URL has loaded a version."""
+        self._good.setdefault(engine, set()).add(version)
 
-    def fallback(self, failed: int) -> ServedCheckpoint | None:
-        """Return the newest version, other than the failed one, that an engine has loaded; None if there is none."""
-        return next((self._checkpoints[version] for version in self._good_ones() if version != failed), None)
+    def fallback(self, failed: int, engine: str) -> ServedCheckpoint | None:
+        """Return the newest version, other than the failed one, that this engine has loaded, or else any other.
+
+        None if there is none. An engine that fetches versions itself holds only its own.
+        """
+        others = (version for other in self._good for version in self._good_ones(other))
+        good = (*self._good_ones(engine), *sorted(others, reverse=True))
+        return next((self._checkpoints[version] for version in good if version != failed), None)
 
     @contextmanager
     def using(self, checkpoint: ServedCheckpoint) -> Iterator[Path]:
@@ -71,6 +78,6 @@ class ServedVersions:
         finally:
             self._uses[checkpoint.version] -= 1
 
-    def _good_ones(self) -> list[int]:
+    def _good_ones(self, engine: str) -> list[int]:
         """Versions, still there, that an engine has loaded, newest first."""
-        return sorted(self._good & self._checkpoints.keys(), reverse=True)
+        return sorted(self._good.get(engine, set()) & self._checkpoints.keys(), reverse=True)

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import EngineFailed, EngineHttp, VersionUnfit, VllmEngine
+from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.topics.config import KafkaConfig
 
 NAME = "vllm-plugin"
@@ -25,11 +26,18 @@ _LONGEST_LOOK_S = 1.0
 class VllmPluginEngine(VllmEngine):
     """vLLM's routes of its development mode, started with our weight transfer engine and worker extension."""
 
-    def __init__(self, http: EngineHttp, kafka: KafkaConfig, run: str, config: ServingConfig) -> None:
+    def __init__(
+        self, http: EngineHttp, kafka: KafkaConfig, run: str, config: ServingConfig, weights: WeightsConfig
+    ) -> None:
         super().__init__(http)
         self._http = http
         self._load_timeout_s = config.load_timeout_s
-        self._info = {"run": run, "kafka": asdict(kafka)}
+        self._info = {
+            "run": run,
+            "kafka": asdict(kafka),
+            "fetch_timeout_s": weights.fetch_timeout_s,
+            "files_at_once": weights.files_at_once,
+        }
 
     async def prepare(self, label: str) -> None:
         """Have each worker fetch a version while the engine samples; return once all hold it.

@@ -160,7 +160,8 @@ class VllmPluginStandIn(EngineStandIn):
             match request.method, request.path:
                 case "POST", "/init_weight_transfer_engine":
                     info = body["init_info"]
-                    self.versions = self.versions or RequestedVersions(KafkaConfig(**info["kafka"]), info["run"])
+                    kafka = KafkaConfig(**info.pop("kafka"))
+                    self.versions = self.versions or RequestedVersions(kafka, **info)
                 case "POST", "/collective_rpc":
                     return web.json_response({"results": [self.worker(body["method"], *body["args"])]})
                 case "POST", "/pause":
@@ -217,7 +218,17 @@ class VllmPluginStandIn(EngineStandIn):
 
 
 class SglangStandIn(EngineStandIn):
-    """Routes of SGLang. A load that fails is an answer of status 200 without success."""
+    """Routes of SGLang. A load that fails is an answer of status 200 without success.
+
+    Its scheduler ends if the cache of prefixes is to be emptied by a load while requests are in flight.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight = 1
+        """Requests that it works on; servers of a run are never idle."""
+        self.prefixes_of = "default"
+        """Label of the oldest weights whose keys and values are in its cache of prefixes."""
 
     async def answer(self, request: web.Request) -> web.Response:
         body: Any = await request.json() if request.can_read_body else {}
@@ -227,9 +238,15 @@ class SglangStandIn(EngineStandIn):
                     assert body == {"mode": "in_place"}, "requests in flight would be aborted"
                     await self.pause()
                 case "POST", "/update_weights_from_disk":
-                    assert (body["abort_all_requests"], body["flush_cache"]) == (False, True)
+                    assert body["abort_all_requests"] is False, "requests in flight would be aborted"
+                    assert not (body["flush_cache"] and self.in_flight), "Cache flush failed after updating weights"
                     await self.load(Path(body["model_path"]), body["weight_version"])
                     return web.json_response({"success": True, "message": "done", "num_paused_requests": 0})
+                case "POST", "/flush_cache":
+                    if self.in_flight:
+                        return web.Response(status=400, text="Flush cache failed.")
+                    self.prefixes_of = self.reported
+                    return web.Response(text="Cache flushed.")
                 case "POST", "/continue_generation":
                     await self.resume()
                 case "GET", "/model_info":

@@ -56,9 +56,11 @@ class HeldVersion(NamedTuple):
 class RequestedVersions(Closing):
     """Policy versions of a run, fetched on request. Its methods may be called from any thread."""
 
-    def __init__(self, kafka: KafkaConfig, run: str, *, fetch_timeout_s: float = 60.0) -> None:
-        """`fetch_timeout_s` limits the wait for the manifest of a version, and for each of its next chunks."""
-        self._kafka, self._run, self._fetch_timeout_s = kafka, run, fetch_timeout_s
+    def __init__(self, kafka: KafkaConfig, run: str, *, fetch_timeout_s: float = 60.0, files_at_once: int = 8) -> None:
+        """`fetch_timeout_s` limits the wait for the manifest of a version, and for each of its next chunks;
+        `files_at_once` is the number of files read at a time."""
+        self._kafka, self._run = kafka, run
+        self._fetch_timeout_s, self._files_at_once = fetch_timeout_s, files_at_once
         self._changed = threading.Condition()
         self._stop = threading.Event()
         self._requested, self._pending, self._error = NONE, False, ""
@@ -106,7 +108,12 @@ class RequestedVersions(Closing):
                     if readers is None:
                         place = (topic_name(self._run, "policies"), 0)
                         policies = stack.enter_context(TopicFollower(self._kafka, {place: BEGINNING}))
-                        readers = policies, stack.enter_context(ChunkFetcher(self._kafka, self._run))
+                        readers = (
+                            policies,
+                            stack.enter_context(
+                                ChunkFetcher(self._kafka, self._run, files_at_once=self._files_at_once)
+                            ),
+                        )
                     arrays = self._fetch(version, *readers)
                 except Exception as failure:  # The engine must go on, and say why it has no newer version.
                     named = isinstance(failure, RollstreamError)

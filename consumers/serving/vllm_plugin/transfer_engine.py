@@ -43,6 +43,7 @@ class InitInfo:
     kafka: Mapping[str, Any] = field(default_factory=dict)
     """Fields of KafkaConfig; secrets are references, which this process resolves."""
     fetch_timeout_s: float = 60.0
+    files_at_once: int = 8
     in_place: bool | None = None
     """Whether only the elements that changed are written; None: where vLLM keeps parameters as in a checkpoint."""
 
@@ -94,7 +95,10 @@ class LogTransferEngine:
             return
         self.shutdown()
         self._versions = RequestedVersions(
-            _parsed(KafkaConfig, info.kafka), info.run, fetch_timeout_s=info.fetch_timeout_s
+            _parsed(KafkaConfig, info.kafka),
+            info.run,
+            fetch_timeout_s=info.fetch_timeout_s,
+            files_at_once=info.files_at_once,
         )
         self._info, self._loaded = info, None
         # On other devices, and where it quantizes, vLLM computes with copies that it packs after loading.

@@ -79,19 +79,24 @@ def test_adapters_are_written_merged_or_alone_as_pefts_files(tmp_path: Path) -> 
 def test_the_newest_two_are_kept_and_those_that_are_needed(tmp_path: Path) -> None:
     async def test(checkpoints: CheckpointDirectory) -> None:
         first = await checkpoints.add(manifest(1), ARRAYS)
-        checkpoints.note_good(1)
+        checkpoints.note_good(1, "a")
         second = await checkpoints.add(manifest(2), ARRAYS)
         with checkpoints.using(second):
             for version in (3, 4, 5):
                 await checkpoints.add(manifest(version), ARRAYS)
             assert versions(tmp_path) == [1, 2, 4, 5], "1 is known to be good, 2 is being loaded"
-        assert checkpoints.fallback(5) == first
-        assert checkpoints.fallback(1) is None
+        assert checkpoints.fallback(5, "a") == first
+        assert checkpoints.fallback(5, "b") == first, "b has loaded none itself"
+        assert checkpoints.fallback(1, "a") is None
         for version in (4, 5):
-            checkpoints.note_good(version)
-        assert checkpoints.fallback(5) is not None
+            checkpoints.note_good(version, "b")
+        own, other = checkpoints.fallback(6, "a"), checkpoints.fallback(6, "b")
+        assert own == first
+        assert other is not None
+        assert other.version == 5
         await checkpoints.add(manifest(6), ARRAYS)
-        assert versions(tmp_path) == [5, 6]
+        await checkpoints.add(manifest(7), ARRAYS)
+        assert versions(tmp_path) == [1, 5, 6, 7], "a goes back to 1, and b to 5"
 
     run(tmp_path, test)
 

@@ -35,8 +35,9 @@ SENT_BY_SGLANG = [
     (
         "POST",
         "/update_weights_from_disk",
-        {"model_path": str(DIRECTORY), "weight_version": "17", "abort_all_requests": False, "flush_cache": True},
+        {"model_path": str(DIRECTORY), "weight_version": "17", "abort_all_requests": False, "flush_cache": False},
     ),
+    ("POST", "/flush_cache", None),
     ("POST", "/continue_generation", {}),
     ("GET", "/model_info", None),
 ]

@@ -113,6 +113,27 @@ def test_a_version_that_keeps_failing_is_left_and_the_next_one_is_taken(tmp_path
     run(tmp_path, test)
 
 
+def test_an_engine_goes_back_to_the_version_that_it_had_and_not_to_that_of_another(tmp_path: Path) -> None:
+    async def test(fleet: Fleet) -> None:
+        _, behind = fleet.engines
+        await fleet.publish(0)
+        await fleet.serves(0, 0)
+        await fleet.serves(0, 1)
+        behind.refuses["load 1"] = CONFIG.attempts
+        await fleet.publish(1)
+        await fleet.serves(1, 0)
+        await fleet.until(lambda: not behind.refuses["load 1"])
+        await fleet.serves(0, 1)
+        behind.refuses["load 2"] = 1
+        await fleet.publish(2)
+        await fleet.serves(2, 0)
+        await fleet.serves(2, 1)
+
+    _, behind = run(tmp_path, test, engines=2).engines
+    loads = [call for call in behind.calls if call.startswith("load")]
+    assert loads[-3:] == ["load 2", "load 0", "load 2"]
+
+
 def test_an_engine_that_loads_nothing_stays_paused_is_named_and_holds_up_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
