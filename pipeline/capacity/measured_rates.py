@@ -12,7 +12,7 @@ from typing import Any
 
 from rollstream.topics.errors import ConfigurationError
 
-_ROWS = ("produce", "group-and-batch", "restore", "feed", "weights-1024")
+_ROWS = ("produce", "group-and-batch", "restore", "feed", "weights-1024", "weights-files-1024")
 """Rows of the benchmark that a plan needs."""
 
 
@@ -43,7 +43,9 @@ class MeasuredRates:
     feed: MeasuredRate
     """Rollouts of batches that one learner process fetches, checks and packs."""
     publish_bytes_per_s: float
-    """Bytes of a policy version that one process publishes, and another one loads, one after the other."""
+    """Bytes of a policy version that one process publishes to the log, and another one loads, one after the other."""
+    publish_to_files_bytes_per_s: float
+    """The same, in files of a directory."""
     broker_bytes_per_s: float
     """Bytes of records that one broker took in from one client."""
 
@@ -83,6 +85,7 @@ def of_benchmark(document: Any, where: str = "the package") -> MeasuredRates:
             restore=rates["restore"],
             feed=rates["feed"],
             publish_bytes_per_s=rates["weights-1024"].per_s * rates["weights-1024"].size_bytes,
+            publish_to_files_bytes_per_s=rates["weights-files-1024"].per_s * rates["weights-files-1024"].size_bytes,
             broker_bytes_per_s=float(produced["baseline_rollouts_per_s"]) * int(produced["size_bytes"]),
         )
     except (KeyError, TypeError, ValueError) as error:

@@ -173,9 +173,10 @@ def plan(load: Workload, machines: Machines, rates: MeasuredRates) -> CapacityPl
         {"fetching and packing": load.rollouts_per_s * rates.feed.seconds(load.batched_bytes)},
         machines.utilisation,
     )
+    published_per_s = rates.publish_to_files_bytes_per_s if load.weights_in_files else rates.publish_bytes_per_s
     publishers, publishing = _units(
         "publishers",
-        {"publishing a version in time": load.version_bytes / rates.publish_bytes_per_s / load.publish_every_s},
+        {"publishing a version in time": load.version_bytes / published_per_s / load.publish_every_s},
         machines.utilisation,
     )
     limits = (*grouping, *broker, *producing, *feeding, *publishing)

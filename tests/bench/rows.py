@@ -67,6 +67,8 @@ ROWS: dict[str, Measure] = {
     "weights-128": weights_row.row("weights-128", 128),
     "weights-1024": weights_row.row("weights-1024", 1024),
     "weights-2048": weights_row.row("weights-2048", 2048),
+    "weights-files-128": weights_row.files_row("weights-files-128", 128),
+    "weights-files-1024": weights_row.files_row("weights-files-1024", 1024),
     "swap": swap_row.row("swap", "infer"),
     **({"swap-vllm": swap_row.row("swap-vllm", "vllm-plugin")} if is_installed() else {}),
     "stall-256": stall_row.row("stall-256", 256),

@@ -27,7 +27,7 @@ from tests.support.gateways import post
 from tests.support.paths import ROOT
 from tests.support.steered_run import VALUES, SteeredRun
 
-ROLES = ("group", "learn", "infer", "env", "gateway", "archive", "page", "page index")
+ROLES = ("overseer", "group", "learn", "infer", "env", "gateway", "archive", "page", "page index")
 LIMIT_BYTES, LIMIT_SHARE = 8 * 2**20, 0.03
 _SECONDS = {"quick": 60.0, "full": 600.0}
 _MOST_SAMPLES = 600
@@ -114,7 +114,7 @@ def _processes(run: SteeredRun, archiver: psutil.Process) -> dict[str, list[psut
     found["gateway"] = [psutil.Process(pid) for pid in run.pids("gateway")]
     found["page"] = [psutil.Process(pid) for pid in run.pids("ui")]
     found["page index"] = [child for page in found["page"] for child in page.children(recursive=True)]
-    return found | {"archive": [archiver]}
+    return found | {"archive": [archiver], "overseer": [psutil.Process(run.process.pid)]}
 
 
 def _sampled(processes: Mapping[str, Sequence[psutil.Process]], seconds: float) -> list[RoleMemory]:

@@ -1,8 +1,9 @@
 """Rows `weights` to `weights-2048`: a policy version of so many MiB published and followed, against the same bytes sent
-in the same chunks and read back.
+in the same chunks and read back; `weights-files-*`: one in files of a directory, against the same bytes written to a
+file, synced and read back.
 
 A mebibyte of parameters counts as a rollout. Figures of the first row compare deltas of 1 % and 3 % of the values with
-the full version, and versions in files of a directory with the same bytes written to a file, synced and read back.
+the full version.
 """
 
 import os
@@ -11,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from statistics import median
 
 import ml_dtypes
 import numpy as np
@@ -33,14 +33,12 @@ TENSORS, SHAPE = 16, (1024, 1024)
 MIB = 1024 * 1024
 SIZE_MIB = 2 * TENSORS
 """Size of the parameters in bfloat16."""
-FILES_MIB = (128, 1024)
-"""Sizes of versions in files, up to as many MiB as a row has rollouts and as memory has room for."""
 _SPARE_S = 120.0
 
 
 def measure(settings: Settings) -> Row:
-    """Publish and load versions of 32 MiB in full; then deltas, and versions in files."""
-    return _through_the_log(settings, "weights", SIZE_MIB, _deltas(settings, random_arrays(0)) | _files(settings))
+    """Publish and load versions of 32 MiB in full; then deltas."""
+    return _through_the_log(settings, "weights", SIZE_MIB, _deltas(settings, random_arrays(0)))
 
 
 def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
@@ -52,18 +50,51 @@ def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
     return measure
 
 
+def files_row(name: str, size_mib: int) -> Callable[[Settings], Row]:
+    """Return the row of versions of that size in files, or of as many MiB as a row has rollouts."""
+
+    def measure(settings: Settings) -> Row:
+        mebibytes = min(size_mib, settings.rollouts)
+        arrays = random_arrays(0, mebibytes // 2)
+        with tempfile.TemporaryDirectory() as folder:
+            config = WeightsConfig(anchor_every=1, keep_versions=1, transport="files", url=f"{folder}/weights")
+            with prepared(settings, name) as run, publishing(settings, run, config) as (log, source):
+
+                def raw() -> Timing:
+                    watch = Stopwatch()
+                    _copy_by_file(Path(folder) / "raw", arrays, config.file_bytes)
+                    return watch.timing(mebibytes)
+
+                published, copied = interleaved(
+                    settings.repetitions, lambda: _followed(settings, run, source, log, arrays), raw
+                )
+        return Row(
+            name=name,
+            what=f"publish a version of {mebibytes} MiB in files, read it and check its digests; a MiB is a rollout",
+            baseline="write the same bytes to a file, sync it, and read them back in pieces",
+            size_bytes=MIB,
+            ours=published,
+            raw=copied,
+            figures={},
+        )
+
+    return measure
+
+
+def _followed(settings: Settings, run: str, source: WeightsPublisher, log: StepLog, arrays: Arrays) -> Timing:
+    """Publish a version, and load it as a follower does."""
+    watch = Stopwatch()
+    manifest = publish(source, log, arrays)
+    with closing(ChunkFetcher(settings.kafka, run)) as fetcher:
+        load_version(fetcher, {manifest.version: manifest}, manifest.version)
+    return watch.timing(sum(array.nbytes for array in arrays.values()) // MIB)
+
+
 def _through_the_log(settings: Settings, name: str, size_mib: int, figures: dict[str, float]) -> Row:
     # The log keeps one version beside the one that is published, so that no disk is filled.
     config = WeightsConfig(anchor_every=1, keep_versions=1, transport="log")
     arrays = random_arrays(0, size_mib // 2)
     with prepared(settings, name) as run, publishing(settings, run, config) as (log, source):
-
-        def ours() -> Timing:
-            watch = Stopwatch()
-            manifest = publish(source, log, arrays)
-            with closing(ChunkFetcher(settings.kafka, run)) as fetcher:
-                load_version(fetcher, {manifest.version: manifest}, manifest.version)
-            return watch.timing(size_mib)
 
         def raw() -> Timing:
             data = b"".join(array.tobytes() for array in arrays.values())
@@ -71,7 +102,9 @@ def _through_the_log(settings: Settings, name: str, size_mib: int, figures: dict
             copy_through_broker(settings, topic_name(run, "batches"), data, config.chunk_bytes)
             return watch.timing(size_mib)
 
-        published, copied = interleaved(settings.repetitions, ours, raw)
+        published, copied = interleaved(
+            settings.repetitions, lambda: _followed(settings, run, source, log, arrays), raw
+        )
     return Row(
         name=name,
         what=f"publish a version of {size_mib} MiB, fetch it and check its digests; a MiB counts as a rollout",
@@ -118,35 +151,9 @@ def _deltas(settings: Settings, arrays: Arrays) -> dict[str, float]:
     return figures
 
 
-def _files(settings: Settings) -> dict[str, float]:
-    """Seconds to publish and load versions in files, and how many times as long as the raw copy they take."""
-    figures = {}
-    free_mib = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // MIB
-    for size_mib in FILES_MIB:
-        # In memory are the arrays, those that are loaded, the bytes of the copy, and files on their way.
-        if size_mib > min(settings.rollouts, free_mib // 4):
-            continue
-        arrays = random_arrays(0, size_mib // 2)
-        with tempfile.TemporaryDirectory() as folder:
-            config = WeightsConfig(anchor_every=1, keep_versions=1, transport="files", url=f"{folder}/weights")
-            with prepared(settings, f"files-{size_mib}") as run, publishing(settings, run, config) as (log, source):
-                ours, raw = [], []
-                for _ in range(settings.repetitions):
-                    began = time.perf_counter()
-                    manifest = publish(source, log, arrays)
-                    with closing(ChunkFetcher(settings.kafka, run)) as fetcher:
-                        load_version(fetcher, {manifest.version: manifest}, manifest.version)
-                    ours.append(time.perf_counter() - began)
-                    raw.append(_copy_by_file(Path(folder) / "raw", arrays, config.file_bytes))
-        figures[f"files, {size_mib} MiB, s"] = median(ours)
-        figures[f"files, {size_mib} MiB / raw copy"] = median(ours) / median(raw)
-    return figures
-
-
-def _copy_by_file(path: Path, arrays: Arrays, piece_bytes: int) -> float:
-    """Seconds to write the bytes to a file, sync it, and read them back in pieces."""
+def _copy_by_file(path: Path, arrays: Arrays, piece_bytes: int) -> None:
+    """Write the bytes to a file, sync it, and read them back in pieces."""
     views = [memoryview(array.view(np.uint8).reshape(-1)) for array in arrays.values()]
-    began = time.perf_counter()
     with path.open("wb") as file:
         for view in views:
             file.write(view)
@@ -159,7 +166,6 @@ def _copy_by_file(path: Path, arrays: Arrays, piece_bytes: int) -> float:
             left[at : at + len(piece)] = piece
             at += len(piece)
     path.unlink()
-    return time.perf_counter() - began
 
 
 def _seconds(manifest: PolicyManifest) -> float:

@@ -81,7 +81,7 @@ def test_what_is_planned_bears_the_load_and_one_process_fewer_does_not(real_run:
     size = len(encode(rollout()))
     rows = [
         {"name": name, "rollouts_per_s": rate, "baseline_rollouts_per_s": 10 * rate, "size_bytes": 10 * size}
-        for name in ("produce", "group-and-batch", "restore", "feed", "weights-1024")
+        for name in ("produce", "group-and-batch", "restore", "feed", "weights-1024", "weights-files-1024")
     ]
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"machine": {"cores": 2, "load_before": 0.0}, "rows": rows}))

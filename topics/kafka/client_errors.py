@@ -19,13 +19,18 @@ _MOVING = (
     # This broker does not know a new topic's leader yet, though another one does.
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
-    # A broker that is down leaves the metadata, and the client gives up what it had asked it.
-    KafkaError._DESTROY_BROKER,
 )
 _LEARNT_S = 5.0
 """How long a partition may be unknown: brokers tell a client of a new one late, and never of one that is missing."""
-_RECOVERED = (KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._DESTROY_BROKER)
-"""Errors of connections, which the client makes anew by itself."""
+_RECOVERED = (
+    KafkaError._TRANSPORT,
+    KafkaError._ALL_BROKERS_DOWN,
+    # A container that is down has no name.
+    KafkaError._RESOLVE,
+    # A broker that is down leaves the metadata, and the client gives up what it had asked it.
+    KafkaError._DESTROY_BROKER,
+)
+"""Errors of connections, which the client makes anew by itself, to another broker if that leads now."""
 
 
 class OffsetGone(TopicError):
@@ -95,7 +100,7 @@ def fatal_error(raised: BaseException) -> KafkaError | None:
 
 
 def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
-    """Return the result of `call`, repeated while a coordinator or leader is starting or moving.
+    """Return the result of `call`, repeated while a coordinator or leader is starting, moving or out of reach.
 
     Raises AccessDenied for a missing permission, BrokerUnavailable for any other error, and after `timeout_s`; sooner
     if a partition stays unknown.
@@ -110,7 +115,7 @@ def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
                 raise denied from exception
             unknown = error.code() == KafkaError._UNKNOWN_PARTITION
             patience_s = min(timeout_s, _LEARNT_S) if unknown else timeout_s
-            if not (unknown or error.code() in _MOVING) or time.monotonic() > began + patience_s:
+            if not (unknown or error.code() in (*_MOVING, *_RECOVERED)) or time.monotonic() > began + patience_s:
                 raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})") from exception
             time.sleep(0.05)
 

@@ -23,6 +23,7 @@ RATES = MeasuredRates(
     restore=MeasuredRate(per_s=1_000, size_bytes=10_000),
     feed=MeasuredRate(per_s=300, size_bytes=14_000),
     publish_bytes_per_s=1e8,
+    publish_to_files_bytes_per_s=2e8,
     broker_bytes_per_s=2e8,
 )
 FAST = MeasuredRate(per_s=1e5, size_bytes=10_000)
@@ -168,6 +169,12 @@ def test_a_disk_holds_what_the_retention_keeps_and_one_broker_fewer_does_not() -
         assert (used <= machines.disk_bytes * 1.005) is fits
 
 
+def test_versions_in_files_are_published_at_the_rate_of_files() -> None:
+    load = replace(LOAD, parameters=3e9, publish_every_s=10)
+    in_files, on_the_log = (plan(replace(load, weights_in_files=w), EASY, RATES).publishers for w in (True, False))
+    assert (in_files, on_the_log) == (5, 9), "3 s and 6 s of work for 1 s, at a utilisation of 0.7"
+
+
 # ---------------------------------------------------------------------- rates and the command
 
 
@@ -181,7 +188,7 @@ def test_rates_of_a_users_own_benchmark_take_the_place_of_those_shipped(
     assert usual["measured_on"] == shipped.machine
     rows = [
         {"name": name, "rollouts_per_s": 100.0, "baseline_rollouts_per_s": 200.0, "size_bytes": 20_000}
-        for name in ("produce", "group-and-batch", "restore", "feed", "weights-1024")
+        for name in ("produce", "group-and-batch", "restore", "feed", "weights-1024", "weights-files-1024")
     ]
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"machine": {"cores": 2, "load_before": 0.1}, "rows": rows}))

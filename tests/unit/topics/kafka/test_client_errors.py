@@ -24,7 +24,8 @@ class Call:
         return "answered"
 
 
-PASSING = [KafkaError._DESTROY_BROKER, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._UNKNOWN_PARTITION]
+GONE = [KafkaError._DESTROY_BROKER, KafkaError._RESOLVE, KafkaError._TRANSPORT]
+PASSING = [*GONE, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._UNKNOWN_PARTITION]
 
 
 @pytest.mark.parametrize("code", PASSING)
@@ -32,7 +33,11 @@ def test_a_question_to_a_broker_that_went_away_or_knows_too_little_is_asked_agai
     call = Call(code, failures=3)
     assert retrying(call, "asking") == "answered"
     assert call.made == 4
-    assert raise_for(KafkaError(KafkaError._DESTROY_BROKER), "reading") is None  # type: ignore[func-returns-value]
+
+
+@pytest.mark.parametrize("code", GONE)
+def test_a_consumer_goes_on_while_a_broker_is_gone(code: int) -> None:
+    assert raise_for(KafkaError(code), "reading") is None  # type: ignore[func-returns-value]
 
 
 def test_a_partition_that_stays_unknown_is_told_before_the_time_for_leaders_is_over(
