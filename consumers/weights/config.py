@@ -39,7 +39,8 @@ class WeightsConfig:
     files_at_once: int = 8
     """Files that a publisher writes, or a reader reads, at a time; each is in memory meanwhile."""
     store_timeout_s: float = 120.0
-    """Longest time in which a publisher tries to write the next file; afterwards it ends with an error."""
+    """Longest time in which a publisher tries to write the next file, or waits for the brokers to have the chunks sent;
+    afterwards it ends with an error."""
     shards_timeout_s: float = 600.0
     """Longest wait of a learner's processes for each other at a policy version, once their own part is stored;
     afterwards they end with an error that names who is missing. Only with learner.processes above 1."""

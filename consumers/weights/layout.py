@@ -29,7 +29,7 @@ from rollstream.topics.params_digest import (
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
 
 _MOST_NAMED = 4
-"""Chunks that a message names."""
+"""Chunks that a message names one by one."""
 
 
 def full_content(arrays: Arrays, digests: Sequence[TensorDigest] = ()) -> Content:
@@ -224,6 +224,7 @@ def _lies(manifest: PolicyManifest, tensor: Tensor) -> str:
         if begin < stop and stop - (chunk.content_bytes if chunk.codec else chunk.size_bytes) < end
     ]
     what = "its bytes are" if tensor.changed < 0 else f"its changes since version {manifest.base} are"
-    places = [f"chunk {chunk.index} ({_place(chunk)})" for chunk in chunks[:_MOST_NAMED]]
-    more = [f"{len(chunks) - _MOST_NAMED} more"] if len(chunks) > _MOST_NAMED else []
-    return f"{what} in {', '.join(places + more)}" if places else "it has no bytes"
+    places = [f"chunk {chunk.index} ({_place(chunk)})" for chunk in chunks]
+    if len(places) > _MOST_NAMED:
+        return f"{what} in {len(places)} chunks, from {places[0]} to {places[-1]}"
+    return f"{what} in {', '.join(places)}" if places else "it has no bytes"

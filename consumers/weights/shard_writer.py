@@ -25,7 +25,6 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.params_digest import TensorDigest, described, tensor_digests
 from rollstream.topics.records import Chunk, Tensor
 
-_DELIVERY_TIMEOUT_S = 120.0
 _RECORD_OVERHEAD_BYTES = 1024
 _QUEUE_BYTES = 16 * 1024 * 1024
 """Copies of chunks on their way to the broker, which are in memory beside the versions, unless chunks are large."""
@@ -123,7 +122,7 @@ class ShardWriter(Closing):
 
     def flush(self) -> None:
         """Wait until the broker has all that was sent. Raises DeliveryError or DeadlineExceeded."""
-        self._sender.flush(_DELIVERY_TIMEOUT_S)
+        self._sender.flush(self._config.store_timeout_s)
 
     def close(self) -> None:
         """Wait until the broker has all that was sent."""

@@ -2,6 +2,7 @@
 
 import json
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from rollstream.consumers.serving.vllm_plugin import requested_versions
 from rollstream.consumers.serving.vllm_plugin.requested_versions import RequestedVersions, VersionNotHeld
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.params_digest import params_digest
 from tests.support.damaged_weights import damaged_delta
@@ -77,6 +80,30 @@ def test_an_engine_fetches_deltas_onto_what_it_holds_and_names_why_a_version_can
             versions.take(3)
         anchor = publish_version(run.kafka, run.name, parameters(4), model=MODEL_JSON)
         assert params_digest(await_held(versions, anchor)) == params_digest(parameters(4))
+
+
+def test_a_version_that_is_held_stays_if_it_is_asked_for_again_while_another_arrives(
+    run: RealRun, trainer: StepWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in range(2):
+        trainer.publish_version(parameters(version))
+    fetched, go_on = threading.Event(), threading.Event()
+
+    def slow(*args: Any, **options: Any) -> Any:
+        arrays = load_version(*args, **options)
+        fetched.set()
+        assert go_on.wait(300)
+        return arrays
+
+    with closing(RequestedVersions(run.kafka, run.name, fetch_timeout_s=300.0)) as versions:
+        await_held(versions, 0)
+        monkeypatch.setattr(requested_versions, "load_version", slow)
+        versions.request(1)
+        assert fetched.wait(300)
+        versions.request(0)
+        go_on.set()
+        versions.close()  # Its thread has put away what it fetched.
+        assert params_digest(versions.take(0).arrays) == params_digest(parameters(0))
 
 
 def test_versions_in_files_are_fetched_like_those_on_the_log(run: RealRun, tmp_path: Path) -> None:

@@ -82,7 +82,9 @@ class RequestedVersions(Closing):
         with self._changed:
             again = version == self._requested and not self._error
             self._requested, self._error = version, ""
-            if version != self._held.version and not again:
+            if version == self._held.version:
+                self._pending = False
+            elif not again:
                 self._pending = True
                 self._changed.notify_all()
 
@@ -120,7 +122,8 @@ class RequestedVersions(Closing):
                     error = str(failure) if named else f"{type(failure).__name__}: {failure}"
                     event(logger, "version_not_fetched", level=logging.ERROR, version=version, error=error)
                 with self._changed:
-                    if not error:
+                    # Somebody may have come back meanwhile to the version that is held.
+                    if not error and self._requested != self._held.version:
                         self._held = HeldVersion(version, arrays)
                     if version == self._requested:
                         self._error = error
