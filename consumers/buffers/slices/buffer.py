@@ -90,6 +90,8 @@ class EpisodeSliceBuffer(Closing):
         self._boundaries = boundaries or Boundaries()
         self._truncated_key = truncated_key
         self._lock = threading.RLock()
+        self._files_stay = threading.RLock()
+        """Held while the files must not be replaced; taken before the other lock."""
         self._store = SliceStore(Path(directory), capacity, read_only=read_only)
 
     # ------------------------------------------------------------------ in
@@ -246,19 +248,22 @@ class EpisodeSliceBuffer(Closing):
             self._store.flush()
 
     def save(self, directory: str | Path, /) -> None:
-        """Write everything to disk; in another `directory`, as a copy. Raises StoreError; nothing changes then."""
-        with self._lock:
-            self._store.save(Path(directory))
+        """Write everything to disk; in another `directory`, as a copy. Raises StoreError; nothing changes then.
+
+        Other threads add and draw while it is copied.
+        """
+        with self._files_stay:
+            self._store.save(Path(directory), self._lock)
 
     def load(self, directory: str | Path, /) -> None:
         """Replace the content by a saved one of the same capacity; settings stay. Raises StoreError; nothing changes
         then."""
-        with self._lock:
+        with self._files_stay, self._lock:
             self._store.load(Path(directory))
 
     def close(self) -> None:
         """Flush and close, so that another process may write. Raises StoreError."""
-        with self._lock:
+        with self._files_stay, self._lock:
             self._store.close()
 
     # ------------------------------------------------------------------ within

@@ -6,7 +6,7 @@ machine stopped it holds everything that was flushed, except steps that were bei
 
 import os
 from collections.abc import Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +41,10 @@ _AHEAD = 16
 """Number of parts in which a ring is overwritten; each is announced on disk."""
 LEAST_JOURNAL_BYTES = 2**20
 """A journal is compacted when it has grown by this and a sixteenth, which limits the time to open it."""
+
+
+class _Overwritten(StoreError):
+    """Steps that were being copied are gone."""
 
 
 class SliceStore:
@@ -120,16 +124,23 @@ class SliceStore:
         journal.append(FlushRecord(self.state.draws))
         journal.sync()
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, alone: AbstractContextManager[object]) -> None:
         """Write everything to disk: here, or as a copy that replaces any buffer in another directory.
 
-        Raises StoreError; the other directory is then unchanged.
+        `alone` keeps other threads out, and can be entered again within itself. They add and draw while the arrays are
+        copied; if they overwrite what is copied, it is copied again without them. Raises StoreError; the other
+        directory is then unchanged.
         """
         if directory.resolve() == self._directory.resolve():
-            self.flush()
+            with alone:
+                self.flush()
             return
         with lock_directory(directory, LOCK):
-            self._copy_to(directory)
+            try:
+                self._copy_to(directory, alone)
+            except _Overwritten:
+                with alone:
+                    self._copy_to(directory, alone)
 
     def load(self, directory: Path) -> None:
         """Replace the content by that of another directory. Raises StoreError; the store is then unchanged."""
@@ -142,7 +153,7 @@ class SliceStore:
                     f"{directory} is a ring of {other.capacity} steps, this one of {self.capacity}; load it into "
                     "one of the same capacity"
                 )
-            other._copy_to(self._directory)
+            other._copy_to(self._directory, nullcontext())
         self._close_files()
         self._open(self.capacity)
 
@@ -294,20 +305,23 @@ class SliceStore:
             if before is not None:
                 before.close()
 
-    def _copy_to(self, directory: Path) -> None:
+    def _copy_to(self, directory: Path, alone: AbstractContextManager[object]) -> None:
         """Write everything to new files in a directory, name them in its manifest, and delete the others."""
-        low, snapshot = self.state.low, self.state.snapshot()
+        with alone:
+            low, snapshot, source, before = self.state.low, self.state.snapshot(), self._files, self._manifest
         name = new_name()
-        arrays = tuple(replace(spec, file=f"{name}-{n:03}.bin") for n, spec in enumerate(self._manifest.arrays))
+        arrays = tuple(replace(spec, file=f"{name}-{n:03}.bin") for n, spec in enumerate(before.arrays))
         manifest = Manifest(journal=f"{name}.journal", capacity=self.capacity, arrays=arrays)
         try:
             with closing(RingFiles(directory, arrays, self.capacity, writable=True, new=True)) as files:
-                self._files.copy_to(files, min(low, snapshot.head), snapshot.head)
+                source.copy_to(files, min(low, snapshot.head), snapshot.head)
                 files.sync()
-            before = self._manifest
-            self.refresh()
-            if before != self._manifest or self.state.low > low:
-                raise StoreError(f"{self._directory} is being written by another buffer; copy it once that is closed")
+            with alone:
+                self.refresh()
+                if before != self._manifest or self.state.low > low:
+                    raise _Overwritten(
+                        f"{self._directory} is being written by another buffer; copy it once that is closed"
+                    )
             write_journal(directory / manifest.journal, snapshot)
         except BaseException:
             for file in (manifest.journal, *(spec.file for spec in arrays)):

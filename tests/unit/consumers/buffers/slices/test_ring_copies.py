@@ -1,6 +1,7 @@
 """Readers beside the writer of a slice buffer, and copies that are saved and loaded."""
 
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,39 @@ def test_a_copy_of_a_ring_that_is_being_overwritten_is_refused(tmp_path: Path, m
         monkeypatch.undo()
         target.load(tmp_path / "source")
         assert target.position == {0: 301}
+
+
+@pytest.mark.parametrize(("before", "made"), [(30, 1), (300, 2)], ids=["with room", "overwriting what is copied"])
+def test_other_threads_add_and_draw_while_a_copy_is_made(
+    before: int, made: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_to, copies = RingFiles.copy_to, 0
+    with ring(tmp_path / "ring") as buffer:
+        for offset in range(before):
+            feed(buffer, offset)
+        buffer.sample(2)
+
+        def others() -> None:
+            feed(buffer, before)
+            buffer.sample(2)
+
+        def slow(*arguments: Any) -> None:
+            nonlocal copies
+            copies += 1
+            copy_to(*arguments)
+            if copies == 1:
+                thread = threading.Thread(target=others)
+                thread.start()
+                thread.join(60)
+                assert not thread.is_alive(), "it waits for the copy"
+
+        monkeypatch.setattr(RingFiles, "copy_to", slow)
+        buffer.save(tmp_path / "saved")
+        monkeypatch.undo()
+        assert copies == made
+        with ring(tmp_path / "saved") as saved:
+            assert saved.position == {0: before + made - 1}, "as it was when the copy began"
+            content(saved, tmp_path / "saved")
 
 
 def test_a_failed_save_leaves_the_earlier_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
