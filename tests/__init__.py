@@ -7,4 +7,6 @@ with contextlib.suppress(ModuleNotFoundError):
     import pytest
 
     # Before anything imports them: failed assertions in them show the values that they compared.
-    pytest.register_assert_rewrite("tests.faults", "tests.support", "tests.broker", "tests.simulation")
+    pytest.register_assert_rewrite(
+        "tests.containers", "tests.faults", "tests.support", "tests.broker", "tests.simulation"
+    )

@@ -103,6 +103,18 @@ ALERTS = (
         section="The learner stalls or learns the wrong thing",
     ),
     Alert(
+        name="RollstreamRolloutsLeftOut",
+        expression=(
+            "sum by (run, process) (sum_over_time(rollstream_learner_left_out[30m])) "
+            "> 0.05 * sum by (run, process) (sum_over_time(rollstream_learner_trained_rollouts[30m]))"
+        ),
+        lasts="10m",
+        severity="warning",
+        summary="The learner of run {{ $labels.run }} leaves out more than a twentieth of its rollouts",
+        remedy="The label `reason` of rollstream_learner_left_out says why; docs/selection.md has the remedies.",
+        section="The learner stalls or learns the wrong thing",
+    ),
+    Alert(
         name="RollstreamTransactionsAbort",
         expression="increase(rollstream_transaction_aborts_total[15m]) > 5",
         lasts="0m",
