@@ -4,10 +4,10 @@ from .groups.store import GroupReplayBuffer
 from .groups.view import GroupStore
 from .rollouts.buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
 from .rollouts.losses import RLLossModule, RLOOLoss
-from .rollouts.record import RecordTurn, RolloutRecord
+from .rollouts.record import RecordTurn, RolloutRecord, as_rollout
 from .slices.buffer import EpisodeSliceBuffer
 from .slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
-from .trajectories.buffer import TrajectoryReplayBuffer
+from .trajectories.buffer import NothingToSample, NotYetOnDisk, TrajectoryReplayBuffer
 from .trajectories.cache import TrajectoryCache
 from .trajectories.dataset import MixedDataset
 from .trajectories.filler import TrajectoryFiller
@@ -20,6 +20,8 @@ __all__ = [
     "GrpoBatchMaker",
     "HilEpisodeBuffer",
     "MixedDataset",
+    "NotYetOnDisk",
+    "NothingToSample",
     "RLLossModule",
     "RLOOLoss",
     "RecordTurn",
@@ -31,5 +33,6 @@ __all__ = [
     "TrajectoryCache",
     "TrajectoryFiller",
     "TrajectoryReplayBuffer",
+    "as_rollout",
     "open_episode_buffer",
 ]

@@ -153,7 +153,8 @@ class LearnerConfig:
     """Program of the layers: scanned compiles one for all of them, and copies their parameters in a step; auto scans
     more than four."""
     pretrained: str = ""
-    """Directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer.json) that the run starts from."""
+    """Directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer.json) that the run starts from. A
+    LearnerConfig that your own code makes has the learning rates of the small model even so: set them."""
     reference: str = ""
     """Reference of the KL term: "carried" log-probabilities, the "initial" parameters, or a checkpoint directory."""
     teacher: str = ""

@@ -6,10 +6,10 @@ from .consumers.buffers.groups.store import GroupReplayBuffer
 from .consumers.buffers.groups.view import GroupStore
 from .consumers.buffers.rollouts.buffer import ReplayBufferConfig, RolloutReplayBuffer, RolloutWithCount, TrainParams
 from .consumers.buffers.rollouts.losses import RLLossModule, RLOOLoss
-from .consumers.buffers.rollouts.record import RecordTurn, RolloutRecord
+from .consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_rollout
 from .consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from .consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
-from .consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from .consumers.buffers.trajectories.buffer import NothingToSample, NotYetOnDisk, TrajectoryReplayBuffer
 from .consumers.buffers.trajectories.cache import TrajectoryCache
 from .consumers.buffers.trajectories.dataset import MixedDataset
 from .consumers.buffers.trajectories.filler import TrajectoryFiller
@@ -114,6 +114,8 @@ __all__ = [
     "Message",
     "MixedDataset",
     "NamedArray",
+    "NotYetOnDisk",
+    "NothingToSample",
     "OptimizerConfig",
     "Outcomes",
     "PolicyManifest",
@@ -164,6 +166,7 @@ __all__ = [
     "VerifierPool",
     "WeightsFollower",
     "__version__",
+    "as_rollout",
     "batch_of",
     "check_loss",
     "checkpoint_model",

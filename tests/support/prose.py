@@ -44,3 +44,19 @@ def _split(path: Path, line: int, text: str) -> Iterator[Sentence]:
         for sentence in _SENTENCE_END.split(" ".join(paragraph.split())):
             if sentence:
                 yield Sentence(path, line, _CODE.sub("`code`", sentence))
+
+
+def page_sentences(path: Path) -> Iterator[Sentence]:
+    """Sentences of a page, without code, tables, headings and the bold words that an item begins with."""
+    lines: list[str] = []
+    in_code = False
+    for line in path.read_text(encoding="utf-8").splitlines():
+        fence = line.lstrip().startswith("```")
+        in_code ^= fence
+        left_out = in_code or fence or line.startswith("    ") or re.match(r"\s*[|#<]", line)
+        lines.append("" if left_out else re.sub(r"^\s*(?:[-*]|\d+\.)\s+(?:\*\*.*?[.:]\*\*)?", "\f", line))
+    at = 1
+    # An item begins a paragraph of its own.
+    for paragraph in re.split(r"(\n\s*\n|\n(?=\f))", "\n".join(lines)):
+        yield from _split(path, at, re.sub(r"\*\*.*?[.:]\*\*", "", paragraph.replace("\f", "")))
+        at += paragraph.count("\n")

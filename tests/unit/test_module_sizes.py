@@ -16,3 +16,16 @@ def test_no_module_is_longer_than_one_reads_at_once(folders: tuple[str, ...], mo
     lines = {name: (ROOT / name).read_text(encoding="utf-8").count("\n") for name in listed.stdout.split()}
     assert len(lines) > 50
     assert {name: count for name, count in lines.items() if count > most} == {}
+
+
+# Tools of the tests themselves.
+OWN = {"bench", "faults"}
+
+
+def test_unit_tests_lie_in_folders_of_the_names_of_the_packages_that_they_test() -> None:
+    folders = {
+        path.parent.relative_to(ROOT / "tests" / "unit") for path in (ROOT / "tests" / "unit").rglob("test_*.py")
+    }
+    tested = {folder for folder in folders if folder.parts and folder.parts[0] not in OWN}
+    assert tested
+    assert [str(folder) for folder in sorted(tested) if not (ROOT / folder).is_dir()] == []

@@ -2,11 +2,12 @@
 
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.support.paths import ROOT
-from tests.support.prose import sentences
+from tests.support.prose import page_sentences, sentences
 
 FOLDERS = ("topics", "producers", "consumers", "pipeline", "infra", "src", "examples", "docs", "tests")
 BARE = re.compile(r"(What|Of|Who|Whoever|Whose|Which|Where|Wherever|Whatever) (?!.*\?$)")
@@ -27,3 +28,25 @@ def test_no_sentence_begins_with_a_bare_clause(folder: str) -> None:
         if BARE.match(sentence.text)
     ]
     assert bare == []
+
+
+PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
+WITHOUT_SUBJECT = re.compile(r"(What|Whatever|Who|Whoever|Of) (?!.*\?$)")
+"""A page may begin a sentence with the place where something holds."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_sentence_of_a_page_begins_with_a_bare_clause(page: Path) -> None:
+    bare = [f"{sentence.line}: {sentence.text}" for sentence in page_sentences(page)]
+    assert [text for text in bare if WITHOUT_SUBJECT.match(text.partition(": ")[2])] == []
+
+
+def test_sentences_of_a_page_are_those_of_its_prose(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# What this is\n\nOne begins here\nand ends. Two.\n\n- **What for.** Three\n  goes on.\n- Four.\n\n"
+        "```sh\nWhat code\n```\n\n    What code\n\n| What a table |\n"
+    )
+    found = [(sentence.line, sentence.text) for sentence in page_sentences(page)]
+    assert [text for _line, text in found] == ["One begins here and ends.", "Two.", "Three goes on.", "Four."]
+    assert found[0][0] <= 3 <= found[2][0]

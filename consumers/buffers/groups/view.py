@@ -82,6 +82,8 @@ class GroupStore(Closing):
         self.config = config or GroupStoreConfig()
         self._maker_of = maker_of
         self._lock = threading.RLock()
+        self._saving = threading.RLock()
+        """Held while files that a copy needs must stay; taken before the other lock."""
         if read_only and not (self.root / _STATE).exists():
             raise StoreError(f"{self.root} holds no store of groups; fill one there first, or look at the path")
         self._writer: DirectoryLock | None = None if read_only else lock_directory(self.root, LOCK)
@@ -217,14 +219,15 @@ class GroupStore(Closing):
     def save(self, directory: str | Path | None = None) -> None:
         """Write everything to disk, with the positions, and a copy to another `directory` if given. Raises StoreError.
 
-        Groups stay open: a restart does not change how they seal.
+        Groups stay open: a restart does not change how they seal. Other threads add while files are copied.
         """
-        with self._lock:
-            self._check_writable()
-            saved = {name: buffer.prepare() for name, buffer in self._buffers.items()}
-            write_checked_json(self.root / _STATE, self._state(saved))
-            for name, buffer in self._buffers.items():
-                buffer.commit(saved[name])
+        with self._saving:
+            with self._lock:
+                self._check_writable()
+                saved = {name: buffer.prepare() for name, buffer in self._buffers.items()}
+                write_checked_json(self.root / _STATE, self._state(saved))
+                for name, buffer in self._buffers.items():
+                    buffer.commit(saved[name])
             if directory is not None and Path(directory).resolve() != self.root.resolve():
                 with lock_directory(Path(directory), LOCK):
                     _copy(self.root, Path(directory))
@@ -251,7 +254,7 @@ class GroupStore(Closing):
 
     def close(self) -> None:
         """`save`, and let others write there; closing again does nothing. Raises StoreError; it is then still open."""
-        with self._lock:
+        with self._saving, self._lock:
             if self._writer is not None and self._writer.held:
                 self.save()
                 self.release()

@@ -115,6 +115,8 @@ class TopicSink:
 
     def write(self, step: LearnerStep) -> None:
         VALUES.record("learn", {"step": step.step, "policy_version": step.policy_version})
+        # A step names the reasons that it had; what an earlier one left out is over.
+        VALUES.keep("learn", "reason", {name.removeprefix("left_out/") for name in step.metrics})
         self._writer.write(step.metrics, {"policy_version": str(step.policy_version)}, step=step.step)
 
     def close(self) -> None:

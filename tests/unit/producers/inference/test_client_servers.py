@@ -208,14 +208,18 @@ def test_many_failing_requests_make_no_storm_of_retries() -> None:
         seen.append(time.monotonic())
         return web.json_response({"error": {"message": "down"}}, status=503)
 
-    async def run(base_url: str) -> None:
-        async with CompletionsClient([base_url], engine="rollstream", timeout_s=2.0) as client:
+    async def run(base_url: str, timeout_s: float) -> None:
+        async with CompletionsClient([base_url], engine="rollstream", timeout_s=timeout_s) as client:
             results = await asyncio.gather(*(ask(client) for _ in range(200)), return_exceptions=True)
         assert all(isinstance(result, InferenceUnavailable) for result in results)
 
-    began = time.monotonic()
     with serving_http(handler) as base_url:
-        asyncio.run(run(base_url))
+        for timeout_s in (2.0, 20.0, 120.0):
+            began = time.monotonic()
+            asyncio.run(run(base_url, timeout_s))
+            if len(seen) > 64:  # Else the machine is too busy for so many requests in that time.
+                break
+            seen.clear()
     # First attempts, a burst of 64 retries, then 10 a second.
     assert 64 < len(seen) <= 200 + 64 + 10 * (time.monotonic() - began) + 1
 

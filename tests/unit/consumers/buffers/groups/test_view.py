@@ -5,15 +5,18 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollstream.consumers.buffers.groups import view
 from rollstream.consumers.buffers.groups.batch_files import read_batch
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
@@ -194,6 +197,30 @@ def test_a_copy_saved_elsewhere_is_loaded_unchanged_and_continues(tmp_path: Path
         loaded.load(tmp_path / "copy")
     with pytest.raises(StoreError, match="holds no store"):
         GroupStore(tmp_path / "new", CONFIG).load(tmp_path / "nowhere")
+
+
+def test_other_threads_read_on_while_a_copy_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = log_of([(0, example, member, 0) for example in range(4) for member in range(4)])
+    store = GroupStore(tmp_path / "store", CONFIG)
+    feed(store, entries[:6])
+    copied, others = view.replacing, []
+
+    def slow(path: Path) -> AbstractContextManager[BinaryIO]:
+        if not others:
+            others.append(threading.Thread(target=feed, args=(store, entries)))
+            others[0].start()
+            others[0].join(60)
+            assert not others[0].is_alive(), "it waits for the copy"
+        return copied(path)
+
+    monkeypatch.setattr(view, "replacing", slow)
+    store.save(tmp_path / "copy")
+    monkeypatch.undo()
+    assert others
+    copy = GroupStore(tmp_path / "copy", CONFIG)
+    assert copy.position == {0: 6}
+    feed(copy, entries)
+    assert content(copy) == content(store)
 
 
 def test_training_batches_of_the_log_are_written_once_and_read_back(tmp_path: Path) -> None:
