@@ -7,6 +7,9 @@ from urllib.parse import urlsplit
 from rollstream.consumers.files.stores import shown
 from rollstream.topics.errors import ConfigurationError
 
+CHUNKS_AT_ONCE = 16
+"""Records of `weights` that a reader of the whole topic holds: each may have a MiB."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:

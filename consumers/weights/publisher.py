@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from rollstream.consumers.weights.chains import needed
-from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.config import CHUNKS_AT_ONCE, WeightsConfig
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.file_publisher import FilePublisher
 from rollstream.consumers.weights.file_retention import remove_expired
@@ -217,7 +217,8 @@ class WeightsPublisher:
             for manifest in (self._manifests[version],)
             for chunk in manifest.chunks
         }
-        live = _live_keys(read_to_end(kafka, self._weights_topic, isolation="read_uncommitted"))
+        chunks = read_to_end(kafka, self._weights_topic, isolation="read_uncommitted", at_once=CHUNKS_AT_ONCE)
+        live = _live_keys(chunks)
         removed = {key: partition for key, partition in live.items() if key not in kept}
         for key, partition in removed.items():
             self._writer.tombstone(key, partition)

@@ -22,6 +22,7 @@ from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import save_merged
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.weights.chains import ChainBroken, needed
+from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
 from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_names import place_of
@@ -325,7 +326,7 @@ def _chunk_states(config: RunConfig, versions: Mapping[int, PublishedVersion]) -
     numbers = {key: number for number, key in places.values()}
     expiring: set[int] = set()
     topic = topic_name(config.run, "weights")
-    for record in read_to_end(config.kafka, topic, isolation="read_uncommitted"):
+    for record in read_to_end(config.kafka, topic, isolation="read_uncommitted", at_once=CHUNKS_AT_ONCE):
         if record.value is None and record.key in numbers:
             expiring.add(numbers[record.key])
         elif record.key is not None and (place := places.get((record.partition, record.offset))) is not None:

@@ -237,12 +237,14 @@ def read_to_end(
     isolation: str = "read_committed",
     timeout_s: float | None = None,
     reader: Reader | None = None,
+    at_once: int = _AT_ONCE,
 ) -> Generator[KafkaRecord]:
     """Yield every record of a topic up to its present end, in offset order within each partition.
 
     `start` is the first offset, for all partitions or by partition. Raises TopicError if the topic is missing or a
     start is out of range, BrokerUnavailable if no record arrives and the end is not reached within `timeout_s`
-    (kafka.patience_s by default). An existing `reader` may be passed; its isolation level applies then.
+    (kafka.patience_s by default). An existing `reader` may be passed; its isolation level applies then. At most
+    `at_once` records are in memory beside the client's own.
     """
     timeout_s = config.patience_s if timeout_s is None else timeout_s
     # A short wait at the broker, because this waits for the end of idle partitions.
@@ -254,7 +256,7 @@ def read_to_end(
         source.assign({(topic, p): begins.get(p, BEGINNING) for p in numbers})
         deadline = time.monotonic() + timeout_s
         while pending:
-            polled = source.poll(_AT_ONCE, 0.05)
+            polled = source.poll(at_once, 0.05)
             for record in polled.records:
                 if (topic, record.partition) in pending:
                     yield record

@@ -129,11 +129,14 @@ class RequestedVersions(Closing):
                         self._error = error
 
     def _next(self) -> int | None:
-        """Wait for a request; return its version, or None at the end."""
+        """Wait for a request of a version that is not held; return the version, or None at the end."""
         with self._changed:
-            self._changed.wait_for(lambda: self._pending or self._stop.is_set())
-            self._pending = False
-            return None if self._stop.is_set() else self._requested
+            while not self._stop.is_set():
+                self._changed.wait_for(lambda: self._pending or self._stop.is_set())
+                self._pending = False
+                if self._requested != self._held.version and not self._stop.is_set():
+                    return self._requested
+            return None
 
     def _fetch(self, version: int, policies: TopicFollower, fetcher: ChunkFetcher) -> Arrays:
         deadline = time.monotonic() + self._fetch_timeout_s
