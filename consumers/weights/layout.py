@@ -28,7 +28,7 @@ from rollstream.topics.params_digest import (
 )
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
 
-_MOST_NAMED = 4
+_MOST_NAMED = 8
 """Chunks that a message names one by one."""
 
 

@@ -161,7 +161,7 @@ def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
 def offsets(
     kafka: KafkaConfig, places: Iterable[Place], which: Literal["earliest", "latest", "max_timestamp"]
 ) -> dict[Place, OffsetAndTime]:
-    """First offset, end, or offset of the highest timestamp, by partition. Raises BrokerUnavailable."""
+    """First offset, end, or offset of the highest timestamp, by partition. Raises AccessDenied or BrokerUnavailable."""
     # Imported late, as clients.admin does.
     from confluent_kafka.admin._listoffsets import OffsetSpec
 
@@ -170,14 +170,16 @@ def offsets(
     if not wanted:
         return {}
     client = clients.admin(kafka)
-    offsets = {}
-    for place, future in client.list_offsets(wanted, request_timeout=_TIMEOUT_S).items():
-        try:
-            answer = future.result(_TIMEOUT_S)
-        except KafkaException as error:
-            raise BrokerUnavailable(f"asking where {place.topic} ends: {error.args[0].str()}") from error
-        offsets[place.topic, place.partition] = OffsetAndTime(answer.offset, answer.timestamp)
-    return offsets
+
+    def ask() -> dict[Place, OffsetAndTime]:
+        answers = {
+            (place.topic, place.partition): future.result(_TIMEOUT_S)
+            for place, future in client.list_offsets(wanted, request_timeout=_TIMEOUT_S).items()
+        }
+        return {place: OffsetAndTime(answer.offset, answer.timestamp) for place, answer in answers.items()}
+
+    # The leader of a new topic may not know yet that it leads.
+    return retrying(ask, f"asking where {', '.join(sorted({place.topic for place in wanted}))} ends")
 
 
 def delete_records(kafka: KafkaConfig, below: Mapping[Place, int], timeout_s: float = _TIMEOUT_S) -> None:
