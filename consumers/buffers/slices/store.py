@@ -6,7 +6,7 @@ machine stopped it holds everything that was flushed, except steps that were bei
 
 import os
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,11 +136,13 @@ class SliceStore:
                 self.flush()
             return
         with lock_directory(directory, LOCK):
-            try:
-                self._copy_to(directory, alone)
-            except _Overwritten:
-                with alone:
+            # A reader that draws opens other files once the writer has replaced them.
+            if not self._read_only:
+                with suppress(_Overwritten):
                     self._copy_to(directory, alone)
+                    return
+            with alone:
+                self._copy_to(directory, alone)
 
     def load(self, directory: Path) -> None:
         """Replace the content by that of another directory. Raises StoreError; the store is then unchanged."""
