@@ -21,6 +21,7 @@ MAY_BE_CALLED_SO = {"Source"}
 """Public names: they are in users' code, and in the documents that the buffers follow."""
 
 CLASSES_OF_WORDS = {
+    "Environment": ["producers/environment.py"],
     "Episode": ["producers/environment.py"],
     "Group": ["consumers/grouping/core/groups.py"],
     "Mark": ["topics/records/rollouts.py"],
