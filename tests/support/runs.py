@@ -154,8 +154,9 @@ class RealRun:
         return process
 
     def environment(self) -> dict[str, str]:
-        """Variables of the processes that are started here."""
-        return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (ROOT, *self.python_path)))}
+        """Variables of the processes that are started here. A crash writes its threads to their logs."""
+        path = os.pathsep.join(map(str, (ROOT, *self.python_path)))
+        return {**os.environ, "PYTHONPATH": path, "PYTHONFAULTHANDLER": "1"}
 
     def log_of(self, process: subprocess.Popen[bytes]) -> str:
         """Log of a process started here, so far."""

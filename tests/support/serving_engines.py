@@ -220,15 +220,9 @@ class VllmPluginStandIn(EngineStandIn):
 class SglangStandIn(EngineStandIn):
     """Routes of SGLang. A load that fails is an answer of status 200 without success.
 
-    Its scheduler ends if the cache of prefixes is to be emptied by a load while requests are in flight.
+    It always has a request in flight, as servers of a run have. So it does not empty its cache of prefixes, and a load
+    that asks for that ends its scheduler.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.in_flight = 1
-        """Requests that it works on; servers of a run are never idle."""
-        self.prefixes_of = "default"
-        """Label of the oldest weights whose keys and values are in its cache of prefixes."""
 
     async def answer(self, request: web.Request) -> web.Response:
         body: Any = await request.json() if request.can_read_body else {}
@@ -239,14 +233,11 @@ class SglangStandIn(EngineStandIn):
                     await self.pause()
                 case "POST", "/update_weights_from_disk":
                     assert body["abort_all_requests"] is False, "requests in flight would be aborted"
-                    assert not (body["flush_cache"] and self.in_flight), "Cache flush failed after updating weights"
+                    assert body["flush_cache"] is False, "Cache flush failed after updating weights"
                     await self.load(Path(body["model_path"]), body["weight_version"])
                     return web.json_response({"success": True, "message": "done", "num_paused_requests": 0})
                 case "POST", "/flush_cache":
-                    if self.in_flight:
-                        return web.Response(status=400, text="Flush cache failed.")
-                    self.prefixes_of = self.reported
-                    return web.Response(text="Cache flushed.")
+                    return web.Response(status=400, text="Flush cache failed.")
                 case "POST", "/continue_generation":
                     await self.resume()
                 case "GET", "/model_info":
