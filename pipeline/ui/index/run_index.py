@@ -47,7 +47,7 @@ class RunIndex(Closing):
         self._config, self._path, self._source = config, path, source
         self._writer = IndexWriter(path, source)
         self._local = threading.local()
-        self._connections: list[sqlite3.Connection] = []
+        """Connections of the threads that ask."""
         self._view: RunView | None = None
         self._lock = threading.Lock()
 
@@ -83,12 +83,14 @@ class RunIndex(Closing):
         self._writer.begin()
 
     def close(self) -> None:
-        """Close all connections; the index stays."""
+        """Close the connections; the index stays. A thread that asks meanwhile gets its answer."""
         self._writer.close()
-        for connection in self._connections:
-            connection.close()
-        if self._view is not None:
-            self._view.close()
+        # A connection closes once nobody holds it: to close one that another thread uses would crash SQLite.
+        self._local = threading.local()
+        with self._lock:
+            view, self._view = self._view, None
+        if view is not None:
+            view.close()
 
     # ------------------------------------------------------------------ filling
 
@@ -170,10 +172,7 @@ class RunIndex(Closing):
         """This thread's connection for queries."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
-            connection = sqlite_files.reader(self._path)
-            self._local.connection = connection
-            with self._lock:
-                self._connections.append(connection)
+            connection = self._local.connection = sqlite_files.reader(self._path)
         return connection
 
     def _indexed_view(self) -> IndexedView:

@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -294,3 +295,20 @@ def test_records_that_do_not_decode_are_counted_and_stop_nothing(tmp_path: Path)
     with closing(sqlite_files.reader(path)) as db:
         assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * (3 * 8 + 1) + 2
         assert rollout_query.page(db, RolloutFilter(fate="unread"))["matching"] == 2
+
+
+def test_who_still_asks_an_index_that_is_closed_gets_an_answer(tmp_path: Path) -> None:
+    """The page opens an index again once the process that fills it is another; requests may be on their way."""
+    archive = ArchiveWriter(open_store(str(tmp_path / "archive")), "again")
+    archive.begin("rollouts", "id", {0: 0})
+    for offset in range(3):
+        archive.add(ArchivedRecord("rollouts", 0, offset, 0, None, encode(rollout("x", offset))))
+    archive.commit({("rollouts", 0): 3})
+    archive.close()
+    config = RunConfig(run="again", data_dir=tmp_path / "data")
+    with RunIndex.open(config, str(tmp_path / "archive")) as filled, ThreadPoolExecutor(1) as another:
+        filled.catch_up()
+        index = RunIndex.open(config, str(tmp_path / "archive"), fills=False)
+        assert another.submit(index.rollouts).result()["matching"] == 3
+        index.close()
+        assert another.submit(index.rollouts).result()["matching"] == 3
