@@ -137,6 +137,15 @@ class ExactlyOnce(ABC, Generic[P]):
         except TransactionFailed as failed:
             self._raise_if_fatal(failed)
 
+    @property
+    def has_rival(self) -> bool:
+        """Whether another process has started under our ordinal. Raises BrokerUnavailable if no broker answers.
+
+        Without one, a producer that was fenced lost its id to the broker, which ended a transaction that outlived
+        its timeout, or to a tool that recovers positions.
+        """
+        return not self._turn.is_ours()
+
     def begin(self, parts: Sequence[P]) -> None:
         """Publish on a separate thread while the caller reads on; `settle` reports the result. One at a time."""
         # Read here, because another thread gets the metadata only while the consumer is not polled, and never within a
@@ -174,7 +183,7 @@ class ExactlyOnce(ABC, Generic[P]):
 
     def _assert_our_turn(self, reason: str) -> None:
         """Raise Fenced if another process has started under our ordinal: a new producer of ours would fence it."""
-        if not self._turn.is_ours():
+        if self.has_rival:
             raise Fenced(
                 f"{reason}, and another process has begun as {self._id} since: the transactional id is its to use; "
                 f"only one process may run under an ordinal, this one stops"

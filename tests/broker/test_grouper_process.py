@@ -5,8 +5,10 @@ from dataclasses import replace
 
 from confluent_kafka.admin import NewPartitions
 
+from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.records import Metrics
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
@@ -64,6 +66,28 @@ def test_a_host_clock_that_is_set_back_silences_no_deadline(real_run: RealRun) -
     eventually(
         lambda: ledger(run.kafka, run.name).dropped.get("group_too_small") == 2, 60, "the deadline of half a group"
     )
+
+
+def test_a_process_that_was_fenced_without_a_rival_stops_well_and_with_one_says_so(real_run: RealRun) -> None:
+    """As when the broker ends a transaction that outlived its timeout just before the process is asked to end."""
+    run = real_run.prepare()
+    group = run.grouper.group_id(run.name)
+    for example, (rival, code) in enumerate([(False, 0), (True, 3)], start=1):
+        process = run.start("group")
+        run.send([rollout(f"x{example}", member) for member in range(4)])
+        eventually(
+            lambda n=4 * example: ledger(run.kafka, run.name).batched == n, 60, "the rollouts in a batch, and committed"
+        )
+        if rival:
+            OrdinalClaim(run.kafka, run.name, group, 0).take()
+        fence(run.kafka, transactional_id(run.name, "grouper", 0))
+        process.terminate()
+        assert process.wait(60) == code, run.log_of(process)
+        assert ('"closed_without_commit"' in run.log_of(process)) is not rival
+    run.start("group")
+    run.send([rollout(f"x{example}", member) for example in range(3, 9) for member in range(4)])
+    eventually(lambda: ledger(run.kafka, run.name).batched == 32, 60, "all of it in batches")
+    assert ledger(run.kafka, run.name).problems == []
 
 
 def test_partitions_that_were_added_are_refused_with_the_remedy(real_run: RealRun) -> None:

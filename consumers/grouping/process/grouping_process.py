@@ -25,7 +25,7 @@ from rollstream.consumers.grouping.process.transaction_publisher import Transact
 from rollstream.consumers.transactions import OwnershipLost
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
@@ -140,7 +140,15 @@ class GroupingProcess:
             return Polled([], {})
 
     def _close(self) -> None:
-        self._manager.commit(closing=True)
+        try:
+            self._manager.commit(closing=True)
+        except Fenced as fenced:
+            # Without a rival nothing is lost: the next process goes on from what is committed.
+            if self._publisher.has_rival:
+                raise
+            event(logger, "closed_without_commit", level=logging.WARNING, error=str(fenced))
+            self._manager.abandon()
+            return
         self._punctuator.flush()
         event(logger, "closed", partitions=sorted(self._manager.tasks))
 
