@@ -78,6 +78,7 @@ class ChunkFetcher(Closing):
                 timeout_s=timeout_s,
                 stop=stop,
                 on_chunk=progress.fetched,
+                on_wait=progress.report,
             )
 
     def _stream_log(

@@ -37,8 +37,11 @@ def fetch_files(
     timeout_s: float,
     stop: threading.Event | None = None,
     on_chunk: Callable[[Chunk], object] = lambda _chunk: None,
+    on_wait: Callable[[], object] = lambda: None,
 ) -> None:
     """Pass each chunk to `take`, on the thread that read it, in any order; it checks the digest.
+
+    `on_chunk` is called for each chunk that came, `on_wait` while none comes, both on the caller's thread.
 
     Raises ChunksGone if a file is missing, WeightsRefused if it is damaged, ChunksLate if none came for `timeout_s` or
     `stop` was set; what `take` raises ends it, too. Each names the URL.
@@ -47,6 +50,7 @@ def fetch_files(
     left, deadline = len(chunks), time.monotonic() + timeout_s
 
     def check() -> None:
+        on_wait()
         stopped = stop is not None and stop.is_set()
         if stopped or time.monotonic() > deadline:
             problem = next(iter(list(reading.problems.values())), f"{shown(chunks[0].url)}: no answer")

@@ -123,6 +123,8 @@ class WeightsPublisher:
         share = draft(arrays, None if before is None else before[1], alone=alone)
         clock.ended("compare_s")
         plan = planned(self._barrier.offers(share.offer), self._config)
+        if not alone:
+            clock.ended("barrier_s")
         self._barrier.plan(plan)
         sent = self._writer.send(share, plan, 0, version, self._epoch)
         clock.ended("send_s")
@@ -241,8 +243,9 @@ class _Stages:
         self._began = time.monotonic()
 
     def ended(self, stage: str) -> None:
+        """A stage may have several parts."""
         now = time.monotonic()
-        self.figures[stage] = now - self._began
+        self.figures[stage] = self.figures.get(stage, 0.0) + now - self._began
         self._began = now
 
 

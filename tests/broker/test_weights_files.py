@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,7 +22,8 @@ from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.params_digest import params_digest
 from tests.support.command_line import answer_of
-from tests.support.faulty_store import SHORT, SLOW_DOWN, FaultyFiles, faulty_store
+from tests.support.faulty_store import HANG, SHORT, SLOW_DOWN, FaultyFiles, faulty_store
+from tests.support.http_front import BUSY, http_front
 from tests.support.log_lines import log_lines
 from tests.support.paths import ROOT
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
@@ -115,9 +117,9 @@ def test_a_small_version_stays_on_the_log_and_a_large_one_goes_to_files(run: Rea
     assert stored(url) == {0: places[0]}
 
 
-def killed(run: RealRun, url: str, last: int) -> None:
-    """A publisher that dies when all files of a version are there and its manifest is not."""
-    words = [run.kafka.bootstrap_servers, run.name, str(last), "commit", url]
+def killed(run: RealRun, url: str, last: int, moment: str = "commit") -> None:
+    """A publisher dies; by default when all files of a version are there and its manifest is not."""
+    words = [run.kafka.bootstrap_servers, run.name, str(last), moment, url]
     command = [sys.executable, "-m", "tests.support.weights_child", *words]
     assert subprocess.run(command, cwd=ROOT, timeout=600).returncode == -signal.SIGKILL
 
@@ -141,6 +143,29 @@ def test_a_publisher_that_dies_before_the_manifest_leaves_files_that_the_next_on
         assert params_digest(follower.wait_for(1, 300)[1]) == params_digest(params_of(5))
         assert stored(url) == named(run)
         assert not stored(url)[1] & left, "its bytes were those of another version"
+
+
+@pytest.mark.parametrize(
+    "moments", [(5, 13), pytest.param(range(1, 14), marks=pytest.mark.long)], ids=["two", "between any two files"]
+)
+def test_a_publisher_killed_between_files_leaves_nothing_torn(run: RealRun, url: str, moments: Sequence[int]) -> None:
+    """A full version has twelve files here; the thirteenth file is that of the delta after it."""
+    last = -1
+    with WeightsFollower(run.kafka, run.name) as stays:
+        for moment in moments:
+            killed(run, url, last + 2, str(moment))
+            committed = max(read_manifests(run.kafka, run.name), default=-1)
+            assert committed == last + (moment > 12)
+            last += 2
+            with writer(run, url, file_bytes=4000) as source, WeightsFollower(run.kafka, run.name) as joins:
+                for version in range(committed + 1, last + 1):
+                    source.publish_version(params_of(version))
+                assert holds(stays, last)
+                assert holds(joins, last)
+            files = named(run)
+            kept = stored(url)
+            assert {last - 1, last} <= kept.keys()
+            assert all(paths == files[version] for version, paths in kept.items()), "no file without its manifest"
 
 
 def test_prune_removes_exactly_the_old_files_that_no_kept_version_needs(run: RealRun, url: str) -> None:
@@ -240,6 +265,68 @@ def test_versions_pass_through_an_s3_server(run: RealRun) -> None:
             assert holds(follower, 6)
         results = answer(run, f"{bucket}/some/where", "weights", "verify", "5", "6")
         assert [entry["result"] for entry in results] == ["whole", "whole"]  # type: ignore[attr-defined]
+
+
+def test_an_s3_server_that_answers_503_or_cuts_answers_off_costs_time_only(
+    run: RealRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The faults are on the wire, between the client of S3 and its server."""
+    with s3_server() as bucket, http_front(os.environ["AWS_ENDPOINT_URL"]) as front:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", front.url)
+        monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+        with (
+            writer(run, f"{bucket}/w") as source,
+            WeightsFollower(run.kafka, run.name, config=WeightsConfig(fetch_timeout_s=3.0)) as follower,
+        ):
+            front.faults["PUT"].extend([BUSY] * 4)
+            front.faults["GET"].extend([BUSY, SHORT, BUSY, SHORT])
+            source.publish_version(params_of(0))
+            assert holds(follower, 0)
+            front.always["GET"] = BUSY
+            source.publish_version(params_of(1))
+            eventually(lambda: "policy_put_off" in log_lines(caplog), 300, "a version is put off")
+            assert follower.version == 0
+            front.always["GET"] = SHORT
+            struck = front.struck["GET", SHORT]
+            eventually(lambda: front.struck["GET", SHORT] > struck, 300, "an answer is cut off")
+            assert follower.version == 0
+            front.always.clear()
+            assert holds(follower, 1)
+        assert front.struck["PUT", BUSY] == 4
+        assert front.struck["GET", BUSY] > 2
+
+
+def test_a_fetch_whose_store_hangs_says_how_far_it_is(
+    run: RealRun, faulty: type[FaultyFiles], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    faulty.always["read:bucket/w/" + run.name + "/00000000/000001"] = HANG
+    with (
+        writer(run, "faulty://bucket/w") as source,
+        WeightsFollower(run.kafka, run.name, config=WeightsConfig(fetch_timeout_s=300.0)) as follower,
+    ):
+        source.publish_version(params_of(0))
+        chunks = read_manifests(run.kafka, run.name)[0].chunks
+        assert len(chunks) > 1
+        eventually(lambda: '"policy_fetching"' in log_lines(caplog), 60, "the progress")
+        told = next(json.loads(line) for line in log_lines(caplog).splitlines() if '"policy_fetching"' in line)
+        size = sum(chunk.size_bytes for chunk in chunks if chunk.index != 1)
+        assert (told["version"], told["fetched"], told["of"]) == (0, len(chunks) - 1, len(chunks))
+        assert told["size_bytes"] == size
+        faulty.released.set()
+        assert holds(follower, 0)
+
+
+def test_a_manifest_has_the_seconds_that_its_store_took(run: RealRun, faulty: type[FaultyFiles]) -> None:
+    faulty.always["write:"] = HANG
+    release = threading.Timer(1.5, faulty.released.set)
+    with writer(run, "faulty://bucket/w") as source:
+        release.start()
+        source.publish_version(params_of(0))
+    release.join()
+    figures = read_manifests(run.kafka, run.name)[0].figures
+    assert 1.0 < figures["send_s"] < 60.0
+    assert figures["compare_s"] < 0.5
 
 
 @pytest.mark.long

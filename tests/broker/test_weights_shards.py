@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from threading import Timer
 
 import numpy as np
 import pytest
@@ -186,6 +187,22 @@ def test_a_process_of_an_earlier_lead_adds_nothing_to_a_version(run: RealRun) ->
     assert {epoch for _version, epoch, _index in live(run, "")} == {"before", manifest.epoch}  # type: ignore[misc]
     with closing(WeightsPublisher(run.kafka, run.name, "default", "{}", config)):
         assert live(run, "") == named(run, range(1)), "the next publisher removes what it left"
+
+
+def test_the_wait_for_a_late_process_is_told_as_such(run: RealRun) -> None:
+    config = WeightsConfig(chunk_bytes=1000, shards_timeout_s=LONG_S)
+    of_lead, of_member = memory_channels(2)
+    with (
+        closing(StepLog(run.kafka, run.name, "default")),
+        closing(ShardMember(run.kafka, run.name, config, of_member)) as member,
+        closing(WeightsPublisher(run.kafka, run.name, "default", "{}", config, channel=of_lead)) as publisher,
+    ):
+        late = Timer(1.5, member.contribute, [{"b": np.ones(1000, "<f4")}])
+        late.start()
+        figures = publisher.stage(0, {"a": np.ones(1000, "<f4")}).figures
+        late.join(600)
+    assert figures["barrier_s"] > 1.0
+    assert max(figures["compare_s"], figures["send_s"]) < figures["barrier_s"]
 
 
 def test_the_lead_hears_at_once_that_a_process_cannot_send(run: RealRun) -> None:

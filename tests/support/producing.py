@@ -56,7 +56,6 @@ class SortingGenerator:
         self.seeds: list[int] = []
         self.decoding: dict[int, SortedRow] = {}
         """The rest of each row, by slot."""
-        self.tokens_given = 0
 
     @property
     def free(self) -> int:
@@ -94,7 +93,6 @@ class SortingGenerator:
             else:
                 decoded.append(SortedRow(slot, row.tokens[:count], row.logprobs[:count], None))
                 self.decoding[slot] = row._replace(tokens=row.tokens[count:], logprobs=row.logprobs[count:])
-        self.tokens_given += sum(len(row.tokens) for row in decoded)
         return decoded
 
     def end(self, slot: int) -> None:

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import boto3
 import pytest
 from moto.server import ThreadedMotoServer
+from s3fs import S3FileSystem
 
 BUCKET = "weights"
 
@@ -15,6 +16,8 @@ def s3_server(secret: str = "nothing") -> Iterator[str]:
     """Serve a bucket; this process and those it starts find server and credentials in the environment."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
+    # Clients of an earlier server, which know its address.
+    S3FileSystem.clear_instance_cache()
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:
         settings = {"ACCESS_KEY_ID": "nobody", "SECRET_ACCESS_KEY": secret, "DEFAULT_REGION": "us-east-1"}

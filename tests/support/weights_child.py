@@ -6,6 +6,7 @@ The parameters of a version are a function of its number, so whoever follows can
 import os
 import signal
 import sys
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.file_publisher import FileWriter
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka.sender import Sender
@@ -50,6 +52,21 @@ def kill_at_send(topic: str, number: int) -> None:
     Sender.send = counting  # type: ignore[method-assign]
 
 
+def kill_at_file(number: int) -> None:
+    """This process dies once that many files are stored, with others perhaps half on their way."""
+    store, lock, stored = FileWriter.store, threading.Lock(), 0
+
+    def counting(self: FileWriter, *args: Any) -> None:
+        nonlocal stored
+        store(self, *args)
+        with lock:
+            stored += 1
+            if stored == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    FileWriter.store = counting  # type: ignore[method-assign]
+
+
 def kill_before_commit() -> None:
     """This process dies when every chunk of a version is sent and its manifest is not."""
 
@@ -60,7 +77,8 @@ def kill_before_commit() -> None:
 
 
 def main(bootstrap_servers: str, run: str, last: str, moment: str, url: str = "") -> None:
-    """Publish up to version `last`, a line for each; die at `moment`, if given: a number of chunks, or `commit`.
+    """Publish up to version `last`, a line for each; die at `moment`, if given: a number of chunks or files, or
+    `commit`.
 
     With a URL the bytes go to files there.
     """
@@ -69,6 +87,8 @@ def main(bootstrap_servers: str, run: str, last: str, moment: str, url: str = ""
     with StepWriter(kafka, run, config=config) as writer:
         if moment == "commit":
             kill_before_commit()
+        elif moment and url:
+            kill_at_file(int(moment))
         elif moment:
             kill_at_send(topic_name(run, "weights"), int(moment))
         while writer.version < int(last):

@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.producers.inference.server import InferenceServer
-from tests.support.producing import ScriptedGenerator, serving
+from tests.support.producing import ScriptedGenerator, SortedRow, serving
 from tests.support.waiting import eventually
 
 TOKENIZER = CharacterTokenizer()
@@ -263,14 +263,25 @@ def test_each_token_of_an_answer_names_the_version_that_sampled_it() -> None:
         assert metadata == {"weight_version": str(versions[-1]), "weight_versions": spans}
 
 
+class EndlessGenerator(ScriptedGenerator):
+    """Its rows have no end of their own."""
+
+    def decode(self) -> list[SortedRow]:
+        whole = dict(self.decoding)
+        rows = super().decode()
+        self.decoding.update(whole)
+        return rows
+
+
 def test_a_stream_whose_client_is_gone_frees_its_slot() -> None:
-    generator = ScriptedGenerator(["x" * 1900], tokens_at_once=1)
+    generator = EndlessGenerator(["hello"], tokens_at_once=1)
     with serving(generator) as server:
         eventually(lambda: server.version == 0, 60, "weights are loaded")
         with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=300) as client:
             messages: list[Any] = [{"role": "user", "content": "x"}]
             stream = client.chat.completions.create(model="policy", messages=messages, stream=True)
-            assert next(iter(stream)).choices[0].delta.role == "assistant"
+            # Tokens come one by one, and each is the first.
+            assert [next(stream).choices[0].delta.content for _ in range(2)] == ["h", "h"]
+            assert generator.decoding
             stream.close()
         eventually(lambda: not generator.decoding, 60, "the slot is free")
-    assert generator.tokens_given < 1900
