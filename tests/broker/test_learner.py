@@ -44,6 +44,23 @@ SETTINGS = {
     "worker__group_size": 4,
 }
 
+COUNTING = """
+import os, sys
+os.environ["NPROC"] = "1"  # what learner.threads does, too late here, where JAX is imported first
+from rollstream.consumers.learner.records.snapshot import Snapshots
+from rollstream.pipeline.cli import main
+
+take = Snapshots.take
+
+def counting(*args, **options):
+    with open("snapshots", "a") as out:
+        print("taken", file=out)
+    return take(*args, **options)
+
+Snapshots.take = counting
+sys.exit(main(sys.argv[1:]))
+"""
+
 
 def steps_of(run: RealRun) -> dict[int, LearnerStep]:
     return read_steps(run.kafka, run.name, "default")
@@ -166,10 +183,12 @@ def test_a_second_learner_of_a_name_fences_the_first_which_exits_with_one_line(r
 @pytest.mark.long
 def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_recorded(real_run: RealRun) -> None:
     run, settings = with_batches(real_run, 8), {**SETTINGS, "learner__publish_every_steps": 3}
-    process = run.start("learn", **settings)
+    process = run.start("learn", script=COUNTING, **settings)
     eventually(lambda: 4 in steps_of(run), 90, "step 4 of 8, and no more batches")
     process.send_signal(signal.SIGTERM)
     finish(run, process)
+    taken = (run.directory / "snapshots").read_text().splitlines()
+    assert len(taken) == 2, "a step that publishes nothing copies no parameters to the host"
 
     send_batches(run.kafka, run.name, [random_batch(number) for number in range(8, 16)])
     resumed = run.start("learn", **settings)

@@ -121,6 +121,7 @@ def kafka_image() -> str:
     official = BrokerConfig().image
     if subprocess.run(["docker", "image", "inspect", official], capture_output=True, timeout=300).returncode == 0:
         return official
+    _installed("busybox", "busybox-static")  # Our image needs it; without it, the build names it.
     try:
         build()
     except BrokerUnavailable as error:
@@ -134,12 +135,7 @@ def kafka_image() -> str:
 
 def docker_compose() -> list[str]:
     """The command of compose: what is there, else docker-compose by apt."""
-    if shutil.which("docker-compose") is None and shutil.which("apt-get") and os.geteuid() == 0:
-        install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", "docker-compose"]
-        for command in (install, ["apt-get", "update", "--quiet"], install):
-            if shutil.which("docker-compose") is None:
-                subprocess.run(command, capture_output=True, timeout=600, check=False)
-    if shutil.which("docker-compose"):
+    if not _installed("docker-compose", "docker-compose"):
         return ["docker-compose"]
     plugin = shutil.which("docker") and subprocess.run(
         ["docker", "compose", "version"], capture_output=True, check=False
@@ -150,19 +146,25 @@ def docker_compose() -> list[str]:
 
 
 def _install() -> None:
-    """docker.io by apt, where there is apt, and the busybox that our image needs."""
+    """docker.io by apt, where there is apt."""
     if shutil.which("apt-get") is None:
         pytest.fail(f"Docker is not installed: {REMEDY}", pytrace=False)
-    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends"]
-    last = ""
     # Newer releases of Debian have its command line apart.
-    for what in (["dockerd", "docker.io", "busybox-static"], ["docker", "docker-cli"]):
-        program, *packages = what
-        for command in ([*install, *packages], ["apt-get", "update", "--quiet"], [*install, *packages]):
-            if shutil.which(program):
-                break
+    for program, package in (("dockerd", "docker.io"), ("docker", "docker-cli")):
+        problem = _installed(program, package)
+        if problem:
+            pytest.fail(f"apt-get does not install Docker ({problem}): {REMEDY}", pytrace=False)
+
+
+def _installed(program: str, package: str) -> str:
+    """Install the package of a program that is missing, where apt and root are; what is wrong if it still is."""
+    environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", package]
+    problem = f"{program} is not installed"
+    for command in (install, ["apt-get", "update", "--quiet"], install):
+        if shutil.which(program):
+            return ""
+        if shutil.which("apt-get") and os.geteuid() == 0:
             answer = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
-            last = (answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"])[-1]
-        if shutil.which(program) is None:
-            pytest.fail(f"apt-get does not install Docker ({last}): {REMEDY}", pytrace=False)
+            problem = (answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"])[-1]
+    return "" if shutil.which(program) else problem
