@@ -207,18 +207,21 @@ def interleaved(
     return tuple(timings[ours]), tuple(timings[raw])
 
 
-def in_child(module: str, settings: Settings, run: str) -> Timing:
+def in_child(module: str, settings: Settings, run: str, *, python: str = sys.executable) -> Timing:
     """Run a module of this package as a process of its own, as roles run, to its end; it prints a timing as JSON.
 
-    Raises RuntimeError with the end of its log when it fails.
+    `python` may be that of another environment, with what the module imports. Raises RuntimeError with the end of its
+    log when it fails.
     """
-    with ready_child(module, settings, run) as child:
+    with ready_child(module, settings, run, python) as child:
         output, _ = child.communicate(timeout=CHILD_TIMEOUT_S)
     return Timing(**json.loads(output.splitlines()[-1]))
 
 
 @contextmanager
-def ready_child(module: str, settings: Settings, run: str) -> Iterator[subprocess.Popen[str]]:
+def ready_child(
+    module: str, settings: Settings, run: str, python: str = sys.executable
+) -> Iterator[subprocess.Popen[str]]:
     """Such a process while it runs, from when it says that it is ready; at the end it must end by itself.
 
     Raises RuntimeError with the end of its log when it fails.
@@ -235,8 +238,9 @@ def ready_child(module: str, settings: Settings, run: str) -> Iterator[subproces
     with (
         log.open("wb") as errors,
         subprocess.Popen(
-            [sys.executable, "-m", f"tests.bench.{module}", json.dumps(arguments)],
+            [python, "-m", f"tests.bench.{module}", json.dumps(arguments)],
             cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

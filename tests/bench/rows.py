@@ -1,5 +1,6 @@
 """The rows of the benchmark by name, those of the quick form, and those that need no broker."""
 
+import os
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
@@ -49,6 +50,7 @@ ROWS: dict[str, Measure] = {
     "fold-10k": fold_row.row("fold-10k", 10_000),
     "fold-100k": fold_row.row("fold-100k", 100_000),
     **_at_each_length("group-and-batch", group_row.measure),
+    **({"group-quixstreams": group_row.measure_peer} if group_row.PEER in os.environ else {}),
     "latency-100": latency_row.row("latency-100", 100),
     "latency-1000": latency_row.row("latency-1000", 1_000),
     "gateway": gateway_row.measure,
@@ -56,6 +58,7 @@ ROWS: dict[str, Measure] = {
     "books": books_row.measure,
     **_at_each_length("archive", archive_row.measure),
     "buffer": buffer_row.measure,
+    **({"buffer-reverb": buffer_row.measure_peer} if buffer_row.PEER in os.environ else {}),
     "slices": slice_row.row("slices", images=False),
     "slices-images": slice_row.row("slices-images", images=True),
     "trajectories": trajectory_row.row("trajectories", images=False),
@@ -81,7 +84,18 @@ ROWS: dict[str, Measure] = {
 _FILES = {"slices", "slices-images", "trajectories", "trajectories-img"}
 _DECODING = {"decode-equal", "decode-mixed", "decode-arrivals"}
 _CODEC = {"codec", *(f"codec-{end}" for end in LENGTHS)}
-_NO_BROKER = {*_CODEC, "buffer", "step", "share-64", *_FILES, *_DECODING, "fold-1k", "fold-10k", "fold-100k"}
+_NO_BROKER = {
+    *_CODEC,
+    "buffer",
+    "buffer-reverb",
+    "step",
+    "share-64",
+    *_FILES,
+    *_DECODING,
+    "fold-1k",
+    "fold-10k",
+    "fold-100k",
+}
 QUICK = (
     *(name for name in ROWS if name.startswith(("codec", "group-and-batch", "feed"))),
     "produce",
