@@ -21,24 +21,26 @@ _ALPHA = 3.0
 def measure(settings: Settings) -> Row:
     """The row with a list."""
     baseline = "a list, the sums of leave-one-out and numpy's choice: no checks, no lock, no uses counted"
-    return _measured(settings, "buffer", lambda groups: _list_of(groups), baseline)
+    return _measured(settings, "buffer", _list_of, baseline)
 
 
 def measure_peer(settings: Settings) -> Row:
     """The row with Reverb."""
-    python = os.environ[PEER]
+
+    def peer(_: list[list[Rollout]]) -> Callable[[], Timing]:
+        return lambda: in_child("reverb_buffer", settings, "", python=os.environ[PEER])
+
     baseline = (
         "a table of Reverb's in one process, first in first out, drawn from uniformly; it copies what it is given"
     )
-    return _measured(
-        settings, "buffer-reverb", lambda _: lambda: in_child("reverb_buffer", settings, "", python=python), baseline
-    )
+    return _measured(settings, "buffer-reverb", peer, baseline)
 
 
 def _measured(
     settings: Settings, name: str, other: Callable[[list[list[Rollout]]], Callable[[], Timing]], baseline: str
 ) -> Row:
-    """Groups are added to a buffer that is full, and a sample is drawn after so many of them."""
+    """Groups are added to a buffer that is full, and a sample is drawn after so many of them; `other` makes the
+    measurement of the baseline for these groups."""
     figures: dict[str, float] = {}
     groups = _groups(settings)
     rollouts = len(groups) * settings.group_size

@@ -25,7 +25,7 @@ from tests.bench.measure import Timing
 from tests.bench.timer import TransactionTimer
 
 _COMMIT_S: Final = 0.25
-"""Transactions end after so many records, as in the other baseline; this is for the last one."""
+"""After how long the last transaction ends; the others end after `poll_records` records."""
 
 
 def fold(value: bytes, state: State) -> list[bytes]:

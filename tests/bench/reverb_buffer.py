@@ -53,13 +53,13 @@ def measure(rollouts: int) -> Timing:
             writer.flush()
 
         add(CAPACITY)
-        watch = Stopwatch()
-        for _ in range(rollouts // SAMPLE):
+        watch, samples = Stopwatch(), max(1, rollouts // SAMPLE)
+        for _ in range(samples):
             add(SAMPLE)
             drawn = sum(1 for _ in client.sample("rollouts", num_samples=SAMPLE, emit_timesteps=False))
             if drawn != SAMPLE:
                 raise RuntimeError(f"{drawn} samples instead of {SAMPLE}")
-        return watch.timing(rollouts // SAMPLE * SAMPLE)
+        return watch.timing(samples * SAMPLE)
 
 
 def main(arguments: dict[str, Any]) -> None:
