@@ -150,7 +150,8 @@ class StepLog:
         if isinstance(failed, TransactionFailed) and failed.fatal:
             return Fenced(
                 f"learner {self._learner!r} of run {self._run} was taken over by another process that publishes into "
-                f"the run ({failed.reason}); this one stops. Only one may: give each learner a run of its own, and "
+                f"the run, or its transaction outlived kafka.transaction_timeout_s ({failed.reason}); this one stops. "
+                f"Start it again if it is the only one; else give each learner a run of its own, and "
                 f"learner.input_run to share batches"
             )
         return BrokerUnavailable(
