@@ -25,10 +25,11 @@ _EARLIER_PREFIX = "ROLLSTREAM__"
 """The prefix of earlier releases, which is still read."""
 _NOT_SETTINGS = re.compile(
     ENVIRONMENT_PREFIX
-    + r"(READY_FD|LIFELINE_FD|REGISTRY|MAVEN_REPOSITORY|KAFKA_IMAGE|RLINF|EPISODE_[0-9A-Fa-f]*|TEST_\w+)"
+    + r"(READY_FD|LIFELINE_FD|REGISTRY|MAVEN_REPOSITORY|KAFKA_IMAGE"
+    + r"|QUIXSTREAMS|REVERB|RLINF|EPISODE_[0-9A-Fa-f]*|TEST_\w+)"
 )
 """Variables of ours that are no settings: pipes and list of a supervisor, a mirror of jars, keys of episodes, and of
-tests."""
+tests and benchmarks."""
 BOOTSTRAP_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
 
 Keys = tuple[str, ...]
