@@ -308,25 +308,32 @@ def test_a_fetch_whose_store_hangs_says_how_far_it_is(
         source.publish_version(params_of(0))
         chunks = read_manifests(run.kafka, run.name)[0].chunks
         assert len(chunks) > 1
-        eventually(lambda: '"policy_fetching"' in log_lines(caplog), 60, "the progress")
-        told = next(json.loads(line) for line in log_lines(caplog).splitlines() if '"policy_fetching"' in line)
         size = sum(chunk.size_bytes for chunk in chunks if chunk.index != 1)
-        assert (told["version"], told["fetched"], told["of"]) == (0, len(chunks) - 1, len(chunks))
-        assert told["size_bytes"] == size
+        expected = {"version": 0, "fetched": len(chunks) - 1, "of": len(chunks), "size_bytes": size}
+
+        def told() -> bool:
+            lines = [line for line in log_lines(caplog).splitlines() if '"policy_fetching"' in line]
+            return any(expected.items() <= json.loads(line).items() for line in lines)
+
+        eventually(told, 60, "the progress, of all files but one")
         faulty.released.set()
         assert holds(follower, 0)
 
 
 def test_a_manifest_has_the_seconds_that_its_store_took(run: RealRun, faulty: type[FaultyFiles]) -> None:
     faulty.always["write:"] = HANG
-    release = threading.Timer(1.5, faulty.released.set)
+
+    def release() -> None:
+        eventually(lambda: any(call == "write" for call, _ in faulty.calls), 300, "a write that hangs")
+        threading.Timer(1.5, faulty.released.set).start()
+
+    releasing = threading.Thread(target=release)
     with writer(run, "faulty://bucket/w") as source:
-        release.start()
+        releasing.start()
         source.publish_version(params_of(0))
-    release.join()
+    releasing.join()
     figures = read_manifests(run.kafka, run.name)[0].figures
-    assert 1.0 < figures["send_s"] < 60.0
-    assert figures["compare_s"] < 0.5
+    assert figures["send_s"] >= max(1.5, figures["compare_s"])
 
 
 @pytest.mark.long

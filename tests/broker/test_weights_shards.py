@@ -197,7 +197,7 @@ def test_the_wait_for_a_late_process_is_told_as_such(run: RealRun) -> None:
         closing(ShardMember(run.kafka, run.name, config, of_member)) as member,
         closing(WeightsPublisher(run.kafka, run.name, "default", "{}", config, channel=of_lead)) as publisher,
     ):
-        late = Timer(1.5, member.contribute, [{"b": np.ones(1000, "<f4")}])
+        late = Timer(3.0, member.contribute, [{"b": np.ones(1000, "<f4")}])
         late.start()
         figures = publisher.stage(0, {"a": np.ones(1000, "<f4")}).figures
         late.join(600)
