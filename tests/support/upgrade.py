@@ -7,15 +7,17 @@ version 2, with more in it (`_extremes`), and so on. Such a file is never writte
 
 import base64
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
+from rollstream.consumers.grouping.core.rates import BURST_S
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics import codec
+from rollstream.topics.keys import encode_key
 from rollstream.topics.records import (
     Drop,
     GroupCancelled,
@@ -173,7 +175,20 @@ def _beyond(recorder: _Recorder, last: GroupingConfig) -> None:
     r.rollout("absurd-b", -1e6, "absurd", policy_version=3)
     r.rollout("absurd-c", 1.0, "absurd", policy_version=1)
     r.rollout("wide-b", 1.0, "wide", policy_version=1)
+    rated = [
+        example_rollout(uid, reward, environment="rated", policy_version=3)
+        for uid, reward in (("first-of-a-metered-pair", 1.0), ("other-of-a-metered-pair", 0.0))
+    ]
+    values = [codec.encode(rollout) for rollout in rated]
+    plain = sum(map(len, values))
+    rate = -(-plain // BURST_S)
+    assert plain <= BURST_S * rate < plain + 2 * codec.REGISTRY_PREFIX_SIZE, "the prefixes decide"
+    last = replace(last, quotas=(f"rated:bytes_per_s={rate}",))
     r.add(Mark(kind="configuration", generation=last.generation, configuration=last.to_json()))
+    for rollout, value in zip(rated, values, strict=True):  # quota, by the bytes of the prefix under core version 7
+        key = encode_key(rollout.environment, rollout.example_id)
+        prefixed = codec.framed_for_registry(value, 1)
+        r.driver.pipe(InputRecord(r.driver.end, r.driver.now_ms, key, prefixed))
     for example_id in ("taken", "apart", "singly"):
         r.pair(example_id, (0.75, 0.5), policy_version=3)
     r.cancel(*(f"gone-{number}" for number in range(5000)), example_id="gone", size=5001, version=3)

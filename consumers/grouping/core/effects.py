@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, TrainingBatch
 
-CORE_VERSION = 7
+CORE_VERSION = 8
 """Newest version of the fold's behaviour that this code knows; it knows all earlier ones, too. The configuration in the
 log says which one is in force (`grouping.core_version`). A new key, estimator or maker needs a new version as well."""
 

@@ -70,7 +70,7 @@ class GroupLifecycle:
         group.add(Member(source, rest, size_bytes, self.clocks.stream_time_ms))
         self._live.hold(group, size_bytes)
         self._tracker.admit(record.offset, before)
-        if exceeded := self._rate_exceeded(key.environment, len(record.value or b"")):
+        if exceeded := self._rate_exceeded(key.environment, record.value or b""):
             self._drop(group, Rejection("quota", f"the environment exceeds grouping.quotas {exceeded}"))
         elif group.complete:
             self._seal(group)
@@ -99,8 +99,10 @@ class GroupLifecycle:
         if bounded:
             self._shed(key.environment)
 
-    def _rate_exceeded(self, environment: str, size_bytes: int) -> str:
+    def _rate_exceeded(self, environment: str, value: bytes) -> str:
         """Return the quota that a member exceeds by its rate; members that are read again were counted before."""
+        # Before core version 8 the prefix of a schema registry counted, too.
+        size_bytes = len(value if self.clocks.config.core_version < 8 else frame_of(value))
         quota = self.clocks.config.quotas_by_environment.get(environment)
         if quota is None or not self._replay.ended:
             return ""

@@ -7,10 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
+from rollstream.consumers.grouping.core.rates import BURST_S
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
-from rollstream.topics.codec import encode
+from rollstream.topics.codec import REGISTRY_PREFIX_SIZE, encode, framed_for_registry
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.keys import encode_key
 from tests.support.pairs import driver, reasons
 
 
@@ -121,6 +124,18 @@ def test_bytes_are_those_of_the_records() -> None:
         open_group(d, "noisy", str(number))
         open_group(d, "quiet", str(number))
     assert reasons(d) == dict.fromkeys((10, 12, 14, 16), "quota")
+
+
+@pytest.mark.parametrize(("core_version", "dropped"), [(7, {0: "quota", 1: "quota"}), (CORE_VERSION, {})])
+def test_the_prefix_of_a_registry_counts_no_more(core_version: int, dropped: dict[int, str]) -> None:
+    rollouts = [example_rollout(uid, reward) for uid, reward in (("1" * 25, 1.0), ("2" * 25, 0.0))]
+    values = [encode(rollout) for rollout in rollouts]
+    rate = -(-sum(map(len, values)) // BURST_S)
+    assert sum(map(len, values)) <= rate * BURST_S < sum(map(len, values)) + 2 * REGISTRY_PREFIX_SIZE
+    d = driver(quotas=(f"env:bytes_per_s={rate}",), core_version=core_version)
+    for offset, value in enumerate(values):
+        d.pipe(InputRecord(offset, d.now_ms, encode_key("env", "0"), framed_for_registry(value, 7)))
+    assert reasons(d) == dropped
 
 
 @given(
