@@ -5,17 +5,23 @@ Pure. Rows keep the maker's order; groups are in the order of their first row.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 
 from rollstream.consumers.grouping.core.groups import Group, Member
 from rollstream.consumers.grouping.makers.batch_maker import STAMP_BYTES, array_bytes, group_bytes, row_bytes
-from rollstream.topics.records import BatchGroup, BatchTokenArray, Float32, NamedArray, Rollout, TrainingBatch
+from rollstream.topics.records import BatchGroup, BatchTokenArray, Float32, Int32, NamedArray, Rollout, TrainingBatch
 from rollstream.topics.rl_examples import REFERENCE, RLExample, batch_digest
 
 _SEGMENT = np.int32(1)
 """Segment of every position: learners pack examples, not grouping."""
+
+
+@lru_cache(maxsize=4096)
+def _segment_ids(length: int) -> Int32:
+    return np.broadcast_to(_SEGMENT, length)
 
 
 def advantage_array(advantage: float, length: int) -> Float32:
@@ -35,7 +41,7 @@ def example(member: Member, advantage: float, *, stamped: bool = False) -> RLExa
         loss_mask=rollout.loss_mask,
         advantage=advantage_array(advantage, len(rollout.tokens)),
         generator_log_probs=rollout.logprobs,
-        segment_ids=np.broadcast_to(_SEGMENT, len(rollout.tokens)),
+        segment_ids=_segment_ids(len(rollout.tokens)),
         source=member.source,
         reference_log_probs=None if reference is None else reference.array().astype("<f4"),
         weight_step=rollout.metadata.weight_step if stamped else None,
