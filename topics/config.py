@@ -69,6 +69,9 @@ class KafkaConfig:
     """Largest record of any topic: sets the topics' max.message.bytes, and the clients' limits to match."""
     compression: str = "zstd"
     """compression.type of our producers."""
+    compression_level: int = 2
+    """compression.level of our producers. With zstd, 2 takes two thirds of the processor time of 3, which is
+    librdkafka's own, to compress and to decompress, for records that are 1 to 4 % larger; -1 is librdkafka's."""
     transaction_timeout_s: float = 15.0
     """Longest time that a dead process may hold back readers of its open transaction."""
     group_protocol: str = "classic"
@@ -79,6 +82,10 @@ class KafkaConfig:
     signing_key: str = ""
     """Private key with which rollouts are signed, in PEM, as a reference: env:NAME or file:PATH. Empty: none is signed,
     and grouping.environment_keys must not name their environments. Needs the extra `signatures`."""
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.compression_level <= 12:
+            raise ConfigurationError(f"kafka.compression_level is {self.compression_level}; it is -1 to 12")
 
     @property
     def patience_s(self) -> float:

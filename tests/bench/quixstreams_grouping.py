@@ -73,6 +73,7 @@ def group(arguments: dict[str, Any], state_dir: str) -> Timing:
         commit_interval=_COMMIT_S,
         producer_extra_config={
             "compression.type": kafka.compression,
+            "compression.level": kafka.compression_level,
             "message.max.bytes": kafka.max_record_bytes,
         },
         consumer_extra_config={"fetch.message.max.bytes": kafka.max_record_bytes},

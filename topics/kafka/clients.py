@@ -88,6 +88,7 @@ def producer(config: KafkaConfig, **overrides: Any) -> Producer:
             "acks": "all",
             "partitioner": "murmur2_random",
             "compression.type": config.compression,
+            "compression.level": config.compression_level,
             "linger.ms": "5",
             "message.max.bytes": config.max_record_bytes,
             "queue.buffering.max.kbytes": 64 * 1024,
