@@ -11,7 +11,7 @@ from rollstream.topics.kafka.reader import Reader
 from tests.bench import material, produce_baseline
 from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
 from tests.bench.runs import prepared
-from tests.support.restoring import restore_task
+from tests.support.restoring import restore_tasks
 
 _SPARE_S = 60.0
 
@@ -28,12 +28,10 @@ def measure(settings: Settings) -> Row:
 
         def ours() -> Timing:
             watch = Stopwatch()
-            folds = [
-                restore_task(settings.kafka, run, partition, settings.partitions, topic_id, GrouperConfig())[0]
-                for partition in range(settings.partitions)
-            ]
+            numbers = range(settings.partitions)
+            restored = restore_tasks(settings.kafka, run, numbers, settings.partitions, topic_id, GrouperConfig())
             timing = watch.timing(len(records))
-            _check(folds, len(records))
+            _check([fold for fold, _journal in restored], len(records))
             return timing
 
         def raw() -> Timing:
@@ -43,15 +41,15 @@ def measure(settings: Settings) -> Row:
                 raise RuntimeError(f"{read} of {len(records)} records were read")
             return watch.timing(len(records))
 
-        restored, read_raw = interleaved(settings.repetitions, ours, raw)
+        ours_timings, raw_timings = interleaved(settings.repetitions, ours, raw)
     return Row(
         name="restore",
         what="restore tasks with all of these rollouts in flight: offsets, journal, log",
         baseline="read the same range of the log, partition after partition, and decode nothing",
         size_bytes=len(records[0][1]),
         tokens=settings.tokens,
-        ours=restored,
-        raw=read_raw,
+        ours=ours_timings,
+        raw=raw_timings,
     )
 
 

@@ -30,7 +30,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import JournalRecord, Mark, Metrics, TrainingBatch
 from rollstream.topics.rl_examples import RLExample
-from tests.support.restoring import restore_task
+from tests.support.restoring import restore_tasks
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -105,9 +105,8 @@ def test_a_batch_appears_only_when_its_transaction_commits(real_run: RealRun, mo
     monkeypatch.setattr(clients, "transactional_producer", Watched)
     publisher = TransactionPublisher(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), 0, member)
     publisher.start()
-    fold, journal = restore_task(
-        real_run.kafka, real_run.name, 0, 1, topic_admin.topic_ids(real_run.kafka, [topic])[topic], real_run.grouper
-    )
+    topic_id = topic_admin.topic_ids(real_run.kafka, [topic])[topic]
+    [(fold, journal)] = restore_tasks(real_run.kafka, real_run.name, [0], 1, topic_id, real_run.grouper)
     for message in read_to_end(real_run.kafka, topic):
         fold.apply(records_of(message))
     fold.apply(records_of_mark(fold.position, fold.stream_time_ms, version=0))

@@ -17,7 +17,7 @@ from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
 from tests.broker.test_bootstrap import pausing_grouper
-from tests.support.restoring import restore_task
+from tests.support.restoring import restore_tasks
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -54,7 +54,7 @@ def reading_committed_offsets(run: RealRun) -> None:
 def restoring(run: RealRun) -> None:
     kafka = impatient(run.kafka)
     topic_id = topic_admin.topic_ids(kafka, [run.topic("rollouts")])[run.topic("rollouts")]
-    restore_task(kafka, run.name, 0, 2, topic_id, GrouperConfig())
+    restore_tasks(kafka, run.name, [0], 2, topic_id, GrouperConfig())
 
 
 def asking_a_member(run: RealRun) -> None:

@@ -1,17 +1,19 @@
 """Faulty versions of our code, and a faulty broker: each breaks a promise, and the judge has to see it."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
 
+from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.grouping_task import TaskCommit
-from rollstream.consumers.grouping.process import restoration
+from rollstream.consumers.grouping.process import restorer
 from rollstream.consumers.grouping.process.task_manager import TaskManager
 from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost
-from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
-from rollstream.topics.kafka.skipping_reader import records_between
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.transaction_errors import Decision, decide
 from rollstream.topics.kafka.transactions import Transaction
 from tests.simulation.cluster import Cluster
@@ -117,10 +119,10 @@ def resends_after_a_rebalance(patch: Patch) -> None:
 def restores_what_is_undecided(patch: Patch) -> None:
     """Restores read the journal's open transactions."""
 
-    def read(*where: Any, **how: Any) -> Iterator[KafkaRecord | None]:
-        return records_between(*where, **{**how, "isolation": "read_uncommitted"})
+    def reader(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Reader:
+        return Reader(kafka, isolation="read_uncommitted", fetch_wait_ms=10, group=grouper.group_id(run))
 
-    patch.setattr(restoration, "records_between", read)
+    patch.setattr(restorer, "reader_of_restores", reader)
 
 
 def compares_no_epochs(cluster: Cluster) -> None:

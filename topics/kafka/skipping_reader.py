@@ -8,7 +8,8 @@ out, too.
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from rollstream.topics.config import KafkaConfig
@@ -38,19 +39,23 @@ def records_between(
     *,
     wait: bool = True,
     isolation: str = "read_committed",
-) -> Iterator[KafkaRecord | None]:
+    reader: Reader | None = None,
+) -> Generator[KafkaRecord | None]:
     """Yield the records at offsets start to stop - 1 except those in `left_out`, and None while none arrives.
 
     Offsets of `left_out` from `stop` on are not fetched either. A transaction becomes visible on its partitions at
     different times, so the reader waits at an end of partition before `stop`. It raises DeadlineExceeded if nothing
     arrives for kafka.patience_s, within which an open transaction ends. Without `wait`, it stops at the end.
+
+    An existing `reader` may be passed; its isolation level applies then. Ranges that end at an offset to be left out
+    have clients of their own even so.
     """
     for begin, end in _runs(offset for offset in left_out if offset >= start):
         near = max(start, begin - _NEAR)
         yield from _read(kafka, topic, partition, start, min(near, stop), wait, _PIECE, isolation)
         yield from _read(kafka, topic, partition, near, min(begin, stop), wait, _SINGLY, isolation)
         start = end
-    yield from _read(kafka, topic, partition, start, stop, wait, {}, isolation)
+    yield from _read(kafka, topic, partition, start, stop, wait, {}, isolation, reader)
 
 
 def records_around(
@@ -99,12 +104,18 @@ def _read(
     wait: bool,
     settings: dict[str, Any],
     isolation: str,
+    shared: Reader | None = None,
 ) -> Iterator[KafkaRecord | None]:
     """Yield the records of a range without offsets to be left out; fetches nothing after the last one."""
     if start >= stop:
         return
     timeout_s, place = kafka.patience_s, (topic, partition)
-    with Reader(kafka, fetch_wait_ms=10, isolation=isolation, **settings) as reader:
+    with ExitStack() as stack:
+        if shared is None:
+            reader = stack.enter_context(Reader(kafka, fetch_wait_ms=10, isolation=isolation, **settings))
+        else:
+            reader = shared
+            stack.callback(reader.unassign)
         reader.assign({place: start})
         deadline = time.monotonic() + timeout_s
         while True:

@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TypeVar
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
@@ -174,11 +175,16 @@ def journal_record(message: KafkaRecord, skipped: SkippedRecords) -> JournalReco
         ) from error
 
 
-def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: int) -> list[GroupPosition]:
-    """Committed offsets with metadata, after pending transactions end; the offset is negative if none is committed."""
-    with Reader(kafka, group=group) as reader:
+def committed_offsets(
+    kafka: KafkaConfig, group: str, topic: str, partitions: int, reader: Reader | None = None
+) -> list[GroupPosition]:
+    """Committed offsets with metadata, after pending transactions end; the offset is negative if none is committed.
+
+    An existing `reader` that names the group may be passed.
+    """
+    with Reader(kafka, group=group) if reader is None else nullcontext(reader) as source:
         try:
-            return reader.committed(topic, range(partitions), f"reading offsets of group {group}")
+            return source.committed(topic, range(partitions), f"reading offsets of group {group}")
         except BrokerUnavailable as error:
             raise BrokerUnavailable(f"{error}; {hanging_transactions.open_on_offsets(kafka, group)}") from error
 

@@ -7,6 +7,7 @@ state, with the remedy, and never guesses a position.
 import logging
 import time
 from collections.abc import Collection, Generator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 
 from rollstream.consumers.grouping.config import GrouperConfig
@@ -21,7 +22,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.skipping_reader import records_between
@@ -47,6 +48,11 @@ class RestoreProgress:
     seconds: float = 0.0
 
 
+def reader_of_restores(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Reader:
+    """Return a reader for restores, one after the other: each client takes tens of milliseconds to connect."""
+    return Reader(kafka, fetch_wait_ms=10, group=grouper.group_id(run))
+
+
 class Restoration:
     """Restores the fold of a partition to its last committed transaction."""
 
@@ -59,14 +65,16 @@ class Restoration:
         topic_id: str,
         grouper: GrouperConfig,
         skipped: SkippedRecords,
+        reader: Reader,
     ) -> None:
+        """`reader` is one of `reader_of_restores`, which nothing else uses meanwhile."""
         self.partition = partition
         self.progress = RestoreProgress()
         self.restored: tuple[Fold, JournalPointers] | None = None
         """Fold and journal pointers, set at the end."""
         self._kafka, self._run, self._grouper = kafka, run, grouper
         self._partitions, self._topic_id = partitions, topic_id
-        self._skipped = skipped
+        self._skipped, self._reader = skipped, reader
         self._began = self._told = time.monotonic()
         self._reading = self._read()
 
@@ -94,18 +102,19 @@ class Restoration:
         journal, added = yield from self._read_journal()
         restored = added.state()
         self._check(restored, added)
-        skips = asked_for(self._kafka, self._run, self.partition)
+        skips = asked_for(self._kafka, self._run, self.partition, self._reader)
         left_out = {*restored.hopped, *(offset for offset in skips if offset >= restored.position)}
         self._check_end(restored.position, journal.leader_epoch, left_out)
         fold = Fold(restored, load_plug_ins(self._grouper), skips)
         if fold.replaying:
             self.progress.records_to_read = restored.position - restored.watermark
             again = (restored.watermark, restored.position, left_out)
-            for message in records_between(self._kafka, self._rollouts, self.partition, *again):
-                if message is not None:
-                    fold.replay(records_of(message))
-                    self.progress.records_read += 1
-                yield
+            with closing(self._between(self._rollouts, *again)) as read:
+                for message in read:
+                    if message is not None:
+                        fold.replay(records_of(message))
+                        self.progress.records_read += 1
+                    yield
             fold.resume()
         event(
             logger,
@@ -121,7 +130,9 @@ class Restoration:
         self.restored = fold, journal
 
     def _read_journal(self) -> Generator[None, None, tuple[JournalPointers, JournalAccumulator]]:
-        committed = committed_offsets(self._kafka, self._group, self._rollouts, self._partitions)[self.partition]
+        committed = committed_offsets(self._kafka, self._group, self._rollouts, self._partitions, self._reader)[
+            self.partition
+        ]
         if committed.offset < 0:
             raise StateRefused(
                 f"no offset is committed for {self._where}; a new run is prepared by `rollstream topics apply`, an old "
@@ -131,14 +142,15 @@ class Restoration:
         journal, added = JournalPointers(metadata.journal, metadata.snapshot), JournalAccumulator()
         start, stop = min(metadata.oldest, metadata.snapshot), metadata.journal + 1
         self.progress.journal_to_read = stop - start
-        for message in records_between(self._kafka, topic_name(self._run, "journal"), self.partition, start, stop):
-            if message is not None:
-                record = journal_record(message, self._skipped)
-                if record is not None:
-                    added.add(record)
-                    journal.add_finished_groups(message.offset, record)
-                self.progress.journal_read += 1
-            yield
+        with closing(self._between(topic_name(self._run, "journal"), start, stop)) as read:
+            for message in read:
+                if message is not None:
+                    record = journal_record(message, self._skipped)
+                    if record is not None:
+                        added.add(record)
+                        journal.add_finished_groups(message.offset, record)
+                    self.progress.journal_read += 1
+                yield
         journal.leader_epoch = -1 if added.last is None else added.last.leader_epoch
         if added.last is not None and added.last.position != committed.offset:
             raise StateRefused(
@@ -167,18 +179,25 @@ class Restoration:
 
     def _check_end(self, position: int, leader_epoch: int, left_out: Collection[int]) -> None:
         """Refuse a log that was truncated below the read position: records written there since would never be read."""
-        begin, end = topic_admin.bounds(self._kafka, self._rollouts, [self.partition])[self.partition]
+        begin, end = self._reader.bounds(self._rollouts, [self.partition])[self.partition]
         if leader_epoch < 0 or not begin < position <= end:
             return
-        last = (position - 1, position, left_out)
-        read = records_between(self._kafka, self._rollouts, self.partition, *last, wait=False)
-        latest = next((message for message in read if message is not None), None)
+        with closing(self._between(self._rollouts, position - 1, position, left_out, wait=False)) as read:
+            latest = next((message for message in read if message is not None), None)
         if latest is None or latest.leader_epoch in (None, leader_epoch):
             return
         raise StateRefused(
             f"{self._rollouts}[{self.partition}] was cut off before offset {position} and written again since it was "
             f"read (leader epoch {latest.leader_epoch}, {leader_epoch} when it was read); what is new there would "
             f"never be read: restore the topic, or start a new run"
+        )
+
+    def _between(
+        self, topic: str, start: int, stop: int, left_out: Collection[int] = (), *, wait: bool = True
+    ) -> Generator[KafkaRecord | None]:
+        """Yield the records of the partition of a topic as `records_between` does."""
+        return records_between(
+            self._kafka, topic, self.partition, start, stop, left_out, wait=wait, reader=self._reader
         )
 
     @property

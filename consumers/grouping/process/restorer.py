@@ -4,11 +4,12 @@ from collections.abc import Collection, Iterable
 
 from rollstream.consumers.grouping.config import GrouperConfig, largest_batch_bytes
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
-from rollstream.consumers.grouping.process.restoration import Restoration, RestoreProgress
+from rollstream.consumers.grouping.process.restoration import Restoration, RestoreProgress, reader_of_restores
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 
 
@@ -26,6 +27,7 @@ class Restorer:
         self.waiting: set[int] = set()
         """Partitions to restore, with the one of the restore in progress."""
         self._restoration: Restoration | None = None
+        self._reader: Reader | None = None
 
     @property
     def restoring(self) -> bool:
@@ -44,13 +46,25 @@ class Restorer:
     def withdraw(self, partitions: Collection[int] | None = None) -> None:
         """Restore these partitions no more; None stands for all."""
         self.waiting.difference_update(list(self.waiting) if partitions is None else partitions)
-        self.stop(partitions)
+        if self._restoration is not None and self._restoration.partition not in self.waiting:
+            self._stop()
+        if not self.waiting:
+            self._close_reader()
 
-    def stop(self, partitions: Collection[int] | None = None) -> None:
-        """Stop the restore in progress if it is of one of these partitions; None stands for all."""
-        if self._restoration is not None and (partitions is None or self._restoration.partition in partitions):
+    def close(self) -> None:
+        """Stop the restore in progress."""
+        self._stop()
+        self._close_reader()
+
+    def _stop(self) -> None:
+        if self._restoration is not None:
             self._restoration.close()
             self._restoration = None
+
+    def _close_reader(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
+            self._reader = None
 
     def check_partitions(self) -> None:
         """Raise StateRefused if a partition was added to the topic since the process started."""
@@ -63,8 +77,17 @@ class Restorer:
 
     def begin(self) -> None:
         """Begin to restore the first partition that waits."""
+        if self._reader is None:
+            self._reader = reader_of_restores(self._kafka, self._run, self._grouper)
         self._restoration = Restoration(
-            self._kafka, self._run, min(self.waiting), self._partitions, self._topic_id, self._grouper, self._skipped
+            self._kafka,
+            self._run,
+            min(self.waiting),
+            self._partitions,
+            self._topic_id,
+            self._grouper,
+            self._skipped,
+            self._reader,
         )
 
     def step(self, for_s: float) -> GroupingTask | None:

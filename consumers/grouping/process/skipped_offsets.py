@@ -16,7 +16,7 @@ from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError, StateRefused, TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -31,9 +31,12 @@ OFFSETS_LIMIT = 100_000
 """Largest number of offsets in one request: each is a drop in the journal."""
 
 
-def asked_for(kafka: KafkaConfig, run: str, partition: int) -> dict[int, OffsetSkip]:
-    """Return the offsets of a partition of `rollouts` that are to be left out unread, with the reasons."""
-    return requests_of(kafka, run).get(partition, {})
+def asked_for(kafka: KafkaConfig, run: str, partition: int, reader: Reader | None = None) -> dict[int, OffsetSkip]:
+    """Return the offsets of a partition of `rollouts` that are to be left out unread, with the reasons.
+
+    An existing `reader` may be passed.
+    """
+    return requests_of(kafka, run, reader).get(partition, {})
 
 
 def never_fetched(kafka: KafkaConfig, run: str, *, ahead: bool = True) -> dict[int, set[int]]:
@@ -59,10 +62,10 @@ def never_fetched(kafka: KafkaConfig, run: str, *, ahead: bool = True) -> dict[i
     return left_out
 
 
-def requests_of(kafka: KafkaConfig, run: str) -> dict[int, dict[int, OffsetSkip]]:
-    """Return the requests on `control`, by partition and offset."""
+def requests_of(kafka: KafkaConfig, run: str, reader: Reader | None = None) -> dict[int, dict[int, OffsetSkip]]:
+    """Return the requests on `control`, by partition and offset. An existing `reader` may be passed."""
     requests: dict[int, dict[int, OffsetSkip]] = {}
-    for message in read_to_end(kafka, topic_name(run, "control")):
+    for message in read_to_end(kafka, topic_name(run, "control"), reader=reader):
         for partition, skips in note_request(message).items():
             requests.setdefault(partition, {}).update(skips)
     return requests

@@ -110,7 +110,7 @@ class TaskManager:
 
     def close(self) -> None:
         """Stop the restore and the approaches in progress."""
-        self._restorer.stop()
+        self._restorer.close()
         self._stop_approaching()
 
     def _ownership_lost(self, error: OwnershipLost) -> None:

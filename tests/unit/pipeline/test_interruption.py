@@ -97,6 +97,7 @@ STARTED = """
 import os, signal, time
 from multiprocessing import util
 spawn = util.spawnv_passfds
+interruption.GRACE_S = 60.0  # A busy machine may take longer to start a process than a command may to end.
 
 def interrupted(path, words, passed):
     child = spawn(path, words, passed)
