@@ -79,7 +79,7 @@ class RunObserver:
         log: ObservedLog | None = None,
         step_patience_s: float = STEP_PATIENCE_S,
     ) -> None:
-        """`keep` bounds how many of the newest rollouts are remembered, for observers that run for days. `logged` is
+        """At least `keep` of the newest rollouts are remembered, and at most twice as many; None is all. `logged` is
         whether each skipped record is logged. `labeling_group` is the full name of the labelers' consumer group, for
         counts of what waits for labels. `log` holds the records of the run elsewhere than on its topics.
         `step_patience_s` is the time without a step after which it may count as stalled."""
@@ -253,4 +253,6 @@ class RunObserver:
                 self.skipped.skip(message, f"reward is {record.reward:g}, exact match {exact:g}")
                 return
             insort(self.scored, ScoredRollout(*place, record.reward, exact))
+            if self._keep is not None and len(self.scored) > 2 * self._keep:
+                del self.scored[: -self._keep]
             self._statistics.rollout(place[0], record.highest_version, record.reward, exact)

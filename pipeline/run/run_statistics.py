@@ -30,6 +30,8 @@ _KEPT_S = 6 * WINDOW_S
 _NO_TIME_S = 1e11
 """Later times are ignored as invalid: the year 5138."""
 _STEP_TIMES = 21
+_MOST_SPANS = 4096
+_MOST_BATCHES = 10_000
 POINTS = 36
 """Maximum number of points of a curve."""
 
@@ -125,8 +127,43 @@ class Rate:
         return sum(within) / min(WINDOW_S, end - min(self._seconds))
 
 
+class OutcomeCurve:
+    """Sums of rollouts, rewards and exact matches over time, in a bounded number of spans of equal length."""
+
+    def __init__(self) -> None:
+        self._span_s = 1
+        self._spans: dict[int, list[float]] = {}
+
+    def add(self, at_ms: int, reward: float, exact: float) -> None:
+        """Add a rollout."""
+        sums = self._spans.setdefault(at_ms // 1000 // self._span_s, [0.0, 0.0, 0.0])
+        for i, value in enumerate((1.0, reward, exact)):
+            sums[i] += value
+        if len(self._spans) > _MOST_SPANS:
+            self._widen()
+
+    def _widen(self) -> None:
+        spans, self._spans = self._spans, {}
+        self._span_s *= 2
+        for number, sums in spans.items():
+            wider = self._spans.setdefault(number // 2, [0.0, 0.0, 0.0])
+            wider[:] = map(sum, zip(wider, sums, strict=True))
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts so far."""
+        return int(sum(sums[0] for sums in self._spans.values()))
+
+    def means(self, points: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Mean rewards and exact matches at no more than so many points, in order of time."""
+        spans = [sums for _number, sums in sorted(self._spans.items())]
+        size = -(-len(spans) // points) or 1
+        bins = [[sum(column) for column in zip(*spans[i : i + size], strict=True)] for i in range(0, len(spans), size)]
+        return tuple(b[1] / b[0] for b in bins), tuple(b[2] / b[0] for b in bins)
+
+
 class RunStatistics:
-    """Accumulates the statistics of a run, record by record."""
+    """Accumulates the statistics of a run, record by record, in memory that is bounded however long the run is."""
 
     def __init__(self, run: str) -> None:
         self._run = run
@@ -140,14 +177,15 @@ class RunStatistics:
         self._batches = 0
         self._entries: dict[str, BatchIndexEntry] = {}
         self._early: dict[str, list[tuple[int, BatchUse]]] = {}
-        self._begun: dict[str, BatchIndexEntry] = {}
+        self._begun: dict[str, int] = {}
+        """Lowest version of batches of which a step has taken rows; of the newest `_MOST_BATCHES`."""
         self._steps: dict[str, LearnerStep] = {}
         self._version: dict[str, int] = {}
         self._manifest: PolicyManifest | None = None
         self._sampled = -1
         self._staleness: Counter[int] = Counter()
         self._rates = {name: Rate() for name in ("rollouts", "read", "batches", "steps", "policies")}
-        self._seconds: dict[int, list[float]] = {}
+        self._curve = OutcomeCurve()
         self._versions: dict[int, tuple[int, float]] = {}
         self._newest_ms: dict[str, int] = {}
         self._step_times_ms: deque[int] = deque(maxlen=_STEP_TIMES)
@@ -168,9 +206,7 @@ class RunStatistics:
         self._sampled = max(self._sampled, version)
         count, total = self._versions.get(version, (0, 0.0))
         self._versions[version] = (count + 1, total + reward)
-        sums = self._seconds.setdefault(at_ms // 1000, [0.0, 0.0, 0.0])
-        for i, value in enumerate((1.0, reward, exact)):
-            sums[i] += value
+        self._curve.add(at_ms, reward, exact)
 
     @property
     def batches(self) -> int:
@@ -227,9 +263,9 @@ class RunStatistics:
         self._rates["batches"].add(at_ms)
         self._batches += 1
         if entry.batch_id in self._early:
-            self._begun[entry.batch_id] = entry
+            self._begun[entry.batch_id] = entry.lowest_version
             for version, use in self._early.pop(entry.batch_id):
-                self._met(version, use, entry)
+                self._met(version, use, entry.lowest_version)
         else:
             self._entries[entry.batch_id] = entry
 
@@ -241,13 +277,16 @@ class RunStatistics:
             return
         version = self._version.get(step.learner, step.policy_version - 1)
         for use in step.uses:
-            entry = self._entries.pop(use.batch_id, None) or self._begun.get(use.batch_id)
-            if entry is not None and (use.row_numbers or step.stream_time_ms >= 0):
-                self._begun[use.batch_id] = entry  # Other rows of it are used later, or the same rows again.
-            if entry is None:
+            entry = self._entries.pop(use.batch_id, None)
+            lowest = self._begun.get(use.batch_id) if entry is None else entry.lowest_version
+            if lowest is None:
                 self._early.setdefault(use.batch_id, []).append((version, use))
-            else:
-                self._met(version, use, entry)
+                continue
+            if use.row_numbers or step.stream_time_ms >= 0:
+                self._begun[use.batch_id] = lowest  # Other rows of it are used later, or the same rows again.
+            self._met(version, use, lowest)
+        _drop_oldest(self._begun)
+        _drop_oldest(self._early)
         if step.step > 0:
             self._rates["steps"].add(at_ms)
         if step.params_digest:  # Else it only puts skips on record.
@@ -264,9 +303,9 @@ class RunStatistics:
         if self._manifest is None or manifest.version >= self._manifest.version:
             self._manifest = manifest
 
-    def _met(self, version: int, use: BatchUse, entry: BatchIndexEntry) -> None:
+    def _met(self, version: int, use: BatchUse, lowest_version: int) -> None:
         if use.use == "trained":
-            self._staleness[max(0, version - entry.lowest_version)] += use.rows
+            self._staleness[max(0, version - lowest_version)] += use.rows
 
     def _note(self, what: str, at_ms: int) -> None:
         if 0 < at_ms < _NO_TIME_S * 1000:
@@ -318,13 +357,13 @@ class RunStatistics:
         unread, in_flight = (sum(map(len, offsets.values())) for offsets in (self._ahead, self._unfinished))
         created = 0.0 if self._manifest is None else self._manifest.created
         published_ms = int(created * 1000) if 0 < created < _NO_TIME_S else 0
-        rewards, exacts = self._curves()
+        rewards, exacts = self._curve.means(POINTS)
         snapshot = RunSnapshot(
             run=self._run,
             seconds=(self._last_ms - self._first_ms) / 1000,
             quiet_s=quiet_s,
             produced=fates.total() + in_flight + unread,
-            rollouts=int(sum(sums[0] for sums in self._seconds.values())),
+            rollouts=self._curve.rollouts,
             batches=self._batches,
             trained=sum(step.trained_total for step in self._steps.values()),
             skipped=sum(step.skipped_total for step in self._steps.values()),
@@ -351,10 +390,7 @@ class RunStatistics:
         snapshot.place(fates)
         return snapshot
 
-    def _curves(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        seconds = [sums for _second, sums in sorted(self._seconds.items())]
-        size = -(-len(seconds) // POINTS) or 1
-        bins = [
-            [sum(column) for column in zip(*seconds[i : i + size], strict=True)] for i in range(0, len(seconds), size)
-        ]
-        return tuple(b[1] / b[0] for b in bins), tuple(b[2] / b[0] for b in bins)
+
+def _drop_oldest(by_batch: dict[str, Any]) -> None:
+    while len(by_batch) > _MOST_BATCHES:
+        del by_batch[next(iter(by_batch))]

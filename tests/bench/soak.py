@@ -37,7 +37,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMemory:
-    """Resident memory of the processes of a role."""
+    """Resident memory of the processes of a role, without pages of files."""
 
     role: str
     seconds: tuple[float, ...]
@@ -127,11 +127,17 @@ def _sampled(processes: Mapping[str, Sequence[psutil.Process]], seconds: float) 
         times.append(now)
         for role in ROLES:
             try:
-                sizes[role].append(sum(process.memory_info().rss for process in processes[role]))
+                sizes[role].append(sum(map(own_bytes, processes[role])))
             except psutil.NoSuchProcess as gone:
                 raise RuntimeError(f"a process of {role} ended after {now:.0f} s") from gone
         time.sleep(max(0.2, seconds / _MOST_SAMPLES))
     return [RoleMemory(role=role, seconds=tuple(times), sizes_bytes=tuple(sizes[role])) for role in ROLES]
+
+
+def own_bytes(process: psutil.Process) -> int:
+    """Resident memory without pages of files, which the system takes back: the page maps its index."""
+    memory = process.memory_info()
+    return int(memory.rss - getattr(memory, "shared", 0))
 
 
 @contextmanager
