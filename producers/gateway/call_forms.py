@@ -93,23 +93,18 @@ def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequ
 
 def server_request(
     request: AgentRequest,
-    known: CallSequences,
     *,
     model: str,
     temperature: float,
     sampling: Literal["run", "agent"],
-    continues: bool,
 ) -> dict[str, Any]:
-    """Return the body for the inference server; `continues` if it takes the tokens of the turn before."""
+    """Return the body for an inference server of any kind."""
     body = dict(request.body)
     body["model"] = model
     body["return_token_ids"] = True
     if request.route == "chat/completions":
         body["logprobs"] = True
         body.setdefault("top_logprobs", 0)
-        previous = _previous_turn(request.messages, known) if continues else None
-        if previous is not None:
-            body["previous_turn"] = previous
     else:
         body["logprobs"] = max(1, int(body.get("logprobs") or 0))
     if sampling == "run":
@@ -119,7 +114,7 @@ def server_request(
     return body
 
 
-def _previous_turn(messages: Sequence[ChatMessage], known: CallSequences) -> dict[str, Any] | None:
+def previous_turn(messages: Sequence[ChatMessage], known: CallSequences) -> dict[str, Any] | None:
     """Return the tokens of the call whose conversation and answer the messages continue, if one is known."""
     answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:

@@ -9,6 +9,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -18,6 +19,7 @@ from rollstream.producers.gateway.call_forms import (
     AgentRequest,
     agent_answer,
     call_answers,
+    previous_turn,
     recorded_sampling,
     server_request,
     with_prompt,
@@ -132,7 +134,8 @@ class CallCapture:
         body.pop("stream", None)
         body.pop("stream_options", None)
         began = time.time()
-        answer = await self._upstream.call(session.name, f"/{request.route}", body)
+        turn = partial(previous_turn, request.messages, session.sequences)
+        answer = await self._upstream.call(session.name, f"/{request.route}", body, turn)
         return await self._record(
             session,
             request,
@@ -161,7 +164,8 @@ class CallCapture:
             uid, began, url = _uid(request), time.time(), ""
             whole = StreamedAnswer(chat=chat)
             held: list[dict[str, Any]] = []
-            async for source, data in self._upstream.stream(session.name, f"/{request.route}", body):
+            turn = partial(previous_turn, request.messages, session.sequences)
+            async for source, data in self._upstream.stream(session.name, f"/{request.route}", body, turn):
                 url = source
                 if data == DONE:
                     break
@@ -207,11 +211,9 @@ class CallCapture:
     def _server_body(self, session: CapturedSession, request: AgentRequest) -> dict[str, Any]:
         body = server_request(
             request,
-            session.sequences,
             model=self._upstream.model,
             temperature=self._rules.temperature,
             sampling=self._rules.sampling,
-            continues=self._upstream.continues(session.name),
         )
         if self._rules.seed is not None and body.get("seed") is None:
             body["seed"] = row_seed(self._rules.seed, session.episode, self._sent[session.name]) >> 1

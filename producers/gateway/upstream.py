@@ -7,7 +7,7 @@ has come, a failed request is sent again within the time for it; after that it i
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -28,6 +28,9 @@ _LONGEST_PAUSE_S = 2.0
 _LOOK_S = 5.0
 _REST_S = 1.0
 """Time for which a server that failed is asked last."""
+
+
+PreviousTurn = Callable[[], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -69,10 +72,6 @@ class Upstream:
         if self._http:
             await self._http.close()
 
-    def continues(self, session: str) -> bool:
-        """Whether the session's server takes the tokens of a conversation's last turn, as ours does."""
-        return self._continues.get(self._ranked(session)[0], False)
-
     async def version(self) -> int:
         """Return the newest policy version that any server has named, -1 if none has. A server that is down says
         nothing."""
@@ -83,9 +82,13 @@ class Upstream:
         assert self._http, "used outside its context manager"
         try:
             async with self._http.get(f"{url}/models", timeout=aiohttp.ClientTimeout(total=_LOOK_S)) as response:
+                if response.status in _RETRIED_STATUS:
+                    return
                 body = await response.json(content_type=None)
-        except (aiohttp.ClientError, TimeoutError, ValueError, RecursionError):
+        except (aiohttp.ClientConnectionError, TimeoutError):
             return
+        except (aiohttp.ClientError, ValueError, RecursionError):
+            body = None
         listed = body.get("data") if isinstance(body, dict) else None
         models = [m for m in listed if isinstance(m, dict)] if isinstance(listed, list) else []
         self._continues[url] = any(model.get("owned_by") == "rollstream" for model in models)
@@ -95,9 +98,12 @@ class Upstream:
         """Note a policy version that sampled."""
         self.newest_version = max(self.newest_version, version)
 
-    async def call(self, session: str, path: str, body: dict[str, Any]) -> UpstreamAnswer:
-        """Return the answer to a request. Raises InferenceUnavailable after the deadline, UpstreamRefused."""
-        async with self._response(session, path, body) as (url, response):
+    async def call(
+        self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
+    ) -> UpstreamAnswer:
+        """Return the answer to a request; a server that takes the tokens of a conversation's last turn, as ours does,
+        gets those that `turn` returns. Raises InferenceUnavailable after the deadline, UpstreamRefused."""
+        async with self._response(session, path, body, turn) as (url, response):
             try:
                 answer = decode(await response.read())
             except (aiohttp.ClientError, ValueError, RecursionError) as error:
@@ -106,9 +112,11 @@ class Upstream:
             raise InferenceUnavailable(f"{url} answered a JSON {type(answer).__name__} where an object belongs")
         return UpstreamAnswer(url, answer)
 
-    async def stream(self, session: str, path: str, body: dict[str, Any]) -> AsyncIterator[tuple[str, str]]:
+    async def stream(
+        self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
+    ) -> AsyncIterator[tuple[str, str]]:
         """Yield the server's URL and the data of each event of a streamed answer. Raises as `call` does."""
-        async with self._response(session, path, body) as (url, response):
+        async with self._response(session, path, body, turn) as (url, response):
             lines = EventLines()
             try:
                 async for data in response.content.iter_any():
@@ -119,17 +127,17 @@ class Upstream:
 
     @asynccontextmanager
     async def _response(
-        self, session: str, path: str, body: dict[str, Any]
+        self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn
     ) -> AsyncIterator[tuple[str, aiohttp.ClientResponse]]:
         assert self._http, "used outside its context manager"
-        data = encode(body)
         headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
         deadline = time.monotonic() + self._timeout_s
         pause_s, cause = _FIRST_PAUSE_S, "none was asked"
-        while (left_s := deadline - time.monotonic()) > 0:
+        while time.monotonic() < deadline:
             url = self._ranked(session)[0]
             try:
-                timeout = aiohttp.ClientTimeout(total=left_s)
+                data = encode(await self._body_for(url, body, turn))
+                timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
                 async with self._http.post(url + path, data=data, headers=headers, timeout=timeout) as answer:
                     if answer.status == 200:
                         yield url, answer
@@ -147,6 +155,16 @@ class Upstream:
             f"no answer from {', '.join(self._urls)} within {self._timeout_s:g} s ({cause}); is the inference server "
             "up, and are weights published?"
         )
+
+    async def _body_for(self, url: str, body: dict[str, Any], turn: PreviousTurn) -> dict[str, Any]:
+        """Return the body for a server. Raises TimeoutError if it is not known what the server takes and it does not
+        say: without its last turn a conversation is tokenised anew, and may split in two."""
+        if url not in self._continues:
+            await self._look(url)
+            if url not in self._continues:
+                raise TimeoutError(f"{url}/models gave no answer")
+        previous = turn() if self._continues[url] else None
+        return body if previous is None else {**body, "previous_turn": previous}
 
     def _ranked(self, session: str) -> list[str]:
         """Return the servers, those that rest last, each session's in an order of its own (rendezvous hashing)."""

@@ -18,6 +18,7 @@ from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout
 from rollstream.topics.validation import problems
 from tests.support.gateways import calls_of, records
+from tests.support.http_front import BUSY, http_front
 from tests.support.producing import ScriptedGenerator, serving
 from tests.support.waiting import eventually
 
@@ -35,9 +36,12 @@ def stamp(member: int) -> EpisodeStamp:
     )
 
 
-def test_episodes_played_over_http_become_rollouts(kafka: KafkaConfig, run_name: str, server: str) -> None:
-    async def play() -> tuple[list[Rollout], list[int]]:
-        worker = WorkerConfig(inference_urls=(server,), temperature=0.5, request_timeout_s=60.0)
+@pytest.mark.parametrize("looks_refused", [0, 2])
+def test_episodes_played_over_http_become_rollouts(
+    kafka: KafkaConfig, run_name: str, server: str, looks_refused: int
+) -> None:
+    async def play(url: str) -> tuple[list[Rollout], list[int]]:
+        worker = WorkerConfig(inference_urls=(url,), temperature=0.5, request_timeout_s=60.0)
         rollouts, tokens = [], []
         with PolicyFollower(kafka, run_name) as policies, RolloutProducer(kafka, run_name) as producer:
             async with WorkerCapture(kafka, run_name, worker, author="w.1", policies=policies) as capture:
@@ -69,7 +73,11 @@ def test_episodes_played_over_http_become_rollouts(kafka: KafkaConfig, run_name:
                 await capture.open(stamp(2))  # a worker that is killed leaves it open
         return rollouts, tokens
 
-    (rollout,), tokens = asyncio.run(play())
+    with http_front(server) as front:
+        # What the server takes is unknown at the worker's start, and at its first request.
+        front.faults["GET"].extend([BUSY] * looks_refused)
+        (rollout,), tokens = asyncio.run(play(f"{front.url}/v1"))
+        assert front.struck["GET", BUSY] == looks_refused
     assert problems(rollout) == []
     assert (rollout.uid, rollout.reward, rollout.reward_components) == ("w.1.0.0", 0.5, {"exact": 1.0})
     assert rollout.tokens.tolist() == tokens, "one sequence: the second turn continued the first from its tokens"

@@ -16,7 +16,7 @@ from rollstream.pipeline.ui.server.access import host_of
 from rollstream.pipeline.ui.server.answers import UnusableParameter
 from rollstream.pipeline.ui.server.api import rollout_filter
 from rollstream.producers.episodes.call_sequences import CallSequences
-from rollstream.producers.gateway.call_forms import ROUTES, parse_request, server_request
+from rollstream.producers.gateway.call_forms import ROUTES, parse_request, previous_turn, server_request
 from rollstream.producers.gateway.streamed_answers import EventLines, StreamedAnswer, event_of
 from rollstream.producers.inference.answers import samples_of
 from rollstream.producers.inference.chat.conversations import ConversationMemory
@@ -131,13 +131,12 @@ def _passed_on(hostile: HostileInput, body: Any) -> object:
     assert len(request.messages) >= 0
     assert request.streamed in (True, False)
     assert request.wants_usage in (True, False)
+    previous_turn(request.messages, CallSequences())
     return server_request(
         request,
-        CallSequences(),
         model="m",
         temperature=1.0,
         sampling=hostile.random.choice(("run", "agent")),
-        continues=True,
     )
 
 
