@@ -89,7 +89,8 @@ def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun
     # It writes on, beyond what hangs, until it is started again.
     run.send(rollout("before", member, uid=f"again-{member}", policy_version=1) for member in range(4))
     run.publish_version(1)
-    eventually(lambda: end_of(run, place) > start + 3, 60, "it writes on")
+    # A journal record and its marker at least: one transaction may take all that was sent.
+    eventually(lambda: end_of(run, place) >= start + 3, 60, "it writes on")
     stop(process)
     hang_offsets(run.kafka, group, rollouts, place, topic_admin.partitions_of(run.kafka, hanging_transactions.OFFSETS))
 

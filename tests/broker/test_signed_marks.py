@@ -9,6 +9,7 @@ from pathlib import Path
 from confluent_kafka import Producer
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.process.mark_writer import drain
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
@@ -121,13 +122,13 @@ def test_forged_records_are_dropped_by_a_run_with_keys_and_its_own_tools_are_obe
     assert (in_force["estimator"], in_force["mark_keys"], in_force["environment_keys"]) == ("rloo", 1, ["env"])
     assert (in_force["generation"], in_force["before"]) == (1, 1)
     assert list(in_force["changed"]) == ["exclude_environments"]
-    text = "generation 1, core 7, estimator rloo, marks signed, signed environments env, changed exclude_environments"
+    text = f"generation 1, core {CORE_VERSION}, estimator rloo, marks signed, signed environments env"
     assert text[:70] in said(run, "top", "--once").stdout
     [late, early] = [
         json.loads(said(run, "lineage", "--rollout", uid, "--json").stdout)[0] for uid in ("late-0", "x0-0")
     ]
     assert late["children"][-1] == {
-        "kind": "configuration", "name": "of generation 1", "core": "7", "estimator": "rloo", "marks": "signed",
-        "signed environments": "env", "changed": "exclude_environments",
+        "kind": "configuration", "name": "of generation 1", "core": str(CORE_VERSION), "estimator": "rloo",
+        "marks": "signed", "signed environments": "env", "changed": "exclude_environments",
     }  # fmt: skip
     assert early["children"][-1]["name"] == "of generation 0"
