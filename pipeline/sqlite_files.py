@@ -10,7 +10,8 @@ from pathlib import Path
 from rollstream.topics.errors import ConfigurationError
 
 _OLDEST_SQLITE = (3, 35, 0)
-_CACHE_KIB = 64 * 1024
+_READER_CACHE_BYTES = 64 * 2**20
+_WRITER_CACHE_BYTES = 256 * 2**20
 _CHECKPOINT_PAGES = 16 * 1024
 """Pages in the write-ahead log before they are copied: rows of one transaction lie in many places of the indexes."""
 _META = "create table meta (name text primary key, value text not null) without rowid;"
@@ -42,6 +43,11 @@ def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Conn
     return connection
 
 
+def limit_cache(connection: sqlite3.Connection, size_bytes: int) -> None:
+    """Keep at most so much of a file in the memory of a connection."""
+    connection.execute(f"pragma cache_size = -{size_bytes // 1024}")
+
+
 def remove(path: Path) -> None:
     """Delete a file with those that SQLite keeps beside it."""
     for name in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
@@ -52,7 +58,7 @@ def reader(path: Path) -> sqlite3.Connection:
     """A connection that cannot write."""
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60.0, check_same_thread=False)
     connection.execute("pragma query_only = on")
-    connection.execute(f"pragma cache_size = -{_CACHE_KIB}")
+    limit_cache(connection, _READER_CACHE_BYTES)
     connection.execute(f"pragma mmap_size = {8 * 1024**3}")
     return connection
 
@@ -68,7 +74,7 @@ def _opened(path: Path) -> sqlite3.Connection:
     # Transactions that a crash of the machine loses are read from the log again.
     connection.execute("pragma synchronous = normal")
     connection.execute(f"pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}")
-    connection.execute(f"pragma cache_size = -{4 * _CACHE_KIB}")
+    limit_cache(connection, _WRITER_CACHE_BYTES)
     connection.execute("pragma temp_store = memory")
     return connection
 

@@ -24,7 +24,13 @@ class UiConfig:
     names: tuple[str, ...] = ()
     """Names of hosts by which browsers may reach it beside addresses and localhost, such as that of a proxy."""
 
+    index_cache_bytes: int = 256 * 2**20
+    """Memory for the index that the page fills, which has about a kilobyte for each rollout: once it is larger than
+    this, more is read from the disk."""
+
     def __post_init__(self) -> None:
+        if self.index_cache_bytes < 2**20:
+            raise ConfigurationError(f"ui.index_cache_bytes is {self.index_cache_bytes}; it must be at least 1048576")
         if not OFF <= self.port < 1 << 16:
             raise ConfigurationError(f"ui.port is {self.port}; it must be a port, 0 for a free one, or -1 for none")
         if not self.host:

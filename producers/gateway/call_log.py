@@ -33,8 +33,6 @@ V = TypeVar("V")
 CallRecord = ModelCall | SessionEvent
 _POLL_S = 0.1
 _CLOSE_S = 10.0
-_KEEP_FINISHED = 10_000
-"""Finished sessions of a partition whose rewards and ends may be repeated; older ones are unknown to gateways."""
 _ALONE_AFTER_MS = 60_000
 """Append time without a record of another gateway after which there is none."""
 _SELDOM: dict[str, Any] = {"fetch.min.bytes": 1_000_000, "fetch.wait.max.ms": 100}
@@ -139,15 +137,21 @@ class CallLog:
     """Follows `calls` and writes to it; use `start` and `close` in one event loop."""
 
     def __init__(
-        self, kafka: KafkaConfig, run: str, *, author: str, on_read: Callable[[CapturedSession], None]
+        self,
+        kafka: KafkaConfig,
+        run: str,
+        *,
+        author: str,
+        remembered_sessions: int,
+        on_read: Callable[[CapturedSession], None],
     ) -> None:
-        """`author` is the name of the gateway; `on_read` is called in the event loop with each session that a record
-        was read of."""
+        """`author` is the name of the gateway, which remembers so many finished sessions of each partition; `on_read`
+        is called in the event loop with each session that a record was read of."""
         self._kafka, self._author = kafka, author
         self._others_ms = 0
         self.writer = CallWriter(kafka, run)
         self.topic = self.writer.topic
-        self.folds = [PartitionSessions(keep_finished=_KEEP_FINISHED) for _ in range(self.writer.partitions)]
+        self.folds = [PartitionSessions(keep_finished=remembered_sessions) for _ in range(self.writer.partitions)]
         """Sessions of each partition."""
         self.skipped = SkippedRecords("gateway")
         """Records that could not be read."""

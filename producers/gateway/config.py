@@ -36,6 +36,9 @@ class GatewayConfig:
     """Time after which another gateway writes the rollouts that a gateway began to write and did not finish."""
     max_sessions: int = 10_000
     """Most open sessions; beyond, starting one is refused with 429."""
+    remembered_sessions: int = 10_000
+    """Finished sessions that a gateway remembers of each partition, the newest, some 3 KiB each: a reward or an end of
+    theirs may be repeated. Older ones are unknown to it."""
     max_calls: int = 1_000
     """Most calls of one session; beyond, a call is refused and the episode is cancelled."""
     max_group_size: int = 1_024
@@ -51,7 +54,7 @@ class GatewayConfig:
         for name in ("idle_timeout_s", "reward_timeout_s", "takeover_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"gateway.{name} is {getattr(self, name)}; it must be above 0")
-        for name in ("processes", "max_sessions", "max_calls", "max_group_size"):
+        for name in ("processes", "max_sessions", "remembered_sessions", "max_calls", "max_group_size"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"gateway.{name} is {getattr(self, name)}; it must be at least 1")
         if not self.environment:

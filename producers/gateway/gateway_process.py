@@ -53,7 +53,9 @@ async def run_gateway(
             for read in readers:
                 read(session)
 
-        log = CallLog(kafka, run, author=config.replica_id, on_read=on_read)
+        log = CallLog(
+            kafka, run, author=config.replica_id, remembered_sessions=config.remembered_sessions, on_read=on_read
+        )
         stack.push_async_callback(log.close)
         form = RolloutForm(
             logprobs_mode=worker.logprobs_mode, temperature=worker.temperature, assume_version=worker.assume_version

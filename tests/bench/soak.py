@@ -1,8 +1,9 @@
 """`python -m tests.bench.soak`: the memory of every role of a run that goes on for a while; 1 exits where one grows.
 
 The run is a real `rollstream run` of the demo's task with a gateway and its page, beside it an archiver and an agent
-that plays sessions. Memory is flat if the line through the second half of its samples rises by no more than
-`LIMIT_BYTES`, or `LIMIT_SHARE` of its mean where that is more.
+that plays sessions. By settings, roles may remember little, so that they remember all they may before half time. Memory
+is flat if the line through the second half of its samples rises by no more than `LIMIT_BYTES`, or `LIMIT_SHARE` of its
+mean where that is more.
 """
 
 import argparse
@@ -29,6 +30,11 @@ from tests.support.steered_run import VALUES, SteeredRun
 
 ROLES = ("overseer", "group", "learn", "infer", "env", "gateway", "archive", "page", "page index")
 LIMIT_BYTES, LIMIT_SHARE = 8 * 2**20, 0.03
+_SMALL = {
+    "grouping.remembered_bytes": 2**20,
+    "gateway.remembered_sessions": 200,
+    "ui.index_cache_bytes": 8 * 2**20,
+}
 _SECONDS = {"quick": 60.0, "full": 600.0}
 _MOST_SAMPLES = 600
 _GROUP = 4
@@ -93,7 +99,7 @@ def soaked(broker: str, folder: Path, seconds: float) -> tuple[list[RoleMemory],
     Raises RuntimeError if a process ended: another one under its name would begin with little memory.
     """
     ports = {"gateway.port": free_port("127.0.0.1"), "ui.port": free_port("127.0.0.1")}
-    run = SteeredRun(broker, "soak", folder, values=VALUES | ports)
+    run = SteeredRun(broker, "soak", folder, values=VALUES | _SMALL | ports)
     url = f"http://127.0.0.1:{ports['gateway.port']}"
     try:
         run.start()

@@ -137,6 +137,19 @@ def test_a_reward_may_come_late_and_twice(kafka: KafkaConfig, run_name: str, ser
     assert rollout.turns[1].reward == 0.25
 
 
+def test_of_finished_sessions_the_newest_are_remembered(
+    kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path
+) -> None:
+    with gateway(kafka, run_name, server, tmp_path, **{"gateway.remembered_sessions": 2}) as under_test:
+        group = under_test.start_session(group_id="g", group_size=3)["sessions"]
+        rewards = [{"session_id": session["session_id"], "reward": 1} for session in group]
+        for session, reward in zip(group, rewards, strict=True):
+            complete(session, "42>", seed=2)
+            assert under_test.post("/rl/set_reward", reward)[0] == 200
+            assert under_test.post("/rl/end_session", reward)[1]["state"] == "finished"
+        assert [under_test.post("/rl/set_reward", reward)[0] for reward in rewards] == [404, 200, 200]
+
+
 def test_an_invalid_reward_is_a_failure_and_the_rest_of_the_group_is_kept(
     kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path
 ) -> None:

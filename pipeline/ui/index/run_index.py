@@ -45,7 +45,7 @@ class RunIndex(Closing):
     def __init__(self, config: RunConfig, path: Path, source: IndexSource) -> None:
         """Use `RunIndex.open`."""
         self._config, self._path, self._source = config, path, source
-        self._writer = IndexWriter(path, source)
+        self._writer = IndexWriter(path, source, cache_bytes=config.ui.index_cache_bytes)
         self._local = threading.local()
         """Connections of the threads that ask."""
         self._view: RunView | None = None

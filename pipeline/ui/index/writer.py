@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from rollstream.pipeline import sqlite_files
+from rollstream.pipeline.ui.config import UiConfig
 from rollstream.pipeline.ui.index import schema
 from rollstream.pipeline.ui.index.ingest import Ingest
 from rollstream.pipeline.ui.index.log_source import ROLLOUTS, IndexSource
@@ -50,10 +52,18 @@ class _Waiting(NamedTuple):
 class IndexWriter(Closing):
     """The writer of one index."""
 
-    def __init__(self, path: Path, source: IndexSource, *, commit_records: int = _COMMITTED) -> None:
-        """Commits after so many records, or when no more are there. Raises ConfigurationError if SQLite is too old, and
-        as the source does."""
+    def __init__(
+        self,
+        path: Path,
+        source: IndexSource,
+        *,
+        commit_records: int = _COMMITTED,
+        cache_bytes: int = UiConfig.index_cache_bytes,
+    ) -> None:
+        """Commits after so many records, or when no more are there, and keeps so much of the file in memory. Raises
+        ConfigurationError if SQLite is too old, and as the source does."""
         self._path, self._source, self._commit_records = path, source, commit_records
+        self._cache_bytes = cache_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
         self._ingest: Ingest | None = None
@@ -85,7 +95,9 @@ class IndexWriter(Closing):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
-        self._ingest = Ingest(schema.create(self._path, self._source.identity()))
+        db = schema.create(self._path, self._source.identity())
+        sqlite_files.limit_cache(db, self._cache_bytes)
+        self._ingest = Ingest(db)
         self._restart()
         return True
 

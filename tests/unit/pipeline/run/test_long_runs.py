@@ -1,4 +1,4 @@
-"""What watches a run stays small however long the run is, and goes on counting right."""
+"""Observers of a run stay small however long it is, and go on counting right."""
 
 import tracemalloc
 from collections.abc import Mapping
