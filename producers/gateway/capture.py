@@ -7,7 +7,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Collection, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -28,12 +28,11 @@ from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.errors import SessionClosed
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, event_of, events_of
-from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.gateway.upstream import Upstream, labelled
 from rollstream.producers.inference.answers import samples_of
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.json_text import decode, encode
-from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.records import ModelCall, SessionEvent
 
 
@@ -65,9 +64,7 @@ class SessionLog(Protocol):
 class CallCapture:
     """Makes the calls of sessions."""
 
-    def __init__(self, upstream: Upstream, log: SessionLog, rules: CaptureRules, policies: PolicySource) -> None:
-        """`policies` maps the labels of weights to policy versions."""
-        self._policies = policies
+    def __init__(self, upstream: Upstream, log: SessionLog, rules: CaptureRules) -> None:
         self._upstream, self._log, self._rules = upstream, log, rules
         self._delivered: dict[str, set[str]] = {}
         """Calls by session whose answers this process has handed out whole."""
@@ -161,15 +158,15 @@ class CallCapture:
         if call is None:
             self._check_open(session)
             body = {**self._server_body(session, request), "stream": True, "stream_options": {"include_usage": True}}
-            uid, began, url = _uid(request), time.time(), ""
+            uid, began, url, label = _uid(request), time.time(), "", ""
             whole = StreamedAnswer(chat=chat)
             held: list[dict[str, Any]] = []
             turn = partial(previous_turn, request.messages, session.sequences)
-            async for source, data in self._upstream.stream(session.name, f"/{request.route}", body, turn):
-                url = source
-                if data == DONE:
+            async for streamed in self._upstream.stream(session.name, f"/{request.route}", body, turn):
+                url, label = streamed.url, streamed.label
+                if streamed.data == DONE:
                     break
-                part = event_of(data, url)
+                part = event_of(streamed.data, url)
                 whole.add(part)
                 if not part.get("choices") and not usage:
                     continue
@@ -181,7 +178,14 @@ class CallCapture:
             if not whole.complete:
                 raise InferenceRefused(f"{url} ended a stream before the answer was complete")
             call = await self._record(
-                session, request, body, whole.body(), url, began, uid=uid, first_attempt=first_attempt
+                session,
+                request,
+                body,
+                labelled(whole.body(), label),
+                url,
+                began,
+                uid=uid,
+                first_attempt=first_attempt,
             )
             if call.uid == uid:
                 for ready in held:
@@ -193,13 +197,6 @@ class CallCapture:
             yield ready
         self.delivered(session, call)
         yield DONE
-
-    async def _versions(self, labels: Collection[str]) -> dict[str, int]:
-        """Return the policy version of each label, -1 if it is on no record."""
-        versions = self._policies.versions
-        if any(versions.version_of(label) < 0 for label in labels):
-            await asyncio.to_thread(self._policies.read, 0.0)
-        return {label: versions.version_of(label) for label in labels}
 
     def _check_open(self, session: CapturedSession) -> None:
         if session.closed or session.finished or session.ended:
@@ -236,7 +233,7 @@ class CallCapture:
         samples = samples_of(answer, ROUTES[request.route], source=url)
         if not samples:
             raise InferenceRefused(f"{url} answered without a choice")
-        versions = await self._versions({span.label for sample in samples for span in sample.spans})
+        versions = await self._upstream.versions_of({span.label for sample in samples for span in sample.spans})
         self._upstream.note_version(max(versions.values(), default=-1))
         self._check_open(session)
         if known := self.recorded(session, request, first_attempt=first_attempt):

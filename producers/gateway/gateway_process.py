@@ -66,7 +66,11 @@ async def run_gateway(
         stack.push_async_callback(writer.close)
         upstream = await stack.enter_async_context(
             Upstream(
-                worker.inference_urls, model=worker.model, api_key=worker.api_key, timeout_s=worker.request_timeout_s
+                worker.inference_urls,
+                model=worker.model,
+                api_key=worker.api_key,
+                timeout_s=worker.request_timeout_s,
+                policies=policies,
             )
         )
         rules = CaptureRules(
@@ -75,7 +79,7 @@ async def run_gateway(
             max_calls=config.max_calls,
             author=config.replica_id,
         )
-        capture = CallCapture(upstream, SharedLog(log), rules, policies)
+        capture = CallCapture(upstream, SharedLog(log), rules)
         service = SessionService(
             log,
             writer,

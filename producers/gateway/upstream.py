@@ -2,16 +2,19 @@
 
 A session stays with one server while that answers, so that its prefixes stay cached. Until the first byte of an answer
 has come, a failed request is sent again within the time for it; after that it is not.
+
+The answers of vLLM's OpenAI routes do not say which weights sampled. So it is asked for their label before each
+request: that is the version of all tokens of the answer, also where the weights change meanwhile.
 """
 
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import aiohttp
 
@@ -19,13 +22,17 @@ from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.streamed_answers import EventLines
 from rollstream.producers.inference.answers import refusal_of
 from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.inference.requests import LABEL_ROUTES, engine_of
 from rollstream.producers.json_text import decode, encode
+from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.secrets import resolve
 
 _RETRIED_STATUS = {429, 502, 503, 504}
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _LOOK_S = 5.0
+_UNNAMED = "default"
+"""Label of weights to which nobody gave another, in vLLM and SGLang."""
 _REST_S = 1.0
 """Time for which a server that failed is asked last."""
 
@@ -41,11 +48,38 @@ class UpstreamAnswer:
     body: dict[str, Any]
 
 
+class UpstreamEvent(NamedTuple):
+    """The data of one event of a streamed answer."""
+
+    url: str
+    """The server it came from."""
+    label: str
+    """Label of the weights that sample the answer; empty where the answer says so itself."""
+    data: str
+
+
+class _Kind(NamedTuple):
+    continues: bool
+    """Whether the server takes the tokens of a conversation's last turn."""
+    label_route: str
+    """Route that tells the label of its weights, where its answers do not."""
+
+
+def labelled(answer: dict[str, Any], label: str) -> dict[str, Any]:
+    """Return an answer that names the weights that sampled it, as SGLang's do; it wins where it names others."""
+    if not label:
+        return answer
+    return {**answer, "metadata": {"weight_version": label, **(answer.get("metadata") or {})}}
+
+
 class Upstream:
     """Servers of one model; use it as an async context manager."""
 
-    def __init__(self, urls: Sequence[str], *, model: str, api_key: str, timeout_s: float) -> None:
-        """`urls` end in /v1; `timeout_s` bounds a call, retries included. `api_key` may be a reference."""
+    def __init__(
+        self, urls: Sequence[str], *, model: str, api_key: str, timeout_s: float, policies: PolicySource
+    ) -> None:
+        """`urls` end in /v1; `timeout_s` bounds a call, retries included. `api_key` may be a reference; `policies` maps
+        the labels of weights to policy versions."""
         key = resolve("worker.api_key", api_key)
         self.model = model
         self.newest_version = -1
@@ -54,7 +88,8 @@ class Upstream:
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._rests: dict[str, float] = {}
-        self._continues: dict[str, bool] = {}
+        self._kinds: dict[str, _Kind] = {}
+        self._policies = policies
         self._http: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
@@ -79,20 +114,49 @@ class Upstream:
         return self.newest_version
 
     async def _look(self, url: str) -> None:
-        assert self._http, "used outside its context manager"
+        """Note the kind and the policy version of a server that answers."""
         try:
-            async with self._http.get(f"{url}/models", timeout=aiohttp.ClientTimeout(total=_LOOK_S)) as response:
-                if response.status in _RETRIED_STATUS:
-                    return
-                body = await response.json(content_type=None)
-        except (aiohttp.ClientConnectionError, TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                models = await self._json(f"{url}/models")
+                listed = models.get("data")
+                entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+                engine = engine_of(models)
+                version = max((_number(entry.get("policy_version")) for entry in entries), default=-1)
+                if version < 0 and engine in LABEL_ROUTES:
+                    label = await self._label(url, LABEL_ROUTES[engine])
+                    version = (await self.versions_of([label]))[label]
+        except (aiohttp.ClientError, TimeoutError):
             return
-        except (aiohttp.ClientError, ValueError, RecursionError):
-            body = None
-        listed = body.get("data") if isinstance(body, dict) else None
-        models = [m for m in listed if isinstance(m, dict)] if isinstance(listed, list) else []
-        self._continues[url] = any(model.get("owned_by") == "rollstream" for model in models)
-        self.note_version(max((_number(model.get("policy_version")) for model in models), default=-1))
+        self._kinds[url] = _Kind(
+            continues=any(entry.get("owned_by") == "rollstream" for entry in entries),
+            label_route=LABEL_ROUTES[engine] if engine == "vllm" else "",
+        )
+        self.note_version(version)
+
+    async def _json(self, url: str) -> dict[str, Any]:
+        """Return the object that a server answers; empty for any other answer. Raises aiohttp's connection errors, and
+        TimeoutError for a server that is not ready."""
+        assert self._http, "used outside its context manager"
+        async with self._http.get(url) as response:
+            if response.status in _RETRIED_STATUS:
+                raise TimeoutError(f"{url} answered {response.status}")
+            try:
+                body = decode(await response.read()) if response.status == 200 else None
+            except (ValueError, RecursionError):
+                body = None
+        return body if isinstance(body, dict) else {}
+
+    async def _label(self, url: str, route: str) -> str:
+        """Return the label of a server's weights, empty if it names none. Raises as `_json` does."""
+        label = (await self._json(url.removesuffix("/v1") + route)).get("weight_version")
+        return label if isinstance(label, str) and label != _UNNAMED else ""
+
+    async def versions_of(self, labels: Collection[str]) -> dict[str, int]:
+        """Return the policy version of each label, -1 if it is on no record."""
+        versions = self._policies.versions
+        if any(label and versions.version_of(label) < 0 for label in labels):
+            await asyncio.to_thread(self._policies.read, 0.0)
+        return {label: versions.version_of(label) for label in labels}
 
     def note_version(self, version: int) -> None:
         """Note a policy version that sampled."""
@@ -103,32 +167,33 @@ class Upstream:
     ) -> UpstreamAnswer:
         """Return the answer to a request; a server that takes the tokens of a conversation's last turn, as ours does,
         gets those that `turn` returns. Raises InferenceUnavailable after the deadline, UpstreamRefused."""
-        async with self._response(session, path, body, turn) as (url, response):
+        async with self._response(session, path, body, turn) as (url, label, response):
             try:
                 answer = decode(await response.read())
             except (aiohttp.ClientError, ValueError, RecursionError) as error:
                 raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
         if not isinstance(answer, dict):
             raise InferenceUnavailable(f"{url} answered a JSON {type(answer).__name__} where an object belongs")
-        return UpstreamAnswer(url, answer)
+        return UpstreamAnswer(url, labelled(answer, label))
 
     async def stream(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
-    ) -> AsyncIterator[tuple[str, str]]:
-        """Yield the server's URL and the data of each event of a streamed answer. Raises as `call` does."""
-        async with self._response(session, path, body, turn) as (url, response):
+    ) -> AsyncIterator[UpstreamEvent]:
+        """Yield each event of a streamed answer. Raises as `call` does."""
+        async with self._response(session, path, body, turn) as (url, label, response):
             lines = EventLines()
             try:
                 async for data in response.content.iter_any():
                     for event in lines.feed(data):
-                        yield url, event
+                        yield UpstreamEvent(url, label, event)
             except aiohttp.ClientError as error:
                 raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
 
     @asynccontextmanager
     async def _response(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn
-    ) -> AsyncIterator[tuple[str, aiohttp.ClientResponse]]:
+    ) -> AsyncIterator[tuple[str, str, aiohttp.ClientResponse]]:
+        """Server, label of its weights where its answers name none, and answer."""
         assert self._http, "used outside its context manager"
         headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
         deadline = time.monotonic() + self._timeout_s
@@ -136,17 +201,20 @@ class Upstream:
         while time.monotonic() < deadline:
             url = self._ranked(session)[0]
             try:
-                data = encode(await self._body_for(url, body, turn))
+                kind = await self._kind_of(url)
+                previous = turn() if kind.continues else None
+                data = encode(body if previous is None else {**body, "previous_turn": previous})
+                label = await self._label(url, kind.label_route) if kind.label_route else ""
                 timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
                 async with self._http.post(url + path, data=data, headers=headers, timeout=timeout) as answer:
                     if answer.status == 200:
-                        yield url, answer
+                        yield url, label, answer
                         return
                     text = await answer.text()
                     if answer.status not in _RETRIED_STATUS:
                         raise UpstreamRefused(answer.status, text, refusal_of(answer.status, text, source=url))
                     cause = f"{answer.status} {' '.join(text.split())[:500]}"
-            except (aiohttp.ClientConnectionError, TimeoutError) as error:
+            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 cause = str(error) or type(error).__name__
             self._rests[url] = time.monotonic() + _REST_S
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
@@ -156,15 +224,14 @@ class Upstream:
             "up, and are weights published?"
         )
 
-    async def _body_for(self, url: str, body: dict[str, Any], turn: PreviousTurn) -> dict[str, Any]:
-        """Return the body for a server. Raises TimeoutError if it is not known what the server takes and it does not
-        say: without its last turn a conversation is tokenised anew, and may split in two."""
-        if url not in self._continues:
+    async def _kind_of(self, url: str) -> _Kind:
+        """Return the kind of a server. Raises TimeoutError if it is not known and the server does not say: without its
+        last turn a conversation is tokenised anew, and may split in two."""
+        if url not in self._kinds:
             await self._look(url)
-            if url not in self._continues:
+            if url not in self._kinds:
                 raise TimeoutError(f"{url}/models gave no answer")
-        previous = turn() if self._continues[url] else None
-        return body if previous is None else {**body, "previous_turn": previous}
+        return self._kinds[url]
 
     def _ranked(self, session: str) -> list[str]:
         """Return the servers, those that rest last, each session's in an order of its own (rendezvous hashing)."""

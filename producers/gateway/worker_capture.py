@@ -114,7 +114,11 @@ class WorkerCapture:
             self._writer = CallWriter(self._kafka, self._run) if self._recorded else _Unrecorded()
             self._stack.push_async_callback(self._writer.close)
             upstream = Upstream(
-                worker.inference_urls, model=worker.model, api_key=worker.api_key, timeout_s=worker.request_timeout_s
+                worker.inference_urls,
+                model=worker.model,
+                api_key=worker.api_key,
+                timeout_s=worker.request_timeout_s,
+                policies=self.policies,
             )
             await self._stack.enter_async_context(upstream)
             await upstream.version()
@@ -126,7 +130,7 @@ class WorkerCapture:
                 author=self._author,
                 seed=worker.seed,
             )
-            self._capture = CallCapture(upstream, _OwnLog(self._writer), rules, self.policies)
+            self._capture = CallCapture(upstream, _OwnLog(self._writer), rules)
             listener = Listener("capture", _MOST_BODY)
             self._stack.push_async_callback(listener.close)
             calls = CallRoutes(self._capture, self._session_of, self._fail)

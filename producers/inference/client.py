@@ -20,6 +20,7 @@ from rollstream.producers.inference.answers import Sample, refusal_of, samples_o
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.inference.replicas import Replica, ReplicaSet, RetryBudget
 from rollstream.producers.inference.requests import (
+    LABEL_ROUTES,
     EngineName,
     SampleRequest,
     engine_of,
@@ -40,9 +41,6 @@ _NO_SUCH_ROUTE = {403, 404, 405}
 _MISSING_S = 30.0
 """Time until a label that named no version on record is looked for again."""
 _LOOK_S = 5.0
-_LABEL_ROUTES = {"vllm": "/weight_info", "sglang": "/model_info"}
-"""Routes by which engines whose lists of models name no version tell the label of their weights; vLLM's is there in
-development mode."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -262,8 +260,8 @@ class CompletionsClient:
         entries = body.get("data") if isinstance(body.get("data"), list) else []
         versions = [entry.get("policy_version") for entry in entries or () if isinstance(entry, dict)]
         version = max((v for v in versions if isinstance(v, int)), default=UNKNOWN)
-        if version < 0 and replica.engine in _LABEL_ROUTES:
-            version = await self._labelled(replica, _LABEL_ROUTES[replica.engine])
+        if version < 0 and replica.engine in LABEL_ROUTES:
+            version = await self._labelled(replica, LABEL_ROUTES[replica.engine])
         self._replicas.answered(replica, version)
         return version
 

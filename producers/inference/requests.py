@@ -12,6 +12,9 @@ from rollstream.producers.inference.answers import Dialect
 
 EngineName = Literal["rollstream", "vllm", "sglang"]
 ENGINES: tuple[EngineName, ...] = ("rollstream", "vllm", "sglang")
+LABEL_ROUTES: Mapping[EngineName, str] = {"vllm": "/weight_info", "sglang": "/model_info"}
+"""Routes by which engines whose lists of models name no version tell the label of their weights; vLLM's is there in
+development mode."""
 
 
 @dataclass(frozen=True, kw_only=True)

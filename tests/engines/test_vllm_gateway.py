@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,18 @@ import openai
 import pytest
 from aiohttp import web
 
+from rollstream.consumers.models.huggingface import load_config
+from rollstream.consumers.step_writer import StepWriter
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.validation import problems
 from tests.engines.conftest import Vllm
+from tests.engines.vllm_answers import PROMPT, logprobs, original, sample, version_of
 from tests.support.gateways import gateway, records
 from tests.support.producing import serving_http
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 TOOLS: list[Any] = [
@@ -160,3 +165,34 @@ def test_a_session_longer_than_vllms_context_is_a_truncated_episode(
     (rollout,) = records(kafka, run_name)
     assert (rollout.truncated, rollout.reward) == (True, 0.25)
     assert rollout.loss_mask.sum() > 0
+
+
+def test_tokens_carry_the_version_that_a_vllm_that_follows_the_run_had(
+    run: RealRun, served: Vllm, tmp_path: Path
+) -> None:
+    config, parameters = load_config(served.directory), original(served)
+    apply(run.kafka, TopicsConfig(partitions=2, weights_partitions=2), run.name)
+    with (
+        StepWriter(run.kafka, run.name, model=json.dumps(asdict(config))) as trainer,
+        gateway(run.kafka, run.name, served.url, tmp_path) as under_test,
+    ):
+        assert under_test.post("/rl/start_session", {"task_id": "t"})[0] == 503, "nobody has named its weights"
+        run.start("serve-weights", "--url", served.url, serving__dtype="float32")
+        for version, stream in enumerate((False, True)):
+            trainer.publish_version(version_of(parameters, version))
+            eventually(lambda v=version: sample(served).lowest_version == v, 600, f"vLLM to sample with {version}")
+            session = under_test.start_session(group_id=f"g{version}")
+            with openai.OpenAI(base_url=session["base_url"], api_key=session["api_key"], max_retries=0) as client:
+                answer = client.completions.create(model="any", prompt=PROMPT, max_tokens=16, seed=1, stream=stream)
+                assert list(answer)
+            reward = {"session_id": session["session_id"], "reward": 1.0}
+            under_test.post("/rl/set_reward", reward)
+            assert under_test.post("/rl/end_session", reward)[1]["state"] == "finished"
+    rollouts = sorted(records(run.kafka, run.name), key=lambda rollout: rollout.group_id)
+    assert [(r.lowest_version, r.highest_version) for r in rollouts] == [(0, 0), (1, 1)]
+    for version, rollout in enumerate(rollouts):
+        assert problems(rollout) == []
+        assert rollout.policy_version <= version
+        expected = logprobs(rollout.tokens.tolist(), config, version_of(parameters, version))
+        sampled = rollout.loss_mask[1:]
+        np.testing.assert_allclose(expected[sampled], rollout.logprobs[rollout.loss_mask], atol=2e-3)

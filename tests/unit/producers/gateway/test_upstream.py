@@ -1,0 +1,130 @@
+"""Upstreams know the kinds of the servers behind them, and the versions of their weights, before they send a request."""
+
+import asyncio
+import json
+from collections import Counter
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.policy_versions import PolicyVersions
+from rollstream.topics.records import PolicyManifest
+from tests.support.producing import serving_http
+
+TURN = {"prompt_token_ids": [1], "token_ids": [2]}
+
+
+class OnePolicy:
+    """Policies with one version on record, 4, which its digest names, too."""
+
+    def __init__(self) -> None:
+        self.versions = PolicyVersions()
+        self.reads = 0
+
+    def read(self, _wait_s: float) -> PolicyVersions:
+        self.reads += 1
+        manifest = PolicyManifest(
+            version=4, learner="l", step=40, epoch="e", tensors=(), chunks=(), digest="abcd", model="{}"
+        )
+        self.versions.add(manifest)
+        return self.versions
+
+
+class Server:
+    """Answers lists of models, labels and calls; refuses the first requests of some paths as a busy one does."""
+
+    def __init__(self, owner: str, *, label: str | None = None, label_route: str = "", **busy: int) -> None:
+        self.owner, self.label, self.label_route = owner, label, label_route
+        self.busy = busy
+        self.asked = Counter[str]()
+        self.bodies: list[dict[str, Any]] = []
+
+    async def __call__(self, http: web.Request) -> web.Response:
+        name = http.path.rsplit("/", 1)[-1]
+        self.asked[name] += 1
+        if self.asked[name] <= self.busy.get(name, 0):
+            return web.Response(status=503)
+        if http.path == "/v1/models" and self.owner:
+            return web.json_response({"data": [{"id": "m", "owned_by": self.owner}]})
+        if self.label_route and http.path == self.label_route:
+            return web.json_response({"weight_version": self.label})
+        if http.method == "POST":
+            self.bodies.append(await http.json())
+            if self.bodies[-1].get("stream"):
+                return web.Response(text='data: {"choices": []}\n\ndata: [DONE]\n\n')
+            return web.json_response({"choices": []})
+        return web.Response(status=404, text="<html>")
+
+
+def asked(server: Server, *, calls: int = 1, stream: bool = False, timeout_s: float = 60.0) -> tuple[Upstream, Any]:
+    """Make calls through an upstream that has just begun; the upstream, and the last answer or its events."""
+
+    async def ask(url: str) -> tuple[Upstream, Any]:
+        policies = OnePolicy()
+        answer: Any = None
+        async with Upstream([url], model="m", api_key="", timeout_s=timeout_s, policies=policies) as upstream:
+            for _call in range(calls):
+                if stream:
+                    body = {"stream": True}
+                    answer = [event async for event in upstream.stream("s.0", "/chat/completions", body, lambda: TURN)]
+                else:
+                    answer = await upstream.call("s.0", "/chat/completions", {"n": 1}, lambda: TURN)
+            return upstream, answer
+
+    with serving_http(server) as url:
+        return asyncio.run(ask(url))
+
+
+@pytest.mark.parametrize(
+    ("owner", "continues"), [("rollstream", True), ("vllm", False), ("sglang", False), ("somebody", False), ("", False)]
+)
+def test_only_our_servers_get_the_last_turn_and_each_is_asked_once_for_its_kind(owner: str, continues: bool) -> None:
+    server = Server(owner)
+    asked(server, calls=3)
+    assert [body.get("previous_turn") for body in server.bodies] == [TURN if continues else None] * 3
+    assert server.asked["models"] == 1
+
+
+def test_no_request_is_sent_before_the_kind_of_its_server_is_known() -> None:
+    server = Server("rollstream", models=2)
+    asked(server)
+    assert server.asked["models"] == 3
+    assert server.bodies == [{"n": 1, "previous_turn": TURN}]
+    silent = Server("rollstream", models=10**9)
+    with pytest.raises(InferenceUnavailable, match="/models gave no answer"):
+        asked(silent, timeout_s=0.3)
+    assert silent.bodies == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_tokens_of_vllm_are_of_the_weights_in_force_when_they_were_asked_for(stream: bool) -> None:
+    server = Server("vllm", label="4", label_route="/weight_info", weight_info=1)
+    upstream, answer = asked(server, stream=stream)
+    assert upstream.newest_version == 4
+    if stream:
+        assert [(event.label, event.data) for event in answer] == [("4", '{"choices": []}'), ("4", "[DONE]")]
+    else:
+        assert answer.body == {"choices": [], "metadata": {"weight_version": "4"}}
+    assert len(server.bodies) == 1
+
+
+@pytest.mark.parametrize(
+    ("label", "version"), [("4", 4), ("abcd", 4), ("l/40", 4), ("main", -1), ("default", -1), (None, -1)]
+)
+@pytest.mark.parametrize(("owner", "route"), [("vllm", "/weight_info"), ("sglang", "/model_info")])
+def test_the_newest_version_is_that_of_a_label_that_the_run_knows(
+    owner: str, route: str, label: str | None, version: int
+) -> None:
+    upstream, answer = asked(Server(owner, label=label, label_route=route))
+    assert upstream.newest_version == version
+    named = label if owner == "vllm" and label not in (None, "default") else None
+    assert (answer.body.get("metadata") or {}).get("weight_version") == named
+
+
+def test_a_vllm_without_the_route_of_its_label_names_none() -> None:
+    upstream, answer = asked(Server("vllm"), calls=2)
+    assert upstream.newest_version == -1
+    assert json.dumps(answer.body) == '{"choices": []}'
