@@ -4,7 +4,8 @@ A session stays with one server while that answers, so that its prefixes stay ca
 has come, a failed request is sent again within the time for it; after that it is not.
 
 The answers of vLLM's OpenAI routes do not say which weights sampled. So it is asked for their label before each
-request: that is the version of all tokens of the answer, also where the weights change meanwhile.
+request, and waited for while it replaces them: that is the version of all tokens of the answer, also where the weights
+change under it.
 """
 
 import asyncio
@@ -31,6 +32,9 @@ _RETRIED_STATUS = {429, 502, 503, 504}
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _LOOK_S = 5.0
+_PAUSED_S = 5.0
+"""Longest wait for a paused vLLM before another server is asked, where there is one."""
+_PAUSED_ROUTE = "/is_paused"
 _UNNAMED = "default"
 """Label of weights to which nobody gave another, in vLLM and SGLang."""
 _REST_S = 1.0
@@ -151,6 +155,16 @@ class Upstream:
         label = (await self._json(url.removesuffix("/v1") + route)).get("weight_version")
         return label if isinstance(label, str) and label != _UNNAMED else ""
 
+    async def _label_in_force(self, url: str, route: str) -> str:
+        """Return the label of the weights that sample next: a request that waits while they are replaced gets the new
+        ones. Raises TimeoutError while a vLLM stays paused, and as `_json` does."""
+        until = time.monotonic() + _PAUSED_S
+        while (await self._json(url.removesuffix("/v1") + _PAUSED_ROUTE)).get("is_paused") is True:
+            if time.monotonic() >= until:
+                raise TimeoutError(f"{url} is paused")
+            await asyncio.sleep(_FIRST_PAUSE_S)
+        return await self._label(url, route)
+
     async def versions_of(self, labels: Collection[str]) -> dict[str, int]:
         """Return the policy version of each label, -1 if it is on no record."""
         versions = self._policies.versions
@@ -204,7 +218,7 @@ class Upstream:
                 kind = await self._kind_of(url)
                 previous = turn() if kind.continues else None
                 data = encode(body if previous is None else {**body, "previous_turn": previous})
-                label = await self._label(url, kind.label_route) if kind.label_route else ""
+                label = await self._label_in_force(url, kind.label_route) if kind.label_route else ""
                 timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
                 async with self._http.post(url + path, data=data, headers=headers, timeout=timeout) as answer:
                     if answer.status == 200:

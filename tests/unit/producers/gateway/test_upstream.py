@@ -1,4 +1,4 @@
-"""Upstreams know the kinds of the servers behind them, and the versions of their weights, before they send a request."""
+"""Upstreams know the kind of a server, and the version of its weights, before they send it a request."""
 
 import asyncio
 import json
@@ -36,8 +36,11 @@ class OnePolicy:
 class Server:
     """Answers lists of models, labels and calls; refuses the first requests of some paths as a busy one does."""
 
-    def __init__(self, owner: str, *, label: str | None = None, label_route: str = "", **busy: int) -> None:
-        self.owner, self.label, self.label_route = owner, label, label_route
+    def __init__(
+        self, owner: str, *, label: str | None = None, label_route: str = "", paused: int = 0, **busy: int
+    ) -> None:
+        """It is paused for so many looks, and has version 4 from then on."""
+        self.owner, self.label, self.label_route, self.paused = owner, label, label_route, paused
         self.busy = busy
         self.asked = Counter[str]()
         self.bodies: list[dict[str, Any]] = []
@@ -49,6 +52,10 @@ class Server:
             return web.Response(status=503)
         if http.path == "/v1/models" and self.owner:
             return web.json_response({"data": [{"id": "m", "owned_by": self.owner}]})
+        if http.path == "/is_paused" and self.paused:
+            paused = self.asked[name] <= self.paused
+            self.label = self.label if paused else "4"
+            return web.json_response({"is_paused": paused})
         if self.label_route and http.path == self.label_route:
             return web.json_response({"weight_version": self.label})
         if http.method == "POST":
@@ -109,6 +116,17 @@ def test_the_tokens_of_vllm_are_of_the_weights_in_force_when_they_were_asked_for
     else:
         assert answer.body == {"choices": [], "metadata": {"weight_version": "4"}}
     assert len(server.bodies) == 1
+
+
+def test_a_request_that_vllm_would_keep_waiting_has_the_weights_that_sample_it() -> None:
+    server = Server("vllm", label="3", label_route="/weight_info", paused=3)
+    _upstream, answer = asked(server)
+    assert answer.body["metadata"] == {"weight_version": "4"}
+    assert server.asked["is_paused"] == 4
+    drained = Server("vllm", label="3", label_route="/weight_info", paused=10**9)
+    with pytest.raises(InferenceUnavailable, match="is paused"):
+        asked(drained, timeout_s=5.5)
+    assert drained.bodies == []
 
 
 @pytest.mark.parametrize(
