@@ -73,7 +73,8 @@ def labelled(answer: dict[str, Any], label: str) -> dict[str, Any]:
     """Return an answer that names the weights that sampled it, as SGLang's do; it wins where it names others."""
     if not label:
         return answer
-    return {**answer, "metadata": {"weight_version": label, **(answer.get("metadata") or {})}}
+    metadata = answer.get("metadata")
+    return {**answer, "metadata": {"weight_version": label} | (metadata if isinstance(metadata, dict) else {})}
 
 
 class Upstream:
@@ -211,14 +212,15 @@ class Upstream:
         assert self._http, "used outside its context manager"
         headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
         deadline = time.monotonic() + self._timeout_s
-        pause_s, cause = _FIRST_PAUSE_S, "none was asked"
+        pause_s, cause = _FIRST_PAUSE_S, "nothing came in time"
         while time.monotonic() < deadline:
             url = self._ranked(session)[0]
             try:
-                kind = await self._kind_of(url)
+                async with asyncio.timeout(deadline - time.monotonic()):
+                    kind = await self._kind_of(url)
+                    label = await self._label_in_force(url, kind.label_route) if kind.label_route else ""
                 previous = turn() if kind.continues else None
                 data = encode(body if previous is None else {**body, "previous_turn": previous})
-                label = await self._label_in_force(url, kind.label_route) if kind.label_route else ""
                 timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
                 async with self._http.post(url + path, data=data, headers=headers, timeout=timeout) as answer:
                     if answer.status == 200:
@@ -229,7 +231,7 @@ class Upstream:
                         raise UpstreamRefused(answer.status, text, refusal_of(answer.status, text, source=url))
                     cause = f"{answer.status} {' '.join(text.split())[:500]}"
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                cause = str(error) or type(error).__name__
+                cause = str(error) or cause
             self._rests[url] = time.monotonic() + _REST_S
             await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)

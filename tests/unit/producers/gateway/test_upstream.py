@@ -37,9 +37,18 @@ class Server:
     """Answers lists of models, labels and calls; refuses the first requests of some paths as a busy one does."""
 
     def __init__(
-        self, owner: str, *, label: str | None = None, label_route: str = "", paused: int = 0, **busy: int
+        self,
+        owner: str,
+        *,
+        label: str | None = None,
+        label_route: str = "",
+        paused: int = 0,
+        silent: str = "",
+        metadata: Any = None,
+        **busy: int,
     ) -> None:
-        """It is paused for so many looks, and has version 4 from then on."""
+        """It is paused for so many looks, and has version 4 from then on; requests of `silent` get no answer."""
+        self.silent, self.answer = silent, {"choices": []} | ({} if metadata is None else {"metadata": metadata})
         self.owner, self.label, self.label_route, self.paused = owner, label, label_route, paused
         self.busy = busy
         self.asked = Counter[str]()
@@ -48,6 +57,8 @@ class Server:
     async def __call__(self, http: web.Request) -> web.Response:
         name = http.path.rsplit("/", 1)[-1]
         self.asked[name] += 1
+        if name == self.silent:
+            await asyncio.Event().wait()
         if self.asked[name] <= self.busy.get(name, 0):
             return web.Response(status=503)
         if http.path == "/v1/models" and self.owner:
@@ -62,7 +73,7 @@ class Server:
             self.bodies.append(await http.json())
             if self.bodies[-1].get("stream"):
                 return web.Response(text='data: {"choices": []}\n\ndata: [DONE]\n\n')
-            return web.json_response({"choices": []})
+            return web.json_response(self.answer)
         return web.Response(status=404, text="<html>")
 
 
@@ -140,6 +151,22 @@ def test_the_newest_version_is_that_of_a_label_that_the_run_knows(
     assert upstream.newest_version == version
     named = label if owner == "vllm" and label not in (None, "default") else None
     assert (answer.body.get("metadata") or {}).get("weight_version") == named
+
+
+@pytest.mark.parametrize("silent", ["models", "is_paused", "weight_info"])
+def test_the_time_of_a_call_bounds_whatever_is_asked_before_it(silent: str) -> None:
+    server = Server("vllm", label="4", label_route="/weight_info", silent=silent)
+    with pytest.raises(InferenceUnavailable, match=r"no answer from .* within 0\.5 s"):
+        asked(server, timeout_s=0.5)
+    assert server.asked[silent] >= 1
+    assert server.bodies == []
+
+
+def test_metadata_of_the_server_is_kept_and_what_is_no_object_is_replaced() -> None:
+    label = {"label": "4", "label_route": "/weight_info"}
+    for metadata, expected in (({"weight_version": "5", "x": 1}, {"weight_version": "5", "x": 1}), ("x", {})):
+        _upstream, answer = asked(Server("vllm", metadata=metadata, **label))  # type: ignore[arg-type]
+        assert answer.body["metadata"] == {"weight_version": "4"} | expected
 
 
 def test_a_vllm_without_the_route_of_its_label_names_none() -> None:
