@@ -85,6 +85,8 @@ def start_child(serve: Callable[[Connection], object]) -> tuple[Connection, Base
     # KeyboardInterrupt is raised in the main thread only: a child that was started but not told what to do prints a
     # traceback.
     with ThreadPoolExecutor(1) as starter:
+        # Only a thread that the pool knows is waited for, and Ctrl-C may come between its start and that.
+        starter.submit(int).result()
         starter.submit(_start, process).result()
     theirs.close()
     return ours, process

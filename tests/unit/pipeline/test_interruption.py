@@ -94,8 +94,15 @@ if __name__ == "__main__":
 
 
 STARTED = """
-import os, signal, time
+import os, signal, threading, time
 from multiprocessing import util
+begin = threading.Thread.start
+
+def slowly(thread):
+    begin(thread)
+    time.sleep(0.2)  # As on a busy machine: the thread works before who started it goes on.
+
+threading.Thread.start = slowly
 spawn = util.spawnv_passfds
 interruption.GRACE_S = 60.0  # A busy machine may take longer to start a process than a command may to end.
 
