@@ -23,7 +23,6 @@ class UiConfig:
     and printed."""
     names: tuple[str, ...] = ()
     """Names of hosts by which browsers may reach it beside addresses and localhost, such as that of a proxy."""
-
     index_cache_bytes: int = 256 * 2**20
     """Memory for the index that the page fills, which has about a kilobyte for each rollout: once it is larger than
     this, more is read from the disk."""
