@@ -23,7 +23,7 @@ from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.streamed_answers import EventLines
 from rollstream.producers.inference.answers import refusal_of
 from rollstream.producers.inference.errors import InferenceUnavailable
-from rollstream.producers.inference.requests import LABEL_ROUTES, engine_of
+from rollstream.producers.inference.requests import LABEL_ROUTES, listed_models
 from rollstream.producers.json_text import decode, encode
 from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.secrets import resolve
@@ -122,19 +122,16 @@ class Upstream:
         """Note the kind and the policy version of a server that answers."""
         try:
             async with asyncio.timeout(_LOOK_S):
-                models = await self._json(f"{url}/models")
-                listed = models.get("data")
-                entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-                engine = engine_of(models)
-                version = max((_number(entry.get("policy_version")) for entry in entries), default=-1)
-                if version < 0 and engine in LABEL_ROUTES:
-                    label = await self._label(url, LABEL_ROUTES[engine])
+                engine, version = listed_models(await self._json(f"{url}/models"))
+                route = LABEL_ROUTES.get(engine, "") if engine else ""
+                if version < 0 and route:
+                    label = await self._label(url, route)
                     version = (await self.versions_of([label]))[label]
         except (aiohttp.ClientError, TimeoutError):
             return
         self._kinds[url] = _Kind(
-            continues=any(entry.get("owned_by") == "rollstream" for entry in entries),
-            label_route=LABEL_ROUTES[engine] if engine == "vllm" else "",
+            continues=engine == "rollstream",
+            label_route=route if engine == "vllm" else "",
         )
         self.note_version(version)
 
@@ -257,7 +254,3 @@ class Upstream:
 
 def _weight(session: str, url: str) -> bytes:
     return hashlib.blake2b(f"{session}\0{url}".encode(), digest_size=8).digest()
-
-
-def _number(value: Any) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) else -1

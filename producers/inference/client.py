@@ -23,8 +23,8 @@ from rollstream.producers.inference.requests import (
     LABEL_ROUTES,
     EngineName,
     SampleRequest,
-    engine_of,
     engine_request,
+    listed_models,
     takes_tokens,
 )
 from rollstream.producers.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
@@ -256,10 +256,8 @@ class CompletionsClient:
         body = await self._json(replica, "GET", "/v1/models", None)
         if not isinstance(body, dict):
             raise InferenceRefused(f"{replica.url} answered /v1/models with no object")
-        replica.engine = engine_of(body)
-        entries = body.get("data") if isinstance(body.get("data"), list) else []
-        versions = [entry.get("policy_version") for entry in entries or () if isinstance(entry, dict)]
-        version = max((v for v in versions if isinstance(v, int)), default=UNKNOWN)
+        engine, version = listed_models(body)
+        replica.engine = engine or "rollstream"
         if version < 0 and replica.engine in LABEL_ROUTES:
             version = await self._labelled(replica, LABEL_ROUTES[replica.engine])
         self._replicas.answered(replica, version)

@@ -6,7 +6,7 @@ weights sampled each token only on routes of their own, which take token ids.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rollstream.producers.inference.answers import Dialect
 
@@ -41,13 +41,25 @@ class EngineRequest:
     dialect: Dialect
 
 
-def engine_of(models: Mapping[str, Any]) -> EngineName:
-    """Return the kind of server that gave this list of models; one that does not say takes completions as ours does."""
-    entries = models.get("data")
-    owners = (
-        {entry.get("owned_by") for entry in entries if isinstance(entry, dict)} if isinstance(entries, list) else ()
+class ListedModels(NamedTuple):
+    """Kind and version of a server, by its list of models."""
+
+    engine: EngineName | None
+    """The kind of server; None if it does not say. It is asked as ours is then."""
+    version: int
+    """Newest policy version; -1 if the list names none."""
+
+
+def listed_models(models: Mapping[str, Any]) -> ListedModels:
+    """Return what a list of models says; entries of an invalid form say nothing."""
+    data = models.get("data")
+    entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
+    owners = [entry.get("owned_by") for entry in entries]
+    versions = [entry.get("policy_version") for entry in entries]
+    return ListedModels(
+        engine=next((engine for engine in ENGINES if engine in owners), None),
+        version=max((v for v in versions if isinstance(v, int) and not isinstance(v, bool)), default=-1),
     )
-    return next((engine for engine in ENGINES if engine in owners), "rollstream")
 
 
 def takes_tokens(engine: EngineName) -> bool:

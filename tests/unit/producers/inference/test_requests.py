@@ -2,7 +2,13 @@
 
 import pytest
 
-from rollstream.producers.inference.requests import EngineName, SampleRequest, engine_of, engine_request, takes_tokens
+from rollstream.producers.inference.requests import (
+    EngineName,
+    SampleRequest,
+    engine_request,
+    listed_models,
+    takes_tokens,
+)
 
 REQUEST = SampleRequest(
     prompt=[1, 2], n=3, max_tokens=8, temperature=0.5, seed=7, stop=("\n",)
@@ -10,19 +16,22 @@ REQUEST = SampleRequest(
 
 
 @pytest.mark.parametrize(
-    ("models", "engine"),
+    ("models", "engine", "version"),
     [
-        ({"data": [{"id": "policy", "owned_by": "rollstream"}]}, "rollstream"),
-        ({"data": [{"id": "policy", "owned_by": "vllm"}]}, "vllm"),
-        ({"data": [{"id": "policy", "owned_by": "sglang"}]}, "sglang"),
-        ({"data": [{"id": "policy", "owned_by": "organization"}]}, "rollstream"),
-        ({"data": [3, {}]}, "rollstream"),
-        ({"data": None}, "rollstream"),
-        ({}, "rollstream"),
+        ({"data": [{"id": "policy", "owned_by": "rollstream", "policy_version": 3}]}, "rollstream", 3),
+        ({"data": [{"id": "policy", "owned_by": "vllm"}]}, "vllm", -1),
+        ({"data": [{"id": "policy", "owned_by": "sglang"}]}, "sglang", -1),
+        ({"data": [{"id": "policy", "owned_by": "organization"}]}, None, -1),
+        ({"data": [{"owned_by": ["vllm"], "policy_version": True}, {"owned_by": "vllm"}]}, "vllm", -1),
+        ({"data": [3, {"policy_version": "9"}]}, None, -1),
+        ({"data": None}, None, -1),
+        ({}, None, -1),
     ],
 )
-def test_a_server_tells_its_kind_by_the_owner_of_its_model(models: dict[str, object], engine: str) -> None:
-    assert engine_of(models) == engine
+def test_a_list_of_models_tells_the_kind_of_server_and_its_newest_version(
+    models: dict[str, object], engine: str | None, version: int
+) -> None:
+    assert listed_models(models) == (engine, version)
 
 
 def test_ours_is_asked_for_completions_with_token_ids() -> None:
