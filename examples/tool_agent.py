@@ -57,10 +57,10 @@ async def episode(http: httpx.AsyncClient, client: openai.AsyncOpenAI, session: 
     right = str(sum(map(int, question.removesuffix("=").split("+"))))
     agent = client.with_options(base_url=session["base_url"], api_key=session["api_key"])
     try:
-        said, results = await answer(agent, question)
+        text, results = await answer(agent, question)
     except openai.APIError:
-        said, results = "", []  # The conversation is too long for the model, or the run is over.
-    helped, exact = float(right in results), float(said == right)
+        text, results = "", []  # The conversation is too long for the model, or the run is over.
+    helped, exact = float(right in results), float(text == right)
     name = session["session_id"]
     await rl(http, "set_reward", session_id=name, reward=(helped + exact) / 2, components={"exact": exact})
     await rl(http, "end_session", session_id=name)

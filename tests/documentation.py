@@ -40,7 +40,7 @@ def pages() -> list[Path]:
 
 def rendered(text: str) -> str:
     """A page with its generated parts as the code says now. Raises KeyError for a part nobody generates."""
-    return _BLOCK.sub(lambda found: f"{found[1]}{GENERATED[found['name']]()}\n{found[3]}", text)
+    return _BLOCK.sub(lambda match: f"{match[1]}{GENERATED[match['name']]()}\n{match[3]}", text)
 
 
 def main() -> None:
@@ -200,13 +200,13 @@ def attribute_docstrings(cls: type) -> dict[str, str]:
     """The string below each field of a dataclass. Raises KeyError on use where one has none."""
     [body] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    collected = {}
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             value = getattr(following, "value", None)
             if isinstance(following, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-                found[statement.target.id] = " ".join(value.value.split())
-    return found
+                collected[statement.target.id] = " ".join(value.value.split())
+    return collected
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:

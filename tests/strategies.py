@@ -226,12 +226,12 @@ class Log:
 
     def records(self) -> list[InputRecord]:
         """The log as the broker would hold it."""
-        found, offset, now = [], -1, 1_000
+        collected, offset, now = [], -1, 1_000
         for event in self.events:
             offset += 1 + event.gap
             now = max(0, now + event.wait_ms)
-            found.append(InputRecord(offset, now, *_record(event.what)))
-        return found
+            collected.append(InputRecord(offset, now, *_record(event.what)))
+        return collected
 
 
 # Tables drawn once from a fixed seed, simplest first: a step of a log is then one draw, which keeps hypothesis fast and

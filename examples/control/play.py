@@ -40,7 +40,7 @@ class Players:
         human = self._episodes % TAKEN_OVER == TAKEN_OVER - 1
         actions = np.where(human, expert(before), self._explored(values(parameters, before).argmax(-1)))
         took = [e.step(int(action)) for e, action in zip(self._environments, actions, strict=True)]
-        after, rewards, terminations, truncations = (list(of) for of in list(zip(*took, strict=True))[:4])
+        after, rewards, terminations, truncations = (list(column) for column in list(zip(*took, strict=True))[:4])
         over = np.logical_or(terminations, truncations)
         self._episodes[over] += 1
         self._seen = [e.reset()[0] if o else a for e, o, a in zip(self._environments, over, after, strict=True)]

@@ -108,7 +108,7 @@ def _copied(settings: Settings, rate: int, seed: int) -> Measured:
                     partition = record.partition
                     seen.append(((partition, copies[partition]), time.perf_counter()))
                     copies[partition] += 1
-    latencies = [at - production.acknowledged[of] for of, at in seen if of in production.acknowledged]
+    latencies = [at - production.acknowledged[uid] for uid, at in seen if uid in production.acknowledged]
     return Measured(tuple(latencies[int(len(latencies) * _WARM_UP) :]), production.rate)
 
 

@@ -116,11 +116,11 @@ def soaked(broker: str, folder: Path, seconds: float) -> tuple[list[RoleMemory],
 
 
 def _processes(run: SteeredRun, archiver: psutil.Process) -> dict[str, list[psutil.Process]]:
-    found = {role: [psutil.Process(pid) for pid in run.pids(role)] for role in ("group", "learn", "infer", "env")}
-    found["gateway"] = [psutil.Process(pid) for pid in run.pids("gateway")]
-    found["page"] = [psutil.Process(pid) for pid in run.pids("ui")]
-    found["page index"] = [child for page in found["page"] for child in page.children(recursive=True)]
-    return found | {"archive": [archiver], "overseer": [psutil.Process(run.process.pid)]}
+    processes = {role: [psutil.Process(pid) for pid in run.pids(role)] for role in ("group", "learn", "infer", "env")}
+    processes["gateway"] = [psutil.Process(pid) for pid in run.pids("gateway")]
+    processes["page"] = [psutil.Process(pid) for pid in run.pids("ui")]
+    processes["page index"] = [child for page in processes["page"] for child in page.children(recursive=True)]
+    return processes | {"archive": [archiver], "overseer": [psutil.Process(run.process.pid)]}
 
 
 def _sampled(processes: Mapping[str, Sequence[psutil.Process]], seconds: float) -> list[RoleMemory]:

@@ -105,9 +105,9 @@ def _interleaved(
     return interleaved(settings.repetitions, lambda: measured(ours, count), lambda: measured(raw, count))
 
 
-def _note(figures: dict[str, float], what: str, of: int, timings: Timings) -> None:
+def _note(figures: dict[str, float], what: str, size: int, timings: Timings) -> None:
     for label, side in zip(("", "raw: "), timings, strict=True):
-        figures[f"{label}{what} a second"] = median(timing.rate for timing in side) / of
+        figures[f"{label}{what} a second"] = median(timing.rate for timing in side) / size
 
 
 def _added(side: Side, count: int) -> Timing:
@@ -155,7 +155,9 @@ def _peer(kinds: list[Arrays]) -> tuple[Make, str]:
 
 def _numpy(kinds: list[Arrays]) -> Make:
     """A list of flattened arrays; on disk, a file each, of which the newest are kept."""
-    flat = [{name: leaf[-_STEPS:].reshape(-1, *leaf.shape[2:]) for name, leaf in flatten(of).items()} for of in kinds]
+    flat = [
+        {name: leaf[-_STEPS:].reshape(-1, *leaf.shape[2:]) for name, leaf in flatten(shard).items()} for shard in kinds
+    ]
 
     def make(folder: Path, place: str, window: int) -> Side:
         folder.mkdir(parents=True)
@@ -177,8 +179,8 @@ def _numpy(kinds: list[Arrays]) -> Make:
             which, local = np.divmod(generator.integers(len(newest) * _STEPS * _WIDTH, size=_SAMPLE), _STEPS * _WIDTH)
             batch: dict[str, NDArray[Any]] = {}
             for place in np.unique(which):
-                of, into = newest[place], np.flatnonzero(which == place)
-                for name, leaf in (np.load(of) if isinstance(of, Path) else of).items():
+                shard, into = newest[place], np.flatnonzero(which == place)
+                for name, leaf in (np.load(shard) if isinstance(shard, Path) else shard).items():
                     if name not in batch:
                         batch[name] = np.empty((_SAMPLE, *leaf.shape[1:]), leaf.dtype)
                     batch[name][into] = leaf[local[into]]

@@ -58,8 +58,8 @@ def test_adapters_are_trained_resumed_executed_again_and_exported(
 
     again = run.start("retrain", "--from-step", "0", "--json", **SETTINGS)
     assert again.wait(300) == 0, run.log_of(again)[-3000:]
-    told = json.loads(run.log_of(again).splitlines()[-1])
-    assert (told["same"], len(told["steps"])) == (True, 6)
+    report = json.loads(run.log_of(again).splitlines()[-1])
+    assert (report["same"], len(report["steps"])) == (True, 6)
 
     manifests = read_manifests(run.kafka, run.name)
     model = decoder_config(manifests[5].model)

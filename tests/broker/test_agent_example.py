@@ -37,9 +37,9 @@ def test_an_agent_that_changes_its_base_url_learns_its_task(
     )
     recipe = ROOT / "pipeline" / "recipes" / "tools.toml"
     command = ["rollstream", "run", "--config", str(recipe), "--run", run_name, *(f"--set={each}" for each in settings)]
-    told = tmp_path / "run.log"
+    report = tmp_path / "run.log"
     with (
-        told.open("w") as log,
+        report.open("w") as log,
         subprocess.Popen(
             [sys.executable, "-P", "-m", *command],
             env=environment(compiled, KAFKA_BOOTSTRAP_SERVERS=broker),
@@ -49,7 +49,7 @@ def test_an_agent_that_changes_its_base_url_learns_its_task(
         ) as run,
     ):
         try:
-            eventually(lambda: "processes are ready" in told.read_text() or run.poll() is not None, 1200, "a run")
+            eventually(lambda: "processes are ready" in report.read_text() or run.poll() is not None, 1200, "a run")
             agent = subprocess.run(
                 [sys.executable, "-P", AGENT, f"http://127.0.0.1:{port}"],
                 stderr=subprocess.PIPE,
@@ -59,7 +59,7 @@ def test_an_agent_that_changes_its_base_url_learns_its_task(
             run.wait(300)
         finally:
             run.kill()
-    assert run.returncode == 0, told.read_text()[-3000:]
+    assert run.returncode == 0, report.read_text()[-3000:]
     assert agent.returncode == 0, agent.stderr[-3000:]
 
     kafka = KafkaConfig(bootstrap_servers=broker)

@@ -37,10 +37,10 @@ Held = dict[str, list[ArchivedRecord]]
 
 def of_topics(run: RealRun, name: str) -> Held:
     """Every record of a run's topics, as archives keep them, by another way than theirs."""
-    found: Held = {}
+    collected: Held = {}
     for topic in TOPICS:
         messages = read_to_end(run.kafka, topic_name(name, topic))
-        found[topic] = sorted(
+        collected[topic] = sorted(
             (
                 ArchivedRecord(
                     topic,
@@ -55,7 +55,7 @@ def of_topics(run: RealRun, name: str) -> Held:
             ),
             key=lambda e: (e.partition, e.offset),
         )
-    return found
+    return collected
 
 
 def of_archive(store: Store, run: str) -> Held:
@@ -194,8 +194,8 @@ def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_r
     process.terminate()
     assert process.wait(300) == 0
     assert (book.balanced, book.produced) == (True, before["produced"] + 3 + 24 + book.control - before["control"])
-    found = verify(run.kafka, again.name)
-    assert (found.mismatches, found.unverifiable, found.batches) == ([], 0, book.batches)
+    verification = verify(run.kafka, again.name)
+    assert (verification.mismatches, verification.unverifiable, verification.batches) == ([], 0, book.batches)
     names = [entry.batch_id for entry in again.read("batch-index")]  # type: ignore[attr-defined]
     assert len(set(names)) == len(names) == book.batches > before["batches"]
 
@@ -204,8 +204,8 @@ def settle(run: RealRun, batched: int, in_flight: int = 0) -> Ledger:
     """The ledger once so many rollouts are batched, and nothing is unread."""
 
     def book() -> Ledger | None:
-        found = ledger(run.kafka, run.name)
-        return found if (found.batched, found.in_flight, found.unread) == (batched, in_flight, 0) else None
+        actual = ledger(run.kafka, run.name)
+        return actual if (actual.batched, actual.in_flight, actual.unread) == (batched, in_flight, 0) else None
 
     return eventually(book, 60, f"{batched} rollouts of run {run.name} batched", every_s=0.2)
 

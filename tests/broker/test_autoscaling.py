@@ -101,11 +101,11 @@ def test_processes_come_and_go_with_the_lag_leave_the_group_and_come_back_under_
         run.send(rollout(f"x{number}.{example}", member) for example in range(16) for member in range(4))
         sent += 64
         eventually(lambda: ledger(run.kafka, run.name).batched == sent, 60, "all of it in batches")  # noqa: B023
-    found = readings(run.kafka, run.name)
+    actual = readings(run.kafka, run.name)
     # The first record of a journal is of no process.
-    writers = {reading.writer for reading in found if reading.writer}
+    writers = {reading.writer for reading in actual if reading.writer}
     assert writers == {f"{run.name}/grouper/{ordinal}" for ordinal in (0, 1, 2)}
-    counted = coverage(found)
+    counted = coverage(actual)
     assert (counted.twice, counted.missing) == (0, 0)
     again = (run.directory / "logs" / "group-1.log").read_text()
     assert again.count('"event": "closed"') == 1

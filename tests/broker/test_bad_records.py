@@ -137,8 +137,8 @@ def test_a_record_that_ends_grouping_at_every_start_is_skipped_on_the_record(run
     run.send(rollout("before", member) for member in (2, 3))
     book = read(run, batched=8)
     assert (book.dropped, book.problems) == ({"skipped": 1}, [])
-    found = verify(run.kafka, run.name)
-    assert (found.mismatches, found.batches, found.drops) == ([], 2, 1)
+    verification = verify(run.kafka, run.name)
+    assert (verification.mismatches, verification.batches, verification.drops) == ([], 2, 1)
     replayed = said(run, "replay", "--set", "grouping.batch_rollouts=8", "--json")
     assert json.loads(replayed.stdout)["replayed"]["dropped"] == {"skipped": 1}
     late = said(run, "group", "skip", f"0:{offset}", "--reason", "again")
@@ -249,5 +249,5 @@ def test_a_bomb_that_lies_in_the_topic_as_it_came_is_skipped_and_never_fetched(r
     book = read(run, batched=8)
     assert (book.dropped, book.problems) == ({"skipped": 300}, [])
     assert_tools_never_fetch(run, place)
-    found = verify(run.kafka, run.name)
-    assert (found.mismatches, found.batches, found.drops) == ([], 2, 300)
+    verification = verify(run.kafka, run.name)
+    assert (verification.mismatches, verification.batches, verification.drops) == ([], 2, 300)

@@ -39,14 +39,14 @@ def whole_groups(first: int, count: int) -> list:
 
 
 def batched(run: RealRun, rollouts: int) -> None:
-    found = 0
+    count = 0
     with BatchReader(run.kafka, run.name) as reader:
 
         def enough() -> bool:
-            nonlocal found
+            nonlocal count
             read = reader.poll(0.5)
-            found += 0 if read is None else len(read.batch)
-            return found >= rollouts
+            count += 0 if read is None else len(read.batch)
+            return count >= rollouts
 
         eventually(enough, 60, f"{rollouts} rollouts in batches")
 
@@ -61,8 +61,8 @@ def test_grouping_goes_on_over_bad_policies_and_a_bad_journal_and_names_them(rea
     batched(run, 64)
 
     def skipped() -> float:
-        told = [r for r in run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
-        return told[-1].values["records_skipped_total"] if told else 0
+        metrics = [r for r in run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
+        return metrics[-1].values["records_skipped_total"] if metrics else 0
 
     eventually(lambda: skipped() == 4, 60, "the bad records of policies in the figures")
     spoil(run, "policies", (b"junk",))

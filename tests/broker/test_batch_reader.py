@@ -18,8 +18,8 @@ def test_a_batch_that_is_waited_for_has_a_place_however_many_of_other_partitions
     ):
         entries = [index.poll(60.0) for _ in batches]
         assert index.poll(0.1) is None
-        found = [fetcher.fetch(indexed.entry) for indexed in entries if indexed is not None]
-    assert [batch.batch_id for batch in found] == [batch.batch_id for batch in batches]
+        actual = [fetcher.fetch(indexed.entry) for indexed in entries if indexed is not None]
+    assert [batch.batch_id for batch in actual] == [batch.batch_id for batch in batches]
     assert sum(len(encode(batch)) for batch in batches) > 2 * 50_000
 
 
@@ -31,16 +31,16 @@ def test_processes_share_the_batches_and_any_number_can_go_on(real_run: RealRun)
 
     def read(start: int, process: int, processes: int, share: int) -> tuple[list[str], int]:
         with BatchReader(real_run.kafka, real_run.name, start, process=process, processes=processes) as reader:
-            found = []
+            name = []
             # However long the first takes; an end is told by nothing but time.
-            while (batch := reader.poll(1.0 if len(found) == share else 60.0)) is not None:
-                found.append(batch.batch.batch_id)
+            while (batch := reader.poll(1.0 if len(name) == share else 60.0)) is not None:
+                name.append(batch.batch.batch_id)
                 assert batch.position == reader.position
-            return found, reader.position
+            return name, reader.position
 
     shares = [read(0, process, 3, 3) for process in range(3)]
-    assert [found for found, _position in shares] == [names[process:9:3] for process in range(3)]
+    assert [name for name, _position in shares] == [names[process:9:3] for process in range(3)]
     (position,) = {position for _found, position in shares}
     # Two are left, too few for a round of three: one process more or less is a matter of where they begin.
     rest = [read(position, process, 2, 1) for process in range(2)]
-    assert [found for found, _position in rest] == [[names[9]], [names[10]]]
+    assert [name for name, _position in rest] == [[names[9]], [names[10]]]

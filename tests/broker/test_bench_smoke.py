@@ -90,10 +90,10 @@ def test_latency_that_cannot_be_measured_says_how_far_it_was(real_run: RealRun, 
             watch = latency_row.Watch(production, child, run.topic("batches"), 8, 3.0)
             with pytest.raises(RuntimeError) as failure:
                 wait_out(watch, 3)
-        said = str(failure.value)
-        assert said.startswith("for 3 s nothing was acknowledged and nothing became readable; 8 of 8 rollouts were ack")
-        assert "3 of 8 became readable" in said
-        assert f"{run.topic('batches')}[0] from offset 0 on" in said
+        text = str(failure.value)
+        assert text.startswith("for 3 s nothing was acknowledged and nothing became readable; 8 of 8 rollouts were ack")
+        assert "3 of 8 became readable" in text
+        assert f"{run.topic('batches')}[0] from offset 0 on" in text
         child.kill()
         child.wait()
         with pytest.raises(RuntimeError, match="the process between exited with -9; 8 of 8"):

@@ -36,7 +36,7 @@ def topic(broker: str) -> str:
 def test_the_last_records_of_each_partition_are_that_many(
     broker: str, topic: str, wanted: int, expected: list[int]
 ) -> None:
-    found = list(messages(KafkaConfig(bootstrap_servers=broker), topic, ReadSpan(start=f"-{wanted}")))
-    values = {p: [(m.value or b"").decode() for m in found if m.partition == p] for p in range(3)}
+    read = list(messages(KafkaConfig(bootstrap_servers=broker), topic, ReadSpan(start=f"-{wanted}")))
+    values = {p: [(m.value or b"").decode() for m in read if m.partition == p] for p in range(3)}
     last = ["last"] if wanted else []
     assert values == {0: [*map(str, expected), *last], 1: last, 2: []}

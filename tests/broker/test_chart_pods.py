@@ -88,13 +88,13 @@ class Machine:
                 process.kill()
 
     def _variables(self, role: str, container: Object) -> Mapping[str, str]:
-        maps, found = self.release.of("ConfigMap"), {}
+        maps, collected = self.release.of("ConfigMap"), {}
         for source in container["envFrom"]:
-            found |= maps[source["configMapRef"]["name"]]["data"]
+            collected |= maps[source["configMapRef"]["name"]]["data"]
         for variable in container["env"]:
             reference = variable.get("valueFrom", {}).get("secretKeyRef", {})
-            found[variable["name"]] = self.passwords[reference["name"]] if reference else variable["value"]
-        here = {name: self._here(text) for name, text in found.items()}
+            collected[variable["name"]] = self.passwords[reference["name"]] if reference else variable["value"]
+        here = {name: self._here(text) for name, text in collected.items()}
         here["ROLLSTREAM_SERVICE__PORT"] = str(self.ports[role])
         here["ROLLSTREAM_INFERENCE__PORT"] = str(self.inference)
         return here

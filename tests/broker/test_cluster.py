@@ -81,13 +81,13 @@ def test_the_command_starts_nodes_that_outlive_it_and_stops_them_all(tmp_path: P
         assert status.returncode == 0
         assert json.loads(status.stdout) == fields
 
-        found = LocalCluster.find(data)
-        assert found is not None
-        assert found.bootstrap_servers == fields["bootstrap_servers"]
-        found.kill(1)
+        cluster = LocalCluster.find(data)
+        assert cluster is not None
+        assert cluster.bootstrap_servers == fields["bootstrap_servers"]
+        cluster.kill(1)
         broken = command("status", "--data", str(data))
         assert broken.returncode == 1
-        assert f"node 2 {found.bootstrap_servers.split(',')[1]} stopped" in broken.stdout
+        assert f"node 2 {cluster.bootstrap_servers.split(',')[1]} stopped" in broken.stdout
 
         assert command("stop", "--data", str(data)).returncode == 0
         assert all(identify(node["pid"]) is None for node in fields["nodes"])

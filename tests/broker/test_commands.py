@@ -25,9 +25,9 @@ def rollstream(broker: str, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def json_of(found: subprocess.CompletedProcess[str]) -> Any:
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout)
+def json_of(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def test_topics_are_created_once_and_kept_after(broker: str, run_name: str) -> None:
@@ -47,19 +47,19 @@ def test_topics_are_created_once_and_kept_after(broker: str, run_name: str) -> N
 def test_other_partitions_than_the_runs_are_refused_in_one_line(broker: str, run_name: str) -> None:
     flags = ("--run", run_name, "--set", "topics.partitions=2")
     assert rollstream(broker, "topics", "apply", *flags).returncode == 0
-    found = rollstream(broker, "topics", "apply", "--run", run_name, "--set", "topics.partitions=3")
-    assert found.returncode == 2
-    assert len(found.stderr.splitlines()) == 1
-    assert "has 2 partitions, the configuration says 3" in found.stderr
+    done = rollstream(broker, "topics", "apply", "--run", run_name, "--set", "topics.partitions=3")
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert "has 2 partitions, the configuration says 3" in done.stderr
 
 
 @pytest.mark.parametrize("command", ["group", "learn", "infer", "env", "ledger", "verify", "top"])
 def test_a_missing_topic_is_one_line_with_the_remedy(broker: str, command: str) -> None:
     # A name that resembles that of a run which is there is met with a question instead.
-    found = rollstream(broker, command, "--run", "unlike-any-other")
-    lines = [line for line in found.stderr.splitlines() if not line.startswith("{")]  # a role logs beside it
-    assert found.returncode == 2, found.stderr
-    assert len(lines) == 1, found.stderr
+    done = rollstream(broker, command, "--run", "unlike-any-other")
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]  # a role logs beside it
+    assert done.returncode == 2, done.stderr
+    assert len(lines) == 1, done.stderr
     assert lines[0].startswith("rollstream: topic unlike-any-other.")
     assert "rollstream topics apply" in lines[0]
 
@@ -80,14 +80,14 @@ def test_runs_are_listed_and_a_mistyped_one_is_told_from_one_to_be_made(broker: 
     producer = clients.producer(KafkaConfig(bootstrap_servers=broker))
     producer.produce(f"{name}.rollouts", b"not a record")
     assert producer.flush(120) == 0
-    found = rollstream(broker, "runs")
-    first, *rows = found.stdout.splitlines()
+    done = rollstream(broker, "runs")
+    first, *rows = done.stdout.splitlines()
     assert first.split("  ")[0] == "run"
     assert rows[0].split()[:3] == [name, "2", "1"], "that of the newest record first"
     assert datetime.fromisoformat(" ".join(rows[0].split()[3:])) > datetime.now(UTC) - timedelta(minutes=5)
     for command in (("ledger",), ("top", "--once"), ("cat", "steps")):
-        found = rollstream(broker, *command, "--run", f"{run_name}-lsited")
-        assert found.returncode == 2
-        assert found.stderr.startswith("rollstream: topic ")
-        assert f"there is no run {run_name}-lsited; did you mean --run {name}?" in found.stderr
-        assert "topics apply" not in found.stderr
+        done = rollstream(broker, *command, "--run", f"{run_name}-lsited")
+        assert done.returncode == 2
+        assert done.stderr.startswith("rollstream: topic ")
+        assert f"there is no run {run_name}-lsited; did you mean --run {name}?" in done.stderr
+        assert "topics apply" not in done.stderr

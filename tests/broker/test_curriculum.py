@@ -83,12 +83,12 @@ def states(run: RealRun) -> list[MixtureState]:
 
 def environments_of_groups(run: RealRun) -> dict[str, list[tuple[str, str]]]:
     """Environment and prompt of each group of a worker's process, in the order in which they were started."""
-    found: dict[str, dict[int, tuple[str, str]]] = {}
+    collected: dict[str, dict[int, tuple[str, str]]] = {}
     for rollout in run.read("rollouts"):
         if isinstance(rollout, Rollout):
             process, number, _secret = rollout.group_id.rsplit(".", 2)
-            found.setdefault(process, {})[int(number)] = (rollout.environment, rollout.example_id)
-    return {process: [group for _number, group in sorted(groups.items())] for process, groups in found.items()}
+            collected.setdefault(process, {})[int(number)] = (rollout.environment, rollout.example_id)
+    return {process: [group for _number, group in sorted(groups.items())] for process, groups in collected.items()}
 
 
 def start(run: RealRun, url: str, **settings: object) -> "subprocess.Popen[bytes]":
@@ -109,8 +109,8 @@ def await_state(
 
 def rate(state: MixtureState, environment: str) -> float:
     """Success rate of an environment; -1 before eight groups."""
-    [found] = [each for each in state.environments if each.environment == environment]
-    return found.successes / found.trials if found.trials >= 8 else -1.0
+    [actual] = [each for each in state.environments if each.environment == environment]
+    return actual.successes / actual.trials if actual.trials >= 8 else -1.0
 
 
 def unlocked(state: MixtureState) -> set[str]:

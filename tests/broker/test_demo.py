@@ -192,7 +192,7 @@ def test_a_killed_demo_takes_its_processes_with_it(start: Start, tmp_path: Path)
     demo = start("demo", "--data", str(tmp_path))
     parent = psutil.Process(demo.pid)
     # The broker's keeper, the broker, the learner, the inference server and two groupers.
-    seen = eventually(lambda: (found := parent.children(recursive=True)) and len(found) >= 6 and found, 60, "roles")
+    seen = eventually(lambda: (actual := parent.children(recursive=True)) and len(actual) >= 6 and actual, 60, "roles")
     demo.kill()
     demo.communicate(timeout=300)
     eventually(lambda: not any(map(runs, seen)), 60, "the end of all roles")
@@ -215,8 +215,8 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     assert "8 processes are ready" in run.stdout.readline()
 
     def pid_of(*words: str) -> int:
-        [found] = [p for p in psutil.Process(run.pid).children() if set(words) <= set(p.cmdline())]
-        return found.pid
+        [process] = [p for p in psutil.Process(run.pid).children() if set(words) <= set(p.cmdline())]
+        return process.pid
 
     def steps() -> int:
         return max((decode(m.value).step for m in read_to_end(kafka, topic_name(run_name, "steps"))), default=0)
@@ -241,7 +241,7 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     book = ledger(kafka, run_name)
     assert book.balanced, book.problems
     assert book.trained > 0
-    evaluated = [found["version"] for found in book.evaluations if found["rollouts"] == 8]
+    evaluated = [evaluation["version"] for evaluation in book.evaluations if evaluation["rollouts"] == 8]
     assert len(evaluated) > 2, book.evaluations
     assert book.evals_batched == 0
     assert verify(kafka, run_name).mismatches == []

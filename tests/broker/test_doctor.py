@@ -169,9 +169,9 @@ def test_an_idle_run_cannot_tell_whether_a_clock_is_ahead_and_says_so(real_run: 
 
     def finding() -> dict[str, Any]:
         answer = answer_of(tmp_path, "doctor", *flags)
-        [found] = [found for found in json.loads(answer.stdout) if found["check"] == "clock"]
-        assert isinstance(found, dict)
-        return found
+        [entry] = [entry for entry in json.loads(answer.stdout) if entry["check"] == "clock"]
+        assert isinstance(entry, dict)
+        return entry
 
     assert finding()["text"] == "there is no record yet whose time could be compared"
     real_run.send([rollout("x", 0)])

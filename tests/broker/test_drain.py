@@ -49,9 +49,9 @@ def test_what_is_complete_is_batched_and_what_is_not_is_named(run: RealRun) -> N
     assert "train to the end of their settings" in said(run)
     assert "is being drained" in said(run, "--drain")
     worker_has_ended(run)
-    asked = drain(run)
+    drained = drain(run)
     assert "is being drained" in said(run, "--drain"), "it may be asked for again"
-    assert (asked, drain(run)) == ("wanted", "wanted")
+    assert (drained, drain(run)) == ("wanted", "wanted")
     eventually(lambda: drain(run) == "done", 180, "the end of grouping")
     assert grouping.wait(120) == 0, "grouping ends by itself"
     batches = [record for record in run.read("batches") if isinstance(record, TrainingBatch)]

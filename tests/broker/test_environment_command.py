@@ -56,11 +56,11 @@ def held(run: RealRun) -> Any:
 
 def members(run: RealRun) -> dict[str, Counter[str]]:
     """Members on the log of each group, by environment."""
-    found: dict[str, Counter[str]] = {"two": Counter(), "three": Counter()}
+    collected: dict[str, Counter[str]] = {"two": Counter(), "three": Counter()}
     for record in run.read("rollouts"):
         if isinstance(record, Rollout):
-            found[record.environment][record.group_id] += 1
-    return found
+            collected[record.environment][record.group_id] += 1
+    return collected
 
 
 def await_more(run: RealRun, environment: str, groups: int = 6) -> None:

@@ -173,10 +173,10 @@ def play(kafka: KafkaConfig, run_name: str, *environments: Sorts | SortsTwice | 
 
 
 def records(kafka: KafkaConfig, run_name: str, tmp_path: Any) -> tuple[list[Rollout], list[GroupCancelled]]:
-    found = RealRun(kafka, run_name, tmp_path).read("rollouts")
-    rollouts = [record for record in found if isinstance(record, Rollout)]
+    read_back = RealRun(kafka, run_name, tmp_path).read("rollouts")
+    rollouts = [record for record in read_back if isinstance(record, Rollout)]
     assert [problems(rollout) for rollout in rollouts] == [[]] * len(rollouts)
-    return rollouts, [record for record in found if isinstance(record, GroupCancelled)]
+    return rollouts, [record for record in read_back if isinstance(record, GroupCancelled)]
 
 
 def test_an_agent_calls_the_policy_itself_and_each_of_its_branches_is_a_rollout(

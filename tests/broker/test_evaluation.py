@@ -57,10 +57,10 @@ class Thinker:
                 )
                 return answer.choices[0].message.content or ""
 
-            said = await ask(question)
+            text = await ask(question)
             if prompt.text == "2/3":
                 await ask([{"role": "user", "content": "another"}])
-            last = await ask([*question, {"role": "assistant", "content": said}, {"role": "user", "content": "sure?"}])
+            last = await ask([*question, {"role": "assistant", "content": text}, {"role": "user", "content": "sure?"}])
         return Score(reward=len(prompt.text) / 6, components={"exact": float(last == "yes")})
 
 
@@ -97,18 +97,18 @@ def evaluating(run: RealRun, base_url: str, environment: Environment | AgentEnvi
 
 def evaluated(run: RealRun) -> dict[int, set[tuple[int, int]]]:
     """By version asked for: which versions answered; whole evaluations only."""
-    found: dict[int, list[tuple[int, int]]] = {}
+    collected: dict[int, list[tuple[int, int]]] = {}
     for record in run.read("evals"):
         assert isinstance(record, Rollout)
-        found.setdefault(record.policy_version, []).append((record.lowest_version, record.highest_version))
-    return {version: set(answered) for version, answered in found.items() if len(answered) == PROMPTS}
+        collected.setdefault(record.policy_version, []).append((record.lowest_version, record.highest_version))
+    return {version: set(answered) for version, answered in collected.items() if len(answered) == PROMPTS}
 
 
 def test_a_version_that_is_asked_for_is_evaluated_once_although_it_is_not_due(real_run: RealRun) -> None:
     run = real_run
     provisioning.apply(run.kafka, run.topics, run.name)
-    asked = answer_of(run.directory, *run.command("evaluate")[4:])
-    assert (asked.returncode, "no policy version yet" in asked.stderr) == (2, True)
+    answer = answer_of(run.directory, *run.command("evaluate")[4:])
+    assert (answer.returncode, "no policy version yet" in answer.stderr) == (2, True)
     run.publish_version(0)
     generator = SortingGenerator()
     with serving(generator, refresh_ms=1) as server:
@@ -116,8 +116,8 @@ def test_a_version_that_is_asked_for_is_evaluated_once_although_it_is_not_due(re
             eventually(lambda: evaluated(run) == {0: {(0, 0)}}, 60, "version 0 evaluated")
             generator.versions = [1]
             run.publish_version(1)
-            asked = answer_of(run.directory, *run.command("evaluate")[4:])
-            assert (asked.returncode, "version 1 " in asked.stdout) == (0, True), asked.stderr
+            answer = answer_of(run.directory, *run.command("evaluate")[4:])
+            assert (answer.returncode, "version 1 " in answer.stdout) == (0, True), answer.stderr
             eventually(lambda: 1 in evaluated(run), 60, "version 1 evaluated")
         run.publish_version(3)
         with evaluating(run, server.base_url):
@@ -149,13 +149,15 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
     assert evaluated(run) == {0: {(0, 0)}, 2: {(3, 3)}, 8: {(8, 8)}}, "4 and 6 were passed by, 0 and 2 are done"
     assert len(run.read("evals")) == 3 * PROMPTS
 
-    told = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "eval"]
-    assert [(r.step, r.values["eval/version"], r.values["eval/highest_version"]) for r in told] == [
+    metrics = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "eval"]
+    assert [(r.step, r.values["eval/version"], r.values["eval/highest_version"]) for r in metrics] == [
         (0, 0, 0),
         (2, 2, 3),
         (8, 8, 8),
     ]
-    assert {(r.values["eval/reward"], r.values["eval/exact"], r.values["eval/prompts"]) for r in told} == {(1, 1, 20)}
+    assert {(r.values["eval/reward"], r.values["eval/exact"], r.values["eval/prompts"]) for r in metrics} == {
+        (1, 1, 20)
+    }
 
     eventually(lambda: not ledger(run.kafka, run.name).unread, 60, "everything read")
     book = ledger(run.kafka, run.name)
@@ -208,8 +210,8 @@ def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_c
     # The episode of two branches counts once.
     assert (first["rollouts"], first["episodes"], first["prompts"]) == (3, 2, 2)
     assert (first["reward"], first["exact"]) == (0.75, 1.0)
-    told = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "eval"]
-    assert [(r.values["eval/version"], r.values["eval/reward"], r.values["eval/prompts"]) for r in told] == [
+    metrics = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "eval"]
+    assert [(r.values["eval/version"], r.values["eval/reward"], r.values["eval/prompts"]) for r in metrics] == [
         (0, 0.75, 2),
         (4, 0.75, 2),
     ]
@@ -220,8 +222,8 @@ def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_c
 
 def _failed(run: RealRun) -> float:
     """Evaluations that failed, as the evaluator says."""
-    told = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "evaluator"]
-    return max((r.values["failed_total"] for r in told), default=0.0)
+    metrics = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "evaluator"]
+    return max((r.values["failed_total"] for r in metrics), default=0.0)
 
 
 def test_versions_published_without_a_pause_do_not_hold_it_up(real_run: RealRun) -> None:

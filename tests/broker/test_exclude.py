@@ -34,9 +34,9 @@ def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def answer(run: RealRun, *words: str) -> Any:
-    found = ran(run, *words, "--json")
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout)
+    done = ran(run, *words, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def group(example: str, members: int = 4, worker: str = "w0", **changes: object) -> Iterator[Rollout]:
@@ -98,31 +98,31 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     tried = answer(run, "exclude", "--env", "bad", "--dry-run")
     assert (tried["generation"], tried["rollouts"]) == (0, {"batched": 4, "in_flight": 4})
     assert settled(run, in_flight=6).dropped == {}
-    told = answer(run, "exclude", "--env", "bad")
-    assert (told["generation"], told["rollouts"]) == (1, {"batched": 4, "dropped: excluded": 4})
+    reply = answer(run, "exclude", "--env", "bad")
+    assert (reply["generation"], reply["rollouts"]) == (1, {"batched": 4, "dropped: excluded": 4})
     use = {"learner": "main", "step": 3, "use": "trained", "reason": "", "policy_version": 3}
-    assert told["batches"] == [{"batch_id": "0-0", "excluded": 4, "rollouts": 8, "uses": [use]}]
-    assert told["touched"] == [{"learner": "main", "steps": [3], "first_policy_version": 3}]
+    assert reply["batches"] == [{"batch_id": "0-0", "excluded": 4, "rollouts": 8, "uses": [use]}]
+    assert reply["touched"] == [{"learner": "main", "steps": [3], "first_policy_version": 3}]
     [left_out] = run.read("control")
     assert isinstance(left_out, ExcludedBatch)
     assert (left_out.batch_id, left_out.reason, left_out.generation) == ("0-0", "environment bad", 1)
-    assert answer(run, "exclude", "--env", "bad") == told, "what is excluded already is reported again, and no more"
+    assert answer(run, "exclude", "--env", "bad") == reply, "what is excluded already is reported again, and no more"
 
     # By worker: the group goes once it is complete, with the members that others sent.
-    told = answer(run, "exclude", "--worker", "broken")
-    assert (told["generation"], told["rollouts"], told["batches"]) == (2, {"in_flight": 2}, [])
+    reply = answer(run, "exclude", "--worker", "broken")
+    assert (reply["generation"], reply["rollouts"], reply["batches"]) == (2, {"in_flight": 2}, [])
     run.send(rollout("half", member) for member in (2, 3))
     settled(run, in_flight=0, dropped={"excluded": 8})
-    told = answer(run, "exclude", "--worker", "broken")
-    assert (told["rollouts"], told["dropped_along"]) == ({"dropped: excluded": 2}, 2)
+    reply = answer(run, "exclude", "--worker", "broken")
+    assert (reply["rollouts"], reply["dropped_along"]) == ({"dropped: excluded": 2}, 2)
 
     # By offset: the sealed group of one member.
     run.send(group("good1"))
     settled(run, in_flight=4)
     offset = offset_of(run, "good1-2")
-    told = answer(run, "exclude", "--offsets", f"0:{offset}")
-    assert (told["generation"], told["rollouts"], told["dropped_along"]) == (3, {"dropped: excluded": 1}, 3)
-    assert told["settings"] == {
+    reply = answer(run, "exclude", "--offsets", f"0:{offset}")
+    assert (reply["generation"], reply["rollouts"], reply["dropped_along"]) == (3, {"dropped: excluded": 1}, 3)
+    assert reply["settings"] == {
         "grouping.exclude_environments": ["bad"],
         "grouping.exclude_workers": ["broken"],
         "grouping.exclude_offsets": [f"0:{offset}"],
@@ -136,10 +136,10 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     book = settled(run, in_flight=0, batched=16, dropped={"excluded": 16})
     assert book.balanced, book.problems
     assert verify(run.kafka, run.name).mismatches == []
-    said = ran(run, "exclude", "--env", "bad", "--worker", "broken")
-    assert said.returncode == 0, said.stderr
-    assert "environment bad, worker broken excluded, as generation 3 has it" in said.stdout
-    assert "policy versions 3 and later carry it" in said.stdout
+    done = ran(run, "exclude", "--env", "bad", "--worker", "broken")
+    assert done.returncode == 0, done.stderr
+    assert "environment bad, worker broken excluded, as generation 3 has it" in done.stdout
+    assert "policy versions 3 and later carry it" in done.stdout
 
     # A replay leaves out what a setting excludes from the beginning on, in place of what the log says: without good0,
     # bad1 is batched before its environment is excluded, and good1 stays.
@@ -165,11 +165,11 @@ def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_wri
         ("adition", "did you mean addition?"),
         ("z", "addition, s"),
     ):
-        found = ran(run, "exclude", "--env", "sorting", "--env", name)
-        assert (found.returncode, found.stdout) == (2, ""), found
-        assert f"--env {name}: no rollout of run {run.name} is of that environment" in found.stderr
-        assert hint in found.stderr
-        assert len(found.stderr.splitlines()) == 1
+        done = ran(run, "exclude", "--env", "sorting", "--env", name)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        assert f"--env {name}: no rollout of run {run.name} is of that environment" in done.stderr
+        assert hint in done.stderr
+        assert len(done.stderr.splitlines()) == 1
     assert len(run.read("rollouts")) == written
     run.start("group")
     assert answer(run, "exclude", "--env", "z", "--unseen")["generation"] == 1
@@ -180,18 +180,18 @@ def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_wri
 @pytest.mark.long
 def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) -> None:
     run = real_run.prepare()
-    found = ran(run, "exclude", "--env", "bad", "--unseen", "--timeout", "0.5")
-    assert found.returncode == 2
-    assert "the exclusion is on the log as generation 1, and partitions [0, 1]" in found.stderr
-    assert "start `rollstream group`" in found.stderr
+    done = ran(run, "exclude", "--env", "bad", "--unseen", "--timeout", "0.5")
+    assert done.returncode == 2
+    assert "the exclusion is on the log as generation 1, and partitions [0, 1]" in done.stderr
+    assert "start `rollstream group`" in done.stderr
     run.start("group")
-    told = answer(run, "exclude", "--env", "bad")
-    assert (told["generation"], told["rollouts"]) == (1, {})
-    for words, said in (
+    reply = answer(run, "exclude", "--env", "bad")
+    assert (reply["generation"], reply["rollouts"]) == (1, {})
+    for words, text in (
         ((), "nothing to exclude is named"),
         (("--offsets", "0-9"), "is no range of offsets; write PARTITION:FIRST-LAST"),
         (("--offsets", "2:0-9"), "has partitions 0 to 1"),
     ):
-        found = ran(run, "exclude", *words)
-        assert (found.returncode, found.stdout) == (2, "")
-        assert said in found.stderr
+        done = ran(run, "exclude", *words)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert text in done.stderr

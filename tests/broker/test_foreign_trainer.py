@@ -77,7 +77,7 @@ def reader(real_run: RealRun) -> Reader:
 def test_the_page_followed_from_the_top_trains_on_every_rollout(reader: Reader) -> None:
     outputs = [reader.follows(language, body) for language, body in BLOCKS]
     trained = next(output for output in outputs if "probability" in output)
-    probabilities = [float(found) for found in re.findall(r"probability ([\d.]+)$", trained, re.MULTILINE)]
+    probabilities = [float(digits) for digits in re.findall(r"probability ([\d.]+)$", trained, re.MULTILINE)]
     assert len(probabilities) == 4
     assert probabilities[-1] > probabilities[0] == round(1 / 11, 3), "what paid gets likelier"
 
@@ -86,11 +86,11 @@ def test_the_page_followed_from_the_top_trains_on_every_rollout(reader: Reader) 
     assert proof.problems == []
     assert (proof.trained, proof.skipped, proof.steps, proof.in_flight, proof.unread) == (256, 0, 4, 0, 0)
     assert proof.dropped == {}
-    asked = next(output for output in outputs if "ledger of rollouts" in output)
-    assert "every record is in exactly one place" in asked
-    assert "step trainer/4" in asked
-    assert re.search(r"cut from rollouts\[0\]: offsets \d+-\d+", asked), "from a step back to offsets"
-    assert "published after step trainer/4" in asked
+    printed = next(output for output in outputs if "ledger of rollouts" in output)
+    assert "every record is in exactly one place" in printed
+    assert "step trainer/4" in printed
+    assert re.search(r"cut from rollouts\[0\]: offsets \d+-\d+", printed), "from a step back to offsets"
+    assert "published after step trainer/4" in printed
 
 
 @pytest.mark.long
@@ -111,8 +111,8 @@ def test_the_trainer_is_killed_again_and_again_and_trains_on_each_batch_once(rea
     assert sorted(steps) == [1, 2, 3, 4]
     assert Counter(use.batch_id for step in steps.values() for use in step.uses) == {f"0-{n}": 1 for n in range(4)}
     assert [steps[n].policy_version for n in sorted(steps)] == [1, 2, 3, 4]
-    told = json.loads(reader.does(sys.executable, "-P", "-m", "rollstream", "ledger", "--run", run.name, "--json"))
-    assert told["trained"] == 256, told
+    report = json.loads(reader.does(sys.executable, "-P", "-m", "rollstream", "ledger", "--run", run.name, "--json"))
+    assert report["trained"] == 256, report
 
 
 @pytest.mark.long
@@ -127,8 +127,8 @@ def test_the_ledger_closes_after_a_rollback_and_after_what_is_trained_from_it(re
         reader.does(sys.executable, "docs/examples/train.py", *where, last)
         rollback = ["weights", "rollback", good, "--reason", "reward hacking", "--take-over", "--run", run.name]
         reader.does(*command, *rollback)
-        told = json.loads(reader.does(*command, "ledger", "--run", run.name, "--json"))
-        assert told["balanced"], told
+        report = json.loads(reader.does(*command, "ledger", "--run", run.name, "--json"))
+        assert report["balanced"], report
         proof = ledger(run.kafka, run.name)
         assert (proof.problems, proof.unread, proof.steps) == ([], 0, int(last))
         # Answers grow alike, and a group without a difference is dropped, on record.

@@ -118,8 +118,8 @@ def test_settings_that_differ_from_those_in_the_log_are_named_and_those_in_the_l
     run.send(rollout(f"x{example}", member) for example in range(8) for member in range(4))
 
     def figures() -> list[float]:
-        told = [r.values for r in run.read("metrics") if isinstance(r, Metrics)]
-        return [values["settings_ignored"] for values in told if "settings_ignored" in values]
+        metrics = [r.values for r in run.read("metrics") if isinstance(r, Metrics)]
+        return [values["settings_ignored"] for values in metrics if "settings_ignored" in values]
 
     eventually(lambda: figures()[-1] == 1, 60, "the figure")
     eventually(lambda: sum(len(b.uids) for b in run.read("batches")) == 32, 60, "all rollouts batched")  # type: ignore[attr-defined]

@@ -41,17 +41,17 @@ def groups(first: int, count: int) -> list:
 
 def read_batches(run: RealRun, rollouts: int, timeout_s: float = 60.0) -> list[TrainingBatch]:
     """Batches in index order until they hold that many rollouts."""
-    found: list[TrainingBatch] = []
+    collected: list[TrainingBatch] = []
 
     def enough() -> bool:
         read = reader.poll(0.5)
         if read is not None:
-            found.append(read.batch)
-        return sum(map(len, found)) >= rollouts
+            collected.append(read.batch)
+        return sum(map(len, collected)) >= rollouts
 
     with BatchReader(run.kafka, run.name) as reader:
         eventually(enough, timeout_s, f"{rollouts} rollouts in batches of run {run.name}")
-    return found
+    return collected
 
 
 def test_rollouts_become_batches_that_name_their_offsets(real_run: RealRun) -> None:
@@ -385,11 +385,11 @@ def test_a_restore_longer_than_a_member_may_go_without_polling_keeps_its_partiti
     drain(real_run.kafka, real_run.name, real_run.grouper)
     result = ledger(real_run.kafka, real_run.name)
     assert (result.batched, result.in_flight, result.balanced) == (360, 0, True)
-    told = [record.values for record in real_run.read("metrics") if isinstance(record, Metrics)]
-    read = [values["restore_records_read"] for values in told if "restore_records_read" in values]
+    metrics = [record.values for record in real_run.read("metrics") if isinstance(record, Metrics)]
+    read = [values["restore_records_read"] for values in metrics if "restore_records_read" in values]
     assert read == sorted(read)
     assert len(set(read)) > 3
-    assert {values["restore_records_to_read"] for values in told if values.get("restore_records_read")} == {360.0}
+    assert {values["restore_records_to_read"] for values in metrics if values.get("restore_records_read")} == {360.0}
 
 
 def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealRun) -> None:
@@ -399,8 +399,8 @@ def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealR
     read_batches(real_run, 64)
 
     def whole() -> dict[str, float]:
-        told = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
-        return dict(told[-1].values) if told else {}
+        metrics = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and "transactions_total" in r.values]
+        return dict(metrics[-1].values) if metrics else {}
 
     eventually(lambda: whole().get("batched_total") == 64 and whole()["lag"] == 0, 60, "figures of all of it")
     values = whole()

@@ -144,11 +144,11 @@ def commit_one(run: RealRun, topic: str, name: str) -> Any:
 
 def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> None:
     topic, name = run.topic("batches"), f"{run.name}/grouper/0"
-    told = commit_one(run, topic, name)
+    committed = commit_one(run, topic, name)
     # As if the marker of the transaction had been lost on this partition.
-    of = (told.producer_id, told.producer_epoch)
-    began_s = told.transaction_start_time_ms / 1000
-    hang(run.kafka, topic, 1, producer=of, value=b"hidden", written_at_s=began_s + 0.002)
+    producer = (committed.producer_id, committed.producer_epoch)
+    began_s = committed.transaction_start_time_ms / 1000
+    hang(run.kafka, topic, 1, producer=producer, value=b"hidden", written_at_s=began_s + 0.002)
     assert record_at(run.kafka, topic, 1, 0) is None
     eventually(lambda: hanging_transactions.hanging(run.kafka, run.name), 60, "its timeout is over")
     code, text = mend(run, "--yes")
@@ -162,22 +162,22 @@ def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> 
 
 def test_what_its_coordinator_aborted_is_aborted_though_a_later_one_was_committed(run: RealRun) -> None:
     topic, name = run.topic("batches"), f"{run.name}/grouper/0"
-    told = commit_one(run, topic, name)
-    of = (told.producer_id, told.producer_epoch)
-    hang(run.kafka, topic, 1, producer=of, written_at_s=told.transaction_start_time_ms / 1000 - 60)
-    [found] = hanging_transactions.hanging(run.kafka, run.name)
-    assert not found.committed
-    assert hanging_transactions.end(run.kafka, [found]) == []
+    committed = commit_one(run, topic, name)
+    producer = (committed.producer_id, committed.producer_epoch)
+    hang(run.kafka, topic, 1, producer=producer, written_at_s=committed.transaction_start_time_ms / 1000 - 60)
+    [open_one] = hanging_transactions.hanging(run.kafka, run.name)
+    assert not open_one.committed
+    assert hanging_transactions.end(run.kafka, [open_one]) == []
     assert undecided(run.kafka, topic) == {}
     assert record_at(run.kafka, topic, 1, 0) is None
 
 
 def test_a_transaction_that_somebody_may_still_end_is_left_alone(run: RealRun) -> None:
     with run.open_transaction("journal") as producer:
-        said = hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1])
-        assert said.startswith(f"a transaction stands open: {run.topic('journal')}[0] from offset 2 on, of producer ")
-        assert f"({run.name}-foreign, Ongoing)" in said
-        assert "after its timeout (300 s)" in said
+        text = hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1])
+        assert text.startswith(f"a transaction stands open: {run.topic('journal')}[0] from offset 2 on, of producer ")
+        assert f"({run.name}-foreign, Ongoing)" in text
+        assert "after its timeout (300 s)" in text
         # However long it has been silent: its coordinator ends it.
         impatient = replace(run.kafka, transaction_timeout_s=0.0)
         assert hanging_transactions.hanging(impatient, run.name) == []
@@ -195,8 +195,8 @@ def test_what_is_younger_than_the_timeout_is_left_alone(run: RealRun) -> None:
     patient = replace(run.kafka, transaction_timeout_s=600.0)
     assert hanging_transactions.hanging(patient, run.name) == []
     assert "a transaction stands open" in hanging_transactions.open_on(patient, run.topic("journal"), [0])
-    [found] = hanging_transactions.hanging(run.kafka, run.name)
-    assert found.start == 2
+    [open_one] = hanging_transactions.hanging(run.kafka, run.name)
+    assert open_one.start == 2
 
 
 def test_where_nobody_answers_the_error_says_that_it_could_not_look() -> None:

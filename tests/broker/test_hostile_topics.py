@@ -35,13 +35,13 @@ def run(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plant
     """A run with planted facts that was grouped with hostile rollouts among them, and hostile records everywhere."""
     real = RealRun(KafkaConfig(bootstrap_servers=broker), RUN, tmp_path_factory.mktemp(RUN))
     try:
-        found = planted.plant(real)
+        actual = planted.plant(real)
         hostile.plant_rollouts(real)
         process = real.start("group")
         planted.await_settled(real, lambda book: not book.in_flight)
         planted.end(process)
         hostile.plant(real)
-        yield found
+        yield actual
     finally:
         real.stop()
 
@@ -63,8 +63,8 @@ def strict(text: str) -> Any:
 
 def passed_over(err: str) -> dict[str, tuple[int, int]]:
     """By topic, what a command said on stderr: how many it passed over, and the offset of the first."""
-    said = re.findall(rf"passed over ([\d,]+) of {RUN}\.([a-z-]+), the first: {RUN}\.\2\[0\] offset (\d+): ", err)
-    return {topic: (int(count.replace(",", "")), int(offset)) for count, topic, offset in said}
+    matches = re.findall(rf"passed over ([\d,]+) of {RUN}\.([a-z-]+), the first: {RUN}\.\2\[0\] offset (\d+): ", err)
+    return {topic: (int(count.replace(",", "")), int(offset)) for count, topic, offset in matches}
 
 
 @pytest.mark.parametrize("flags", ["", "--json", "--json --full", "-f %t:%p:%o:%k:%K:%s:%S:%T:%h:%h\\n"])
@@ -143,9 +143,9 @@ def test_a_command_answers_and_names_what_it_passed_over(
     assert code == (1 if name in ("dlq redrive", "migrate", "ledger", "ledger --by env") else 0), err
     assert out
     assert "Traceback" not in err
-    said = passed_over(err)
-    assert said.keys() == set(topics)
-    for topic, (count, first) in said.items():
+    text = passed_over(err)
+    assert text.keys() == set(topics)
+    for topic, (count, first) in text.items():
         assert count >= 3
         # The very offset is one that holds nothing of ours.
         message = record_at(run.run.kafka, run.run.topic(topic), 0, first)
@@ -154,8 +154,10 @@ def test_a_command_answers_and_names_what_it_passed_over(
     if flags:
         answer = strict(out)
         if name in ("verify", "replay --set", "exclude"):
-            counted = {topic.removeprefix(f"{RUN}."): of["records"] for topic, of in answer["skipped"].items()}
-            assert counted == {topic: count for topic, (count, _first) in said.items()}
+            counted = {
+                topic.removeprefix(f"{RUN}."): skipped["records"] for topic, skipped in answer["skipped"].items()
+            }
+            assert counted == {topic: count for topic, (count, _first) in text.items()}
 
 
 def test_the_ledger_counts_what_it_could_not_read_in_its_answer(
@@ -232,9 +234,9 @@ def test_what_is_archived_is_asked_and_restored_record_by_record(
     assert call(run, "archive", archive, "--json") == 0
     out, err = capfd.readouterr()
     rows = strict(out)["tables"]["log"]["rows"]
-    said = passed_over(err)
-    assert {"batches", "steps", "policies", "journal", "evals"} <= said.keys()
-    assert said["steps"][1] == 1
+    text = passed_over(err)
+    assert {"batches", "steps", "policies", "journal", "evals"} <= text.keys()
+    assert text["steps"][1] == 1
     assert call(run, "archive", archive, "--check") == 0
     for table in ("log", "rollouts", "steps", "batches", "fates"):
         capfd.readouterr()

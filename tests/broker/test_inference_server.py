@@ -91,12 +91,12 @@ def test_three_turns_with_a_tool_are_one_sequence_of_the_engines_own_tokens(
     client: openai.OpenAI, tokenizer: TokenizerFile
 ) -> None:
     messages: list[Any] = [{"role": "user", "content": "Which number is 7?"}]
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": "policy", "tools": TOOLS, "logprobs": True, "max_tokens": 24, "seed": 5, "messages": messages
     }  # fmt: skip
     sequence: list[int] = []
     for turn in range(3):
-        answer = client.chat.completions.create(**asked)
+        answer = client.chat.completions.create(**request)
         [choice] = answer.choices
         assert answer.prompt_token_ids[: len(sequence)] == sequence
         # The tokens that were rendered are those of the new messages only.
@@ -116,7 +116,7 @@ def test_three_turns_with_a_tool_are_one_sequence_of_the_engines_own_tokens(
         assert captured.logprobs.tobytes() == own.logprobs.tobytes()
         assert captured.prompt_tokens.tolist() == answer.prompt_token_ids
         assert [(span.label, span.start, span.stop) for span in captured.spans] == [("0", 0, len(choice.token_ids))]
-        parts = list(client.chat.completions.create(**asked, stream=True))
+        parts = list(client.chat.completions.create(**request, stream=True))
         assert [token for part in parts for token in part.choices[0].token_ids] == choice.token_ids
         assert "".join(part.choices[0].delta.content or "" for part in parts) == (choice.message.content or "")
         sequence = [*answer.prompt_token_ids, *choice.token_ids]
@@ -167,14 +167,14 @@ def test_a_server_that_splits_the_model_over_devices_answers_as_one_device_does_
         inference__replica_id="split",
     )
 
-    def answers(of: openai.OpenAI) -> list[Any]:
-        answer = of.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=40, n=8, seed=3, logprobs=1)
+    def answers(server: openai.OpenAI) -> list[Any]:
+        answer = server.completions.create(model="policy", prompt=[5, 6, 7], max_tokens=40, n=8, seed=3, logprobs=1)
         return answer.choices
 
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as split:
 
-        def has(of: openai.OpenAI, version: int) -> bool:
-            return bool(of.models.list().data[0].to_dict()["policy_version"] == version)
+        def has(server: openai.OpenAI, version: int) -> bool:
+            return bool(server.models.list().data[0].to_dict()["policy_version"] == version)
 
         for number in range(2):
             if number:

@@ -130,8 +130,8 @@ def test_rollouts_that_a_judge_rewards_are_trained_on_and_counted_also_when_the_
     capacity = load(tmp_path / "run.toml").capacity
 
     def records(topic: str, kind: type = object) -> list[Any]:
-        found = [decode(message.value) for message in read_to_end(kafka, topic_name(run_name, topic))]
-        return [record for record in found if isinstance(record, kind)]
+        decoded = [decode(message.value) for message in read_to_end(kafka, topic_name(run_name, topic))]
+        return [record for record in decoded if isinstance(record, kind)]
 
     def labelers() -> list[int]:
         """Process ids of the labelers that were started."""

@@ -152,9 +152,9 @@ def test_lost_positions_of_labeling_are_committed_again_from_what_was_labeled(ru
     headers: list[tuple[str, str | bytes | None]] = [(SOURCE, f"{partition}:4")]
     paused.produce(run.topic("trajectories"), b"late", b"key", partition, headers=headers)
     paused.flush(120)
-    told = answer_of(run.directory, *run.command("label", "recover")[4:])
-    assert told.returncode == 0, told.stderr
-    assert f"partition {partition}: labeling goes on at offset 4" in told.stdout
+    answer = answer_of(run.directory, *run.command("label", "recover")[4:])
+    assert answer.returncode == 0, answer.stderr
+    assert f"partition {partition}: labeling goes on at offset 4" in answer.stdout
     with pytest.raises(KafkaException):
         paused.commit_transaction(120)
     send(run, [numbered(13)], "unlabelled")

@@ -91,21 +91,21 @@ def test_a_learner_killed_between_checkpoints_ends_with_the_bits_of_an_uninterru
     finally:
         killed.stop()
 
-    expected, found = steps_of(whole), steps_of(killed)
-    assert sorted(found) == list(range(9))
+    expected, steps = steps_of(whole), steps_of(killed)
+    assert sorted(steps) == list(range(9))
     for step, record in expected.items():
-        assert found[step].params_digest == record.params_digest, step
-        assert found[step].uses == record.uses
-        assert found[step].policy_version == record.policy_version == step
-        assert found[step].trained_total == record.trained_total == 32 * step
+        assert steps[step].params_digest == record.params_digest, step
+        assert steps[step].uses == record.uses
+        assert steps[step].policy_version == record.policy_version == step
+        assert steps[step].trained_total == record.trained_total == 32 * step
         if step:
             assert {"time/snapshot", "time/wait_for_snapshot", "time/wait_for_recording"} <= record.metrics.keys()
     manifests = read_manifests(killed.kafka, killed.name)
     assert {version: manifest.step for version, manifest in manifests.items()} == {n: n for n in range(9)}
     assert all({"snapshot_s", "send_s", "stored_bytes"} <= m.figures.keys() for m in manifests.values())
     lines = (tmp_path / "figures" / killed.name / "default.jsonl").read_text().splitlines()
-    told = [(line["step"], line["trained/reward"]) for line in map(json.loads, lines) if line["step"]]
-    assert told == [(step, found[step].metrics["trained/reward"]) for step in range(1, 9)], "each step once"
+    actual = [(line["step"], line["trained/reward"]) for line in map(json.loads, lines) if line["step"]]
+    assert actual == [(step, steps[step].metrics["trained/reward"]) for step in range(1, 9)], "each step once"
 
 
 @pytest.mark.long
@@ -148,12 +148,12 @@ def test_killed_again_and_again_at_any_moment_it_ends_with_the_same_bits(
         finish(killed, killed.start("learn", **settings))
     finally:
         killed.stop()
-    expected, found = steps_of(whole), steps_of(killed)
-    assert sorted(found) == list(range(steps + 1))
-    assert {step: record.params_digest for step, record in found.items()} == {
+    expected, actual = steps_of(whole), steps_of(killed)
+    assert sorted(actual) == list(range(steps + 1))
+    assert {step: record.params_digest for step, record in actual.items()} == {
         step: record.params_digest for step, record in expected.items()
     }
-    assert [found[step].policy_version for step in sorted(found)] == list(range(steps + 1))
+    assert [actual[step].policy_version for step in sorted(actual)] == list(range(steps + 1))
     assert sorted(read_manifests(killed.kafka, killed.name)) == list(range(steps + 1))
 
 
@@ -327,14 +327,14 @@ def test_excluded_batches_are_left_out_and_steps_on_record_stay_as_they_were(rea
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(10, 16)])
     finish(run, process)
 
-    found = steps_of(run)
-    assert {step: found[step].params_digest for step in before} == {s: r.params_digest for s, r in before.items()}
-    assert {step: found[step].uses for step in before} == {step: record.uses for step, record in before.items()}
-    left_out = {u.batch_id: u.reason for record in found.values() for u in record.uses if u.use == "skipped"}
+    steps = steps_of(run)
+    assert {step: steps[step].params_digest for step in before} == {s: r.params_digest for s, r in before.items()}
+    assert {step: steps[step].uses for step in before} == {step: record.uses for step, record in before.items()}
+    left_out = {u.batch_id: u.reason for record in steps.values() for u in record.uses if u.use == "skipped"}
     assert left_out == dict.fromkeys(("0-2", "1-9", "1-11"), "excluded: worker w")
-    trained = [u.batch_id for step in sorted(found) for u in found[step].uses if u.use == "trained"]
+    trained = [u.batch_id for step in sorted(steps) for u in steps[step].uses if u.use == "trained"]
     assert [int(batch_id[2:]) for batch_id in trained] == [0, 1, 3, 4, 5, 6, 7, 8, 10, 12, 13, 14]
-    assert (found[6].trained_total, found[6].skipped_total) == (6 * 32, 3 * 16)
+    assert (steps[6].trained_total, steps[6].skipped_total) == (6 * 32, 3 * 16)
 
 
 def test_a_learner_hears_of_exclusions_while_it_runs(real_run: RealRun) -> None:

@@ -38,7 +38,7 @@ def test_devices_that_share_tokens_make_the_bits_on_record_again(
         finish(undisturbed, undisturbed.start("learn", **SETTINGS))
     finally:
         undisturbed.stop()
-    expected, found = steps_of(undisturbed), steps_of(run)
-    assert sorted(found) == list(range(STEPS + 1))
-    assert {step: found[step].params_digest for step in found} == {s: r.params_digest for s, r in expected.items()}
+    expected, steps = steps_of(undisturbed), steps_of(run)
+    assert sorted(steps) == list(range(STEPS + 1))
+    assert {step: steps[step].params_digest for step in steps} == {s: r.params_digest for s, r in expected.items()}
     finish(run, run.start("retrain", "--from-step=0", **SETTINGS), 900)

@@ -67,8 +67,8 @@ def steps_of(run: RealRun) -> dict[int, LearnerStep]:
 
 def last_params(run: RealRun, version: int) -> dict[str, np.ndarray]:
     with WeightsFollower(run.kafka, run.name) as follower:
-        found, arrays = follower.wait_for(version, 60)
-    assert found == version
+        actual, arrays = follower.wait_for(version, 60)
+    assert actual == version
     return dict(arrays)
 
 
@@ -90,7 +90,7 @@ def kill_one(run: RealRun, team: list[subprocess.Popen[bytes]], number: int) -> 
 def shards_sent(run: RealRun, process: subprocess.Popen[bytes]) -> dict[int, dict[str, int]]:
     """The shards that a process which does not lead sent, by version, from its log."""
     events = [json.loads(line) for line in run.log_of(process).splitlines() if '"shard_sent"' in line]
-    return {found["version"]: found for found in events}
+    return {event["version"]: event for event in events}
 
 
 def all_published(run: RealRun, *teams: list[subprocess.Popen[bytes]]) -> None:
@@ -98,7 +98,7 @@ def all_published(run: RealRun, *teams: list[subprocess.Popen[bytes]]) -> None:
     manifests = read_manifests(run.kafka, run.name)
     processes = len(teams[0])
     members = [
-        {version: found for team in teams for version, found in shards_sent(run, team[number]).items()}
+        {version: actual for team in teams for version, actual in shards_sent(run, team[number]).items()}
         for number in range(1, processes)
     ]
     for version, manifest in manifests.items():
@@ -130,14 +130,14 @@ def test_processes_train_together_and_after_kill_9_make_the_bits_on_record_again
     finish(run, *again)
     all_published(run, team, again)
     assert params_checksum(last_params(run, STEPS)) == steps_of(run)[STEPS].params_digest
-    found = steps_of(run)
+    steps = steps_of(run)
     # A step on record that came out differently would have ended the learner.
     (resumed,) = [line for line in run.log_of(again[0]).splitlines() if '"learner_resumed"' in line]
     assert json.loads(resumed)["steps_again"] >= 1
-    assert {step: found[step].params_digest for step in before} == {s: r.params_digest for s, r in before.items()}
-    assert sorted(found) == sorted(read_manifests(run.kafka, run.name)) == list(range(STEPS + 1))
-    assert [found[step].policy_version for step in sorted(found)] == list(range(STEPS + 1))
-    assert {found[step].metrics["trained/rollouts"] for step in range(1, STEPS + 1)} == {32.0}
+    assert {step: steps[step].params_digest for step in before} == {s: r.params_digest for s, r in before.items()}
+    assert sorted(steps) == sorted(read_manifests(run.kafka, run.name)) == list(range(STEPS + 1))
+    assert [steps[step].policy_version for step in sorted(steps)] == list(range(STEPS + 1))
+    assert {steps[step].metrics["trained/rollouts"] for step in range(1, STEPS + 1)} == {32.0}
     # On this machine the command starts all processes.
     settings["learner__processes"] = processes
     code, answer = retrained(run, **settings)
@@ -159,12 +159,12 @@ def test_two_processes_end_with_the_bits_of_two_and_within_rounding_of_one(real_
     finally:
         killed.stop()
         alone.stop()
-    expected, found = steps_of(whole), steps_of(killed)
-    assert sorted(found) == sorted(expected) == list(range(STEPS + 1))
+    expected, steps = steps_of(whole), steps_of(killed)
+    assert sorted(steps) == sorted(expected) == list(range(STEPS + 1))
     for step, record in expected.items():
-        assert found[step].params_digest == record.params_digest, step
-        assert found[step].uses == record.uses
-        assert found[step].policy_version == step
+        assert steps[step].params_digest == record.params_digest, step
+        assert steps[step].uses == record.uses
+        assert steps[step].policy_version == step
     assert differences(whole, alone, STEPS) < TOLERANCE
     assert steps_of(alone)[STEPS].uses == expected[STEPS].uses
 

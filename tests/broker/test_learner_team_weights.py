@@ -91,9 +91,9 @@ def test_two_processes_train_adapters_beside_shares_of_the_model_and_an_export_h
     kill_one(run, start(run, **settings), 0)
     before = steps_of(run)
     finish(run, *start(run, **settings))
-    found = steps_of(run)
-    assert sorted(found) == list(range(STEPS + 1))
-    assert {step: found[step].params_digest for step in before} == {s: r.params_digest for s, r in before.items()}
+    steps = steps_of(run)
+    assert sorted(steps) == list(range(STEPS + 1))
+    assert {step: steps[step].params_digest for step in before} == {s: r.params_digest for s, r in before.items()}
     code, answer = retrained(run, **settings)
     assert (code, answer["same"], len(answer["steps"])) == (0, True, 3)
     manifests = read_manifests(run.kafka, run.name)

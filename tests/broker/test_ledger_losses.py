@@ -188,9 +188,9 @@ def test_a_log_cut_off_and_written_again_is_named_and_refused(tmp_path: Path) ->
         process = run.start("group")
         assert process.wait(300) == 2
         assert f"was cut off before offset {position} and written again since it was read" in run.log_of(process)
-        told = rollstream(run, "ledger")
-        assert told.returncode == 1
-        assert named[0] in told.stdout
+        done = rollstream(run, "ledger")
+        assert done.returncode == 1
+        assert named[0] in done.stdout
 
 
 def cut_off(segment: Path, offset: int) -> int:
@@ -238,9 +238,9 @@ def test_what_an_open_transaction_hides_is_undecided(
             hides = "\n".join(undecided(run))
             for topic in topics:
                 assert f"a transaction stands open on {topic}[0] from offset" in hides
-            told = rollstream(run, "ledger")
-            assert told.returncode == 4, told.stdout
-            assert "every record is in exactly one place, as far as it is decided yet" in told.stdout
+            done = rollstream(run, "ledger")
+            assert done.returncode == 4, done.stdout
+            assert "every record is in exactly one place, as far as it is decided yet" in done.stdout
         # The next process reads the records that were unread when this one was asked to end.
         run.start("group")
         eventually(lambda: in_both_forms(run).batched == 8, 60, "the other batch")
@@ -284,9 +284,9 @@ def test_records_that_make_no_sense_are_skipped_counted_and_named(run: RealRun) 
     for topic in topics:
         for value in (b"junk", None):
             run.send_bytes(topic, value, b"no key", 0)
-    told = rollstream(run, "ledger", "--json")
-    assert told.returncode == 0, told.stdout + told.stderr
-    book = json.loads(told.stdout, parse_constant=pytest.fail)
+    done = rollstream(run, "ledger", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    book = json.loads(done.stdout, parse_constant=pytest.fail)
     assert book["problems"] == []
     # Two each of six topics; control and policies are none of the ledger's.
     assert book["records_skipped"] == len(bad) + 2 + 2 * 6

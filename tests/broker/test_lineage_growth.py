@@ -69,12 +69,12 @@ def test_a_question_about_one_rollout_costs_the_same_on_a_longer_log(
             read = index.update()
             filled = time.process_time() - began
             view = LookedUpRun(index, topics)
-            asked = []
+            request = []
             for uid in uids(written):
                 began = time.process_time()
                 tree = lineage_of(view, uid)
-                asked.append(time.process_time() - began)
-        costs.append(statistics.median(asked))
+                request.append(time.process_time() - began)
+        costs.append(statistics.median(request))
         began = time.process_time()
         with RunView(kafka, run_name) as whole:
             assert lineage_of(whole, uid).as_dict() == tree.as_dict()

@@ -39,15 +39,15 @@ def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 def answers(view: SearchableRun, questions: list[dict[str, Any]]) -> list[Any]:
     """Answers of lineage to each question, an error's text where it refuses."""
-    told: list[Any] = []
+    report: list[Any] = []
     for question in questions:
         args = argparse.Namespace(**dict.fromkeys(SUBJECTS))
         vars(args).update(question)
         try:
-            told.append([tree.as_dict() for tree in lineage_trees(view, args)])
+            report.append([tree.as_dict() for tree in lineage_trees(view, args)])
         except RollstreamError as error:
-            told.append(str(error))
-    return told
+            report.append(str(error))
+    return report
 
 
 def questions_about(planted: Planted, every: int) -> list[dict[str, Any]]:
@@ -173,16 +173,16 @@ def test_commands_answer_by_the_index_as_users_start_them_and_several_at_once(pl
         (index_file(RunConfig(run=run.name, data_dir=run.directory))).unlink(missing_ok=True)
         command = run.command(*words, "--json")
         both = [subprocess.Popen(command, stdout=subprocess.PIPE, cwd=run.directory) for _ in range(2)]
-        told = [process.communicate(timeout=300)[0] for process in both]
+        actual = [process.communicate(timeout=300)[0] for process in both]
         assert [process.returncode for process in both] == [0, 0]
         whole = answer_of(run.directory, *run.command(*words, "--json", "--without-index")[4:])
         assert whole.returncode == 0, whole.stderr
-        assert [text.decode() for text in told] == [whole.stdout] * 2
+        assert [text.decode() for text in actual] == [whole.stdout] * 2
 
 
 def test_an_index_that_cannot_be_written_names_what_can_be_done(planted: Planted, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     words = ("lineage", "--offset", "0:0", "--set", f"data_dir={tmp_path / 'file'}")
-    told = answer_of(tmp_path, *words, "--run", planted.run.name, "-b", planted.run.kafka.bootstrap_servers)
-    assert told.returncode == 2
-    assert "--without-index" in told.stderr
+    answer = answer_of(tmp_path, *words, "--run", planted.run.name, "-b", planted.run.kafka.bootstrap_servers)
+    assert answer.returncode == 2
+    assert "--without-index" in answer.stderr

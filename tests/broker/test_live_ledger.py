@@ -37,8 +37,8 @@ def send(run: RealRun, name: str, groups: int) -> None:
 
 def settled(run: RealRun, batched: int) -> Ledger:
     def book() -> Ledger | None:
-        found = in_both_forms(run)
-        return found if found.batched == batched and not found.unread else None
+        books = in_both_forms(run)
+        return books if books.batched == batched and not books.unread else None
 
     return eventually(book, 90, f"{batched} rollouts in batches", every_s=0.3)
 
@@ -110,23 +110,23 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
         ),
     ):
         stored.path.write_bytes(bad)
-        told, book = stored.poll()
-        assert why in told
+        report, book = stored.poll()
+        assert why in report
         assert book == whole
         assert stored.poll() == ("", whole)
     # The unfinished file of a writer that was killed is nobody's.
     stored.path.with_name("file.1-x.unfinished").write_bytes(data[:50])
     assert stored.poll() == ("", whole)
     copied = Stored(run.beside("copy").prepare(), stored.path)
-    told, book = copied.poll()
-    assert f"it is of run {run.name} and groups" in told
+    report, book = copied.poll()
+    assert f"it is of run {run.name} and groups" in report
     assert book == plain(ledger(run.kafka, copied.run.name))
     # The same run, made again: nothing of what was read is there any more.
     stored.poll()
     assert topic_admin.delete_topics(run.kafka, [d.topic for d in provisioning.describe(run.kafka, run.name)]) == {}
     run.prepare()
-    told, book = stored.poll()
-    assert told.endswith("was created anew")
+    report, book = stored.poll()
+    assert report.endswith("was created anew")
     assert book == plain(ledger(run.kafka, run.name))
     assert book["batched"] == 0
 

@@ -56,8 +56,8 @@ def test_a_run_is_grouped_with_an_estimator_of_the_user_s_and_is_verified_with_i
     )
     eventually(lambda: sum(map(len, batches(real_run))) == 32, 60, "every rollout in a batch")
     # The median is 0, and the deviation of most members too, so that it counts as 1.
-    found = {float(a) for batch in batches(real_run) for a in batch.advantages[batch.loss_mask]}
-    assert found == {0.0, 4.0}
+    actual = {float(a) for batch in batches(real_run) for a in batch.advantages[batch.loss_mask]}
+    assert actual == {0.0, 4.0}
     assert verify(real_run.kafka, real_run.name, estimators=[name]).mismatches == []
     with pytest.raises(ConfigurationError, match=r"must be named in grouper\.estimators"):
         verify(real_run.kafka, real_run.name)

@@ -28,8 +28,8 @@ def migrate(run: RealRun, source: str, code: int = 0) -> dict[str, Any]:
     _python, _safe, _m, _pipeline, *words = run.command("migrate", source, f"run:{run.name}", "--json")
     with redirect_stdout(io.StringIO()) as out:
         assert main(words) == code, out.getvalue()
-    told: dict[str, Any] = json.loads(out.getvalue())
-    return told
+    report: dict[str, Any] = json.loads(out.getvalue())
+    return report
 
 
 def write(path: Path, *batches: RolloutBatch) -> None:
@@ -51,9 +51,9 @@ def test_old_files_and_an_old_topic_become_rollouts_of_a_run_once_and_are_traine
     old = real_run.directory / "old"
     old.mkdir()
     write(old / "one.avro", old_batch("a"), old_batch("b"))
-    told = migrate(real_run, str(old))
-    assert told["complete"]
-    assert told["total"] == {"read": 32, "refused": 0, "there_before": 0, "written": 32, "in_target": 32}
+    report = migrate(real_run, str(old))
+    assert report["complete"]
+    assert report["total"] == {"read": 32, "refused": 0, "there_before": 0, "written": 32, "in_target": 32}
     write(old / "two.avro", old_batch("c"))
     assert migrate(real_run, str(old))["total"] == {
         "read": 48,
@@ -65,9 +65,9 @@ def test_old_files_and_an_old_topic_become_rollouts_of_a_run_once_and_are_traine
     # Any topic will do as one of the old form: here that of evaluations, with something else in between.
     for value in (encode(old_batch("d")), b"poison", encode(old_batch("e"))):
         real_run.send_bytes("evals", value, b"[]", 0)
-    told = migrate(real_run, f"topic:{real_run.topic('evals')}", code=1)
-    assert (told["total"]["read"], told["total"]["written"]) == (33, 32)
-    [refused] = told["refused"]
+    report = migrate(real_run, f"topic:{real_run.topic('evals')}", code=1)
+    assert (report["total"]["read"], report["total"]["written"]) == (33, 32)
+    [refused] = report["refused"]
     assert refused["place"] == f"{real_run.topic('evals')}:0:1"
     assert len(uids(real_run)) == len(set(uids(real_run))) == 80
 
@@ -108,8 +108,8 @@ def test_a_migration_that_is_killed_is_finished_by_the_next_and_doubles_nothing(
     eventually(lambda: len(uids(real_run)) >= 960, 60, "a transaction of it")
     os.kill(process.pid, 9)
     process.wait()
-    told = migrate(real_run, str(old))
-    assert told["complete"]
-    assert told["total"]["read"] == told["total"]["in_target"] == 3840
-    assert told["total"]["there_before"] >= 960
+    report = migrate(real_run, str(old))
+    assert report["complete"]
+    assert report["total"]["read"] == report["total"]["in_target"] == 3840
+    assert report["total"]["there_before"] >= 960
     assert len(uids(real_run)) == len(set(uids(real_run))) == 3840

@@ -71,5 +71,5 @@ def test_a_learner_with_a_teacher_rejection_and_a_divergence_in_the_reward_is_ki
     for begin, executed in (("0", 5), ("2", 3)):
         again = run.start("retrain", "--from-step", begin, "--json", **SETTINGS)
         assert again.wait(300) == 0, run.log_of(again)[-3000:]
-        told = json.loads(run.log_of(again).splitlines()[-1])
-        assert (told["same"], len(told["steps"])) == (True, executed + 1)
+        report = json.loads(run.log_of(again).splitlines()[-1])
+        assert (report["same"], len(report["steps"])) == (True, executed + 1)

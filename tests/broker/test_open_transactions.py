@@ -106,12 +106,14 @@ def test_what_is_written_after_the_question_is_not_waited_for(
     with run.open_transaction("journal") as producer:
         [part] = undecided(run.kafka, run.topic("journal")).values()
         assert (part.start, part.end) == (2, 3), "generation 0 and its marker lie before it"
-        asked = threading.Thread(target=await_decided, args=(run.kafka, run.topic("journal"), "nothing was done", 60.0))
-        asked.start()
+        thread = threading.Thread(
+            target=await_decided, args=(run.kafka, run.topic("journal"), "nothing was done", 60.0)
+        )
+        thread.start()
         eventually(lambda: "transaction_open" in caplog.text, 60, "it waits for what is open now")
         producer.commit_transaction(120)
         producer.begin_transaction()
         producer.produce(run.topic("journal"), b"foreign", b"foreign", 0)
         producer.flush(120)
-        asked.join(300)
-        assert not asked.is_alive()
+        thread.join(300)
+        assert not thread.is_alive()

@@ -140,12 +140,12 @@ def length_of(text: str) -> int:
 
 
 def test_a_rollout_is_what_show_and_lineage_print(run: RealRun, planted: Planted, indexed: PageClient) -> None:
-    found = of_run(indexed, run, f"rollouts?uid={planted.batches[0].uids[0]}")
-    assert (found["matching"], found["next"]) == (1, None)
-    place = found["rows"][0]["place"]
+    actual = of_run(indexed, run, f"rollouts?uid={planted.batches[0].uids[0]}")
+    assert (actual["matching"], actual["next"]) == (1, None)
+    place = actual["rows"][0]["place"]
     details = of_run(indexed, run, f"rollouts/{place.replace(':', '/')}")
     shown: Any = command(run, "show", place)
-    assert details["row"] == found["rows"][0]
+    assert details["row"] == actual["rows"][0]
     assert details["fate"] == shown[0]["fate"]
     assert details["row"]["advantage"] == pytest.approx(shown[0]["advantage"])
     assert {row["uid"] for row in details["group"]} == {member["uid"] for member in shown[0]["group"]}
@@ -303,12 +303,12 @@ def test_a_run_that_moves_tells_its_streams(run: RealRun, page: PageClient) -> N
         name, first = next(events)
         assert name == "overview"
         run.send([rollout("more", 0)])
-        told: dict[str, Any] = {}
-        while "changed" not in told or told["overview"]["top"]["produced"] == first["top"]["produced"]:
+        report: dict[str, Any] = {}
+        while "changed" not in report or report["overview"]["top"]["produced"] == first["top"]["produced"]:
             name, value = next(events)
-            told[name] = value
-    assert told["overview"]["live"]
-    assert set(told["changed"]) >= {"rollouts", "steps", "versions", "dead_letters"}
+            report[name] = value
+    assert report["overview"]["live"]
+    assert set(report["changed"]) >= {"rollouts", "steps", "versions", "dead_letters"}
 
 
 def test_the_page_ends_at_once_while_browsers_listen(run: RealRun) -> None:

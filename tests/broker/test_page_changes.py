@@ -51,8 +51,8 @@ def test_a_rollback_and_an_exclusion_are_made_once_they_can_be_and_listed(run: R
         assert (status, "publishes into run" in refused["error"]) == (409, True)
         assert give(**(back | {"reason": " "}))[0] == 400
         assert give(**(back | {"version": 77}))[0] == 400
-        said = "Policy version 2 has the parameters of version 1."
-        assert give(**back, take_over=True) == (200, {"recorded": True, "said": said})
+        message = "Policy version 2 has the parameters of version 1."
+        assert give(**back, take_over=True) == (200, {"recorded": True, "said": message})
     notes = list(filter(None, map(note_of, read_to_end(run.kafka, run.topic("policies")))))
     assert [(note.source, note.reason) for note in notes] == [(1, "reward hacking")]
 

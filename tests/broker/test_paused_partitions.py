@@ -122,5 +122,5 @@ def test_a_record_that_ends_grouping_stops_its_partition_alone_and_is_skipped_wi
     assert process.poll() is None, "it was not started again"
     book = ledger(run.kafka, run.name)
     assert (book.batched, book.dropped, book.problems) == (32, {"skipped": 1}, [])
-    found = verify(run.kafka, run.name)
-    assert (found.mismatches, found.drops) == ([], 1)
+    verification = verify(run.kafka, run.name)
+    assert (verification.mismatches, verification.drops) == ([], 1)

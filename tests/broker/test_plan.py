@@ -86,9 +86,9 @@ def test_what_is_planned_bears_the_load_and_one_process_fewer_does_not(real_run:
     own = tmp_path / "own.json"
     own.write_text(json.dumps({"machine": {"cores": 2, "load_before": 0.0}, "rows": rows}))
     words = ("--parameters", "1M", "--environments", "8", "--tokens", str(TOKENS), "--rollouts-per-s", str(load_per_s))
-    told = answer_of(tmp_path, "plan", *words, "--utilisation", "0.9", "--measured", str(own), "--json")
-    assert told.returncode == 0, told.stderr
-    plan = json.loads(told.stdout)
+    answer = answer_of(tmp_path, "plan", *words, "--utilisation", "0.9", "--measured", str(own), "--json")
+    assert answer.returncode == 0, answer.stderr
+    plan = json.loads(answer.stdout)
     processes = plan["grouping_processes"]
     assert plan["limits"][0]["resource"] in ("grouping processes", "learner processes", "producers")
     assert processes == 3

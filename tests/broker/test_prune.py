@@ -48,8 +48,8 @@ def feed(run: RealRun, groups: int) -> None:
 
 def settled(run: RealRun, in_flight: int = 0) -> Ledger:
     def book() -> Ledger | None:
-        found = in_both_forms(run)
-        return found if not found.unread and in_flight == found.in_flight else None
+        books = in_both_forms(run)
+        return books if not books.unread and in_flight == books.in_flight else None
 
     return eventually(book, 60, f"every record of run {run.name} in its place", every_s=0.2)
 
@@ -93,9 +93,9 @@ def planned(run: RealRun, checkpoints: Path, keep: int) -> dict[tuple[str, int],
 
 
 def prune(run: RealRun, *words: str) -> dict[tuple[str, int], dict[str, Any]]:
-    found = rollstream(run, "prune", *words, "--json")
-    assert found.returncode == 0, found.stderr
-    return {(row["topic"], row["partition"]): row for row in json.loads(found.stdout)["plan"]}
+    done = rollstream(run, "prune", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    return {(row["topic"], row["partition"]): row for row in json.loads(done.stdout)["plan"]}
 
 
 def rollstream(run: RealRun, *words: str) -> subprocess.CompletedProcess[str]:
@@ -122,9 +122,9 @@ def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(rea
     run.send_bytes("batch-index", b"junk", b"key")
 
     where = ("--dry-run", "--keep-batches", "0", "--without-checkpoints")
-    told = rollstream(run, "prune", *where, "--json")
-    assert told.returncode == 0, told.stderr
-    answer = json.loads(told.stdout)
+    done = rollstream(run, "prune", *where, "--json")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
     assert {name: learner["replaced_by"] for name, learner in answer["learners"].items()} == {
         "learner gone": "main",
         "learner main": "",
@@ -270,8 +270,8 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     book = in_both_forms(run)
     assert figures_of(book) == figures_of(last) | {"pruned": book.pruned}
     assert book.pruned > last.pruned
-    found = verify(run.kafka, run.name, only=list(index_of(run.kafka, run.name))[-6:])
-    assert (found.batches, found.unverifiable, found.mismatches) == (6, 0, [])
+    verification = verify(run.kafka, run.name, only=list(index_of(run.kafka, run.name))[-6:])
+    assert (verification.batches, verification.unverifiable, verification.mismatches) == (6, 0, [])
 
 
 def further(run: RealRun, checkpoints: Path) -> list[Deletion]:

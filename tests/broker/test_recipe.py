@@ -80,9 +80,9 @@ def test_a_checkpoint_learns_on_the_log_with_its_own_tokenizer(real_run: RealRun
     tokenizer = load_tokenizer(directory / "model")
     rollouts = [record for record in run.read("rollouts") if isinstance(record, Rollout)]
     for record in rollouts[:50]:
-        said = record.tokens[record.loss_mask].tolist()
-        assert record.turns[-1].text == tokenizer.decode(said)
-        assert record.truncated != (said[-1] in tokenizer.eos_ids)
+        tokens = record.tokens[record.loss_mask].tolist()
+        assert record.turns[-1].text == tokenizer.decode(tokens)
+        assert record.truncated != (tokens[-1] in tokenizer.eos_ids)
         assert tokenizer.decode(record.tokens[~record.loss_mask].tolist()).startswith("<|im_start|>system\n")
     share = len(rollouts) // 4
     rewards = np.array([record.reward for record in rollouts])

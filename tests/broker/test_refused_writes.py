@@ -133,8 +133,8 @@ def test_a_user_who_may_write_nothing_is_told_so_once_for_all_records(guarded: G
             send_and_flush(sender)
         assert ALL_REFUSED in str(refused.value)
         # The first error ends the loop; a record that was queued before it may fail after it.
-        told = [failure.name for failure in refused.value.failures] + told_by_flush(sender)
-        assert len(set(told)) == len(told) <= RECORDS, told
+        names = [failure.name for failure in refused.value.failures] + told_by_flush(sender)
+        assert len(set(names)) == len(names) <= RECORDS, names
         assert told_by_flush(sender) == []
 
 

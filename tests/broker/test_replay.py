@@ -73,15 +73,15 @@ def test_a_learner_with_a_buffer_killed_between_checkpoints_ends_with_the_bits_o
     finally:
         killed.stop()
 
-    expected, found = steps_of(whole), steps_of(killed)
-    assert sorted(found) == list(range(9))
+    expected, steps = steps_of(whole), steps_of(killed)
+    assert sorted(steps) == list(range(9))
     assert '"rollout_buffer_restored"' in killed.log_of(resumed)
     seen: dict[tuple[int, int], int] = {}
     for step in range(1, 9):
         record = expected[step]
-        assert found[step].params_digest == record.params_digest, step
-        assert found[step].uses == record.uses
-        assert (found[step].oldest, found[step].stream_time_ms) == (record.oldest, record.stream_time_ms)
+        assert steps[step].params_digest == record.params_digest, step
+        assert steps[step].uses == record.uses
+        assert (steps[step].oldest, steps[step].stream_time_ms) == (record.oldest, record.stream_time_ms)
         drawn = [(at, row) for at, rows in trained_rows(record.uses).items() for row in rows]
         assert len(drawn) == 24
         for row in drawn:

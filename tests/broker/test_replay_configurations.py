@@ -49,11 +49,11 @@ def changed_run(real_run: RealRun) -> RealRun:
 
 def test_a_replay_under_the_first_configuration_changes_what_was_cut_under_the_second(changed_run: RealRun) -> None:
     run = changed_run
-    found = replay(run.kafka, run.name, {"estimator": "rloo"})
-    assert found.changed == {"estimator": [["rloo", "grpo"], "rloo"]}
-    assert found.differing == ["0-1"]
-    found = replay(run.kafka, run.name, {"estimator": "grpo"})
-    assert found.differing == ["0-0"]
+    replayed = replay(run.kafka, run.name, {"estimator": "rloo"})
+    assert replayed.changed == {"estimator": [["rloo", "grpo"], "rloo"]}
+    assert replayed.differing == ["0-1"]
+    replayed = replay(run.kafka, run.name, {"estimator": "grpo"})
+    assert replayed.differing == ["0-0"]
     assert replay(run.kafka, run.name, {}).differing == []
 
 
@@ -85,7 +85,7 @@ def test_a_replay_from_a_time_on_keeps_the_configuration_in_force_then(changed_r
     run = changed_run
     end = max(m.timestamp_ms for m in read_to_end(run.kafka, run.topic("rollouts")))
     group(run, 24, "e", "f")
-    found = replay(run.kafka, run.name, {"batch_rollouts": 4}, since_ms=end + 1)
-    assert (found.recorded.batches, found.replayed.batches) == (1, 2)
-    advantages = (side.environments["env"].as_dict()["max"] for side in (found.recorded, found.replayed))
+    replayed = replay(run.kafka, run.name, {"batch_rollouts": 4}, since_ms=end + 1)
+    assert (replayed.recorded.batches, replayed.replayed.batches) == (1, 2)
+    advantages = (side.environments["env"].as_dict()["max"] for side in (replayed.recorded, replayed.replayed))
     assert len({round(value, 6) for value in advantages}) == 1

@@ -202,16 +202,16 @@ def test_wrong_rewards_lead_to_the_steps_that_trained_on_them_and_to_a_fork_with
     check_groups(report, run, batches, wrong, after, rollouts, new)
     steps = {s.step: s for _place, s in run.records("steps") if isinstance(s, LearnerStep)}
     [learner] = report["learners"]
-    told = {step["step"]: step for step in learner["wrong"]}
+    printed = {step["step"]: step for step in learner["wrong"]}
     for number, step in steps.items():
         names = [use.batch_id for use in step.uses if use.use == "trained"]
         assert not any(use.row_numbers for use in step.uses)
         rows = np.concatenate([wrong[name] for name in names]) if names else np.zeros(0, bool)
-        assert (number in told) == rows.any()
-        if number in told:
-            check_step(told[number], names, batches, wrong, before, after)
-            assert told[number]["policy_version"] == step.policy_version
-    dirty = min(told)
+        assert (number in printed) == rows.any()
+        if number in printed:
+            check_step(printed[number], names, batches, wrong, before, after)
+            assert printed[number]["policy_version"] == step.policy_version
+    dirty = min(printed)
     assert dirty > 1, "version 2 comes later"
     assert learner["last_clean_step"] == dirty - 1
     assert learner["last_clean_version"] == max(s.policy_version for s in steps.values() if s.step < dirty)
@@ -261,12 +261,12 @@ def check_rewards(report: dict[str, Any], records: list[RescoredRollout], rollou
         assert np.isnan(record.reward) == bool(record.failure), "a failure is never a reward"
         assert "ValueError: no verdict" in record.failure or not record.failure
     changed = {r.uid for r in records if not r.failure and r.reward != r.reward_before}
-    told = report["rewards"]
-    assert told["rescored"] == len(rollouts)
-    assert told["failed"] == sum(bool(r.failure) for r in records) > 0
-    assert told["changed"] == len(changed) > 0
-    assert {changes["uid"] for changes in told["rollouts"]} == changed
-    assert {failure["uid"] for failure in told["failures"]} == {r.uid for r in records if r.failure}
+    printed = report["rewards"]
+    assert printed["rescored"] == len(rollouts)
+    assert printed["failed"] == sum(bool(r.failure) for r in records) > 0
+    assert printed["changed"] == len(changed) > 0
+    assert {changes["uid"] for changes in printed["rollouts"]} == changed
+    assert {failure["uid"] for failure in printed["failures"]} == {r.uid for r in records if r.failure}
 
 
 def check_groups(
@@ -284,8 +284,8 @@ def check_groups(
             rows = batch.group_index == group
             changed += bool(wrong[name][rows].any())
             lost += bool(wrong[name][rows].any() and not after[name][rows].any())
-    told = report["groups"]
-    assert (told["changed"], told["lost_variance"]) == (changed, lost)
+    printed = report["groups"]
+    assert (printed["changed"], printed["lost_variance"]) == (changed, lost)
     assert lost > 0
     dropped = {
         (record.partition, drop.offset)
@@ -299,11 +299,11 @@ def check_groups(
         r = rollouts[place]
         groups.setdefault((r.example_id, r.policy_version, r.group_id), set()).add(new[place])
     gained = sum(len(rewards) > 1 for rewards in groups.values())
-    assert told["gained_variance"] == gained > 0
+    assert printed["gained_variance"] == gained > 0
 
 
 def check_step(
-    told: dict[str, Any],
+    printed: dict[str, Any],
     names: list[str],
     batches: dict[str, TrainingBatch],
     wrong: dict[str, np.ndarray],
@@ -319,14 +319,14 @@ def check_step(
             for row in range(len(batches[name]))
         ]
     )
-    assert told["rollouts"] == len(rows)
-    assert told["wrong"] == rows.sum()
-    assert set(told["batches"]) == {name for name in names if wrong[name].any()}
-    assert told["sampled_tokens"] == tokens.sum()
-    assert told["token_share"] == pytest.approx(tokens[rows].sum() / tokens.sum())
-    assert told["sign_flips"] == ((was * now < 0) & (np.minimum(np.abs(was), np.abs(now)) > 1e-3)).sum()
-    assert told["largest"] == pytest.approx(np.abs(now - was).max(), abs=1e-6)
-    assert told["relative"] == pytest.approx((np.abs(now - was) * tokens).sum() / (np.abs(was) * tokens).sum(), 1e-5)
+    assert printed["rollouts"] == len(rows)
+    assert printed["wrong"] == rows.sum()
+    assert set(printed["batches"]) == {name for name in names if wrong[name].any()}
+    assert printed["sampled_tokens"] == tokens.sum()
+    assert printed["token_share"] == pytest.approx(tokens[rows].sum() / tokens.sum())
+    assert printed["sign_flips"] == ((was * now < 0) & (np.minimum(np.abs(was), np.abs(now)) > 1e-3)).sum()
+    assert printed["largest"] == pytest.approx(np.abs(now - was).max(), abs=1e-6)
+    assert printed["relative"] == pytest.approx((np.abs(now - was) * tokens).sum() / (np.abs(was) * tokens).sum(), 1e-5)
 
 
 def check_batches(run: TrainedRun, into: str, new: dict[Place, float], taken: set[Place]) -> None:

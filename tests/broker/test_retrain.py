@@ -114,8 +114,8 @@ def answers(source: RealRun) -> Iterator[dict[str, Answer]]:
         timeout=800,
     )
     assert done.returncode == 0, done.stderr
-    found = (Answer(*answer) for answer in json.loads(done.stdout))
-    yield dict(zip(commands, found, strict=True))
+    actual = (Answer(*answer) for answer in json.loads(done.stdout))
+    yield dict(zip(commands, actual, strict=True))
     assert everything(source) == before
 
 
@@ -147,9 +147,14 @@ def test_executed_again_from_a_checkpoint_every_step_has_its_parameters(
 ) -> None:
     recorded, answer = steps_of(source), answers["audit"]
     assert answer.code == 0, answer
-    told = json.loads(answer.out)
-    assert (told["checkpoint"], told["same"], told["first_difference"], told["environment"]) == (6, True, None, {})
-    assert [(s["step"], s["again"], s["batches"], s["skipped"]) for s in told["steps"]] == [
+    report = json.loads(answer.out)
+    assert (report["checkpoint"], report["same"], report["first_difference"], report["environment"]) == (
+        6,
+        True,
+        None,
+        {},
+    )
+    assert [(s["step"], s["again"], s["batches"], s["skipped"]) for s in report["steps"]] == [
         (6, recorded[6].params_digest, 2, 0),
         (7, recorded[7].params_digest, 2, 16),
         (8, recorded[8].params_digest, 2, 0),
@@ -193,10 +198,10 @@ def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
     assert "no checkpoint of step 4" in line
     assert "steps [6, 8]" in line
 
-    told = json.loads(answers["fork"].out)
-    assert (told["position"], told["input_run"]) == (recorded[6].position, source.name)
-    assert told["command"] == f"rollstream learn --config {told['configuration']}"
-    [layer] = file_layers(source.directory / told["configuration"])
+    report = json.loads(answers["fork"].out)
+    assert (report["position"], report["input_run"]) == (recorded[6].position, source.name)
+    assert report["command"] == f"rollstream learn --config {report['configuration']}"
+    [layer] = file_layers(source.directory / report["configuration"])
     assert layer.value["learner"]["optimizer"]["learning_rate"] == 0.01
 
     assert answers["learn"].code == 0, answers["learn"].error[-2000:]
@@ -249,8 +254,8 @@ def test_batches_that_are_gone_or_are_others_are_named_before_anything_is_traine
     # A transaction's end takes an offset of the index, too.
     first = recorded_step(run, 1, ("0-0", 0, "trained"), ("1-1", 2, "skipped"))
     second = recorded_step(run, 2, ("0-2", 4, "trained"), ("1-3", 6, "trained"))
-    found = batches_of(run.kafka, 0, [first, second])
-    assert [[read.entry.batch_id for read in found[step].trained] for step in (1, 2)] == [["0-0"], ["0-2", "1-3"]]
+    batches = batches_of(run.kafka, 0, [first, second])
+    assert [[read.entry.batch_id for read in batches[step].trained] for step in (1, 2)] == [["0-0"], ["0-2", "1-3"]]
     assert batches_of(run.kafka, first.position, [second]).keys() == {2}
 
     other = recorded_step(run, 2, ("0-2", 4, "trained"), ("1-9", 6, "trained"))

@@ -58,9 +58,9 @@ class JudgeServer:
         while not self.open.is_set():
             await asyncio.sleep(0.01)
         body = await request.json()
-        found = re.findall(r"question (\d+)\n.*?Answer:\n(\w+)", body["messages"][0]["content"], re.DOTALL)
-        self.calls["/".join(found[0])] += 1
-        content = f"Hm. Score: {found[0][1]}"
+        matches = re.findall(r"question (\d+)\n.*?Answer:\n(\w+)", body["messages"][0]["content"], re.DOTALL)
+        self.calls["/".join(matches[0])] += 1
+        content = f"Hm. Score: {matches[0][1]}"
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": content}}]})
 
 

@@ -63,15 +63,15 @@ def test_rollouts_land_where_their_key_says_and_come_back_equal(kafka: KafkaConf
     with RolloutProducer(kafka, run_name, on_delivery=deliveries.append) as producer:
         for rollout in sent.values():
             producer.send(rollout)
-    found = {}
+    collected = {}
     for message in read_to_end(kafka, topic_name(run_name, "rollouts")):
         rollout = decode_as(Rollout, message.value)
         assert message.key == encode_key(rollout.environment, rollout.example_id)
         assert message.partition == partition_of(message.key, PARTITIONS)
         assert same(rollout, sent[rollout.uid])
-        found[rollout.uid] = RolloutDelivery(rollout.uid, message.partition, message.offset, rollout.environment)
-    assert {delivery.uid: delivery for delivery in deliveries} == found
-    assert set(found) == set(sent)
+        collected[rollout.uid] = RolloutDelivery(rollout.uid, message.partition, message.offset, rollout.environment)
+    assert {delivery.uid: delivery for delivery in deliveries} == collected
+    assert set(collected) == set(sent)
     assert {delivery.partition for delivery in deliveries} == {0, 1}
 
 
@@ -104,9 +104,9 @@ def test_a_cancellation_of_more_uids_than_a_record_may_hold_goes_out_in_several(
     with RolloutProducer(kafka, run_name) as producer:
         producer.cancel(cancelled)
     messages = read_to_end(kafka, topic_name(run_name, "rollouts"))
-    found = [decode_as(GroupCancelled, message.value) for message in messages]
-    assert [cancellation_problems(record) for record in found] == [[], [], []]
-    assert tuple(uid for record in found for uid in record.uids) == uids
+    records = [decode_as(GroupCancelled, message.value) for message in messages]
+    assert [cancellation_problems(record) for record in records] == [[], [], []]
+    assert tuple(uid for record in records for uid in record.uids) == uids
 
 
 def test_evaluations_have_a_topic_of_their_own_without_cancellations(kafka: KafkaConfig, run_name: str) -> None:

@@ -145,7 +145,7 @@ class DiscreetRun:
     def found_in_files(self) -> dict[str, set[str]]:
         """Files below the folder with the secrets in them, except the two in which we put keys."""
         files = (path for path in self.folder.rglob("*") if path.is_file() and path.suffix != ".pem")
-        return {str(path): found for path in files if (found := self.found_in(path.read_bytes()))}
+        return {str(path): actual for path in files if (actual := self.found_in(path.read_bytes()))}
 
     def found_in_objects(self) -> tuple[int, set[str]]:
         """Number of objects in the store, and the secrets in their names and bytes."""
@@ -167,7 +167,7 @@ class DiscreetRun:
         topics = admin.list_topics(timeout=60).topics
         places = [TopicPartition(t, p, 0) for t in topics if t.startswith(RUN) for p in topics[t].partitions]
         consumer.assign(places)
-        left, records, found = len(places), 0, set[str]()
+        left, records, names = len(places), 0, set[str]()
         while left:
             message = consumer.poll(60)
             assert message is not None
@@ -176,9 +176,9 @@ class DiscreetRun:
                 continue
             records += 1
             for part in (message.key(), message.value(), *(value for _name, value in message.headers() or ())):
-                found |= self.found_in(part or b"")
+                names |= self.found_in(part or b"")
         consumer.close()
-        return records, found
+        return records, names
 
 
 @pytest.fixture
@@ -223,8 +223,8 @@ def test_no_secret_leaves_the_processes_that_use_it(run: DiscreetRun, compiled: 
             assert run.found_in("\0".join(child.cmdline())) == set(), child.cmdline()
             if role := role_of(child):
                 seen[role] = run.found_in(variables_of(child))
-        assert all({"kafka", "store"} <= found for found in seen.values()), seen
-        assert {role: found - {"kafka", "store"} for role, found in seen.items()} == {
+        assert all({"kafka", "store"} <= actual for actual in seen.values()), seen
+        assert {role: actual - {"kafka", "store"} for role, actual in seen.items()} == {
             role: set(given) for role, given in GIVEN.items()
         }
         assert run.found_in("\0".join(psutil.Process(process.pid).cmdline())) == set()
@@ -247,12 +247,12 @@ def test_no_secret_leaves_the_processes_that_use_it(run: DiscreetRun, compiled: 
     report = said(run, "report", "--config", "run.toml", "-o", str(run.folder / "report.html"))
     assert (run.folder / "report.html").exists(), report
     assert run.found_in_files() == {}
-    stored, found = run.found_in_objects()
+    stored, actual = run.found_in_objects()
     assert stored >= 4, "keep_versions is four, and each has a file or more"
-    assert found == set()
-    records, found = run.found_in_records()
+    assert actual == set()
+    records, actual = run.found_in_records()
     assert records > 100
-    assert found == set()
+    assert actual == set()
     assert run.found_in(run.broker.log.read_bytes()) == set()
     print(
         f"{len(run.secrets)} secrets, {records:,} records, {stored} objects, {len(seen)} roles, {scraped} pages, "

@@ -49,12 +49,12 @@ def test_a_run_keeps_engines_of_others_on_the_versions_of_its_learner(
             start_new_session=True,
         )
         try:
-            said = tmp_path / "log"
+            text = tmp_path / "log"
             eventually(
                 lambda: healthy.reported == "12" or run.poll() is not None, 900, "the last version in the engine"
             )
-            assert run.poll() in (None, 0), said.read_text()[-3000:]
-            assert run.wait(300) == 0, said.read_text()[-3000:]
+            assert run.poll() in (None, 0), text.read_text()[-3000:]
+            assert run.wait(300) == 0, text.read_text()[-3000:]
         finally:
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)

@@ -51,7 +51,7 @@ def test_a_learner_that_executes_steps_again_says_each_on_metrics_once(real_run:
         sinks.close()
         another.write({"reward": 0.0}, step=9)
         another.close()
-    found = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and r.component == "learn-a"]
-    assert [(r.step, r.values["reward"], r.labels["policy_version"]) for r in found] == [
+    metrics = [r for r in real_run.read("metrics") if isinstance(r, Metrics) and r.component == "learn-a"]
+    assert [(r.step, r.values["reward"], r.labels["policy_version"]) for r in metrics] == [
         (n, float(n), str(n)) for n in range(5)
     ]

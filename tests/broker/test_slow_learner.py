@@ -58,8 +58,8 @@ def newest(run: RealRun, since: float) -> dict[str, Metrics]:
 
 
 def all_wait(run: RealRun, since: float) -> bool:
-    told = newest(run, since)
-    return len(told) == WORKERS and all(record.values["waiting_for_capacity"] for record in told.values())
+    metrics = newest(run, since)
+    return len(metrics) == WORKERS and all(record.values["waiting_for_capacity"] for record in metrics.values())
 
 
 @pytest.mark.long

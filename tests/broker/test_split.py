@@ -30,9 +30,9 @@ def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def split(run: RealRun, into: str, partitions: int) -> Any:
-    found = ran(run, "split", "--into", into, "--partitions", str(partitions), "--json")
-    assert found.returncode == 0, found.stderr
-    return json.loads(found.stdout)
+    done = ran(run, "split", "--into", into, "--partitions", str(partitions), "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def successor(run: RealRun, name: str, partitions: int) -> RealRun:
@@ -91,9 +91,9 @@ def test_a_run_with_open_groups_goes_on_with_other_partitions_and_both_ledgers_c
     settled(narrow, batched=40)
     settled(wide, batched=40, moved=20)
     assert verify(run.kafka, narrow.name).mismatches == []
-    found = ran(narrow, "ledger", "--with-predecessors", "--json")
-    assert found.returncode == 0, found.stdout
-    *runs, together = json.loads(found.stdout)["chain"]
+    done = ran(narrow, "ledger", "--with-predecessors", "--json")
+    assert done.returncode == 0, done.stdout
+    *runs, together = json.loads(done.stdout)["chain"]
     assert [row["run"] for row in runs] == [narrow.name, wide.name, run.name]
     assert (together["batched"], together["dropped"], together["in_flight"], together["moved"]) == (160, 0, 0, 0)
     every = batched(run) + batched(wide) + batched(narrow)
@@ -276,22 +276,22 @@ def test_lineage_names_where_a_moved_rollout_came_from_and_where_it_went(real_ru
     assert source is not None
     place, origin = f"{copy.partition}:{copy.offset}", f"{source[1]}:{source[2]}"
     assert f"run {run.name}, {origin}" in ran(three, "lineage", "--offset", place).stdout
-    told = ran(run, "lineage", "--offset", origin).stdout
-    assert f"run {three.name}" in told
-    assert place in told
+    report = ran(run, "lineage", "--offset", origin).stdout
+    assert f"run {three.name}" in report
+    assert place in report
     [original] = [m for m in read_to_end(run.kafka, run.topic("rollouts")) if b"open-0" in (m.value or b"")]
     assert (original.key, original.value) == (copy.key, copy.value)
-    found = ran(run, "topics", "apply")
-    assert found.returncode != 0
-    assert "was split" in found.stderr
+    done = ran(run, "topics", "apply")
+    assert done.returncode != 0
+    assert "was split" in done.stderr
 
 
 def test_a_run_whose_records_wait_for_labels_is_refused_and_stays_open(real_run: RealRun) -> None:
     run = real_run.prepare()
     run.send_bytes("unlabelled", encode(rollout("waits")), encode_key("env", "waits"))
-    found = ran(run, "split", "--into", f"{run.name}-3", "--partitions", "3")
-    assert found.returncode != 0
-    assert "1 records" in found.stderr
-    assert "wait for labels" in found.stderr
+    done = ran(run, "split", "--into", f"{run.name}-3", "--partitions", "3")
+    assert done.returncode != 0
+    assert "1 records" in done.stderr
+    assert "wait for labels" in done.stderr
     run.send([rollout("open")])
     assert splits_of(run.kafka, run.name).successor is None

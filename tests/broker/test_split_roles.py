@@ -63,15 +63,15 @@ def asked(url: str, **body: object) -> dict[str, Any]:
 
     def answer() -> dict[str, Any] | None:
         try:
-            with urllib.request.urlopen(request, timeout=120) as found:
-                return {"answer": json.load(found)}
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return {"answer": json.load(response)}
         except urllib.error.HTTPError as error:
             return None if error.code == 429 else {"refused": error.read().decode()}
 
-    found = eventually(answer, 120, f"an answer of {url}", every_s=0.2)
-    assert "answer" in found, found
-    assert isinstance(found["answer"], dict)
-    return found["answer"]
+    response = eventually(answer, 120, f"an answer of {url}", every_s=0.2)
+    assert "answer" in response, response
+    assert isinstance(response["answer"], dict)
+    return response["answer"]
 
 
 def play_session(gateway: str) -> set[str]:

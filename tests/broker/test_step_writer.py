@@ -28,8 +28,8 @@ def params(value: float) -> dict[str, object]:
 
 def reads_of(run: RealRun, start: int, count: int, *, process: int = 0, processes: int = 1) -> list[ReadBatch]:
     with BatchReader(run.kafka, run.name, start=start, process=process, processes=processes) as reader:
-        found = [reader.poll(300) for _ in range(count)]
-    return [read for read in found if read is not None]
+        reads = [reader.poll(300) for _ in range(count)]
+    return [read for read in reads if read is not None]
 
 
 def steps_of(run: RealRun) -> list[LearnerStep]:

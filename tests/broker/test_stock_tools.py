@@ -74,12 +74,12 @@ def test_the_commands_of_the_page_show_what_it_says(real_run: RealRun) -> None:
     producer.close()
 
     [consumer] = [line for line in SHOWN if "console-consumer" in line]
-    said = {line.split()[0]: consumed(run, line) if line == consumer else kafkas(run, line) for line in SHOWN}
-    assert len(said) == 4
+    outputs = {line.split()[0]: consumed(run, line) if line == consumer else kafkas(run, line) for line in SHOWN}
+    assert len(outputs) == 4
     committed = [message.offset for message in read_to_end(run.kafka, run.topic("batches"))]
-    offsets = [int(found) for found in re.findall(r"Offset:(\d+)", said["kafka-console-consumer.sh"])]
+    offsets = [int(digits) for digits in re.findall(r"Offset:(\d+)", outputs["kafka-console-consumer.sh"])]
     assert offsets == committed
-    assert "aborted" not in said["kafka-console-consumer.sh"]
+    assert "aborted" not in outputs["kafka-console-consumer.sh"]
     everything = consumed(run, consumer.replace("read_committed", "read_uncommitted"))
     assert everything.count("Offset:") == len(committed) + 1
     assert "aborted" in everything
@@ -89,9 +89,9 @@ def test_the_commands_of_the_page_show_what_it_says(real_run: RealRun) -> None:
     span = ("-o", str(committed[0] + 1), "--to", str(committed[2]))
     assert records(run, "batches", *span) == [(0, committed[1])]
 
-    [row] = [line.split() for line in said["kafka-consumer-groups.sh"].splitlines() if run.topic("rollouts") in line]
+    [row] = [line.split() for line in outputs["kafka-consumer-groups.sh"].splitlines() if run.topic("rollouts") in line]
     position, end, lag = (int(row[i]) for i in (3, 4, 5))
     assert (end - position, lag) == (1, 1), row
-    assert said["kafka-get-offsets.sh"].split() == [f"{run.topic('rollouts')}:0:{end}"]
+    assert outputs["kafka-get-offsets.sh"].split() == [f"{run.topic('rollouts')}:0:{end}"]
     assert ledger(run.kafka, run.name).unread == 0
-    assert "ProducerId" in said["kafka-transactions.sh"]
+    assert "ProducerId" in outputs["kafka-transactions.sh"]

@@ -53,9 +53,9 @@ def rollstream(planted: Planted, *words: str) -> subprocess.CompletedProcess[str
 
 
 def lines(planted: Planted, *words: str) -> list[str]:
-    found = rollstream(planted, *words)
-    assert found.returncode == 0, found.stderr
-    return found.stdout.splitlines()
+    done = rollstream(planted, *words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
 
 
 def answer(planted: Planted, *words: str) -> Any:
@@ -128,32 +128,32 @@ def test_a_ledger_that_does_not_close_names_the_first_offending_offsets(planted:
                 continue
             producer.produce(topic_name(copy, name), message.value, message.key, message.partition)
     assert producer.flush(120) == 0
-    found = rollstream(planted, "ledger", "--run", copy)
-    assert found.returncode == 1
-    assert "THE LEDGER DOES NOT BALANCE" in found.stdout
-    assert "rollouts[0] offset" in found.stdout
-    assert "dead-lettered in the journal alone" in found.stdout
+    done = rollstream(planted, "ledger", "--run", copy)
+    assert done.returncode == 1
+    assert "THE LEDGER DOES NOT BALANCE" in done.stdout
+    assert "rollouts[0] offset" in done.stdout
+    assert "dead-lettered in the journal alone" in done.stdout
 
 
 # ---------------------------------------------------------------------- cat
 
 
 def test_cat_prints_every_record_decoded_in_the_order_of_its_partition(planted: Planted) -> None:
-    found = records(planted, "rollouts")
-    assert len(found) == ledger(planted.run.kafka, planted.run.name).produced
+    listed = records(planted, "rollouts")
+    assert len(listed) == ledger(planted.run.kafka, planted.run.name).produced
     for partition in range(2):
-        offsets = [r["offset"] for r in found if r["partition"] == partition]
+        offsets = [r["offset"] for r in listed if r["partition"] == partition]
         assert offsets == sorted(offsets)
-    kinds = {r["type"] for r in found}
+    kinds = {r["type"] for r in listed}
     assert kinds == {"Rollout", "GroupCancelled", "Mark", ""}
-    [poison] = [r for r in found if r["type"] == ""]
+    [poison] = [r for r in listed if r["type"] == ""]
     assert poison["value"] == {"bytes": len(POISON), "hex": POISON[:16].hex()}
 
 
 def test_cat_filters_by_what_records_say(planted: Planted) -> None:
     assert [r["value"]["uid"] for r in records(planted, "rollouts", "--uid", "twice-0")] == ["twice-0", "twice-0"]
-    found = records(planted, "rollouts", "--example", "cancelled")
-    assert [r["type"] for r in found] == ["Rollout"] * 3 + ["GroupCancelled"]
+    listed = records(planted, "rollouts", "--example", "cancelled")
+    assert [r["type"] for r in listed] == ["Rollout"] * 3 + ["GroupCancelled"]
     assert records(planted, "rollouts", "--env", "other") == []
     [batch] = records(planted, "batches", "--uid", "twice-0")
     assert batch["value"]["batch_id"] == planted.batch_of("twice-0").batch_id
@@ -171,11 +171,11 @@ def test_cat_takes_the_flags_of_kcat(planted: Planted) -> None:
     cut = whole[5]["timestamp_ms"]
     assert records(planted, "rollouts", "-p", "1", "-o", f"s@{cut}") == [r for r in whole if r["timestamp_ms"] >= cut]
     assert records(planted, "rollouts", "-p", "1", "-o", f"e@{cut}") == [r for r in whole if r["timestamp_ms"] < cut]
-    found = lines(
+    printed = lines(
         planted, "cat", "planted.rollouts", "-p", "1", "-c", "1", "-o", "2", "-f", "%t[%p]@%o %k %S\\t100%%\\n"
     )
     value = json.loads(lines(planted, "cat", "rollouts", "-p", "1", "-c", "1", "-o", "2", "-f", "%s")[0])
-    assert found == [f"planted.rollouts[1]@2 {whole[2]['key']} {found[0].split()[-2]}\t100%"]
+    assert printed == [f"planted.rollouts[1]@2 {whole[2]['key']} {printed[0].split()[-2]}\t100%"]
     assert value == whole[2]["value"]
 
 
@@ -188,7 +188,7 @@ def test_cat_summarises_arrays_unless_told_otherwise(planted: Planted) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("cat", "rollout"), "no topic is called 'rollout'"),
         (("cat", "rollouts", "-p", "7"), "has partitions 0 to 1"),
@@ -202,12 +202,12 @@ def test_cat_summarises_arrays_unless_told_otherwise(planted: Planted) -> None:
         (("lineage", "--policy", "77"), "has no policy version 77"),
     ],
 )
-def test_what_cannot_be_answered_is_one_line(planted: Planted, words: tuple[str, ...], said: str) -> None:
-    found = rollstream(planted, *words)
-    assert found.returncode == 2
-    assert found.stdout == ""
-    [line] = found.stderr.splitlines()
-    assert said in line
+def test_what_cannot_be_answered_is_one_line(planted: Planted, words: tuple[str, ...], text: str) -> None:
+    done = rollstream(planted, *words)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    [line] = done.stderr.splitlines()
+    assert text in line
 
 
 # ---------------------------------------------------------------------- lineage
@@ -224,12 +224,12 @@ def kinds(tree: dict[str, Any]) -> list[tuple[str, str]]:
 def test_lineage_leads_from_a_rollout_to_the_policy_it_made(planted: Planted) -> None:
     first = planted.batches[0]
     [tree] = answer(planted, "lineage", "--rollout", first.uids[0])
-    found = kinds(tree)
-    assert found[0] == ("rollout", first.uids[0])
-    assert ("sampled_by_policy", "0") in found
-    assert ("batch", first.batch_id) in found
-    assert ("step", "main/1") in found
-    assert ("published_as_policy", "6") in found
+    kinds_seen = kinds(tree)
+    assert kinds_seen[0] == ("rollout", first.uids[0])
+    assert ("sampled_by_policy", "0") in kinds_seen
+    assert ("batch", first.batch_id) in kinds_seen
+    assert ("step", "main/1") in kinds_seen
+    assert ("published_as_policy", "6") in kinds_seen
     [group] = [node for node in walk(tree) if node["kind"] == "group"]
     assert group["members"] == 4
     assert set(group["with"]) == {u for u in first.uids if u.split("-")[0] == first.uids[0].split("-")[0]} - {
@@ -257,9 +257,9 @@ def test_lineage_of_each_planted_record_tells_its_fate(planted: Planted) -> None
 
 def test_lineage_leads_back_from_a_policy_to_offsets(planted: Planted) -> None:
     [tree] = answer(planted, "lineage", "--policy", "6")
-    found = kinds(tree)
+    kinds_seen = kinds(tree)
     first, second = planted.batches[:2]
-    assert ("step", "main/1") in found
+    assert ("step", "main/1") in kinds_seen
     uses = [node for node in walk(tree) if node["kind"] == "batch"]
     assert [(u["name"], "trained" in u, "skipped" in u) for u in uses] == [
         (first.batch_id, True, False),
@@ -320,44 +320,44 @@ def test_verify_computes_all_some_the_last_or_a_sample_again(planted: Planted) -
         (("--last", "3"), 3),
         (("--sample", "2", "--seed", "5"), 2),
     ):
-        found = answer(planted, "verify", *words)
-        assert (found["batches"], found["mismatches"]) == (expected, 0), found
+        reply = answer(planted, "verify", *words)
+        assert (reply["batches"], reply["mismatches"]) == (expected, 0), reply
 
 
 def test_verify_names_a_batch_that_is_not_there(planted: Planted) -> None:
-    found = rollstream(planted, "verify", "7-7")
-    assert found.returncode == 2
-    assert "has no batch 7-7" in found.stderr
+    done = rollstream(planted, "verify", "7-7")
+    assert done.returncode == 2
+    assert "has no batch 7-7" in done.stderr
 
 
 # ---------------------------------------------------------------------- replay
 
 
 def test_a_replay_of_the_same_configuration_gives_the_same_batches(planted: Planted) -> None:
-    found = answer(planted, "replay")
-    assert (found["differing"], found["changed"]) == (0, {})
-    assert found["recorded"] == found["replayed"]
-    assert found["replayed"]["dropped"] == {"duplicate_uid": 1, "group_too_small": 2, "stale_version": 4}
+    reply = answer(planted, "replay")
+    assert (reply["differing"], reply["changed"]) == (0, {})
+    assert reply["recorded"] == reply["replayed"]
+    assert reply["replayed"]["dropped"] == {"duplicate_uid": 1, "group_too_small": 2, "stale_version": 4}
     assert "every batch is the same" in "\n".join(lines(planted, "replay"))
 
 
 def test_a_replay_under_another_estimator_changes_advantages_alone(planted: Planted) -> None:
-    found = answer(planted, "replay", "--set", "grouping.estimator=grpo")
-    assert found["changed"] == {"estimator": [["rloo"], "grpo"]}
-    recorded, replayed = found["recorded"], found["replayed"]
+    reply = answer(planted, "replay", "--set", "grouping.estimator=grpo")
+    assert reply["changed"] == {"estimator": [["rloo"], "grpo"]}
+    recorded, replayed = reply["recorded"], reply["replayed"]
     assert recorded.pop("advantages")["env"]["max"] == pytest.approx(2 / 3)
     assert replayed.pop("advantages")["env"]["max"] > 0.99
     assert recorded == replayed
-    assert found["differing"] == len(planted.batches)
+    assert reply["differing"] == len(planted.batches)
 
 
 def test_a_replay_that_forgives_age_keeps_the_stale_group(planted: Planted) -> None:
-    found = answer(planted, "replay", "--set", "grouping.max_policy_lag=9", "--set", "grouping.min_group_size=2")
-    assert "stale_version" not in found["replayed"]["dropped"]
-    assert "group_too_small" not in found["replayed"]["dropped"]
+    reply = answer(planted, "replay", "--set", "grouping.max_policy_lag=9", "--set", "grouping.min_group_size=2")
+    assert "stale_version" not in reply["replayed"]["dropped"]
+    assert "group_too_small" not in reply["replayed"]["dropped"]
     # The slow group is batched; the stale one has come and waits, where the log ends.
-    assert found["replayed"]["rollouts"] == found["recorded"]["rollouts"] + 2
-    assert (found["recorded"]["in_flight"], found["replayed"]["in_flight"]) == (0, 4)
+    assert reply["replayed"]["rollouts"] == reply["recorded"]["rollouts"] + 2
+    assert (reply["recorded"]["in_flight"], reply["replayed"]["in_flight"]) == (0, 4)
     text = "\n".join(lines(planted, "replay", "--set", "grouping.max_policy_lag=9"))
     assert "max_policy_lag: 1 -> 9" in text
     assert max(map(len, text.splitlines())) <= 80
@@ -366,16 +366,16 @@ def test_a_replay_that_forgives_age_keeps_the_stale_group(planted: Planted) -> N
 def test_a_replay_from_a_time_on_begins_at_a_snapshot(planted: Planted) -> None:
     whole = records(planted, "rollouts")
     late = max(r["timestamp_ms"] for r in whole if r["type"] == "GroupCancelled")
-    found = answer(planted, "replay", "--from", str(late / 1000 + 0.001))
-    assert found["differing"] == 0
-    assert found["replayed"]["dropped"]["stale_version"] == 4
+    reply = answer(planted, "replay", "--from", str(late / 1000 + 0.001))
+    assert reply["differing"] == 0
+    assert reply["replayed"]["dropped"]["stale_version"] == 4
 
 
 def test_a_replay_into_another_run_is_one_a_learner_can_follow(planted: Planted) -> None:
     into = "planted-leave-nobody"
-    found = answer(planted, "replay", "--set", "grouping.min_group_size=2", "--into", into)
+    reply = answer(planted, "replay", "--set", "grouping.min_group_size=2", "--into", into)
     batches = [read.batch for read in indexed_batches(planted.run.kafka, into)]
-    assert sum(map(len, batches)) == found["replayed"]["rollouts"] == found["recorded"]["rollouts"] + 2
+    assert sum(map(len, batches)) == reply["replayed"]["rollouts"] == reply["recorded"]["rollouts"] + 2
     assert [b.cut_ms for b in batches] == sorted(b.cut_ms for b in batches)
     assert {r["key"] for r in records(planted, "policies", "--run", into)} == {"[0]", "[5]", "[6]"}
     again = rollstream(planted, "replay", "--into", into)
@@ -437,11 +437,11 @@ def test_dead_letters_are_listed_and_shown(planted: Planted) -> None:
 
 
 def test_groups_of_a_run_are_files_each_once(planted: Planted, tmp_path: Path) -> None:
-    found = answer(planted, "groups", str(tmp_path / "store"), "--batches")
+    reply = answer(planted, "groups", str(tmp_path / "store"), "--batches")
     # Half of the slow group never came; the producer's size rules, so that it waits.
-    stats = found["environments"]["env"]
+    stats = reply["environments"]["env"]
     assert (stats["groups"], stats["open_groups"], stats["open_rollouts"]) == (len(GOOD) + 3, 1, 2)
-    assert found["left_out"] == 1
+    assert reply["left_out"] == 1
     assert len(list(tmp_path.glob("store/*/part-*.parquet"))) == len(GOOD) + 3
     assert len(list(tmp_path.glob("store/batches/*.parquet"))) == len(planted.batches)
     again = answer(planted, "groups", str(tmp_path / "store"), "--batches")
@@ -481,18 +481,18 @@ def test_a_dead_letter_is_redriven_once_mended_and_on_record(planted: Planted, t
 
 
 def test_top_counts_what_the_ledger_proves(planted: Planted) -> None:
-    found, book = answer(planted, "top"), ledger(planted.run.kafka, planted.run.name)
+    reply, book = answer(planted, "top"), ledger(planted.run.kafka, planted.run.name)
     names = (
         "produced", "rollouts", "batched", "batches", "trained", "skipped", "dropped", "dead_lettered", "control",
         "in_flight", "unread",
     )  # fmt: skip
-    assert {name: found[name] for name in names} == {name: book.as_dict()[name] for name in names}
+    assert {name: reply[name] for name in names} == {name: book.as_dict()[name] for name in names}
     first = planted.batches[0]
     # The version before the step's was 5, and every rollout of its batch was sampled with 0.
-    assert found["staleness"] == {"5": len(first)}
-    assert (found["step"], found["policy_version"], found["waiting"]) == (1, 6, len(planted.batches) - 2)
-    assert 0 < found["reward"] < 1
-    assert len(found["rewards"]) > 0
+    assert reply["staleness"] == {"5": len(first)}
+    assert (reply["step"], reply["policy_version"], reply["waiting"]) == (1, 6, len(planted.batches) - 2)
+    assert 0 < reply["reward"] < 1
+    assert len(reply["rewards"]) > 0
 
 
 def test_top_shows_a_run_that_is_over_on_one_screen(planted: Planted) -> None:
@@ -510,9 +510,9 @@ def test_one_flipped_bit_fails_its_batch_alone(planted: Planted, tools_broker: L
     [segment] = tools_broker.data_dir.glob(f"**/{planted.run.topic('batches')}-{batch.partition}/*.log")
     flip(segment, encode_key(batch.batch_id), batch.tokens.tobytes())
     tools_broker.restart()
-    found = rollstream(planted, "verify", "--json")
-    assert found.returncode == 1, found.stderr
-    differences = json.loads(found.stdout)["differences"]
+    done = rollstream(planted, "verify", "--json")
+    assert done.returncode == 1, done.stderr
+    differences = json.loads(done.stdout)["differences"]
     assert {line.split(":")[0] for line in differences} == {f"batch {batch.batch_id}"}
     assert f"batch {batch.batch_id}: tokens differ from the refold" in differences
     assert answer(planted, "verify", planted.batches[2].batch_id)["mismatches"] == 0

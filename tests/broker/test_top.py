@@ -81,10 +81,10 @@ def test_programs_are_told_on_stderr_and_in_figures(
     answer = json.loads(out)
     assert answer["history"] >= ROLLOUTS
     assert answer["history_left"] == 0
-    said = [int(percent) for percent in READING.findall(err)]
-    assert said[0] == 0
-    assert said == sorted(said)
-    assert len(set(said)) > 1
+    percents = [int(percent) for percent in READING.findall(err)]
+    assert percents[0] == 0
+    assert percents == sorted(percents)
+    assert len(set(percents)) > 1
 
 
 def test_rollouts_that_wait_for_labels_are_counted(run: RealRun, capfd: pytest.CaptureFixture[str]) -> None:

@@ -73,8 +73,10 @@ def test_an_engine_fetches_deltas_onto_what_it_holds_and_names_why_a_version_can
         damaged_delta(run, 3)
         versions.request(3)
         error = eventually(lambda: versions.status().error, 300, "an error")
-        said = f"tensor {CHANGING} of policy version 3 differs from its manifest; its changes since version 2 are in "
-        assert error.startswith(f"{said}chunk 0 (offset ")
+        message = (
+            f"tensor {CHANGING} of policy version 3 differs from its manifest; its changes since version 2 are in "
+        )
+        assert error.startswith(f"{message}chunk 0 (offset ")
         assert versions.status().held == 2
         with pytest.raises(VersionNotHeld, match="of policy version 3 differs"):
             versions.take(3)
@@ -148,8 +150,10 @@ def test_engines_that_fetch_themselves_follow_a_run_and_are_paused_for_no_damage
 
         damaged_delta(run, 2)
         failed = eventually(lambda: events(run.log_of(process), "replica_update_failed")[1:], 300, "two attempts")
-        said = f"tensor {CHANGING} of policy version 2 differs from its manifest; its changes since version 1 are in "
-        assert failed[0]["error"].startswith(f"{said}chunk 0 (offset ")
+        message = (
+            f"tensor {CHANGING} of policy version 2 differs from its manifest; its changes since version 1 are in "
+        )
+        assert failed[0]["error"].startswith(f"{message}chunk 0 (offset ")
         assert serves(engine, 1)
         once = ["pause", "load 0", "resume", "pause", "load 1", "resume"]
         assert engine.calls == once, "it was not even paused"

@@ -74,9 +74,9 @@ def test_a_follower_that_joins_late_gets_the_newest_version_at_once(run: RealRun
     for step in range(5):
         publish(source, log, step)
     with WeightsFollower(run.kafka, run.name) as follower:
-        version, found = follower.wait_for(0, 300)
+        version, parameters = follower.wait_for(0, 300)
         assert version == 4
-        assert params_digest(found) == params_digest(arrays(4))
+        assert params_digest(parameters) == params_digest(arrays(4))
         assert follower.manifest is not None
         assert follower.manifest.step == 4
         assert follower.get_state(4) is None
@@ -94,10 +94,10 @@ def test_a_reader_during_publication_never_sees_a_torn_version(run: RealRun, log
         while not done.is_set():
             state = follower.get_state(versions[-1] if versions else -1)
             if state is not None:
-                version, found = state
+                version, parameters = state
                 versions.append(version)
-                values = {float(value) for array in found.values() for value in np.unique(array)}
-                if values != {float(version)} or found.keys() != arrays(0).keys():
+                values = {float(value) for array in parameters.values() for value in np.unique(array)}
+                if values != {float(version)} or parameters.keys() != arrays(0).keys():
                     torn.append(f"version {version} held {values}")
 
     with WeightsFollower(run.kafka, run.name) as one, WeightsFollower(run.kafka, run.name) as other:
@@ -189,9 +189,9 @@ def test_a_version_that_an_earlier_release_published_is_followed_and_not_publish
     )
     run.send_bytes("policies", encode(before, version=1), encode_key(0))
     with WeightsFollower(run.kafka, run.name) as follower:
-        version, found = follower.wait_for(0, 300)
-    assert (version, params_digest(found)) == (0, params_digest(arrays(3)))
-    published = publisher(run).published(3, digest_as(before.digest, found))
+        version, parameters = follower.wait_for(0, 300)
+    assert (version, params_digest(parameters)) == (0, params_digest(arrays(3)))
+    published = publisher(run).published(3, digest_as(before.digest, parameters))
     assert published is not None
     assert (published.version, published.epoch) == (0, "before")
 
@@ -236,8 +236,8 @@ def test_a_version_that_does_not_come_in_time_is_tried_again_until_it_is_held(ru
         [chunk] = list(split(content.views, SMALL.chunk_bytes))[-1:]
         assert last.codec == "zstd", "constant arrays are worth it"
         run.send_bytes("weights", compress(chunk), encode_key(1, early.epoch, last.index), last.partition)
-        version, found = follower.wait_for(1, 300)
-        assert (version, params_digest(found)) == (1, params_digest(arrays(1)))
+        version, parameters = follower.wait_for(1, 300)
+        assert (version, params_digest(parameters)) == (1, params_digest(arrays(1)))
 
 
 def test_a_version_whose_weights_are_elsewhere_is_no_error_and_the_next_one_is_followed(

@@ -85,9 +85,9 @@ def test_deltas_lead_from_full_versions_to_every_version_and_are_kept_as_long_as
         assert params_digest(stays.wait_for(8, 300)[1]) == params_digest(params(8))
         assert kept(run) == {7, 8}
     fetcher = ChunkFetcher(run.kafka, run.name)
-    found = load_version(fetcher, {8: read_manifests(run.kafka, run.name)[8]}, 8, held=(7, params(7)))
+    actual = load_version(fetcher, {8: read_manifests(run.kafka, run.name)[8]}, 8, held=(7, params(7)))
     fetcher.close()
-    assert params_digest(found) == params_digest(params(8)), "nothing but the delta was fetched"
+    assert params_digest(actual) == params_digest(params(8)), "nothing but the delta was fetched"
 
 
 def test_chunks_that_the_newest_versions_build_on_outlive_a_restart(run: RealRun, log: StepLog) -> None:
@@ -107,8 +107,8 @@ def test_a_version_without_a_change_is_one_and_what_a_trainer_changes_in_place_i
         for change in (0.0, 0.0, 1.0):
             weights["w"][7] += change
             version = states.update_state(weights)
-            found, held = states.wait_for(version, 300)
-            assert (found, held["w"].tolist()) == (version, weights["w"].tolist())
+            actual, held = states.wait_for(version, 300)
+            assert (actual, held["w"].tolist()) == (version, weights["w"].tolist())
     manifests = read_manifests(run.kafka, run.name)
     assert [(m.kind, [t.changed for t in m.tensors]) for m in manifests.values()] == [
         ("full", [-1]),

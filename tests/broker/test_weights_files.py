@@ -56,10 +56,10 @@ def holds(follower: WeightsFollower, version: int) -> bool:
 
 def stored(folder: str) -> dict[int, set[str]]:
     """Paths of the files by version."""
-    found: dict[int, set[str]] = {}
+    collected: dict[int, set[str]] = {}
     for path in Path(folder).glob("*/*/*"):
-        found.setdefault(int(path.parent.name), set()).add(str(path))
-    return found
+        collected.setdefault(int(path.parent.name), set()).add(str(path))
+    return collected
 
 
 def named(run: RealRun) -> dict[int, set[str]]:
@@ -71,9 +71,9 @@ def named(run: RealRun) -> dict[int, set[str]]:
 def answer(run: RealRun, url: str, *words: str, code: int = 0) -> object:
     """Answer of a command that is told where the files are."""
     settings = ["--set", f"learner.weights.url={url}", "--set", "learner.weights.keep_versions=2"]
-    found = answer_of(run.directory, *words, "--run", run.name, "-b", run.kafka.bootstrap_servers, "--json", *settings)
-    assert found.returncode == code, found.stderr
-    return json.loads(found.stdout)
+    actual = answer_of(run.directory, *words, "--run", run.name, "-b", run.kafka.bootstrap_servers, "--json", *settings)
+    assert actual.returncode == code, actual.stderr
+    return json.loads(actual.stdout)
 
 
 def test_versions_pass_through_files_alone_which_go_when_nothing_builds_on_them(run: RealRun, url: str) -> None:

@@ -91,10 +91,10 @@ def test_adapters_are_merged_into_the_checkpoint_that_is_pulled(run: RealRun, tm
         trainer.publish_version(arrays)
     pulled = answer(run, "pull", "0", "-o", str(tmp_path))
     expected = published_exactly(merged(model, arrays))
-    found = huggingface.load(pulled["path"])
-    assert found.keys() == expected.keys()
+    loaded = huggingface.load(pulled["path"])
+    assert loaded.keys() == expected.keys()
     for name, array in expected.items():
-        np.testing.assert_allclose(found[name].astype(np.float32), array, rtol=2**-7, err_msg=name)
+        np.testing.assert_allclose(loaded[name].astype(np.float32), array, rtol=2**-7, err_msg=name)
     changed = "model.layers.0.self_attn.q_proj.weight"
     assert np.abs(expected[changed] - arrays[changed]).max() > 0.01
 

@@ -62,12 +62,12 @@ def play(kafka: KafkaConfig, run_name: str, config: WorkerConfig, **change: Any)
 
 
 def records(kafka: KafkaConfig, run_name: str, topic: str = "rollouts") -> list[Any]:
-    found = []
+    collected = []
     for message in read_to_end(kafka, topic_name(run_name, topic)):
         record = codec.decode(message.value)
         assert message.key == encode_key(record.environment, record.example_id)
-        found.append(record)
-    return found
+        collected.append(record)
+    return collected
 
 
 def groups_of(rollouts: Sequence[Rollout]) -> dict[str, list[Rollout]]:
@@ -93,10 +93,10 @@ def test_whole_groups_with_consistent_fields_reach_the_log(kafka: KafkaConfig, r
             assert problems(member) == []
             prompt = trained[member.example_id]
             assert member.prompt_tokens.tolist() == TOKENIZER.encode(prompt.text)
-            said = member.turns[1].text
-            assert member.response_tokens.tolist() == [*TOKENIZER.encode(said), TOKENIZER.eos_id]
+            text = member.turns[1].text
+            assert member.response_tokens.tolist() == [*TOKENIZER.encode(text), TOKENIZER.eos_id]
             assert member.response_logprobs.tolist() == [-0.125, -0.25, -0.375, -0.5]
-            score = TASK.score(prompt, said, truncated=False)
+            score = TASK.score(prompt, text, truncated=False)
             assert (member.reward, member.reward_components) == (score.reward, score.components)
             assert 0 <= member.policy_version <= member.lowest_version == member.highest_version <= 5
             assert (member.metadata.worker_id, member.metadata.replica_id) == ("w", "infer-7")
@@ -201,8 +201,8 @@ class AsksTwice(Flaky):
     """Two turns: the second is said on top of the first."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Episode:
-        said = (Message(role="user", text="42>"), await generate("42>"), Message(role="user", text="3>"))
-        return Episode(turns=(*said, await generate("3>")), score=Score(reward=1.0))
+        turns = (Message(role="user", text="42>"), await generate("42>"), Message(role="user", text="3>"))
+        return Episode(turns=(*turns, await generate("3>")), score=Score(reward=1.0))
 
 
 def test_a_second_turn_goes_on_from_the_tokens_of_the_first(kafka: KafkaConfig, run_name: str) -> None:
@@ -314,9 +314,9 @@ def test_sigterm_cancels_on_the_log_what_does_not_finish_in_time_and_exits_0(kaf
             process.kill()
     assert process.returncode == 0
     groups, rollouts, cancelled = map(int, out.split())
-    found = records(kafka, run_name)
-    sent = {record.uid for record in found if isinstance(record, Rollout)}
-    gone = {uid for record in found if isinstance(record, GroupCancelled) for uid in record.uids}
+    listed = records(kafka, run_name)
+    sent = {record.uid for record in listed if isinstance(record, Rollout)}
+    gone = {uid for record in listed if isinstance(record, GroupCancelled) for uid in record.uids}
     assert (len(sent), len(gone)) == (rollouts, cancelled)
     assert cancelled > 0
     assert not sent & gone
@@ -408,10 +408,10 @@ CAPACITY = CapacityConfig(
 
 
 def ends(kafka: KafkaConfig, run_name: str) -> list[int]:
-    found = [0, 0]
+    collected = [0, 0]
     for message in read_to_end(kafka, topic_name(run_name, "rollouts")):
-        found[message.partition] = message.offset + 1
-    return found
+        collected[message.partition] = message.offset + 1
+    return collected
 
 
 def test_the_worker_waits_for_grouping_and_the_learner_as_the_journal_tells(kafka: KafkaConfig, run_name: str) -> None:
@@ -490,11 +490,11 @@ def test_a_worker_writes_its_metrics_and_the_record_of_its_end_holds_all(kafka: 
     with serving(SortingGenerator()) as server:
         config = config_for(server.base_url, groups=6, metrics_interval_s=0.05)
         play(kafka, run_name, config, environments=[Flaky()])
-    told = [codec.decode_as(Metrics, m.value) for m in read_to_end(kafka, topic_name(run_name, "metrics"))]
-    assert {(record.component, record.labels["role"]) for record in told} == {("w", "env")}
-    last = told[-1].values
+    metrics = [codec.decode_as(Metrics, m.value) for m in read_to_end(kafka, topic_name(run_name, "metrics"))]
+    assert {(record.component, record.labels["role"]) for record in metrics} == {("w", "env")}
+    last = metrics[-1].values
     totals = {name: last[f"{name}_total"] for name in ("groups", "rollouts", "cancelled", "failed", "tokens")}
     rollouts = [record for record in records(kafka, run_name) if isinstance(record, Rollout)]
     tokens = sum(int(rollout.loss_mask.sum()) for rollout in rollouts)
     assert totals == {"groups": 6, "rollouts": 18, "cancelled": 6, "failed": 6, "tokens": tokens}
-    assert [record.values["running"] for record in told] == [1] * (len(told) - 1) + [0]
+    assert [record.values["running"] for record in metrics] == [1] * (len(metrics) - 1) + [0]

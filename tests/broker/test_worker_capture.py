@@ -58,8 +58,8 @@ def test_episodes_played_over_http_become_rollouts(
                             messages=messages,  # type: ignore[arg-type]
                             extra_body={"return_token_ids": True},
                         )
-                        said = answer.choices[0].message.content or ""
-                        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
+                        text = answer.choices[0].message.content or ""
+                        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "so?"}]
                         tokens = [*answer.prompt_token_ids, *answer.choices[0].token_ids]  # type: ignore[attr-defined]
                 rollouts = await episode.finish(Score(reward=0.5, components={"exact": 1.0}))
                 for rollout in rollouts:

@@ -32,17 +32,17 @@ _AWAY = re.compile("ERR_CONNECTION_REFUSED")
 
 def executable() -> str:
     """Path of a Chromium."""
-    found = _found()
-    if found is None and shutil.which("apt-get") and os.geteuid() == 0:
+    path = _found()
+    if path is None and shutil.which("apt-get") and os.geteuid() == 0:
         environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
         install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", "chromium", "fonts-dejavu-core"]
         for command in (install, ["apt-get", "update", "--quiet"], install):
             if _found() is None:
                 subprocess.run(command, capture_output=True, timeout=900, check=False, env=environment)
-        found = _found()
-    if found is None:
+        path = _found()
+    if path is None:
         pytest.fail(f"there is no Chromium: {REMEDY}", pytrace=False)
-    return found
+    return path
 
 
 def _found() -> str | None:
@@ -111,10 +111,10 @@ class Visit:
         [script] = Path(axe_playwright_python.__file__).parent.rglob(_AXE)
         # A page under this policy takes no scripts but its own, so the script comes as an expression of the debugger.
         self.page.evaluate(script.read_text())
-        found = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
+        actual = self.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
         return [
             f"{each['impact']} {each['id']}: {each['nodes'][0]['html'][:200]}"
-            for each in found["violations"]
+            for each in actual["violations"]
             if each["impact"] in ("serious", "critical")
         ]
 

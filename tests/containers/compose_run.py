@@ -68,9 +68,9 @@ class ContainedRun:
         user = ("--user", f"{owner.st_uid}:{owner.st_gid}")
         module = ("-m", "tests.containers.contained_audit", self.name, ",".join(f"{b}:9092" for b in self.brokers))
         once = ("run", "--rm", "-T", "--no-deps", "--entrypoint", "python")
-        found = json.loads(self.compose(*once, *code, *user, "tools", *module).splitlines()[-1])
-        assert isinstance(found, dict)
-        return found
+        decoded = json.loads(self.compose(*once, *code, *user, "tools", *module).splitlines()[-1])
+        assert isinstance(decoded, dict)
+        return decoded
 
     def inspect(self, service: str) -> dict[str, Any]:
         """State of a service's container, running or not, as the engine has it."""
@@ -119,12 +119,12 @@ class ContainedRun:
 
     def troubles(self) -> dict[str, str]:
         """Containers that were killed for memory or started again by the engine, with what is known of them."""
-        found = {}
+        collected = {}
         for name in self.services:
             state = self.inspect(name)
             if state["State"]["OOMKilled"] or state["RestartCount"]:
-                found[name] = f"restarts {state['RestartCount']}, for memory: {state['State']['OOMKilled']}"
-        return found
+                collected[name] = f"restarts {state['RestartCount']}, for memory: {state['State']['OOMKilled']}"
+        return collected
 
     def log(self, service: str) -> str:
         """The log of a container so far, over all its starts."""

@@ -10,14 +10,14 @@ from tests.faults.evidence import collect, decode
 def main(run: str, brokers: str) -> None:
     """Judge a run that has come to rest, and list the rewards of the rollouts that are on record, by uid."""
     evidence = collect(brokers, run)
-    found = judge(evidence)
+    audited = judge(evidence)
     records = (decode(raw.value) for raw in evidence.topics["rollouts"])
     rewards = {record["uid"]: record["reward"] for record in records if record is not None and record.name == "Rollout"}
     result = {
-        "findings": found.findings,
-        "not_modelled": found.not_modelled,
-        "batches": found.batches,
-        "places": {place: count for place, count in found.places.items() if count},
+        "findings": audited.findings,
+        "not_modelled": audited.not_modelled,
+        "batches": audited.batches,
+        "places": {place: count for place, count in audited.places.items() if count},
         "rewards": rewards,
     }
     print(json.dumps(result))

@@ -54,10 +54,10 @@ def assert_promises(run: ContainedRun, agent: OutsideAgent) -> None:
     run.stop(*(name for name in run.roles if name != "gateway"))
     run.tool("ledger")
     run.tool("verify")
-    found = run.evidence()
-    print({name: found[name] for name in ("findings", "not_modelled", "batches", "places")})
-    assert found["findings"] == []
-    assert {uid: found["rewards"].get(uid) for uid in agent.finished} == agent.finished
+    evidence = run.evidence()
+    print({name: evidence[name] for name in ("findings", "not_modelled", "batches", "places")})
+    assert evidence["findings"] == []
+    assert {uid: evidence["rewards"].get(uid) for uid in agent.finished} == agent.finished
     run.stop(*run.brokers)
 
 

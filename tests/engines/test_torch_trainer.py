@@ -73,9 +73,9 @@ def test_a_loop_of_torch_is_killed_and_resumed_and_trains_on_each_batch_once(run
         trainer.until(line, trainer.start(STEPS))
     first = {step.step: step for step in run.read("steps") if isinstance(step, LearnerStep)}
     assert sorted(first) == [1, 2, 3]
-    told = trainer.runs(STEPS)
-    assert "continues after step 2" in told
-    assert "step_differs" not in told
+    output = trainer.runs(STEPS)
+    assert "continues after step 2" in output
+    assert "step_differs" not in output
 
     written = [step for step in run.read("steps") if isinstance(step, LearnerStep)]
     assert sorted(step.step for step in written) == [1, 2, 3, 4], "steps executed again are on record once"

@@ -87,12 +87,12 @@ def test_trl_is_killed_and_resumed_and_trains_on_each_batch_of_a_run_of_ours_onc
     worker = run.start("env", "--ordinal", "0", *settings, worker__inference_urls=f'["{url[1]}"]')
 
     # As the first checkpoint begins; a step after one; and as the next one begins.
-    told = trainer.is_killed(STEPS, "step 2:")
-    assert "'clip_ratio/region_mean': '0'" in told, "TRL finds the log-probabilities that our servers recorded"
+    output = trainer.is_killed(STEPS, "step 2:")
+    assert "'clip_ratio/region_mean': '0'" in output, "TRL finds the log-probabilities that our servers recorded"
     trainer.is_killed(STEPS, "step 3:")
     trainer.is_killed(STEPS, "step 4:")
-    told = trainer.finishes(STEPS)
-    assert re.search(r"^continues after step [24],", told, re.MULTILINE), told
+    output = trainer.finishes(STEPS)
+    assert re.search(r"^continues after step [24],", output, re.MULTILINE), output
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(300) == 0
 

@@ -66,9 +66,9 @@ def test_the_learner_computes_the_logprobs_that_vllm_sampled_with(vllm: Vllm) ->
     for prompt, tokens, logprobs in samples:
         assert prompt == [40, 41, 42]
         row = jnp.asarray([prompt + tokens])
-        found = jax.nn.log_softmax(logits(params, config, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))
+        actual = jax.nn.log_softmax(logits(params, config, row, jnp.arange(row.shape[1])[None], jnp.ones_like(row)))
         places = np.arange(len(prompt), row.shape[1])
-        np.testing.assert_allclose(np.asarray(found)[0, places - 1, tokens], logprobs, atol=2e-3)
+        np.testing.assert_allclose(np.asarray(actual)[0, places - 1, tokens], logprobs, atol=2e-3)
 
 
 def test_a_worker_plays_several_turns_against_vllm(vllm: Vllm, broker: str, run_name: str) -> None:

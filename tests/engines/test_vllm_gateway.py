@@ -98,8 +98,8 @@ def play(client: openai.OpenAI, *, stream: bool) -> list[Any]:
         assert message.tool_calls, message
         [call] = message.tool_calls
         function = {"name": call.function.name, "arguments": call.function.arguments}
-        said = {"id": call.id, "type": "function", "function": function}
-        messages.append({"role": "assistant", "content": message.content, "tool_calls": [said]})
+        tool_call = {"id": call.id, "type": "function", "function": function}
+        messages.append({"role": "assistant", "content": message.content, "tool_calls": [tool_call]})
         total = sum(json.loads(call.function.arguments).values())
         messages.append({"role": "tool", "tool_call_id": call.id, "content": str(total)})
         calls.append(function)

@@ -109,8 +109,8 @@ def test_vllm_samples_with_the_adapters_of_each_version(run: RealRun, vllm_with_
             eventually(lambda v=version: label(vllm) == str(v), 600, f"vLLM to have the adapters of version {version}")
             completion = sample(vllm)
             assert set(completion.versions.tolist()) == {version}
-            found = logprobs_of(completion, config, with_adapters(config, base, version))
-            np.testing.assert_allclose(found, completion.logprobs, atol=5e-3)
+            actual = logprobs_of(completion, config, with_adapters(config, base, version))
+            np.testing.assert_allclose(actual, completion.logprobs, atol=5e-3)
             other = logprobs_of(completion, config, with_adapters(config, base, version + 1))
             assert np.abs(other - completion.logprobs).max() > 0.1, "adapters change what is computed"
             answers.append(tuple(completion.tokens.tolist()))
@@ -164,5 +164,5 @@ def test_a_run_trains_adapters_on_what_vllm_sampled_with_those_before(run: RealR
         assert pulled.wait(300) == 0, run.log_of(pulled)
         with np.load(run.directory / f"version-{version}.npz") as stored:
             parameters = {**base, **{name: stored[name] for name in adapter_shapes(config)}}
-        found = logprobs(record.tokens.tolist(), config, parameters)[record.loss_mask[1:]]
-        np.testing.assert_allclose(found, record.logprobs[record.loss_mask], atol=5e-3, err_msg=f"version {version}")
+        actual = logprobs(record.tokens.tolist(), config, parameters)[record.loss_mask[1:]]
+        np.testing.assert_allclose(actual, record.logprobs[record.loss_mask], atol=5e-3, err_msg=f"version {version}")

@@ -64,8 +64,8 @@ def logprobs(tokens: Sequence[int], config: DecoderConfig, parameters: Parameter
 
 
 def assert_sampled_by(completion: Completion, config: DecoderConfig, parameters: Parameters) -> None:
-    found = logprobs([*PROMPT, *completion.tokens.tolist()], config, parameters)[len(PROMPT) - 1 :]
-    np.testing.assert_allclose(found, completion.logprobs, atol=2e-3)
+    actual = logprobs([*PROMPT, *completion.tokens.tolist()], config, parameters)[len(PROMPT) - 1 :]
+    np.testing.assert_allclose(actual, completion.logprobs, atol=2e-3)
 
 
 def _spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
@@ -113,5 +113,5 @@ class LongRequest(threading.Thread):
         [choice] = self.answers[-1]["choices"]
         sampled = np.array([entry["logprob"] for entry in choice["logprobs"]["content"]])
         for parameters, (version, start, end) in zip((before, after), spans, strict=True):
-            found = logprobs([*PROMPT, *choice["token_ids"]], config, parameters)[len(PROMPT) - 1 :]
-            np.testing.assert_allclose(found[start:end], sampled[start:end], atol=1e-2, err_msg=f"version {version}")
+            actual = logprobs([*PROMPT, *choice["token_ids"]], config, parameters)[len(PROMPT) - 1 :]
+            np.testing.assert_allclose(actual[start:end], sampled[start:end], atol=1e-2, err_msg=f"version {version}")

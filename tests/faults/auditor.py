@@ -102,20 +102,20 @@ def _unread_times(evidence: Evidence) -> Iterator[tuple[int, int]]:
 
 
 def _batches(evidence: Evidence, result: Audit) -> list[Batch]:
-    found = []
+    collected = []
     for raw in evidence.topics["batches"]:
         record = decode(raw.value)
         if record is None or record.name != "TrainingBatch":
             result.found("digest", f"batches[{raw.partition}] offset {raw.offset} is no TrainingBatch")
             continue
         batch = Batch(raw, record)
-        found.append(batch)
+        collected.append(batch)
         result.batches += 1
         if record["partition"] != raw.partition:
             result.found("exactly once", f"batch {batch.name} lies on partition {raw.partition}")
         if digest_of(record.fields) != record["digest"]:
             result.found("digest", f"batch {batch.name} does not hash to the digest it carries")
-    return found
+    return collected
 
 
 def digest_of(batch: dict[str, Any]) -> str:
@@ -163,15 +163,15 @@ def _journal(number: int, records: list[Raw], result: Audit) -> _Journal:
             )
         journal.position = record["position"]
         # Before version 2 of its schema a transaction had one record, and no sums.
-        part, of = record.fields.get("part", 0), record.fields.get("parts", 1)
+        part, part_count = record.fields.get("part", 0), record.fields.get("parts", 1)
         journal.sums = "part" in record.fields and (journal.sums or sequence == 0)
         if part != len(parts) or {one["position"] for one in parts} - {record["position"]}:
             result.found(
                 "exactly once",
-                f"journal[{number}] sequence {sequence} is part {part} of {of} after {len(parts)} others",
+                f"journal[{number}] sequence {sequence} is part {part} of {part_count} after {len(parts)} others",
             )
         parts.append(record)
-        if part == of - 1:
+        if part == part_count - 1:
             _transaction(number, parts, journal, result)
             parts = []
     if parts:
@@ -213,7 +213,7 @@ def _offsets(runs: Iterable[Any]) -> list[int]:
 def _dead_letters(evidence: Evidence, result: Audit) -> dict[int, list[int]]:
     """Offsets dead-lettered, by partition of their source; each must carry what was sent."""
     sources = {(raw.partition, raw.offset): raw for raw in evidence.topics["rollouts"]}
-    found: dict[int, list[int]] = defaultdict(list)
+    actual: dict[int, list[int]] = defaultdict(list)
     for raw in evidence.topics["dead-letters"]:
         if "rollstream.redriven" in raw.headers:
             continue
@@ -224,10 +224,10 @@ def _dead_letters(evidence: Evidence, result: Audit) -> dict[int, list[int]]:
         except (KeyError, ValueError):
             result.found("conservation", f"the dead letter at offset {raw.offset} names no record of rollouts")
             continue
-        found[number].append(offset)
+        actual[number].append(offset)
         if not _is_what_was_sent(raw, source):
             result.found("conservation", f"the dead letter of rollouts[{number}] offset {offset} is not what was sent")
-    return found
+    return actual
 
 
 def _is_what_was_sent(letter: Raw, source: Raw) -> bool:
@@ -320,18 +320,18 @@ def _check_places(
     for raw in records:
         if raw.offset >= journal.position:
             places[raw.offset].append("unread")
-        found = places.pop(raw.offset, [])
-        if len(found) != 1:
-            where = " and ".join(found) or "nowhere"
+        actual = places.pop(raw.offset, [])
+        if len(actual) != 1:
+            where = " and ".join(actual) or "nowhere"
             result.found("conservation", f"rollouts[{number}] offset {raw.offset} is {where}")
-        result.places.update(found)
-        told = journal.finished.get(raw.offset, "in flight" if raw.offset < journal.position else "unread")
-        if found and found[0].partition(":")[0].replace("dead letter", "dead_lettered") != told:
+        result.places.update(actual)
+        report = journal.finished.get(raw.offset, "in flight" if raw.offset < journal.position else "unread")
+        if actual and actual[0].partition(":")[0].replace("dead letter", "dead_lettered") != report:
             result.found(
-                "conservation", f"rollouts[{number}] offset {raw.offset} is {found[0]}, the journal says {told}"
+                "conservation", f"rollouts[{number}] offset {raw.offset} is {actual[0]}, the journal says {report}"
             )
-    for offset, found in sorted(places.items()):
-        result.found("conservation", f"rollouts[{number}] offset {offset} is {' and '.join(found)}, and no record")
+    for offset, actual in sorted(places.items()):
+        result.found("conservation", f"rollouts[{number}] offset {offset} is {' and '.join(actual)}, and no record")
 
 
 def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Audit) -> None:
@@ -381,7 +381,7 @@ def _configurations(number: int, records: list[Raw], journal: _Journal) -> dict[
 
     If there are keys for marks, one of those in force must have signed the mark for this partition.
     """
-    found = {-1: journal.config}
+    collected = {-1: journal.config}
     generation = journal.config.get("generation", 0)
     keys = journal.config.get("mark_keys", ())
     context = b"rollstream mark\0" + number.to_bytes(4, "big")
@@ -391,9 +391,9 @@ def _configurations(number: int, records: list[Raw], journal: _Journal) -> dict[
             continue
         if mark["generation"] > generation and (not keys or signed_by(raw.value, keys, context)):
             generation = mark["generation"]
-            found[raw.offset] = json.loads(mark["configuration"])
-            keys = found[raw.offset].get("mark_keys", ())
-    return found
+            collected[raw.offset] = json.loads(mark["configuration"])
+            keys = collected[raw.offset].get("mark_keys", ())
+    return collected
 
 
 def _check_refold(number: int, records: list[Raw], batches: list[Batch], journal: _Journal, result: Audit) -> None:

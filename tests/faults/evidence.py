@@ -51,10 +51,10 @@ class Evidence:
     """Committed offset of the grouping consumers, by partition of rollouts."""
 
     def by_partition(self, topic: str) -> dict[int, list[Raw]]:
-        found: dict[int, list[Raw]] = defaultdict(list)
+        actual: dict[int, list[Raw]] = defaultdict(list)
         for raw in self.topics[topic]:
-            found[raw.partition].append(raw)
-        return found
+            actual[raw.partition].append(raw)
+        return actual
 
 
 @dataclass(frozen=True)
@@ -168,11 +168,11 @@ def signed_by(value: bytes | None, keys: Iterable[str], context: bytes) -> bool:
 @cache
 def _schemas() -> dict[bytes, tuple[dict[str, Any], Any]]:
     """Schemas by fingerprint, in the little-endian bytes of a frame."""
-    found = {}
+    collected = {}
     for file in sorted(SCHEMAS.glob("*.avsc")):
         source = json.loads(file.read_text(encoding="utf-8"))
-        found[fingerprint(source)] = (source, fastavro.parse_schema(_plain(source), named_schemas={}))
-    return found
+        collected[fingerprint(source)] = (source, fastavro.parse_schema(_plain(source), named_schemas={}))
+    return collected
 
 
 def fingerprint(schema: dict[str, Any]) -> bytes:

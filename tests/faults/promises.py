@@ -39,19 +39,19 @@ def assert_promises(run: RealRun, load: Load | None = None, *, modelled: bool = 
     """
     result = in_both_forms(run)
     assert result.balanced, result.problems
-    found = audit(run.kafka.bootstrap_servers, run.name)
-    assert found.findings == [], found.findings[:5]
-    assert not (modelled and found.not_modelled), found.not_modelled
+    audited = audit(run.kafka.bootstrap_servers, run.name)
+    assert audited.findings == [], audited.findings[:5]
+    assert not (modelled and audited.not_modelled), audited.not_modelled
     check = verify(run.kafka, run.name)
     assert check.mismatches == []
-    assert check.batches == found.batches == result.batches
-    places = {place: count for place, count in found.places.items() if count}
-    print(f"produced {found.produced}, batches {found.batches}, {places}")
+    assert check.batches == audited.batches == result.batches
+    places = {place: count for place, count in audited.places.items() if count}
+    print(f"produced {audited.produced}, batches {audited.batches}, {places}")
     if load is not None:
-        assert found.places["batched"] == load.rollouts
-        assert found.places["dead letter"] == load.poison
-        dropped = found.places["dropped:late"] + found.places["dropped:duplicate_uid"]
+        assert audited.places["batched"] == load.rollouts
+        assert audited.places["dead letter"] == load.poison
+        dropped = audited.places["dropped:late"] + audited.places["dropped:duplicate_uid"]
         # Every rollout is batched, so each of these is one that came again; an idempotent producer whose broker is
         # killed has been seen to write two records twice.
         assert dropped == load.repeated or (cut_off and dropped > load.repeated)
-    return found
+    return audited

@@ -132,10 +132,10 @@ def _check_advantages(
     record = batch.record
     if {"reinforce_pp", "reinforce_pp_global"} & {config["estimator"] for config in held}:
         raise NotModelled("an estimator that looks at whole batches")
-    found = [(_compared(sent, config.get("core_version", 1)), config["estimator"]) for config in held]
-    if all(len(set(compared.rewards)) == 1 for compared, _ in found):
+    actual = [(_compared(sent, config.get("core_version", 1)), config["estimator"]) for config in held]
+    if all(len(set(compared.rewards)) == 1 for compared, _ in actual):
         result.found("advantage", f"group {key} of batch {batch.name} has no variance and was batched")
-    wanted = [(compared, _formula(name, compared)) for compared, name in found]
+    wanted = [(compared, _formula(name, compared)) for compared, name in actual]
     for at, row in enumerate(rows):
         given = record["advantages"][int(record["splits"][row]) : int(record["splits"][row + 1])]
         due = [advantages[compared.unit_of[at]] / compared.shared_by[at] for compared, advantages in wanted]

@@ -463,10 +463,10 @@ def test_poison_bombs_and_oversized_records_between_good_ones_stop_nobody(fault_
         load.await_more(20)
     settle(run)
     stop(process)
-    found = assert_promises(run)
-    assert found.places["batched"] == load.rollouts
-    assert found.places["dead letter"] == load.poison + len(bombs)
-    assert found.places["dropped:too_large"] == len(oversized)
+    audited = assert_promises(run)
+    assert audited.places["batched"] == load.rollouts
+    assert audited.places["dead letter"] == load.poison + len(bombs)
+    assert audited.places["dropped:too_large"] == len(oversized)
     letters = [m for m in read_to_end(run.kafka, run.topic("dead-letters")) if b"poison" not in (m.value or b"")]
     kept = [len(m.value) for m in letters if m.value is not None and len(m.value) > 100]
     digests = [dict(m.headers).get("rollstream.value.size_bytes") for m in letters if m.value is None]

@@ -25,9 +25,9 @@ MOST_MIB = 300
 
 def peak_mib(pid: int) -> float:
     """The largest resident size that a process has had, in MiB."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
 
 
 def new_key(folder: Path) -> str:

@@ -233,10 +233,10 @@ def test_a_learner_behind_a_link_that_fails_ends_with_the_bits_of_an_undisturbed
                 print("started again, after:", learner.log_of(process).strip().splitlines()[-1])
                 process = learner.start("learn", **settings, kafka__transaction_timeout_s=TRANSACTION_S)
         assert process.wait(600) == 0, learner.log_of(process)[-3000:]
-    expected, found = steps_of(whole), steps_of(cut)
-    assert sorted(found) == list(range(steps + 1))
-    assert {n: step.params_digest for n, step in found.items()} == {n: s.params_digest for n, s in expected.items()}
-    assert {n: step.uses for n, step in found.items()} == {n: step.uses for n, step in expected.items()}
+    expected, actual = steps_of(whole), steps_of(cut)
+    assert sorted(actual) == list(range(steps + 1))
+    assert {n: step.params_digest for n, step in actual.items()} == {n: s.params_digest for n, s in expected.items()}
+    assert {n: step.uses for n, step in actual.items()} == {n: step.uses for n, step in expected.items()}
     assert sorted(read_manifests(cut.kafka, cut.name)) == list(range(steps + 1))
     for run in runs:
         run.stop()

@@ -69,8 +69,8 @@ def test_every_process_and_every_broker_of_a_wide_run_is_restarted_and_nothing_i
         load.await_more(BETWEEN)
     settle(run, 300.0, meanwhile=groupers.revive)
     groupers.stop()
-    found = assert_promises(run)
-    assert found.places["batched"] == found.produced - found.places["control"] == load.written
+    audited = assert_promises(run)
+    assert audited.places["batched"] == audited.produced - audited.places["control"] == load.written
 
 
 def _of(turns: list[tuple[str, int]], kind: str) -> list[tuple[str, int]]:

@@ -88,8 +88,8 @@ def test_a_run_of_core_version_1_goes_on_through_upgrade_crash_and_the_raise_of_
     rewards = {"e": (1.0, 0.5), "f": (0.0, 0.25)}
     run.send(
         rollout(f"new-{episode}{branch}", episode_uid=episode, branch=branch, branches=2, reward=reward, **NEW)
-        for episode, of in rewards.items()
-        for branch, reward in enumerate(of)
+        for episode, of_episode in rewards.items()
+        for branch, reward in enumerate(of_episode)
     )
     eventually(lambda: len(batches_of(run)) > len(cut), 60, "a batch of the new generation")
     new = batches_of(run)[-1]
@@ -97,5 +97,5 @@ def test_a_run_of_core_version_1_goes_on_through_upgrade_crash_and_the_raise_of_
     assert new.advantages[new.splits[:-1]].tolist() == pytest.approx([0.3125, 0.3125, -0.3125, -0.3125])
     await_read(run)
     stop(raised)
-    found = assert_promises(run, modelled=False)
-    assert found.batches == len(recorded.batches) + 1
+    audited = assert_promises(run, modelled=False)
+    assert audited.batches == len(recorded.batches) + 1

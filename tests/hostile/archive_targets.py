@@ -63,8 +63,8 @@ def archive(hostile: HostileInput, count: int, folder: Path) -> Fates:
     assert current is not None
     assert check_files(store, current.files) == len(current.files)
     for spec in _ARCHIVED:
-        found = sum(1 for _record in records(store, current, spec.name, 0))
-        assert found == ends[spec.name], f"{spec.name} has {found} records of {ends[spec.name]}"
+        actual = sum(1 for _record in records(store, current, spec.name, 0))
+        assert actual == ends[spec.name], f"{spec.name} has {actual} records of {ends[spec.name]}"
     for table in ("log", "turns", "fates", "latest_steps"):
         assert sql.query(store, f"select count(*) from {table}").rows
     shown = indexed(hostile, folder, ends["rollouts"])
@@ -127,8 +127,8 @@ def _agree(root: Path, path: Path) -> None:
     [newest] = sorted((root / "run=main" / "_manifests").glob("*.json"))[-1:]
     current, data = ArchiveManifest.from_json(newest.read_bytes()), path.read_bytes()
     name = str(path.relative_to(root))
-    found: dict[str, Any] = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
-    files = [replace(file, **found) if file.path == name else file for file in current.files]
+    collected: dict[str, Any] = {"sha256": hashlib.sha256(data).hexdigest(), "size_bytes": len(data)}
+    files = [replace(file, **collected) if file.path == name else file for file in current.files]
     newest.write_bytes(replace(current, files=tuple(files)).to_json())
 
 

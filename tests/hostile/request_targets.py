@@ -211,9 +211,9 @@ def page_parameters(hostile: HostileInput, count: int, folder: Path) -> Fates:
 
 
 def _answered(url: str, paths: Sequence[str], hostile: HostileInput, count: int) -> Fates:
-    found = request_flood(url, paths, count, hostile)
-    assert not failures(found), found
-    return found
+    actual = request_flood(url, paths, count, hostile)
+    assert not failures(actual), actual
+    return actual
 
 
 def inference_server(hostile: HostileInput, count: int, folder: Path) -> Fates:

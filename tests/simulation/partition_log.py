@@ -93,11 +93,11 @@ class PartitionLog:
     def visible(self, start: int, most: int, committed: bool) -> tuple[list[Entry], int]:
         """Return records from an offset on, and the offset after what was looked at."""
         stop = self.stable if committed else self.end
-        found: list[Entry] = []
+        collected: list[Entry] = []
         at = start
-        while at < stop and len(found) < most:
+        while at < stop and len(collected) < most:
             entry = self.entries[at]
             at += 1
             if not entry.marker and not (committed and entry.offset in self.aborted):
-                found.append(entry)
-        return found, max(at, start)
+                collected.append(entry)
+        return collected, max(at, start)

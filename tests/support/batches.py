@@ -27,8 +27,8 @@ def random_batch(
 ) -> TrainingBatch:
     """A batch of ragged rows (prompts of 3 to 5 tokens, answers of so many) with advantages around zero."""
     draw = np.random.default_rng((seed, number))
-    prompts, said = draw.integers(3, 6, rows), draw.integers(answers[0], answers[1] + 1, rows)
-    lengths = prompts + said
+    prompts, completions = draw.integers(3, 6, rows), draw.integers(answers[0], answers[1] + 1, rows)
+    lengths = prompts + completions
     splits = np.concatenate([[0], np.cumsum(lengths)]).astype("<i8")
     mask = np.concatenate([np.arange(n) >= p for n, p in zip(lengths, prompts, strict=True)])
     rewards = draw.random(rows)

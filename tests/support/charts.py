@@ -41,9 +41,9 @@ class Release:
 
     def of(self, kind: str) -> dict[str, Object]:
         """Objects of a kind, by name."""
-        found = [each for each in self.objects if each["kind"] == kind]
-        named = {each["metadata"]["name"]: each for each in found}
-        assert len(named) == len(found), f"two objects {kind} have one name"
+        objects = [each for each in self.objects if each["kind"] == kind]
+        named = {each["metadata"]["name"]: each for each in objects}
+        assert len(named) == len(objects), f"two objects {kind} have one name"
         return named
 
     def pods(self) -> dict[str, Object]:

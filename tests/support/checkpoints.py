@@ -95,11 +95,11 @@ def write_checkpoint(directory: Path, name: str) -> DecoderConfig:
 def random_parameters(config: DecoderConfig) -> dict[str, NDArray[np.float32]]:
     """Parameters in which no part is silent, biases and norms neither, and large enough that logits differ by units."""
     draw = np.random.Generator(np.random.Philox(key=7))
-    found = {}
+    collected = {}
     for name, shape in shapes(config).items():
         scale = 1.5 * shape[-1] ** -0.5 if len(shape) == 2 else 0.3
-        found[name] = (scale * draw.standard_normal(shape) + name.endswith("norm.weight")).astype(np.float32)
-    return found
+        collected[name] = (scale * draw.standard_normal(shape) + name.endswith("norm.weight")).astype(np.float32)
+    return collected
 
 
 def write_tokenizer(
@@ -136,8 +136,8 @@ def logits_of_transformers(directory: Path, tokens: NDArray[np.int32]) -> NDArra
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
-        found: NDArray[np.float32] = model(torch.from_numpy(tokens.astype(np.int64))).logits[0].numpy()
-    return found
+        actual: NDArray[np.float32] = model(torch.from_numpy(tokens.astype(np.int64))).logits[0].numpy()
+    return actual
 
 
 def main() -> int:

@@ -58,7 +58,7 @@ def main() -> None:
     job = msgspec.json.decode(sys.argv[1], type=Job)
     devices = topologies.get_topology_desc(platform="tpu", topology_name=job.topology).devices if job.topology else None
     rules = replace(NEWEST, reduction=job.reduction) if job.reduction != "compiler" else StepRules()
-    found = []
+    collected = []
     for data, fsdp, tensor in job.meshes:
         sizes = MeshConfig(data=data, fsdp=fsdp, tensor=tensor)
         config = replace(CONFIG, mesh=sizes, reduce_dtype=job.reduce_dtype)
@@ -69,8 +69,8 @@ def main() -> None:
             for results, operation in _COLLECTIVE.findall(lowered.compile().as_text() or "")
             for dtype, shape in _ARRAY.findall(results)
         ]
-        found.append({"reductions": reductions, "scattered": sorted(set(_SCATTERED.findall(lowered.as_text())))})
-    print(json.dumps(found))
+        collected.append({"reductions": reductions, "scattered": sorted(set(_SCATTERED.findall(lowered.as_text())))})
+    print(json.dumps(collected))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def undescribed(config: RunConfig, processes: Mapping[str, int]) -> set[str]:
     run, kafka = config.run, config.kafka
     with admin_client(kafka) as client:
         listed = client.list_transactions()
-    ids = {each.transactional_id for found in listed.values() for each in found}
+    ids = {each.transactional_id for actual in listed.values() for each in actual}
     used = {name for name in ids if name.startswith(f"{run}/")} | {
         name for name in group_names(kafka) if name.startswith(f"{run}.")
     }

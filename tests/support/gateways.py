@@ -76,9 +76,9 @@ def gateway(
         )
     try:
         assert process.stdout is not None
-        said = process.stdout.readline()
-        address = re.search(r"http://\S+", said)
-        assert address, f"the gateway said {said!r} and ended with {process.wait(300)}: {log.read_text()[-2000:]}"
+        line = process.stdout.readline()
+        address = re.search(r"http://\S+", line)
+        assert address, f"the gateway said {line!r} and ended with {process.wait(300)}: {log.read_text()[-2000:]}"
         yield GatewayUnderTest(process, address[0], log)
     finally:
         process.kill()

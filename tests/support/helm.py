@@ -13,9 +13,9 @@ _COMPILE_S = 3600.0
 
 def helm() -> Path:
     """The program helm."""
-    found = shutil.which("helm")
-    if found:
-        return Path(found)
+    path_found = shutil.which("helm")
+    if path_found:
+        return Path(path_found)
     cached = cache_dir(os.environ).with_name("test-files") / f"helm-{VERSION}" / "helm"
     if not cached.exists():
         go = shutil.which("go")

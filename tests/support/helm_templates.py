@@ -104,10 +104,10 @@ def _operand(tokens: list[str], chart: Path, values: Mapping[str, Any], item: An
     if token.isdecimal():
         return int(token)
     if token.startswith(".Values."):
-        found: Any = values
+        actual: Any = values
         for part in token.removeprefix(".Values.").split("."):
-            found = found[part]  # a KeyError: no template names a value that there is not
-        return found
+            actual = actual[part]  # a KeyError: no template names a value that there is not
+        return actual
     return _FUNCTIONS[token]
 
 

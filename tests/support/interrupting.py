@@ -98,15 +98,15 @@ def assert_ends_at_once(command: Sequence[str], directory: Path, moments: int, m
     draw = random.Random(seed)
     ended = []
     while len(ended) < moments:
-        found = interrupt(command, directory / "interrupted.log", draw.uniform(0.0, most_s))
-        if found is None:
+        outcome = interrupt(command, directory / "interrupted.log", draw.uniform(0.0, most_s))
+        if outcome is None:
             most_s *= 0.9  # it was done before
             continue
-        what = f"{' '.join(command[3:])}, seed {seed}: {found}"
-        assert found.code == 130, what
-        assert found.errors == [LINE], what
-        assert found.seconds < LIMIT_S, what
-        ended.append(found.seconds)
+        what = f"{' '.join(command[3:])}, seed {seed}: {outcome}"
+        assert outcome.code == 130, what
+        assert outcome.errors == [LINE], what
+        assert outcome.seconds < LIMIT_S, what
+        ended.append(outcome.seconds)
     print(f"{' '.join(command[3:6])}, seed {seed}: ended after {', '.join(f'{s:.2f}' for s in ended)} s")
 
 

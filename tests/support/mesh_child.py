@@ -68,10 +68,10 @@ class Job:
 def rollouts(step: int) -> list[TrainingSequence]:
     """The rollouts of one step."""
     draw = np.random.default_rng(step)
-    found = []
+    collected = []
     for _ in range(ROLLOUTS[step]):
         length = int(draw.integers(4, CONFIG.sequence_length))
-        found.append(
+        collected.append(
             TrainingSequence(
                 tokens=draw.integers(0, CONFIG.model.vocab_size, length).astype(np.int32),
                 loss_mask=np.arange(length) >= 3,
@@ -79,7 +79,7 @@ def rollouts(step: int) -> list[TrainingSequence]:
                 generator_log_probs=draw.normal(-3.0, 0.2, length).astype(np.float32),
             )
         )
-    return found
+    return collected
 
 
 def share(config: LearnerConfig, step: int, process: int) -> PackedStep:
@@ -102,15 +102,15 @@ def params(model: DecoderConfig) -> dict[str, np.ndarray]:
 
 def _trained(train_step: TrainStep, name: str, steps: list[PackedStep]) -> dict[str, np.ndarray]:
     """Metrics of the steps, parameters after them, and the part of each that a device holds."""
-    state, found = train_step.fresh_state(params(train_step.config.model)), {}
+    state, collected = train_step.fresh_state(params(train_step.config.model)), {}
     for number, step in enumerate(steps):
         state, metrics = train_step.train(state, step)
-        found[f"{name}/metrics/{number}"] = np.array(json.dumps(metrics))
+        collected[f"{name}/metrics/{number}"] = np.array(json.dumps(metrics))
     for key, value in state.params.items():
         whole = value if value.is_fully_addressable else multihost_utils.process_allgather(value, tiled=True)
-        found[f"{name}/params/{key}"] = np.asarray(whole)
-        found[f"{name}/held/{key}"] = np.array(value.addressable_shards[0].data.size / value.size)
-    return found
+        collected[f"{name}/params/{key}"] = np.asarray(whole)
+        collected[f"{name}/held/{key}"] = np.array(value.addressable_shards[0].data.size / value.size)
+    return collected
 
 
 def main() -> None:
@@ -118,7 +118,7 @@ def main() -> None:
     job = msgspec.json.decode(sys.argv[1], type=Job)
     if job.processes > 1:
         jax.distributed.initialize(job.coordinator, job.processes, job.process)
-    found = {}
+    collected = {}
     for layout in job.layouts:
         sizes = MeshConfig(**dict(zip(("data", "fsdp", "tensor", "sequence"), layout, strict=False)))
         mixture = {"num_experts": job.experts, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -136,12 +136,12 @@ def main() -> None:
         train_step.warm_up(train_step.fresh_state(params(model)))
         compilations = train_step.compilations
         name = "x".join(str(size) for size in layout)
-        found |= _trained(train_step, name, [share(config, step, job.process) for step in range(len(ROLLOUTS))])
+        collected |= _trained(train_step, name, [share(config, step, job.process) for step in range(len(ROLLOUTS))])
         if job.processes > 1:
             whole = [pack_for(config, rollouts(step)) for step in range(len(ROLLOUTS))]
-            found |= _trained(train_step, f"{name} by rows", whole)
+            collected |= _trained(train_step, f"{name} by rows", whole)
         assert train_step.compilations == compilations, f"{name}: compiled in the steady state"
-    np.savez(job.out, **found)
+    np.savez(job.out, **collected)
 
 
 if __name__ == "__main__":

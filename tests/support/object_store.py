@@ -92,9 +92,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _asked(self) -> tuple[str, str, dict[str, str]]:
         parts = urlsplit(self.path)
-        found = _OBJECTS.fullmatch(parts.path)
-        assert found is not None, self.path
-        return found[1], unquote(found[2]), {key: values[0] for key, values in parse_qs(parts.query).items()}
+        match = _OBJECTS.fullmatch(parts.path)
+        assert match is not None, self.path
+        return match[1], unquote(match[2]), {key: values[0] for key, values in parse_qs(parts.query).items()}
 
     def _listed(self, bucket: str, query: dict[str, str]) -> None:
         below = self.root / bucket

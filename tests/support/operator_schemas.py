@@ -38,8 +38,8 @@ def published_schema(version: str, kind: str) -> Mapping[str, Any]:
 def schema_of(definition: Path, version: str) -> Mapping[str, Any]:
     """The schema of a version in the definition of a custom resource."""
     document = yaml.load(definition.read_text(), LOADER)
-    [found] = [each for each in document["spec"]["versions"] if each["name"] == version]
-    schema: Mapping[str, Any] = _strict(found["schema"]["openAPIV3Schema"])
+    [actual] = [each for each in document["spec"]["versions"] if each["name"] == version]
+    schema: Mapping[str, Any] = _strict(actual["schema"]["openAPIV3Schema"])
     return schema
 
 

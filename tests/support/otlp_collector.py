@@ -84,9 +84,9 @@ def received(body: bytes) -> list[ReceivedSpan]:
 
 
 def values(attributes: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    collected: dict[str, Any] = {}
     for attribute in attributes:
         kind = attribute.value.WhichOneof("value")
         value = getattr(attribute.value, kind)
-        found[attribute.key] = [item.int_value for item in value.values] if kind == "array_value" else value
-    return found
+        collected[attribute.key] = [item.int_value for item in value.values] if kind == "array_value" else value
+    return collected

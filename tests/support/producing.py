@@ -157,12 +157,12 @@ def serving_http(handler: Callable[[web.Request], Coroutine[Any, Any, web.Respon
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
-    found: list[int] = []
+    collected: list[int] = []
 
     async def start() -> None:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        found.append(runner.addresses[0][1])
+        collected.append(runner.addresses[0][1])
 
     with _in_a_thread(start, runner.cleanup):
-        yield f"http://127.0.0.1:{found[0]}/v1"
+        yield f"http://127.0.0.1:{collected[0]}/v1"

@@ -68,8 +68,8 @@ def request_flood(
                     answer = connection.recv(65536)
                 except OSError:  # It may be closed by now.
                     answer = b""
-            found = re.match(rb"HTTP/1\.[01] (\d+)", answer)
-            answers[found[1].decode() if found else "closed"] += 1
+            match = re.match(rb"HTTP/1\.[01] (\d+)", answer)
+            answers[match[1].decode() if match else "closed"] += 1
         assert alive()
     return answers
 

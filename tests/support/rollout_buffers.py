@@ -34,8 +34,8 @@ def group(name: str, rewards: list[float], **fields: Any) -> list[Rollout]:
 
 
 def buffer(**settings: Any) -> RolloutReplayBuffer:
-    of = {"local_batch_size": 4, "max_samples": -1, "clock": lambda: NOW, **settings}
-    return RolloutReplayBuffer(**of)
+    chosen = {"local_batch_size": 4, "max_samples": -1, "clock": lambda: NOW, **settings}
+    return RolloutReplayBuffer(**chosen)
 
 
 def uids(sample: list[RolloutWithCount] | None) -> list[str]:

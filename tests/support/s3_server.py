@@ -34,7 +34,7 @@ def s3_server(secret: str = "nothing") -> Iterator[str]:
 def objects() -> dict[str, int]:
     """Sizes of the bucket's objects by key, as the server says."""
     pages = boto3.client("s3").get_paginator("list_objects_v2").paginate(Bucket=BUCKET)
-    return {found["Key"]: found["Size"] for page in pages for found in page.get("Contents", ())}
+    return {entry["Key"]: entry["Size"] for page in pages for entry in page.get("Contents", ())}
 
 
 def content_of(key: str) -> bytes:

@@ -104,11 +104,11 @@ class SecuredBroker:
     @property
     def denied(self) -> set[tuple[str, str, str]]:
         """Denials so far: user, operation and resource."""
-        found = re.findall(
+        matches = re.findall(
             r"Principal = User:(\S+) is Denied operation = (\w+) .*? on resource = (\S+)",
             self.log.read_text(errors="replace"),
         )
-        return set(found)
+        return set(matches)
 
 
 @contextmanager

@@ -83,13 +83,13 @@ class SteeredRun:
         """Processes of a role, or of all, that run now, as the system has them: also those that a killed overseer
         left."""
         settings = str(self.directory / "runs" / self.name / "run.toml")
-        found = []
+        collected = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 command = process.cmdline()
                 if settings in command and f" -m rollstream {role}" in " ".join(command):
-                    found.append(process.pid)
-        return found
+                    collected.append(process.pid)
+        return collected
 
     def processes(self, role: str) -> int:
         return len(self.pids(role))

@@ -44,12 +44,12 @@ def untorn(sample: dict[str, Any], count: int) -> list[int]:
     return [int(row) for row in rows]
 
 
-def same(found: Trajectory, expected: Trajectory) -> None:
+def same(actual: Trajectory, expected: Trajectory) -> None:
     """Whether two trajectories are equal bit for bit."""
     for name in ("uid", "environment", "policy_version", "model_weights_id", "max_episode_length", "episodes"):
-        assert getattr(found, name) == getattr(expected, name)
-    assert (found.metadata, dict(found.extra)) == (expected.metadata, dict(expected.extra))
-    ours, theirs = flatten(found.arrays), flatten(expected.arrays)
+        assert getattr(actual, name) == getattr(expected, name)
+    assert (actual.metadata, dict(actual.extra)) == (expected.metadata, dict(expected.extra))
+    ours, theirs = flatten(actual.arrays), flatten(expected.arrays)
     assert set(ours) == set(theirs)
     for path, array in theirs.items():
         assert ours[path].dtype == array.dtype, path

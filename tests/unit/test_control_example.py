@@ -123,8 +123,8 @@ def test_targets_of_several_steps_end_where_the_slice_or_the_episode_does(
     second = 2 + discount * third
     targets = [1 + discount * second, second, third, 1 + discount * 2, 2.0]
     huber = [x - 0.5 if x > 1 else x * x / 2 for x in targets]
-    found = example.dqn.loss({}, {}, windows, {**whole, "mask": mask})
-    assert float(found) == pytest.approx(np.mean(huber), rel=1e-5)
+    actual = example.dqn.loss({}, {}, windows, {**whole, "mask": mask})
+    assert float(actual) == pytest.approx(np.mean(huber), rel=1e-5)
 
 
 def test_returns_are_those_of_whole_episodes_by_their_lowest_version(example: SimpleNamespace) -> None:

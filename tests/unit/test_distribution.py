@@ -140,10 +140,10 @@ def locked(name: str) -> list[str]:
 
 def locked_versions(name: str) -> dict[str, set[str]]:
     """Versions by package: there may be several, for different interpreters."""
-    found: dict[str, set[str]] = {}
+    collected: dict[str, set[str]] = {}
     for package, version in (line.split()[0].split("==") for line in locked(name)):
-        found.setdefault(package, set()).add(version)
-    return found
+        collected.setdefault(package, set()).add(version)
+    return collected
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_the_locked_requirements_pin_every_package_with_a_hash_and_name_no_regis
 
 def test_the_long_requirements_agree_with_those_that_setup_installs_and_only_they_are_gigabytes() -> None:
     always, long = locked_versions("requirements.txt"), locked_versions("requirements-long.txt")
-    assert {name: found for name, found in long.items() if name in always and not found <= always[name]} == {}
+    assert {name: actual for name, actual in long.items() if name in always and not actual <= always[name]} == {}
     assert {"torch", "transformers", "libtpu"} <= long.keys() - always.keys()
 
 

@@ -43,7 +43,7 @@ _OTHER_PROGRAMS = {
 
 
 def blocks(name: str, language: str) -> list[str]:
-    return [body for found, body in _BLOCK.findall(PAGES[name]) if found == language]
+    return [body for kind, body in _BLOCK.findall(PAGES[name]) if kind == language]
 
 
 def prose(name: str) -> str:
@@ -295,7 +295,7 @@ def test_the_table_of_exit_codes_has_the_code_of_every_error() -> None:
 
 
 def test_every_message_in_troubleshooting_is_one_the_code_can_say() -> None:
-    said = "\n".join(
+    text = "\n".join(
         "".join(part.value if isinstance(part, ast.Constant) else "\0" for part in parts)
         for package in PACKAGES
         for path in (ROOT / package).rglob("*.py")
@@ -304,7 +304,7 @@ def test_every_message_in_troubleshooting_is_one_the_code_can_say() -> None:
     for message in first_cells(PAGES["docs/troubleshooting.md"])[1:]:
         words = re.split(r"\.\.\.|\b[NM]\b", message.strip("`"))
         pattern = "[^\n]*".join(re.escape(word.strip()) for word in words)
-        assert re.search(pattern, said), f"nothing says: {message}"
+        assert re.search(pattern, text), f"nothing says: {message}"
 
 
 def _texts(tree: ast.AST) -> list[list[ast.expr]]:

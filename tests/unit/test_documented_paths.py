@@ -19,7 +19,7 @@ DEEP = re.compile(r"\brollstream\.\w+\.[\w.]*?\.?(\w+)\b(?![./])")
 
 def deep_paths(text: str) -> list[str]:
     """Paths of public names that are longer than need be."""
-    return [found[0] for found in DEEP.finditer(text) if found[1] in rollstream.__all__]
+    return [match[0] for match in DEEP.finditer(text) if match[1] in rollstream.__all__]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
 
 
 def block(language: str, holding: str) -> str:
-    return next(body for found, body in BLOCKS if found == language and holding in body)
+    return next(body for kind, body in BLOCKS if kind == language and holding in body)
 
 
 def test_the_page_leads_from_questions_to_a_game_and_a_mixture(

@@ -54,11 +54,11 @@ def pytest_of(folder: Path) -> str:
 def test_make_ends_with_the_names_of_what_failed(tmp_path: Path, run: str, workers: str) -> None:
     done = made(tmp_path, RUNS[run], **{run: pytest_of(tmp_path) + workers})
     assert done.returncode == 2
-    said = done.stdout.splitlines()
+    output = done.stdout.splitlines()
     names = "test_planted.py::test_odd[2], test_planted.py::test_that_cannot_begin"
-    assert said[-1].endswith(f"*** FAILED {names}.  Stop."), done.stdout
-    count = next(number for number, line in enumerate(said) if "1 failed, 2 passed, 1 error" in line)
-    assert said[count + 1] == f"FAILED {names}", "pytest says it last, too"
+    assert output[-1].endswith(f"*** FAILED {names}.  Stop."), done.stdout
+    count = next(number for number, line in enumerate(output) if "1 failed, 2 passed, 1 error" in line)
+    assert output[count + 1] == f"FAILED {names}", "pytest says it last, too"
 
 
 def test_make_says_that_a_run_was_killed_before_it_could_name_anything(tmp_path: Path) -> None:

@@ -98,13 +98,13 @@ def test_no_module_waits_for_its_own_import() -> None:
     modules = {name_of(path): path for path in MODULES}
     imported: dict[str, set[str]] = {}
     for name, path in modules.items():
-        found = imported.setdefault(name, set())
+        actual = imported.setdefault(name, set())
         for node in at_import(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom):
                 for alias in node.names:
                     of_package = f"{node.module}.{alias.name}"
-                    found.add(of_package if of_package in modules else node.module or "")
-        found.discard(name)
+                    actual.add(of_package if of_package in modules else node.module or "")
+        actual.discard(name)
     # A cycle raises CycleError, which names its modules.
     assert set(modules) <= set(graphlib.TopologicalSorter(imported).static_order())
 

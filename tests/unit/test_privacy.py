@@ -45,21 +45,21 @@ def is_private(name: str) -> bool:
 
 def private_names(tree: ast.Module) -> set[str]:
     """Private members of other objects, private imports, and private names that are patched by their text."""
-    found = set()
+    names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            of = node.value.id if isinstance(node.value, ast.Name) else ""
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
             # Codes of the client's own errors begin so, as do a process's exits without cleaning up.
-            if of not in ("self", "cls", "KafkaError", "os"):
-                found.add(node.attr)
+            if owner not in ("self", "cls", "KafkaError", "os"):
+                names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):
-            found.update(alias.name for alias in node.names)
+            names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and "attr" in node.func.attr:
             texts = [word.value for word in node.args[:2] if isinstance(word, ast.Constant)]
-            found.update(text.rpartition(".")[2] for text in texts if isinstance(text, str))
+            names.update(text.rpartition(".")[2] for text in texts if isinstance(text, str))
         elif isinstance(node, ast.Constant) and isinstance(node.value, str) and "import" in node.value:
-            found |= of_a_script(node.value)
-    return {name for name in found if is_private(name)}
+            names |= of_a_script(node.value)
+    return {name for name in names if is_private(name)}
 
 
 def of_a_script(text: str) -> set[str]:

@@ -47,6 +47,6 @@ def test_sentences_of_a_page_are_those_of_its_prose(tmp_path: Path) -> None:
         "# What this is\n\nOne begins here\nand ends. Two.\n\n- **What for.** Three\n  goes on.\n- Four.\n\n"
         "```sh\nWhat code\n```\n\n    What code\n\n| What a table |\n"
     )
-    found = [(sentence.line, sentence.text) for sentence in page_sentences(page)]
-    assert [text for _line, text in found] == ["One begins here and ends.", "Two.", "Three goes on.", "Four."]
-    assert found[0][0] <= 3 <= found[2][0]
+    actual = [(sentence.line, sentence.text) for sentence in page_sentences(page)]
+    assert [text for _line, text in actual] == ["One begins here and ends.", "Two.", "Three goes on.", "Four."]
+    assert actual[0][0] <= 3 <= actual[2][0]

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 
 from tests.support.paths import ROOT
@@ -31,13 +32,12 @@ CLASSES_OF_WORDS = {
 """Classes that are called by a word of the glossary alone: no other class is."""
 
 
-def trees() -> dict[str, ast.Module]:
+PACKAGES = ("topics", "producers", "consumers", "pipeline", "infra")
+
+
+def trees(folders: Iterable[str] = PACKAGES) -> dict[str, ast.Module]:
     listed = subprocess.run(
-        [
-            "git",
-            "ls-files",
-            *(f"{folder}/*.py" for folder in ("topics", "producers", "consumers", "pipeline", "infra")),
-        ],
+        ["git", "ls-files", *(f"{folder}/*.py" for folder in folders)],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -82,7 +82,7 @@ def test_words_of_the_glossary_name_one_class_each_and_nothing_else() -> None:
 def test_variables_say_what_they_hold() -> None:
     vague = [
         f"{name}:{node.lineno}: {node.arg if isinstance(node, ast.arg) else node.id}"
-        for name, tree in trees().items()
+        for name, tree in trees([*PACKAGES, "tests", "examples"]).items()
         for node in ast.walk(tree)
         if (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in VAGUE_VARIABLES)
         or (isinstance(node, ast.arg) and node.arg in VAGUE_VARIABLES)

@@ -307,11 +307,11 @@ def branched() -> Evidence:
     driver = GroupingTestDriver(CONFIG)
     rewards = {"a": (1.0, 0.0, 0.25, 0.0), "b": (0.75, 0.25, 0.5, 0.0), "even": (1.0, 0.0, 0.25, 0.75), "open": (1.0,)}
     for branch, episode in ((0, "e"), (0, "f"), (1, "f"), (1, "e")):
-        for example, of in rewards.items():
+        for example, of_example in rewards.items():
             number = 2 * "ef".index(episode) + branch
-            if number < len(of):
+            if number < len(of_example):
                 fields = {"episode_uid": episode, "branch": branch, "branches": 2, "group_size": 2}
-                driver.pipe(example_rollout(f"{example}{number}", of[number], example_id=example, **fields))
+                driver.pipe(example_rollout(f"{example}{number}", of_example[number], example_id=example, **fields))
     driver.commit()
     driver.advance(11000)
     return evidence_of(driver)

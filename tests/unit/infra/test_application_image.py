@@ -114,8 +114,8 @@ def test_the_bill_names_every_distribution_with_its_version() -> None:
     bill = json.loads(text)
     assert (bill["bomFormat"], bill["specVersion"]) == ("CycloneDX", "1.6")
     assert bill["metadata"]["component"]["version"] == version("rollstream")
-    found = {part["name"]: part["purl"] for part in bill["components"]}
-    assert found["jax"] == f"pkg:pypi/jax@{version('jax')}"
-    assert len(found) == len(parts)  # rollstream itself is above, Python is among them
+    actual = {part["name"]: part["purl"] for part in bill["components"]}
+    assert actual["jax"] == f"pkg:pypi/jax@{version('jax')}"
+    assert len(actual) == len(parts)  # rollstream itself is above, Python is among them
     licences = {part["name"]: part.get("licenses") for part in bill["components"]}
     assert licences["numpy"]

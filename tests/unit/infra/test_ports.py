@@ -12,9 +12,9 @@ from rollstream.topics.errors import ConfigurationError
 
 def test_free_ports_are_different_and_outside_the_range_of_outgoing_connections() -> None:
     first, last = map(int, ports.OUTGOING_RANGE.read_text().split())
-    found = ports.free_ports("127.0.0.1", 50)
-    assert len(set(found)) == 50
-    assert not [port for port in found if first <= port <= last]
+    chosen = ports.free_ports("127.0.0.1", 50)
+    assert len(set(chosen)) == 50
+    assert not [port for port in chosen if first <= port <= last]
 
 
 @pytest.mark.parametrize(

@@ -126,14 +126,14 @@ printf '%s\n' "${COMPREPLY[@]}"
     ],
 )
 def test_bash_completes_commands_flags_and_settings(typed: str, offered: set[str], tmp_path: Path) -> None:
-    found = subprocess.run(
+    done = subprocess.run(
         ["bash", "-c", IN_BASH, str(COMMAND), f"rollstream {typed}"],
         cwd=tmp_path,
         capture_output=True,
         text=True,
         timeout=300,
     )
-    assert (set(found.stdout.split()), found.stderr) == (offered, "")
+    assert (set(done.stdout.split()), done.stderr) == (offered, "")
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -143,9 +143,9 @@ def test_other_shells_are_offered_the_same(shell: str, tmp_path: Path) -> None:
     assert errors == ""
     assert f'_ARGCOMPLETE_SHELL="{shell}"' in script or f"_ARGCOMPLETE_SHELL {shell}" in script
     answer = tmp_path / "answer"
-    asked = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": shell, "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_DFS": "\t"}
+    variables = {"_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": shell, "_ARGCOMPLETE_IFS": "\n", "_ARGCOMPLETE_DFS": "\t"}
     line = {"COMP_LINE": "rollstream led", "COMP_POINT": "14", "_ARGCOMPLETE_STDOUT_FILENAME": str(answer)}
-    start([], tmp_path, **asked, **line).communicate(timeout=300)
+    start([], tmp_path, **variables, **line).communicate(timeout=300)
     assert answer.read_text().split()[0] == "ledger"
 
 
@@ -240,10 +240,10 @@ for module in sys.argv[1:]:
 
 
 def test_nothing_but_the_learner_and_the_models_imports_jax() -> None:
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", IMPORTING, *WITHOUT_JAX], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
-    assert found.returncode == 0, found.stderr
+    assert done.returncode == 0, done.stderr
 
 
 def test_flags_may_follow_any_command() -> None:

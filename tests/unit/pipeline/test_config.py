@@ -168,10 +168,10 @@ def test_the_error_for_a_bad_value_names_its_origin(
     environment = {"ROLLSTREAM_GROUPING__SEED": "1", "ROLLSTREAM_LEARNER__SEED": "1", **how.pop("environment", {})}
     with pytest.raises(ConfigurationError) as raised:
         load(path, environment=environment, client_flags=["linger.ms=3"], **how)
-    said = str(raised.value).removeprefix(f"{tmp_path}/")
-    assert said.startswith(origin or "ROLLSTREAM_GROUPING__BATCH_ROLLOUTS: "), said
+    text = str(raised.value).removeprefix(f"{tmp_path}/")
+    assert text.startswith(origin or "ROLLSTREAM_GROUPING__BATCH_ROLLOUTS: "), text
     places = ("run.toml", "ROLLSTREAM_", "--", "-X")
-    assert sum(said.count(place) for place in places) == 1, said
+    assert sum(text.count(place) for place in places) == 1, text
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from tests.support.runs import rollout
 
 
 @pytest.mark.parametrize(
-    ("published", "settled", "found"),
+    ("published", "settled", "actual"),
     [
         ((), (), (None, [])),
         ((0,), (), (0, [])),
@@ -27,9 +27,9 @@ from tests.support.runs import rollout
     ],
 )
 def test_the_newest_version_that_is_due_is_evaluated_and_those_before_it_are_passed_by(
-    published: tuple[int, ...], settled: tuple[int, ...], found: tuple[int | None, list[int]]
+    published: tuple[int, ...], settled: tuple[int, ...], actual: tuple[int | None, list[int]]
 ) -> None:
-    assert due_version(published, 3, settled) == found
+    assert due_version(published, 3, settled) == actual
 
 
 @given(

@@ -51,9 +51,9 @@ def test_rollouts_come_back_as_they_were(written: list[Rollout]) -> None:
 
 @pytest.mark.parametrize("codec", ["null", "deflate"])
 def test_every_record_has_a_place_of_its_own(codec: str) -> None:
-    found = list(read_container(container(7, codec)))
-    assert [item.values["n"] for item in found if isinstance(item, ContainerRecord)] == list(range(7))
-    assert len({item.place for item in found}) == 7
+    actual = list(read_container(container(7, codec)))
+    assert [item.values["n"] for item in actual if isinstance(item, ContainerRecord)] == list(range(7))
+    assert len({item.place for item in actual}) == 7
 
 
 def test_a_damaged_block_costs_its_own_records_alone() -> None:

@@ -63,9 +63,9 @@ def array(items: Any) -> dict[str, Any]:
     return {"type": "array", "items": items}
 
 
-def tower(levels: int, of: Any) -> Any:
+def tower(levels: int, leaf: Any) -> Any:
     """Records of ten fields, each field a record of ten fields, and so on: 10**levels values."""
-    schema = of
+    schema = leaf
     for level in range(levels):
         name = f"Level{level}"
         inner = schema if isinstance(schema, str) else schema["name"]

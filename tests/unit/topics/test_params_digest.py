@@ -31,10 +31,10 @@ def test_the_digest_of_a_large_tensor_is_over_those_of_its_shards() -> None:
     large = np.arange(SHARD_BYTES + 3, dtype=np.uint8)
     shards = (large[:SHARD_BYTES], large[SHARD_BYTES:])
     expected = hashlib.sha256(b"".join(hashlib.sha256(shard.tobytes()).digest() for shard in shards)).hexdigest()
-    found = tensor_digests({"small": np.zeros(3), "large": large})
-    assert [tensor.name for tensor in found] == ["large", "small"]
-    assert found[0].digest == expected
-    assert found[1].digest == hashlib.sha256(bytes(24)).hexdigest()
+    digests = tensor_digests({"small": np.zeros(3), "large": large})
+    assert [tensor.name for tensor in digests] == ["large", "small"]
+    assert digests[0].digest == expected
+    assert digests[1].digest == hashlib.sha256(bytes(24)).hexdigest()
 
 
 def test_digests_on_record_are_compared_by_the_rule_they_were_made_with() -> None:

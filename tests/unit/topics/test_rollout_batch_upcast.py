@@ -45,17 +45,17 @@ def batch(*groups: tuple[OldRollout, ...], metadata: tuple[OldMetadata, ...] = (
 
 
 def test_each_rollout_inherits_the_metadata_of_its_batch() -> None:
-    found = upcast(batch((old(1), old(0)), (old(0.5, env_example_id="q2"),)), "file#0")
-    assert found.refused == ()
-    assert [r.metadata for r in found.rollouts] == [
+    actual = upcast(batch((old(1), old(0)), (old(0.5, env_example_id="q2"),)), "file#0")
+    assert actual.refused == ()
+    assert [r.metadata for r in actual.rollouts] == [
         RolloutMetadata(worker_id="host_1", timestamp=100.5, weight_step=7)
     ] * 3
-    assert [(r.uid, r.group_id, r.group_size, r.example_id, r.reward) for r in found.rollouts] == [
+    assert [(r.uid, r.group_id, r.group_size, r.example_id, r.reward) for r in actual.rollouts] == [
         ("file#0.0.0", "file#0.0", 2, "q1", 1.0),
         ("file#0.0.1", "file#0.0", 2, "q1", 0.0),
         ("file#0.1.0", "file#0.1", 1, "q2", 0.5),
     ]
-    assert {r.extra[PLACE] for r in found.rollouts} == {"file#0"}
+    assert {r.extra[PLACE] for r in actual.rollouts} == {"file#0"}
 
 
 def test_without_metadata_the_worker_is_empty_the_time_zero_and_the_step_minus_one() -> None:
@@ -66,10 +66,10 @@ def test_without_metadata_the_worker_is_empty_the_time_zero_and_the_step_minus_o
 
 def test_metadata_of_its_own_goes_before_that_of_the_batch() -> None:
     own = OldMetadata(worker_id="other", timestamp=99.0, weight_step=5)
-    found = upcast(batch((old(), old(metadata=(own,)))), "f").rollouts
-    assert [r.metadata.weight_step for r in found] == [7, 5]
-    assert [r.policy_version for r in found] == [5, 5], "one version for the group: the lowest"
-    assert [r.lowest_version for r in found] == [7, 5]
+    actual = upcast(batch((old(), old(metadata=(own,)))), "f").rollouts
+    assert [r.metadata.weight_step for r in actual] == [7, 5]
+    assert [r.policy_version for r in actual] == [5, 5], "one version for the group: the lowest"
+    assert [r.lowest_version for r in actual] == [7, 5]
 
 
 def test_prompt_and_response_become_one_sequence_with_rewards_over_all_of_it() -> None:
@@ -84,8 +84,8 @@ def test_prompt_and_response_become_one_sequence_with_rewards_over_all_of_it() -
 
 
 def test_a_group_of_two_environments_is_filed_under_each_of_them_and_can_be_complete() -> None:
-    found = upcast(batch((old(), old(env_name="code"), old())), "f").rollouts
-    assert [(r.environment, r.group_size) for r in found] == [("math", 2), ("code", 1), ("math", 2)]
+    actual = upcast(batch((old(), old(env_name="code"), old())), "f").rollouts
+    assert [(r.environment, r.group_size) for r in actual] == [("math", 2), ("code", 1), ("math", 2)]
 
 
 @pytest.mark.parametrize(
@@ -99,10 +99,10 @@ def test_a_group_of_two_environments_is_filed_under_each_of_them_and_can_be_comp
     ],
 )
 def test_a_senseless_rollout_is_named_and_the_others_of_its_group_are_kept(change: dict[str, Any], why: str) -> None:
-    found = upcast(batch((old(), old(**change), old())), "f#3")
-    assert [r.uid for r in found.rollouts] == ["f#3.0.0", "f#3.0.2"]
-    assert [r.group_size for r in found.rollouts] == [2, 2], "the group can be complete without it"
-    [(where, _environment, reason, _count)] = found.refused
+    actual = upcast(batch((old(), old(**change), old())), "f#3")
+    assert [r.uid for r in actual.rollouts] == ["f#3.0.0", "f#3.0.2"]
+    assert [r.group_size for r in actual.rollouts] == [2, 2], "the group can be complete without it"
+    [(where, _environment, reason, _count)] = actual.refused
     assert where == "f#3, group 0, rollout 1"
     assert why in reason
 

@@ -87,8 +87,8 @@ def test_a_sound_rollout_has_no_problems(rollout: Rollout) -> None:
     ],
 )
 def test_a_senseless_rollout_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:
-    found = problems(replace(example_rollout("a"), **changes))
-    assert any(words in problem for problem in found), found
+    reported = problems(replace(example_rollout("a"), **changes))
+    assert any(words in problem for problem in reported), reported
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ SOUND = GroupCancelled(environment="env", example_id="0", policy_version=0, grou
     ],
 )
 def test_a_senseless_cancellation_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:
-    found = cancellation_problems(replace(SOUND, **changes))
-    assert words in "; ".join(found)
-    assert bool(found) == bool(words)
+    reported = cancellation_problems(replace(SOUND, **changes))
+    assert words in "; ".join(reported)
+    assert bool(reported) == bool(words)
 
 
 @pytest.mark.parametrize(

@@ -91,16 +91,16 @@ def entry(partition: int, offset: int, kind: str = "rollout", timestamp_ms: int 
 @st.composite
 def topics(draw: st.DrawFn) -> dict[int, list[ArchivedRecord]]:
     """Two partitions with gaps, and records of several kinds and days."""
-    found = {}
+    collected = {}
     for partition in range(2):
         gaps = draw(st.lists(st.integers(1, 3), min_size=0, max_size=10))
         kinds = draw(st.lists(st.sampled_from(("rollout", "rollout", "mark", "poison", "none")), min_size=10))
         offsets = itertools.accumulate(gaps, initial=draw(st.integers(0, 4)))
-        found[partition] = [
+        collected[partition] = [
             entry(partition, offset, kind, DAY_MS + offset // 5 * DAY_MS)
             for offset, kind in zip(offsets, kinds, strict=False)
         ]
-    return found
+    return collected
 
 
 def archive_all(store: Store, log: dict[int, list[ArchivedRecord]], at_once: int, compact: bool) -> None:
@@ -445,10 +445,10 @@ def test_an_environment_of_any_name_stays_within_the_archive(name: str, tmp_path
     writer.commit({("rollouts", 0): 1})
     current = manifests.newest(store, "main")
     assert current is not None
-    [found] = current.files_of("rollouts")
-    assert (tmp_path / "archive" / found.path).resolve().is_relative_to(tmp_path / "archive" / "run=main")
-    assert pq.read_table(tmp_path / "archive" / found.path, partitioning=None)["environment"].to_pylist() == [name]
-    assert found.path.count("/") == 4
+    [files] = current.files_of("rollouts")
+    assert (tmp_path / "archive" / files.path).resolve().is_relative_to(tmp_path / "archive" / "run=main")
+    assert pq.read_table(tmp_path / "archive" / files.path, partitioning=None)["environment"].to_pylist() == [name]
+    assert files.path.count("/") == 4
 
 
 def test_every_topic_but_weights_is_archived() -> None:

@@ -35,7 +35,7 @@ OPENERS: list[Callable[[Path], Closing]] = [
 def forked(work: Callable[[], bool]) -> Iterator[Callable[[], None]]:
     """Run a child within the block; the yielded function makes it do its work, which must return True."""
     begin, go_on = os.pipe()
-    done, said = os.pipe()
+    done, reported = os.pipe()
     child = os.fork()
     if not child:
         signal.alarm(300)
@@ -43,7 +43,7 @@ def forked(work: Callable[[], bool]) -> Iterator[Callable[[], None]]:
         code = 1
         try:
             while os.read(begin, 1):
-                os.write(said, b"y" if work() else b"n")
+                os.write(reported, b"y" if work() else b"n")
             code = 0
         finally:
             os._exit(code)
@@ -52,7 +52,7 @@ def forked(work: Callable[[], bool]) -> Iterator[Callable[[], None]]:
         os.write(go_on, b"!")
         assert os.read(done, 1) == b"y"
 
-    os.close(said)
+    os.close(reported)
     try:
         yield worked
     finally:

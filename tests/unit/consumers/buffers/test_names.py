@@ -174,8 +174,8 @@ def test_every_name_of_the_page_exists() -> None:
     named = re.findall(r"`(rollstream(?:\.[a-z_]+)*)(?:\.([A-Z]\w+))?[`(]", page)
     assert len(named) > 12
     for module, name in named:
-        found = importlib.import_module(module)
-        assert not name or hasattr(found, name), f"{module}.{name}"
+        imported = importlib.import_module(module)
+        assert not name or hasattr(imported, name), f"{module}.{name}"
     for names, module in re.findall(r"^\|[^|]*\| ((?:`\w+`,? ?)+)of `([a-z_.]+)`", page, re.MULTILINE):
         for name in re.findall(r"`(\w+)`", names):
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"

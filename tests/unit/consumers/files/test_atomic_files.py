@@ -38,8 +38,8 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
         eventually(lambda s=seen: path.exists() and path.read_bytes()[:8] != s, 60, "a few files written")
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
-        found = path.read_bytes()
-        assert found == found[:8] * 50_000, round_number
+        data = path.read_bytes()
+        assert data == data[:8] * 50_000, round_number
     remove_unfinished(path.parent)
     assert os.listdir(path.parent) == ["file"]
 

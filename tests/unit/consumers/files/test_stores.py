@@ -33,6 +33,6 @@ def test_a_store_lists_sizes_and_times_below_a_folder(url: str, tmp_path: Path) 
 
 @given(user=WORDS, host=WORDS, path=WORDS)
 def test_a_shown_text_keeps_urls_without_passwords_and_queries(user: str, host: str, path: str) -> None:
-    said = f"GET https://{user}:PASSWORD@{host}/{path}?X-Signature=SECRET, then s3://{host}/{path}: 503"
-    assert shown(said) == f"GET https://{host}/{path}, then s3://{host}/{path}: 503"
+    message = f"GET https://{user}:PASSWORD@{host}/{path}?X-Signature=SECRET, then s3://{host}/{path}: 503"
+    assert shown(message) == f"GET https://{host}/{path}, then s3://{host}/{path}: 503"
     assert shown(f"sftp://{user}@{host}/{path} is it there?") == f"sftp://{user}@{host}/{path} is it there?"

@@ -217,19 +217,24 @@ def test_rollouts_that_learners_skip_are_lost_and_raise_an_alert() -> None:
     lengths = [
         [int(batch.loss_mask[begin:end].sum()) for begin, end in pairwise(batch.splits.tolist())] for batch in batches
     ]
-    samples = [list(zip(of, batch.rewards.tolist(), strict=True)) for of, batch in zip(lengths, batches, strict=True)]
+    samples = [
+        list(zip(of_batch, batch.rewards.tolist(), strict=True))
+        for of_batch, batch in zip(lengths, batches, strict=True)
+    ]
     before = selections(counts(batched=[pair for sample in samples for pair in sample]))
     assert before["env"].alerts() == ()
     skipped = RolloutMoments()
-    for of, batch in zip(lengths, batches, strict=True):
-        skipped += batch_moments(batch, [row for row, length in enumerate(of) if length > 40]).get(
+    for of_batch, batch in zip(lengths, batches, strict=True):
+        skipped += batch_moments(batch, [row for row, length in enumerate(of_batch) if length > 40]).get(
             "env", RolloutMoments()
         )
     selected = with_skipped(before, {"env": skipped})["env"]
-    long = [length for of in lengths for length in of if length > 40]
+    long = [length for of_batch in lengths for length in of_batch if length > 40]
     assert (selected.lost.rollouts, selected.batched.rollouts) == (len(long), 640 - len(long))
     assert selected.lost.length.mean == pytest.approx(statistics.mean(long))
-    assert selected.produced.length.mean == pytest.approx(statistics.mean(length for of in lengths for length in of))
+    assert selected.produced.length.mean == pytest.approx(
+        statistics.mean(length for of_batch in lengths for length in of_batch)
+    )
     assert selected.alerts() == ("length",)
 
 

@@ -31,8 +31,8 @@ def test_parameters_are_float32_and_split_as_asked(directory: str) -> None:
     stored = huggingface.load(directory)
     mesh = Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("fsdp", "tensor"))
     shardings = {name: NamedSharding(mesh, spec) for name, spec in decoder.pspecs(stored, mesh.shape).items()}
-    for found in (initial_params(directory, SMALL), initial_params(directory, SMALL, shardings)):
-        assert list(found) == list(decoder.shapes(SMALL))
-        for name, array in found.items():
+    for actual in (initial_params(directory, SMALL), initial_params(directory, SMALL, shardings)):
+        assert list(actual) == list(decoder.shapes(SMALL))
+        for name, array in actual.items():
             np.testing.assert_array_equal(array, stored[name].astype(np.float32), strict=True)
     assert all(initial_params(directory, SMALL, shardings)[name].sharding == shardings[name] for name in shardings)

@@ -71,8 +71,8 @@ def test_a_token_sees_earlier_tokens_of_its_segment_only(plain: tuple[jax.Array,
 
 @pytest.mark.parametrize("function", IMPLEMENTATIONS.values(), ids=IMPLEMENTATIONS)
 def test_output_and_gradients_are_those_of_the_plain_one(function: Attend, plain: tuple[jax.Array, ...]) -> None:
-    for found, wanted in zip(output_and_gradients(function), plain, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    for actual, wanted in zip(output_and_gradients(function), plain, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("window", [1, 20, 60])
@@ -80,8 +80,8 @@ def test_with_a_window_a_token_sees_that_many_at_most(window: int) -> None:
     plain = output_and_gradients(partial(attention.attend, implementation="plain", window=window))
     np.testing.assert_allclose(plain[0], reference(Q, K, V, SEGMENTS, window), atol=1e-5)
     for function in IMPLEMENTATIONS.values():
-        for found, wanted in zip(output_and_gradients(partial(function, window=window)), plain, strict=True):
-            np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+        for actual, wanted in zip(output_and_gradients(partial(function, window=window)), plain, strict=True):
+            np.testing.assert_allclose(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
     last = np.full(1, LENGTH - 1)
     once = attention.attend_once(Q[1:2, -1], K[1:2], V[1:2], last, window)
     whole = reference(Q[1:2], K[1:2], V[1:2], np.ones((1, LENGTH), np.int32), window)
@@ -97,8 +97,8 @@ def test_queries_of_parts_of_rows_attend_as_those_of_whole_rows(window: int) -> 
         return jnp.concatenate(each, axis=1)
 
     whole = output_and_gradients(partial(attention.attend, implementation="plain", window=window))
-    for found, wanted in zip(output_and_gradients(parts), whole, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+    for actual, wanted in zip(output_and_gradients(parts), whole, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -32,7 +32,7 @@ def drawn() -> dict[str, jax.Array]:
 def by_token(params: dict[str, jax.Array], config: DecoderConfig, x: np.ndarray) -> np.ndarray:
     """The mixture in float64, one token after the other."""
     own = {name.removeprefix(f"{MLP}."): np.asarray(value, np.float64) for name, value in params.items()}
-    found = np.zeros(x.shape)
+    actual = np.zeros(x.shape)
     for place in np.ndindex(x.shape[:2]):
         token = x[place].astype(np.float64)
         scores = np.exp(own["gate.weight"] @ token)
@@ -42,16 +42,16 @@ def by_token(params: dict[str, jax.Array], config: DecoderConfig, x: np.ndarray)
         for expert in chosen:
             gate, up, down = (own[f"experts.{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
             inner = gate @ token
-            found[place] += shares[expert] / scale * (down @ (inner / (1 + np.exp(-inner)) * (up @ token)))
-    return found
+            actual[place] += shares[expert] / scale * (down @ (inner / (1 + np.exp(-inner)) * (up @ token)))
+    return actual
 
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_a_token_is_the_weighed_sum_of_its_experts(scaled: bool) -> None:
     config, params = replace(CONFIG, norm_topk_prob=scaled), drawn()
     x = np.random.default_rng(1).normal(size=(3, 7, 8)).astype(np.float32)
-    found = jax.jit(mixture, static_argnums=(1, 2))(params, MLP, config, x)
-    np.testing.assert_allclose(found, by_token(params, config, x), rtol=2e-4, atol=2e-4)
+    actual = jax.jit(mixture, static_argnums=(1, 2))(params, MLP, config, x)
+    np.testing.assert_allclose(actual, by_token(params, config, x), rtol=2e-4, atol=2e-4)
 
 
 def test_an_expert_that_no_token_chose_has_no_gradient_and_the_router_has_one() -> None:

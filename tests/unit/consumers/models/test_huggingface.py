@@ -71,10 +71,10 @@ def test_a_configuration_survives_being_saved(name: str, tmp_path: Path) -> None
 def test_parameters_survive_being_saved_bit_for_bit(max_shard_bytes: int, dtype: Any, tmp_path: Path) -> None:
     params = random_parameters(SMALL)
     huggingface.save(tmp_path / "model", SMALL, params, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    found = huggingface.load(tmp_path / "model")
-    assert list(found) == list(params)
+    loaded = huggingface.load(tmp_path / "model")
+    assert list(loaded) == list(params)
     for name, array in params.items():
-        np.testing.assert_array_equal(found[name], array.astype(dtype or np.float32), strict=True)
+        np.testing.assert_array_equal(loaded[name], array.astype(dtype or np.float32), strict=True)
     files = list((tmp_path / "model").glob("*.safetensors"))
     assert len(files) == 1 if max_shard_bytes > 300 else len(files) > 3
     assert json.loads((tmp_path / "model" / "config.json").read_text())["torch_dtype"] == str(np.dtype(dtype or "f4"))
@@ -182,8 +182,8 @@ BASE = {
 def test_a_setting_the_decoder_does_not_have_is_refused_by_name(
     change: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
-    found = {key: value for key, value in {**BASE, **change}.items() if value is not None}
-    huggingface.write_json(tmp_path / huggingface.CONFIG, found)
+    actual = {key: value for key, value in {**BASE, **change}.items() if value is not None}
+    huggingface.write_json(tmp_path / huggingface.CONFIG, actual)
     with pytest.raises(ConfigurationError, match=named):
         huggingface.load_config(tmp_path)
 

@@ -39,7 +39,7 @@ for seed in (3, 4):
 rows = [
     Row(prompt=[5 + i // 4] * (1 + i % 3), seed=i, max_tokens=1 + i % 7, temperature=i % 2) for i in range(40)
 ]
-found = {}
+sampled = {}
 for devices, tensor, dtype in json.loads(sys.argv[1]):
     slots = SlotDecoder(
         config, slots=16, max_model_len=16, devices=devices, tensor_parallel=tensor, steps=3, dtype=dtype
@@ -52,7 +52,7 @@ for devices, tensor, dtype in json.loads(sys.argv[1]):
     held = [old["model.layers.0.self_attn.k_proj.weight"], old["model.layers.0.mlp.down_proj.weight"]]
     # Weights are swapped while rows are in slots.
     decoded = [slots.decode(old), slots.decode(new)]
-    found[f"{devices}x{tensor}x{dtype}"] = {
+    sampled[f"{devices}x{tensor}x{dtype}"] = {
         "tokens": [row.tokens for row in sampled],
         "logprobs": [row.logprobs for row in sampled],
         "groups": sorted(slot // (16 // groups) for slot in started),
@@ -61,13 +61,13 @@ for devices, tensor, dtype in json.loads(sys.argv[1]):
         "dtype": held[0].dtype.name,
         "compiled_later": decode_slots._cache_size() + fill_slots._cache_size() - compiled,
     }
-json.dump(found, sys.stdout)
+json.dump(sampled, sys.stdout)
 """
 LAYOUTS = [(1, 1), (8, 1), (8, 4)]
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def sampled() -> dict[str, Any]:
     """Answers of each layout, from a process of its own: this one has JAX already, with one device."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8 {PATIENT}"
     # A sum over devices occupies a thread of each; by default there are as many as processors.
@@ -86,16 +86,16 @@ def found() -> dict[str, Any]:
     return answers
 
 
-def test_copies_on_eight_devices_sample_what_one_samples_with_a_row_on_each(found: dict[str, Any]) -> None:
-    alone, together = found["1x1xfloat32"], found["8x1xfloat32"]
+def test_copies_on_eight_devices_sample_what_one_samples_with_a_row_on_each(sampled: dict[str, Any]) -> None:
+    alone, together = sampled["1x1xfloat32"], sampled["8x1xfloat32"]
     assert together["tokens"] == alone["tokens"]
     assert len({tuple(tokens) for tokens in alone["tokens"]}) > 30
     assert [alone["groups"], together["groups"]] == [[0] * 8, list(range(8))]
     assert together["held"] == [1.0, 1.0]
 
 
-def test_a_model_split_over_four_devices_samples_what_one_samples(found: dict[str, Any]) -> None:
-    alone, split = found["1x1xfloat32"], found["8x4xfloat32"]
+def test_a_model_split_over_four_devices_samples_what_one_samples(sampled: dict[str, Any]) -> None:
+    alone, split = sampled["1x1xfloat32"], sampled["8x4xfloat32"]
     assert split["tokens"] == alone["tokens"]
     for ours, theirs in zip(split["logprobs"], alone["logprobs"], strict=True):
         np.testing.assert_allclose(ours, theirs, atol=LOGPROB_TOLERANCE["float32"], rtol=0)
@@ -103,15 +103,15 @@ def test_a_model_split_over_four_devices_samples_what_one_samples(found: dict[st
     assert split["groups"] == [0] * 4 + [1] * 4, "two groups of devices share the rows"
 
 
-def test_weights_of_a_split_model_are_swapped_while_rows_decode(found: dict[str, Any]) -> None:
-    alone, split = found["1x1xfloat32"], found["8x4xfloat32"]
+def test_weights_of_a_split_model_are_swapped_while_rows_decode(sampled: dict[str, Any]) -> None:
+    alone, split = sampled["1x1xfloat32"], sampled["8x4xfloat32"]
     assert split["swapped"] == alone["swapped"]
     assert sum(map(len, split["swapped"][1].values())) > 4, "rows went on after the swap"
-    assert [each["compiled_later"] for each in found.values()] == [0] * len(found), "no shape is compiled twice"
+    assert [each["compiled_later"] for each in sampled.values()] == [0] * len(sampled), "no shape is compiled twice"
 
 
-def test_a_split_model_in_bfloat16_agrees_with_one_device_up_to_its_rounding(found: dict[str, Any]) -> None:
-    alone, split = found["1x1xbfloat16"], found["8x4xbfloat16"]
+def test_a_split_model_in_bfloat16_agrees_with_one_device_up_to_its_rounding(sampled: dict[str, Any]) -> None:
+    alone, split = sampled["1x1xbfloat16"], sampled["8x4xbfloat16"]
     assert (split["dtype"], split["held"]) == ("bfloat16", [0.25, 0.25])
     same = [
         (ours[0], theirs[0])

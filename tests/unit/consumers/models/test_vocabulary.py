@@ -53,8 +53,8 @@ def reference(states: np.ndarray, weight: np.ndarray) -> tuple[tuple[np.ndarray,
 @pytest.mark.parametrize("chunk", [0, *CHUNKS])
 def test_chunks_give_the_values_and_gradients_of_the_whole(chunk: int) -> None:
     function = partial(vocabulary.chunked, chunk=chunk) if chunk else vocabulary.whole
-    found = chosen_entropy_gradients(function, STATES, WEIGHT, TEMPERATURES)
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), found, reference(STATES, WEIGHT))
+    actual = chosen_entropy_gradients(function, STATES, WEIGHT, TEMPERATURES)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), actual, reference(STATES, WEIGHT))
 
 
 def test_bfloat16_states_and_weights_still_have_float32_logits() -> None:
@@ -65,8 +65,8 @@ def test_bfloat16_states_and_weights_still_have_float32_logits() -> None:
     assert [value.dtype for value in values] == [jnp.float32, jnp.float32]
     jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5), values, wanted_values)
     assert [gradient.dtype for gradient in gradients] == [jnp.bfloat16, jnp.bfloat16, jnp.float32]
-    for found, wanted in zip(gradients, wanted_gradients, strict=True):
-        np.testing.assert_allclose(np.asarray(found, np.float32), wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
+    for actual, wanted in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(np.asarray(actual, np.float32), wanted, rtol=0.02, atol=0.02 * np.abs(wanted).max())
 
 
 def test_logits_far_apart_do_not_overflow() -> None:

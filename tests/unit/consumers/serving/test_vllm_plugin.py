@@ -84,10 +84,10 @@ def test_integers_that_changed_are_loaded_whole_and_others_may_stay() -> None:
 
 
 def test_every_process_of_vllm_asks_for_the_tiles_that_its_attention_uses(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
-    torch = SimpleNamespace(cpu=SimpleNamespace(_init_amx=lambda: asked.append(True)))
+    request: list[bool] = []
+    torch = SimpleNamespace(cpu=SimpleNamespace(_init_amx=lambda: request.append(True)))
     monkeypatch.setitem(sys.modules, "torch", torch)
     register()
-    assert asked == [True]
+    assert request == [True]
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace())
     register()

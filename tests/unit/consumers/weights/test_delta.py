@@ -74,8 +74,8 @@ def test_a_delta_gives_every_bit_of_the_version_it_was_made_for(pair: tuple[Arra
     held = {
         name: np.frombuffer(data, dtype_of(dtype)).reshape(shape) for name, (dtype, shape, data) in untouched.items()
     }
-    found = assemble(*published(content, after, chunk_bytes), held)
-    assert bits(found) == bits(after)
+    assembled = assemble(*published(content, after, chunk_bytes), held)
+    assert bits(assembled) == bits(after)
     assert bits(held) == untouched, "readers may still use the version before"
 
 
@@ -88,9 +88,9 @@ def test_nan_and_zeros_are_told_apart_by_their_bits() -> None:
     assert content is not None
     assert (content.tensors[0].changed, content.size_bytes) == (3, 18)
     manifest, pieces = published(content, new)
-    found = assemble(manifest, pieces, old)["w"]
-    assert found.view(np.uint16).tolist() == after.tolist()
-    assert not found.flags.writeable
+    actual = assemble(manifest, pieces, old)["w"]
+    assert actual.view(np.uint16).tolist() == after.tolist()
+    assert not actual.flags.writeable
     again = delta_content(new, new, tensor_digests(new))
     assert again is not None
     assert (again.tensors[0].changed, again.size_bytes) == (0, 0), "a NaN is no change of itself"

@@ -37,7 +37,9 @@ def manifest(root: str = "faulty://bucket/w") -> PolicyManifest:
     )  # fmt: skip
 
 
-def fetched(of: PolicyManifest, *, timeout_s: float = 60.0, stop: threading.Event | None = None) -> dict[int, bytes]:
+def fetched(
+    wanted: PolicyManifest, *, timeout_s: float = 60.0, stop: threading.Event | None = None
+) -> dict[int, bytes]:
     taken: dict[int, bytes] = {}
 
     def take(chunk: Chunk, data: bytes) -> None:
@@ -45,7 +47,7 @@ def fetched(of: PolicyManifest, *, timeout_s: float = 60.0, stop: threading.Even
             raise WeightsRefused("it has another digest")
         taken[chunk.index] = data
 
-    fetch_files(of, of.chunks, take, at_once=3, timeout_s=timeout_s, stop=stop)
+    fetch_files(wanted, wanted.chunks, take, at_once=3, timeout_s=timeout_s, stop=stop)
     return taken
 
 
@@ -107,17 +109,17 @@ def test_a_file_with_other_bytes_is_named_after_a_second_look(store: type[Faulty
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"), [(SLOW_DOWN, "503 Slow Down"), (SHORT, "50 of 100 bytes came"), (HANG, "no answer")]
+    ("fault", "message"), [(SLOW_DOWN, "503 Slow Down"), (SHORT, "50 of 100 bytes came"), (HANG, "no answer")]
 )
 def test_a_store_that_stays_unable_is_named_with_what_was_wrong_and_the_remedy(
-    store: type[FaultyFiles], fault: str, said: str
+    store: type[FaultyFiles], fault: str, message: str
 ) -> None:
     version = manifest()
     store.always["w/"] = fault
     with pytest.raises(ChunksLate, match="5 of 5 files of policy version 3 are missing") as late:
         fetched(version, timeout_s=0.5)
     text = str(late.value)
-    assert said in text
+    assert message in text
     assert "faulty://bucket/w/main/" in text
     assert "look at the store, and at the credentials" in text
     assert "\n" not in text

@@ -51,7 +51,7 @@ def test_by_default_what_is_beyond_64_mib_goes_to_files_at_the_url() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "text"),
     [
         ({"transport": "files"}, "no learner.weights.url"),
         ({"url": "s3://key:verysecret@bucket/x"}, "credentials in the environment"),
@@ -63,7 +63,7 @@ def test_by_default_what_is_beyond_64_mib_goes_to_files_at_the_url() -> None:
         ({"orphan_hours": -1.0}, "orphan_hours is -1"),
     ],
 )
-def test_settings_that_cannot_be_are_refused_and_no_secret_is_shown(settings: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said) as refused:
+def test_settings_that_cannot_be_are_refused_and_no_secret_is_shown(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text) as refused:
         WeightsConfig(**settings)  # type: ignore[arg-type]
     assert "verysecret" not in str(refused.value)

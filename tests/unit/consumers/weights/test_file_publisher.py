@@ -50,9 +50,9 @@ def manifest(version: int, arrays: dict[str, np.ndarray], chunks: tuple[Chunk, .
     )
 
 
-def read(of: PolicyManifest) -> dict[str, np.ndarray]:
-    buffer = ContentBuffer(of)
-    fetch_files(of, of.chunks, buffer.put, at_once=4, timeout_s=60)
+def read(wanted: PolicyManifest) -> dict[str, np.ndarray]:
+    buffer = ContentBuffer(wanted)
+    fetch_files(wanted, wanted.chunks, buffer.put, at_once=4, timeout_s=60)
     return buffer.arrays()
 
 
@@ -64,8 +64,8 @@ def test_what_is_written_is_read(store: type[FaultyFiles], url: str, compressibl
     chunks = publisher.write(7, content_of(arrays))
     assert [chunk.index for chunk in chunks] == list(range(5))
     assert {(chunk.partition, chunk.offset, chunk.codec) for chunk in chunks} == {(-1, -1, "zstd" * compressible)}
-    found = read(manifest(7, arrays, chunks))
-    assert all(np.array_equal(found[name], array) for name, array in arrays.items())
+    read_back = read(manifest(7, arrays, chunks))
+    assert all(np.array_equal(read_back[name], array) for name, array in arrays.items())
 
 
 def test_a_store_that_fails_or_cuts_off_for_a_while_gets_every_byte(store: type[FaultyFiles]) -> None:
@@ -76,14 +76,14 @@ def test_a_store_that_fails_or_cuts_off_for_a_while_gets_every_byte(store: type[
     }
 
 
-@pytest.mark.parametrize(("fault", "said"), [(SLOW_DOWN, "503 Slow Down"), (HANG, "no answer")])
+@pytest.mark.parametrize(("fault", "text"), [(SLOW_DOWN, "503 Slow Down"), (HANG, "no answer")])
 def test_a_store_that_stays_unable_ends_the_publication_with_url_cause_and_remedy(
-    store: type[FaultyFiles], fault: str, said: str
+    store: type[FaultyFiles], fault: str, text: str
 ) -> None:
     store.always["w/"] = fault
     publisher = FilePublisher("main", replace(CONFIG, store_timeout_s=0.4), {})
     with pytest.raises(
-        DeliveryError, match=f"not written to faulty://bucket/w within.*{said}.*start the learner"
+        DeliveryError, match=f"not written to faulty://bucket/w within.*{text}.*start the learner"
     ) as error:
         publisher.write(0, content_of(params(0)))
     assert "secret" not in str(error.value)

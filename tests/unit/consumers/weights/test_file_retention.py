@@ -49,12 +49,12 @@ def test_prune_removes_exactly_what_no_kept_version_builds_on_and_is_old_enough(
 ) -> None:
     manifests = published(anchors, versions)
     files = {name(v, attempt): hours for v in range(versions + 1) for attempt in (0, 1)}
-    [found] = prunable("main", listed(files), manifests, WeightsConfig(url="/w", keep_versions=keep), now_s=NOW)
+    [deletions] = prunable("main", listed(files), manifests, WeightsConfig(url="/w", keep_versions=keep), now_s=NOW)
     kept = {f"/w/{name(v)}" for v in needed(manifests, keep)}
     old = {f"/w/{file}" for file in files} if hours > 24 else set()
-    assert set(found.removable) == old - kept
-    assert found.files == len(files)
-    assert found.size_bytes == 5 * len(found.removable)
+    assert set(deletions.removable) == old - kept
+    assert deletions.files == len(files)
+    assert deletions.size_bytes == 5 * len(deletions.removable)
 
 
 def test_files_of_others_and_of_versions_that_cannot_be_told_stay() -> None:
@@ -69,10 +69,10 @@ def test_nothing_goes_while_a_manifest_is_unreadable_or_a_store_gives_no_list() 
     manifests, config = published({3}, 4), WeightsConfig(url="/w", keep_versions=1)
     files = listed({name(v): 100.0 for v in range(4)})
     assert len(prunable("main", files, manifests, config, now_s=NOW)[0].removable) == 3
-    [found] = prunable("main", files, manifests, config, unreadable=1, now_s=NOW)
-    assert (found.removable, found.problem) == ((), "1 records of policies cannot be read, and may name them")
-    [found] = prunable("main", {"/w": "503 Slow Down"}, manifests, config, now_s=NOW)
-    assert (found.removable, found.problem) == ((), "not listed: 503 Slow Down")
+    [deletions] = prunable("main", files, manifests, config, unreadable=1, now_s=NOW)
+    assert (deletions.removable, deletions.problem) == ((), "1 records of policies cannot be read, and may name them")
+    [deletions] = prunable("main", {"/w": "503 Slow Down"}, manifests, config, now_s=NOW)
+    assert (deletions.removable, deletions.problem) == ((), "not listed: 503 Slow Down")
 
 
 def test_files_without_a_time_stay() -> None:

@@ -67,12 +67,12 @@ def test_arrays_survive_whatever_their_type_shape_and_chunks(
     else:
         manifest, pieces = published(params, chunk_bytes, form)
     assert all(chunk.content_bytes <= chunk_bytes for chunk in manifest.chunks)
-    found = assemble(manifest, pieces)
-    assert found.keys() == params.keys()
+    assembled = assemble(manifest, pieces)
+    assert assembled.keys() == params.keys()
     for name, expected in params.items():
-        assert found[name].shape == expected.shape
-        np.testing.assert_array_equal(found[name], expected)
-        assert not found[name].flags.writeable
+        assert assembled[name].shape == expected.shape
+        np.testing.assert_array_equal(assembled[name], expected)
+        assert not assembled[name].flags.writeable
 
 
 PARAMS = {"a": np.arange(6, dtype="<f4").reshape(2, 3), "b": np.ones(5, "<f4")}
@@ -184,12 +184,12 @@ def test_a_version_is_assembled_in_the_memory_that_it_takes_and_no_more() -> Non
         # In any order, as partitions give them; each chunk is another object, as a reader gets it.
         for chunk, data in reversed(list(zip(manifest.chunks, stored, strict=True))):
             buffer.put(chunk, bytes(bytearray(data)))
-        found = buffer.arrays()
+        arrays = buffer.arrays()
         peak_bytes = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert found["w"].nbytes == 16_000_000
-    assert not found["w"].flags.writeable
+    assert arrays["w"].nbytes == 16_000_000
+    assert not arrays["w"].flags.writeable
     assert peak_bytes < 20_000_000
 
 

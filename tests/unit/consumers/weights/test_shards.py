@@ -67,9 +67,9 @@ def test_a_version_is_the_same_whatever_the_number_of_processes(
     assert manifest.digest == alone.digest == params_digest(params)
     assert [chunk.index for chunk in manifest.chunks] == list(range(len(pieces)))
     assert [(t.name, t.digest) for t in manifest.tensors] == [(t.name, t.digest) for t in alone.tensors]
-    found = assemble(manifest, pieces)
-    assert found.keys() == params.keys()
-    assert all(np.array_equal(found[name], array) for name, array in params.items())
+    assembled = assemble(manifest, pieces)
+    assert assembled.keys() == params.keys()
+    assert all(np.array_equal(assembled[name], array) for name, array in params.items())
 
 
 @given(counts, st.integers(1, 5), st.integers(0, 9), st.floats(0.0, 1.0))
@@ -84,8 +84,8 @@ def test_changes_of_all_processes_make_the_version_after(
     manifest, pieces = published(params, processes, before)
     assert manifest.kind == published(params, 1, before)[0].kind, "all together decide whether changes are sent"
     assert manifest.digest == params_digest(params)
-    found = assemble(manifest, pieces, before)
-    assert all(np.array_equal(found[name], array) for name, array in params.items())
+    assembled = assemble(manifest, pieces, before)
+    assert all(np.array_equal(assembled[name], array) for name, array in params.items())
 
 
 @given(st.dictionaries(names, st.integers(0, 2**40), max_size=30), st.integers(1, 9))

@@ -49,13 +49,13 @@ def test_what_was_given_does_not_change_with_what_the_trainer_changes() -> None:
 
 
 def test_who_waits_gets_the_newest_and_is_told_when_none_comes() -> None:
-    states, found = LocalStateManager(), []
-    waiting = threading.Thread(target=lambda: found.append(states.wait_for(1, 60)[0]))
+    states, collected = LocalStateManager(), []
+    waiting = threading.Thread(target=lambda: collected.append(states.wait_for(1, 60)[0]))
     waiting.start()
     states.update_state(params(0.0))
     states.update_state(params(1.0))
     waiting.join()
-    assert found == [1]
+    assert collected == [1]
     with pytest.raises(DeadlineExceeded, match=r"version 2 did not appear within 0\.01 s \(newest: 1\)"):
         states.wait_for(2, 0.01)
 

@@ -18,12 +18,12 @@ SECOND = replace(FIRST, estimator="grpo", generation=2)
 
 def history(*records: tuple[int, int, GroupingConfig]) -> ConfigurationHistory:
     """The history of journal records with these generations, first offsets, and configurations of their watermarks."""
-    found = ConfigurationHistory()
+    actual = ConfigurationHistory()
     before = initial_record(0, 1, "test", FIRST)
     for generation, begin, settled in records:
         settings = {"watermark_generation": settled.generation, "watermark_configuration": settled.to_json()}
-        found.read(replace(before, generation=generation, begin=begin, **settings))
-    return ConfigurationHistory.of(json.loads(json.dumps(found.state())))
+        actual.read(replace(before, generation=generation, begin=begin, **settings))
+    return ConfigurationHistory.of(json.loads(json.dumps(actual.state())))
 
 
 def test_each_configuration_has_the_offsets_from_which_it_held_and_what_it_changed() -> None:
@@ -78,9 +78,9 @@ def test_a_summary_says_what_is_not_known_yet() -> None:
 def test_a_text_that_is_no_configuration_counts_as_unknown() -> None:
     before = initial_record(0, 1, "test", FIRST)
     for text in ("{", "[" * 100_000, "[]", '"x"', "1"):
-        found = ConfigurationHistory()
-        found.read(replace(before, watermark_configuration=text))
-        newest = newest_summary([(0, found)])
+        actual = ConfigurationHistory()
+        actual.read(replace(before, watermark_configuration=text))
+        newest = newest_summary([(0, actual)])
         assert newest is not None
         assert newest.facts == {"settings": "not known yet"}
     odd = ConfigurationHistory()

@@ -13,9 +13,9 @@ def test_an_evaluation_does_not_depend_on_the_order_of_reading() -> None:
     rewards = (0.1, 0.2, 0.3, 0.7)
     read = [rollout("x", n, reward=r, reward_components={"exact": r}) for n, r in enumerate(rewards)]
     assert len({sum(order) for order in itertools.permutations(rewards)}) > 1
-    told = [evaluation("env", "heldout", "last", 3, order) for order in itertools.permutations(read)]
-    assert all(found == told[0] for found in told)
-    assert told[0]["reward"] == told[0]["exact"] == pytest.approx(0.325)
+    actual = [evaluation("env", "heldout", "last", 3, order) for order in itertools.permutations(read)]
+    assert all(observed == actual[0] for observed in actual)
+    assert actual[0]["reward"] == actual[0]["exact"] == pytest.approx(0.325)
 
 
 @pytest.mark.parametrize(

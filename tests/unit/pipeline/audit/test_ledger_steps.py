@@ -60,13 +60,13 @@ def judged(steps: list[LearnerStep], entries: Entries, end: int) -> Ledger:
 
 
 def test_rows_used_again_count_once() -> None:
-    found = checked(
+    check = checked(
         (use("trained", 0, 1), use("trained", batch="0-1")),
         (use("trained", 2), use("trained", 0, again=True), use("trained", batch="0-1", again=True)),
         (use("skipped", 3), use("skipped", 0, 2, again=True)),
     )
-    assert (found.trained, found.skipped, found.steps) == (7, 1, 3)
-    assert found.problems == []
+    assert (check.trained, check.skipped, check.steps) == (7, 1, 3)
+    assert check.problems == []
 
 
 @pytest.mark.parametrize(
@@ -83,20 +83,20 @@ def test_rows_used_again_count_once() -> None:
     ],
 )
 def test_contradictions_are_named(steps: list[tuple[BatchUse, ...]], problem: str) -> None:
-    (found,) = checked(*steps).problems
-    assert found.startswith(problem)
+    (actual,) = checked(*steps).problems
+    assert actual.startswith(problem)
 
 
 def test_skipped_rollouts_are_counted_by_the_code_of_the_reason() -> None:
     too_long = replace(use("skipped", 0, 1), reason="n" * 290, code="too_long")
     foreign = replace(use("skipped", 1, batch="0-1"), reason="left out as too_long: says a foreign trainer", code="")
-    found = checked(
+    check = checked(
         (too_long, use("trained", 2)),
         (use("skipped", 3), foreign, replace(use("skipped", 2), again=True)),
     )
-    assert found.as_dict()["skipped_as"] == {"old_step": 1, "other": 1, "too_long": 2}
-    assert found.learners["l"]["skipped_as"] == found.skipped_as
-    assert "      as too long " in ledger_text(found.as_dict())
+    assert check.as_dict()["skipped_as"] == {"old_step": 1, "other": 1, "too_long": 2}
+    assert check.learners["l"]["skipped_as"] == check.skipped_as
+    assert "      as too long " in ledger_text(check.as_dict())
 
 
 def test_rows_that_a_learner_skipped_and_none_trained_on_are_found() -> None:
@@ -164,4 +164,4 @@ def test_a_position_is_as_far_as_the_steps_name_batches(steps: list[LearnerStep]
     # Two of the four batches in the index are in batches; rows of the others are the matter of another test.
     result = judged(steps, entries(0, 2, 4, 6), 8)
     result.problems = [text for text in result.problems if "rows of batch" not in text]
-    assert [found[: len(wanted)] for found, wanted in zip(result.problems, problems, strict=True)] == problems
+    assert [actual[: len(wanted)] for actual, wanted in zip(result.problems, problems, strict=True)] == problems

@@ -68,8 +68,8 @@ def planned(positions: Positions, keep_batches: int = 3, keep_from_ms: int | Non
     return {(d.topic, d.partition): d for d in plan(positions, keep_batches=keep_batches, keep_from_ms=keep_from_ms)}
 
 
-def stops(found: Plan) -> dict[str, tuple[int, str]]:
-    return {topic: (d.to, d.why) for (topic, _partition), d in found.items()}
+def stops(plan: Plan) -> dict[str, tuple[int, str]]:
+    return {topic: (d.to, d.why) for (topic, _partition), d in plan.items()}
 
 
 def test_the_window_and_the_snapshot_before_it_are_kept() -> None:
@@ -90,38 +90,38 @@ def test_hours_keep_what_batches_would_not() -> None:
 
 def test_recovery_keeps_what_a_restore_reads() -> None:
     late = CommittedTask(watermark=13, journal_from=17, snapshots=snapshots(0, 2, 4, 6))
-    found = stops(planned(one_partition(tasks={0: late}), 0))
-    assert (found["rollouts"], found["journal"]) == ((13, RECOVERY), (17, RECOVERY))
+    stopped = stops(planned(one_partition(tasks={0: late}), 0))
+    assert (stopped["rollouts"], stopped["journal"]) == ((13, RECOVERY), (17, RECOVERY))
     # The journal that is kept begins before snapshot 2: every batch from there on is told of.
-    assert found["batches"] == (4, ACCOUNT)
+    assert stopped["batches"] == (4, ACCOUNT)
 
 
 @pytest.mark.parametrize("position", [0, 5, 7, 8])
 def test_a_learner_keeps_every_offset_it_may_read_again(position: int) -> None:
-    found = stops(planned(one_partition(learners={"ahead": 100, "behind": position})))
-    assert found["batch-index"] == (position, "behind")
-    assert found["batches"] == (position + position % 2, "behind")
-    assert found["rollouts"] == (60, WINDOW)
+    stopped = stops(planned(one_partition(learners={"ahead": 100, "behind": position})))
+    assert stopped["batch-index"] == (position, "behind")
+    assert stopped["batches"] == (position + position % 2, "behind")
+    assert stopped["rollouts"] == (60, WINDOW)
 
 
 def test_another_group_keeps_what_it_has_yet_to_read() -> None:
     groups = {"theirs": {("rollouts", 0): 7, ("batches", 0): 3}}
-    found = stops(planned(one_partition(groups=groups)))
-    assert found["rollouts"] == (7, "group theirs")
-    assert found["batches"] == (3, "group theirs")
-    assert found["batch-index"][0] <= 4
+    stopped = stops(planned(one_partition(groups=groups)))
+    assert stopped["rollouts"] == (7, "group theirs")
+    assert stopped["batches"] == (3, "group theirs")
+    assert stopped["batch-index"][0] <= 4
 
 
 def test_a_partition_without_a_snapshot_to_fold_from_keeps_everything() -> None:
     lost = CommittedTask(watermark=95, journal_from=85, snapshots=snapshots(0, 2, 4, journal_from=None))
-    found = planned(one_partition(tasks={0: lost}))
-    assert [d.offsets for d in found.values()] == [0, 0, 0, 0]
+    plans = planned(one_partition(tasks={0: lost}))
+    assert [d.offsets for d in plans.values()] == [0, 0, 0, 0]
 
 
 def test_deleted_offsets_are_not_planned_again() -> None:
     begins = {("rollouts", 0): 70, ("journal", 0): 55, ("batch-index", 0): 12, ("batches", 0): 12}
-    found = planned(one_partition(begins=begins))
-    assert {topic: (d.begin, d.to) for (topic, _p), d in found.items()} == {
+    plans = planned(one_partition(begins=begins))
+    assert {topic: (d.begin, d.to) for (topic, _p), d in plans.items()} == {
         "rollouts": (70, 70),
         "journal": (55, 55),
         "batch-index": (12, 12),
@@ -172,21 +172,21 @@ def all_positions(draw: st.DrawFn) -> Positions:
 def test_every_reader_keeps_the_records_it_needs(
     positions: Positions, keep_batches: int, keep_from_ms: int | None
 ) -> None:
-    found = planned(positions, keep_batches, keep_from_ms)
-    index = found["batch-index", 0].to
+    plans = planned(positions, keep_batches, keep_from_ms)
+    index = plans["batch-index", 0].to
     newest = positions.batches[len(positions.batches) - min(keep_batches, len(positions.batches)) :]
     window = set(newest) | {b for b in positions.batches if keep_from_ms is not None and b.time_ms >= keep_from_ms}
     assert index <= min(positions.learners.values())
     for at in positions.groups.values():
         for place, offset in at.items():
-            assert found[place].to <= offset
+            assert plans[place].to <= offset
     for batch in positions.batches:
         if batch.index_offset >= index or batch in window:
-            assert batch.offset >= found["batches", batch.partition].to
+            assert batch.offset >= plans["batches", batch.partition].to
         if batch in window:
             assert batch.index_offset >= index
     for partition, task in positions.tasks.items():
-        rollouts, journal = found["rollouts", partition].to, found["journal", partition].to
+        rollouts, journal = plans["rollouts", partition].to, plans["journal", partition].to
         assert rollouts <= task.watermark
         assert journal <= task.journal_from
         # Each batch of the window can be folded again from a snapshot of which everything is kept.
@@ -196,13 +196,13 @@ def test_every_reader_keeps_the_records_it_needs(
         )
         # The ledger's account begins at the first whole snapshot kept: every batch since then is kept.
         account = next(s for s in task.snapshots if s.offset >= journal)
-        told = [b for b in positions.batches if b.partition == partition and b.number >= account.batch_number]
-        assert all(b.offset >= found["batches", partition].to and b.index_offset >= index for b in told)
+        counted = [b for b in positions.batches if b.partition == partition and b.number >= account.batch_number]
+        assert all(b.offset >= plans["batches", partition].to and b.index_offset >= index for b in counted)
 
 
 @given(all_positions(), st.integers(0, 30))
 def test_pruning_again_deletes_nothing_more(positions: Positions, keep_batches: int) -> None:
-    found = planned(positions, keep_batches)
+    plans = planned(positions, keep_batches)
     tasks = {
         p: replace(
             task,
@@ -210,11 +210,11 @@ def test_pruning_again_deletes_nothing_more(positions: Positions, keep_batches: 
                 replace(
                     s,
                     journal_from=s.journal_from
-                    if (s.journal_from or 0) >= found["journal", p].to and s.watermark >= found["rollouts", p].to
+                    if (s.journal_from or 0) >= plans["journal", p].to and s.watermark >= plans["rollouts", p].to
                     else None,
                 )
                 for s in task.snapshots
-                if s.offset >= found["journal", p].to
+                if s.offset >= plans["journal", p].to
             ),
         )
         for p, task in positions.tasks.items()
@@ -222,8 +222,8 @@ def test_pruning_again_deletes_nothing_more(positions: Positions, keep_batches: 
     after = replace(
         positions,
         tasks=tasks,
-        batches=tuple(b for b in positions.batches if b.index_offset >= found["batch-index", 0].to),
-        begins={place: d.to for place, d in found.items()},
+        batches=tuple(b for b in positions.batches if b.index_offset >= plans["batch-index", 0].to),
+        begins={place: d.to for place, d in plans.items()},
     )
     again = planned(after, keep_batches)
     assert {place: d.offsets for place, d in again.items()} == dict.fromkeys(again, 0)

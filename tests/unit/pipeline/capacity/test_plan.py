@@ -197,9 +197,9 @@ def test_rates_of_a_users_own_benchmark_take_the_place_of_those_shipped(
     assert slower["measured_on"] == "2 cores shared with the broker, load 0.1 before"
     assert slower["grouping_processes"] > usual["grouping_processes"]
     assert main([*words, "--measured", str(own)]) == 0
-    told = capsys.readouterr().out
-    assert "met first: " in told
-    assert f"{slower['grouping_processes']}" in told
+    report = capsys.readouterr().out
+    assert "met first: " in report
+    assert f"{slower['grouping_processes']}" in report
 
 
 @pytest.mark.parametrize(

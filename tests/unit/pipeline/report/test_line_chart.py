@@ -26,10 +26,10 @@ def test_ticks_enclose_every_range_and_are_few(low: float, more: float) -> None:
 
 @pytest.mark.parametrize(("constant", "ticks"), [(0.0, (0.0, 1.0)), (3.0, (0.0, 3.0)), (-2.0, (-2.0, 0.0))])
 def test_a_constant_stands_over_zero(constant: float, ticks: tuple[float, float]) -> None:
-    found = value_ticks(constant, constant)
-    assert found[0] <= ticks[0]
-    assert found[-1] >= ticks[1]
-    assert 0.0 in found
+    actual = value_ticks(constant, constant)
+    assert actual[0] <= ticks[0]
+    assert actual[-1] >= ticks[1]
+    assert 0.0 in actual
 
 
 @given(values=st.lists(VALUES, min_size=1, max_size=700), first=st.integers(0, 10**6))

@@ -43,10 +43,10 @@ def test_the_values_of_a_report_are_those_of_the_commands(tmp_path: Path) -> Non
     archive_run(tmp_path / "archive", 5)
     page = report(tmp_path)
     query = "select metrics['loss'] as loss from latest_steps order by step desc limit 1"
-    asked = answer_of(tmp_path, "sql", query, "--archive", "archive", "--json")
-    loss = json.loads(asked.stdout)[0]["loss"]
+    answer = answer_of(tmp_path, "sql", query, "--archive", "archive", "--json")
+    loss = json.loads(answer.stdout)[0]["loss"]
     assert f'data-value="{loss!r}"' in page
-    asked = answer_of(
+    answer = answer_of(
         tmp_path,
         "sql",
         "select avg(reward) as r from rollouts where policy_version = 4",
@@ -54,7 +54,7 @@ def test_the_values_of_a_report_are_those_of_the_commands(tmp_path: Path) -> Non
         "archive",
         "--json",
     )
-    [row] = json.loads(asked.stdout)
+    [row] = json.loads(answer.stdout)
     assert re.search(rf"reward/produced</th>.*?data-value=\"{row['r']}\"", page)
     assert f'<td data-name="trained">{5 * ROWS}</td>' in page
     for words in ("Learner", "default", "Environments", "env", "Reward", "Loss", "Groups of zero variance"):

@@ -69,10 +69,10 @@ def test_the_last_clean_step_is_the_one_before_the_first_that_trained_on_wrong_r
         step(6, use("0-0"), version=4),
         step(1, use("0-1"), version=9, learner="other", run="elsewhere"),
     ]
-    [found] = consequences(steps, "main", BATCHES)
-    assert (found.learner, found.steps) == ("default", 6)
-    assert (found.last_clean_step, found.last_clean_version, found.touched_versions) == (3, 2, (3, 4))
-    [wrong] = found.wrong
+    [consequence] = consequences(steps, "main", BATCHES)
+    assert (consequence.learner, consequence.steps) == ("default", 6)
+    assert (consequence.last_clean_step, consequence.last_clean_version, consequence.touched_versions) == (3, 2, (3, 4))
+    [wrong] = consequence.wrong
     assert (wrong.step, wrong.policy_version, wrong.batches) == (4, 3, ("0-1",))
     assert (wrong.errors.rollouts, wrong.errors.wrong) == (3, 1)
 

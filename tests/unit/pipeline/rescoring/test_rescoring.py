@@ -76,9 +76,9 @@ def test_a_failure_keeps_the_reward_and_is_named_with_its_reason() -> None:
     for record in records[2:]:
         other.add(decode(encode(record)))
     changes.merge(other)
-    told = changes.as_dict()
-    assert (told["rescored"], told["changed"], told["failed"], told["largest_difference"]) == (4, 2, 1, 2.0)
-    assert told["environments"]["sums"] == {
+    report = changes.as_dict()
+    assert (report["rescored"], report["changed"], report["failed"], report["largest_difference"]) == (4, 2, 1, 2.0)
+    assert report["environments"]["sums"] == {
         "rescored": 3,
         "changed": 1,
         "failed": 1,
@@ -86,8 +86,8 @@ def test_a_failure_keeps_the_reward_and_is_named_with_its_reason() -> None:
         "mean_after": 0.25,
         "largest_difference": 1.0,
     }
-    assert told["rollouts"] == [
+    assert report["rollouts"] == [
         {"uid": "u0", "at": "1:0", "before": 1.0, "after": 0.0},
         {"uid": "u3", "at": "1:3", "before": 0.0, "after": 2.0},
     ]
-    assert told["failures"] == [{"uid": "u2", "at": "1:2", "reason": "it hung"}]
+    assert report["failures"] == [{"uid": "u2", "at": "1:2", "reason": "it hung"}]

@@ -217,6 +217,6 @@ def test_a_list_that_cannot_be_read_is_begun_anew() -> None:
     Path("processes/processes.json").write_text('{"supervisor": 7}')
     with registry() as taken:
         assert taken.orphans == {}
-        found = read(taken.path)
-        assert found is not None
-        assert found.supervisor.pid == os.getpid()
+        read_back = read(taken.path)
+        assert read_back is not None
+        assert read_back.supervisor.pid == os.getpid()

@@ -20,7 +20,7 @@ class World:
     ready: set[str] = field(default_factory=lambda: {"group-1", "learn"})
     over: bool = False
     now: float = 100.0
-    said: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     def kill(self, name: str) -> int | None:
         self.ready.remove(name)
@@ -33,7 +33,9 @@ class World:
         return self.over
 
     def injector(self, step: int = 5) -> FaultInjector:
-        return FaultInjector(FaultPlan(step=step, roles=("group-1", "learn")), self, self.said.append, lambda: self.now)
+        return FaultInjector(
+            FaultPlan(step=step, roles=("group-1", "learn")), self, self.lines.append, lambda: self.now
+        )
 
 
 def planned(config: RunConfig) -> FaultPlan | None:
@@ -41,11 +43,11 @@ def planned(config: RunConfig) -> FaultPlan | None:
 
 
 def test_the_moment_and_the_victims_follow_from_the_seed() -> None:
-    found = [planned(replace(DEMO, seed=seed)) for seed in range(20)]
-    assert found == [planned(replace(DEMO, seed=seed)) for seed in range(20)]
-    assert all(plan is not None and 60 <= plan.step <= 120 and plan.roles[1] == "learn" for plan in found)
-    assert {plan.roles[0] for plan in found if plan is not None} == {"group-0", "group-1"}
-    assert len({plan.step for plan in found if plan is not None}) > 10
+    actual = [planned(replace(DEMO, seed=seed)) for seed in range(20)]
+    assert actual == [planned(replace(DEMO, seed=seed)) for seed in range(20)]
+    assert all(plan is not None and 60 <= plan.step <= 120 and plan.roles[1] == "learn" for plan in actual)
+    assert {plan.roles[0] for plan in actual if plan is not None} == {"group-0", "group-1"}
+    assert len({plan.step for plan in actual if plan is not None}) > 10
 
 
 def test_nothing_is_killed_where_nobody_would_start_it_again() -> None:
@@ -75,7 +77,7 @@ def test_both_are_killed_at_once_and_each_comes_back_in_its_time() -> None:
     assert [(fault.back_s, fault.back) for fault in injector.faults] == [(2.0, "its partitions"), (7.0, "step 8")]
     injector.poll(9)
     assert len(injector.faults) == 2
-    assert world.said == [
+    assert world.lines == [
         "kill -9 of group-1 (process 7) and learn (process 7) at step 6",
         "group-1 is back after 2.0 s, with its partitions",
         "learn is back after 7.0 s, with step 8",

@@ -53,21 +53,21 @@ def test_an_estimators_second_stage_is_taken_over_as_many_as_a_batch_holds() -> 
         )
 
     given = [sequence(*row) for row in ((1.0, 1), (-1.0, 3), (5.0, 2), (2.0, 2), (3.0, 1))]
-    found = over_batches(given, ESTIMATORS["reinforce_pp"], 2)
+    actual = over_batches(given, ESTIMATORS["reinforce_pp"], 2)
     # The mean of 1 and -1 with weights 1 and 3 is -0.5, the variance 0.75; one alone has no advantage.
     expected = [1.5 / 0.75**0.5, -0.5 / 0.75**0.5, 1.0, -1.0, 0.0]
-    for row, advantage in zip(found, expected, strict=True):
+    for row, advantage in zip(actual, expected, strict=True):
         np.testing.assert_allclose(row.advantages, np.full(4, advantage), rtol=1e-6)
     assert over_batches(given, ESTIMATORS["rloo"], 2) == given
 
 
 def test_a_version_counts_where_the_step_is_that_it_was_published_after() -> None:
     log = {0: (1, 0.5), 1: (3, 0.3), 8: (2, 2.0), 16: (9, 9.0)}
-    found = spans(16, 1, log, [float(n) for n in range(16)])
-    assert len(found) == 8
-    assert found[0] == StepSpan(first=0, last=1, over_the_log=0.2, one_process=0.5)
-    assert found[4] == StepSpan(first=8, last=9, over_the_log=1.0, one_process=8.5)
-    assert found[7] == StepSpan(first=14, last=15, over_the_log=None, one_process=14.5)
+    actual = spans(16, 1, log, [float(n) for n in range(16)])
+    assert len(actual) == 8
+    assert actual[0] == StepSpan(first=0, last=1, over_the_log=0.2, one_process=0.5)
+    assert actual[4] == StepSpan(first=8, last=9, over_the_log=1.0, one_process=8.5)
+    assert actual[7] == StepSpan(first=14, last=15, over_the_log=None, one_process=14.5)
     assert spans(16, 8, {1: (1, 0.25)}, [])[4].over_the_log == 0.25
     assert [(s.first, s.last) for s in spans(3, 1, {}, [1.0, 2.0, 3.0])] == [(0, 0), (1, 1), (2, 2)]
 

@@ -70,10 +70,10 @@ def test_a_step_on_what_the_model_itself_sampled_changes_it_and_starts_from_its_
         Row(prompt=text, seed=seed, max_tokens=task.max_tokens, stop_ids=tokenizer.eos_ids)
         for seed, text in enumerate(texts)
     ]
-    said = sampler.sample(sampler.place(before), rows)
+    message = sampler.sample(sampler.place(before), rows)
     scores = [
         task.score(prompt, tokenizer.decode(row.tokens), row.finish_reason == "length")
-        for prompt, row in zip(prompts, said, strict=True)
+        for prompt, row in zip(prompts, message, strict=True)
     ]
     assert all(score.reward == 0.0 for score in scores), "a random model does not count"
 
@@ -84,7 +84,7 @@ def test_a_step_on_what_the_model_itself_sampled_changes_it_and_starts_from_its_
             advantages=np.full(len(text) + len(row.tokens), (-1.0) ** member, np.float32),
             generator_log_probs=np.asarray([0.0] * len(text) + row.logprobs, np.float32),
         )
-        for member, (text, row) in enumerate(zip(texts, said, strict=True))
+        for member, (text, row) in enumerate(zip(texts, message, strict=True))
     ]
     state, metrics = train_step.train(state, pack_for(learner, sequences))
     # The sampler computes in float32 and the learner in bfloat16: what the same model says differs by rounding.

@@ -111,8 +111,8 @@ def test_a_stage_at_which_a_run_stalls_is_said_once_in_place_of_the_number_and_s
     watch = StallWatch(CONFIG)
     stalled = replace(THEN, batches=9, stalled_stage="env", stalled="environments produce nothing: no worker runs")
     assert watch.look(THEN, 0.0) == []
-    said = "warning: no step for long: look at env: environments produce nothing: no worker runs"
-    assert watch.look(stalled, STILL_S) == [said]
+    message = "warning: no step for long: look at env: environments produce nothing: no worker runs"
+    assert watch.look(stalled, STILL_S) == [message]
     assert VALUES.values_of(STALLED) == {(): 1.0}
     assert watch.look(replace(stalled, batches=10), STILL_S + AGAIN_S) == []
     assert watch.look(replace(THEN, batches=11, step=3), STILL_S + AGAIN_S) == ["the run goes on"]

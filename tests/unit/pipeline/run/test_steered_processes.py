@@ -18,15 +18,15 @@ def wanted(**numbers: int) -> DesiredState:
 
 
 def begun(config: RunConfig, **numbers: int) -> tuple[dict[str, int], list[str]]:
-    said: list[str] = []
-    return counts(begin_with(config, wanted(**numbers), said.append)), said
+    text: list[str] = []
+    return counts(begin_with(config, wanted(**numbers), text.append)), text
 
 
 def test_a_run_begins_with_the_numbers_that_are_wanted_and_others_are_as_configured() -> None:
     config = load()
     before = counts(config)
-    numbers, said = begun(config, env=3, group=1)
-    assert (numbers, said) == (before | {"env": 3, "group": 1}, [])
+    numbers, lines = begun(config, env=3, group=1)
+    assert (numbers, lines) == (before | {"env": 3, "group": 1}, [])
 
 
 def test_more_grouping_processes_than_partitions_are_never_begun() -> None:
@@ -37,16 +37,16 @@ def test_a_number_that_the_capacity_has_no_room_for_is_told_and_the_others_hold(
     config = load()
     with pytest.raises(ConfigurationError, match="rollouts be outstanding"):
         with_numbers(config, {"env": 512})
-    numbers, said = begun(config, env=512, group=1)
+    numbers, lines = begun(config, env=512, group=1)
     assert (numbers["env"], numbers["group"]) == (counts(config)["env"], 1)
-    assert len(said) == 1
-    assert "env=512 is not followed: max_policy_lag" in said[0]
+    assert len(lines) == 1
+    assert "env=512 is not followed: max_policy_lag" in lines[0]
 
 
 def test_gateways_and_evaluators_follow_numbers_where_the_run_has_them() -> None:
     config = load(flags=["gateway.port=8100", "evaluation.every_versions=10"])
-    numbers, said = begun(config, gateway=3, eval=2)
-    assert (numbers["gateway"], numbers["eval"], said) == (3, 2, [])
+    numbers, lines = begun(config, gateway=3, eval=2)
+    assert (numbers["gateway"], numbers["eval"], lines) == (3, 2, [])
     assert not {"gateway", "eval"} & begun(load(), gateway=3, eval=2)[0].keys()
     ports = [process_spec(config, Path("run.toml"), role_of("gateway"), number).arguments[-1] for number in (1, 2)]
     assert ports == ["gateway.port=8101", "gateway.port=8102"]

@@ -26,7 +26,7 @@ def test_the_rate_rises_holds_and_falls(at_s: float, rate: float) -> None:
 def test_rollouts_are_valid_and_the_same_for_a_seed() -> None:
     load = ScaleDemoConfig(workers=3, tokens=16)
     first, again = (list(islice(rollouts(load, 7), 2000)) for _ in range(2))
-    assert [found for rollout in first for found in problems(rollout)] == []
+    assert [problem for rollout in first for problem in problems(rollout)] == []
     assert len({rollout.uid for rollout in first}) == 2000
     assert {rollout.metadata.worker_id for rollout in first} == {"synthetic-0", "synthetic-1", "synthetic-2"}
     for one, other in zip(first, again, strict=True):

@@ -55,14 +55,14 @@ def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
     settings |= {f"learner.mesh.{axis}": size for axis, size in mesh.items()}
     settings |= {"learner.microbatch_rows": devices, "learner.optimizer.state_dtype": moments}
     flags = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
-    found = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-P", "-m", "rollstream", "fit", topology, "--json", *flags],
         capture_output=True,
         text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "TPU_"))},
     )
-    assert found.returncode == 0, found.stderr
-    fit = json.loads(found.stdout)
+    assert done.returncode == 0, done.stderr
+    fit = json.loads(done.stdout)
     print(json.dumps(fit, indent=1))
     assert (fit["device"], fit["devices"], fit["processes"], fit["mesh"]) == ("TPU v5 lite", devices, processes, mesh)
     names = [function["name"] for function in fit["functions"]]
@@ -132,7 +132,7 @@ def test_a_learner_that_does_not_fit_is_reported() -> None:
     function = CompiledFunction(
         name="gradient 8x64", seconds=1.5, arguments_bytes=gib, temporaries_bytes=15 * gib, peak_bytes=16 * gib
     )
-    found = CompilationFit(
+    fit = CompilationFit(
         device="TPU v5 lite",
         devices=8,
         processes=2,
@@ -145,8 +145,8 @@ def test_a_learner_that_does_not_fit_is_reported() -> None:
         hbm_bytes=16 * gib,
         functions=(function,),
     )
-    assert found.fits is False
-    text = text_of(found)
+    assert fit.fits is False
+    text = text_of(fit)
     assert "8 x TPU v5 lite on 2 hosts, data 8 x fsdp 1 x sequence 1 x tensor 1; 1,000.0 million parameters" in text
     assert "copies 12.00 GiB for a checkpoint and 1.00 GiB to publish" in text
     assert "holds at most 24.00 GiB of 16.00 GiB: it does not fit" in text

@@ -63,12 +63,12 @@ def test_every_rollout_of_a_directory_is_in_the_target_by_environment(
 ) -> None:
     write(tmp_path / "old" / "one.avro", batch("x"), batch("y", groups=3))
     write(tmp_path / "old" / "deep" / "two.avro", batch("z", groups=1), codec="deflate")
-    code, told = migrate(capsys, tmp_path / "old", tmp_path / "new")
+    code, report = migrate(capsys, tmp_path / "old", tmp_path / "new")
     assert code == 0
-    assert told["complete"]
-    assert told["batches"] == 3
-    assert told["environments"]["a"] == {"read": 12, "refused": 0, "there_before": 0, "written": 12, "in_target": 12}
-    assert told["environments"]["b"] == {"read": 6, "refused": 0, "there_before": 0, "written": 6, "in_target": 6}
+    assert report["complete"]
+    assert report["batches"] == 3
+    assert report["environments"]["a"] == {"read": 12, "refused": 0, "there_before": 0, "written": 12, "in_target": 12}
+    assert report["environments"]["b"] == {"read": 6, "refused": 0, "there_before": 0, "written": 6, "in_target": 6}
     made = rollouts(tmp_path / "new")
     assert Counter(r.environment for r in made) == {"a": 12, "b": 6}
     assert len({r.uid for r in made}) == 18
@@ -86,15 +86,15 @@ def test_a_repeated_migration_writes_only_missing_and_changed_rollouts(
     before = {path.name: path.stat().st_ino for path in new.glob("*.avro")}
     (new / "two.avro").unlink()
     write(old / "three.avro", batch("z"))
-    code, told = migrate(capsys, old, new)
-    assert (code, told["total"]) == (
+    code, report = migrate(capsys, old, new)
+    assert (code, report["total"]) == (
         0,
         {"read": 18, "refused": 0, "there_before": 6, "written": 12, "in_target": 18},
     )
     assert (new / "one.avro").stat().st_ino == before["one.avro"]
     write(old / "one.avro", batch("x"), batch("w"))
-    code, told = migrate(capsys, old, new)
-    assert (code, told["total"]["there_before"], told["total"]["written"]) == (0, 12, 12)
+    code, report = migrate(capsys, old, new)
+    assert (code, report["total"]["there_before"], report["total"]["written"]) == (0, 12, 12)
     made = rollouts(new)
     assert len(made) == len({r.uid for r in made}) == 24
 
@@ -110,25 +110,25 @@ def test_damaged_and_invalid_rollouts_are_named_and_counted_alone(
     (old / "pickle.avro").write_bytes(b"\x80\x04N.")
     write(old / "senseless.avro", batch("s", groups=1), batch("t", groups=1, logprobs=np.ones(4, "<f4")))
     (old / "notes.txt").write_text("not a file of rollouts")
-    code, told = migrate(capsys, old, tmp_path / "new")
+    code, report = migrate(capsys, old, tmp_path / "new")
     assert code == 1
-    assert not told["complete"]
-    assert told["environments"][""] == {"read": 2, "refused": 2, "there_before": 0, "written": 0, "in_target": 0}
-    assert told["environments"]["a"]["read"] == told["environments"]["a"]["in_target"] + 3
+    assert not report["complete"]
+    assert report["environments"][""] == {"read": 2, "refused": 2, "there_before": 0, "written": 0, "in_target": 0}
+    assert report["environments"]["a"]["read"] == report["environments"]["a"]["in_target"] + 3
     assert len(rollouts(tmp_path / "new")) == 6 + 6 + 3
-    named = {refused["place"].split("@")[0]: refused["reason"] for refused in told["refused"]}
+    named = {refused["place"].split("@")[0]: refused["reason"] for refused in report["refused"]}
     assert set(named) == {"torn.avro", "pickle.avro", "senseless.avro"}
     assert "above 0" in named["senseless.avro"]
-    assert json.loads((tmp_path / "new" / "migration.json").read_text())["refused"] == told["refused"]
+    assert json.loads((tmp_path / "new" / "migration.json").read_text())["refused"] == report["refused"]
 
 
 def test_a_file_of_something_else_is_named_batch_by_batch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     schema = {"type": "record", "name": "RolloutBatch", "fields": [{"name": "n", "type": "int"}]}
     with open(tmp_path / "other.avro", "wb") as file:
         fastavro.writer(file, schema, [{"n": 1}, {"n": 2}])
-    code, told = migrate(capsys, tmp_path / "other.avro", tmp_path / "new")
+    code, report = migrate(capsys, tmp_path / "other.avro", tmp_path / "new")
     assert code == 1
-    assert [refused["reason"] for refused in told["refused"]] == ["no RolloutBatch: KeyError: 'groups'"] * 2
+    assert [refused["reason"] for refused in report["refused"]] == ["no RolloutBatch: KeyError: 'groups'"] * 2
 
 
 def test_a_writers_own_schema_with_lists_and_null_metadata_is_read(
@@ -180,8 +180,8 @@ def _list(item: Any) -> dict[str, Any]:
 
 def test_a_dry_run_counts_and_writes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "one.avro", batch("x"))
-    code, told = migrate(capsys, tmp_path / "one.avro", tmp_path / "new", "--dry-run")
-    assert (code, told["total"]["read"], told["total"]["written"]) == (0, 6, 0)
+    code, report = migrate(capsys, tmp_path / "one.avro", tmp_path / "new", "--dry-run")
+    assert (code, report["total"]["read"], report["total"]["written"]) == (0, 6, 0)
     assert not (tmp_path / "new").exists()
 
 
@@ -193,9 +193,9 @@ def test_a_target_that_lost_a_rollout_is_noticed(tmp_path: Path, capsys: pytest.
     kept = read_rollouts(made.read_bytes())[1:]
     with open(made, "wb") as file:
         write_rollouts(file, kept, {"rollstream.source": identity})
-    code, told = migrate(capsys, tmp_path / "old", tmp_path / "new")
-    assert (code, told["complete"]) == (1, False)
-    assert told["environments"]["a"]["in_target"] == 2
+    code, report = migrate(capsys, tmp_path / "old", tmp_path / "new")
+    assert (code, report["complete"]) == (1, False)
+    assert report["environments"]["a"]["in_target"] == 2
 
 
 def test_the_text_output_is_a_table_with_the_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -244,7 +244,7 @@ def test_the_page_shows_how_old_data_becomes_a_file_that_is_migrated(
     [snippet] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     monkeypatch.chdir(tmp_path)
     exec(compile(snippet, "docs/migration.md", "exec"), {})
-    code, told = migrate(capsys, "old.avro", "new")
-    assert (code, told["environments"]["math"]["written"]) == (0, 1)
+    code, report = migrate(capsys, "old.avro", "new")
+    assert (code, report["environments"]["math"]["written"]) == (0, 1)
     [made] = rollouts(tmp_path / "new")
     assert (made.metadata.worker_id, made.metadata.weight_step) == ("host_1", 12)

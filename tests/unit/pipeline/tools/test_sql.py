@@ -94,8 +94,8 @@ def test_drops_lengths_and_selection_add_up(archive: Path) -> None:
     assert query(store, "select environment, reason, drops, tokens, age_ms from drops_by_reason").rows == [
         ("sub/1", "late", 2, 12, 45.0)
     ]
-    found = query(store, "select environment, fate, reason, rollouts, length, truncated from length_by_outcome")
-    assert found.rows == [
+    rows = query(store, "select environment, fate, reason, rollouts, length, truncated from length_by_outcome")
+    assert rows.rows == [
         ("add", "batched", "", 4, 6.0, 0.0),
         ("sub/1", "dropped", "late", 2, 6.0, 0.0),
         ("sub/1", "not settled", "", 2, 6.0, 0.5),
@@ -157,7 +157,7 @@ def test_an_answer_is_a_table_or_csv(archive: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "text"),
     [
         (("create table x as select 1",), "one statement that reads"),
         (("copy rollouts to 'x.csv'",), "one statement that reads"),
@@ -173,12 +173,12 @@ def test_an_answer_is_a_table_or_csv(archive: Path, capsys: pytest.CaptureFixtur
     ],
 )
 def test_a_query_that_writes_or_is_invalid_is_one_line(
-    archive: Path, words: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
+    archive: Path, words: Sequence[str], text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(archive.rglob("*"))
     assert rollstream(archive, *words) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert text in error
     assert error.count("\n") == 1
     assert sorted(archive.rglob("*")) == before
 
@@ -192,8 +192,8 @@ def test_two_columns_are_drawn(archive: Path, statement: str, tmp_path: Path) ->
 
 def test_without_a_query_tables_and_views_are_listed(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sql", "--archive", str(archive)]) == 0
-    said = capsys.readouterr().out
-    assert all(f"{name}:" in said for name in (*SCHEMAS, *VIEWS))
+    text = capsys.readouterr().out
+    assert all(f"{name}:" in text for name in (*SCHEMAS, *VIEWS))
 
 
 def test_an_empty_archive_and_a_missing_extra_name_the_remedy(archive: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,15 +221,15 @@ def test_timestamps_stand_beside_their_numbers(tmp_path: Path) -> None:
         writer.add(ArchivedRecord("steps", 0, offset, at_ms, b"k", encode(replace(step, timestamp=created_s))))
     writer.commit({("steps", 0): 3})
     writer.close()
-    found = query(store, 'select timestamp_ms, timestamp_at, created_at from steps order by "offset"')
+    rows = query(store, 'select timestamp_ms, timestamp_at, created_at from steps order by "offset"')
     begin = datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC)
-    assert found.rows[0] == (
+    assert rows.rows[0] == (
         1_700_000_001_500,
         begin + timedelta(seconds=1.5),
         begin + timedelta(seconds=0.25),
     )
-    assert found.rows[1] == (2**62, None, None)
-    assert found.rows[2][1:] == (datetime(1969, 12, 31, 23, 59, 59, 995_000, tzinfo=UTC), None)
+    assert rows.rows[1] == (2**62, None, None)
+    assert rows.rows[2][1:] == (datetime(1969, 12, 31, 23, 59, 59, 995_000, tzinfo=UTC), None)
     assert query(store, "select count(*) as n from steps where timestamp_at > '2023-01-01'").rows == [(1,)]
 
 

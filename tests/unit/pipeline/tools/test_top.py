@@ -225,15 +225,15 @@ def test_every_record_is_somewhere_before_and_after_grouping_read_it() -> None:
     assert flow.snapshot(2000).unread == 10
     finished = (FinishedOffsets(fate="batched", runs=runs(0, 1, 2)), FinishedOffsets(fate="dropped", runs=runs(3)))
     flow.journal(journal(0, 6, admitted=runs(4, 5), finished=finished, counts={"batched": 3, "dropped:late": 1}), 1100)
-    found = flow.snapshot(2000)
-    assert (found.produced, found.unread, found.in_flight) == (10, 4, 2)
-    assert (found.batched, found.dropped) == (3, {"late": 1})
+    snapshot = flow.snapshot(2000)
+    assert (snapshot.produced, snapshot.unread, snapshot.in_flight) == (10, 4, 2)
+    assert (snapshot.batched, snapshot.dropped) == (3, {"late": 1})
     # The journal may be read ahead of what it is about.
     finished = (FinishedOffsets(fate="batched", runs=runs(*range(4, 12))),)
     flow.journal(journal(6, 12, finished=finished, counts={"batched": 11, "dropped:late": 1}), 1200)
     flow.record(0, 10, 1250)
-    found = flow.snapshot(2000)
-    assert (found.produced, found.unread, found.in_flight, found.batched) == (12, 0, 0, 11)
+    snapshot = flow.snapshot(2000)
+    assert (snapshot.produced, snapshot.unread, snapshot.in_flight, snapshot.batched) == (12, 0, 0, 11)
 
 
 def test_a_journal_without_its_beginning_begins_with_a_snapshot() -> None:
@@ -260,10 +260,10 @@ def test_lag_is_counted_from_the_version_a_step_began_with(index_first: bool) ->
     if not index_first:
         for e in entries:
             flow.entry(e, 1000)
-    found = flow.snapshot(3000)
-    assert found.staleness == {0: 4, 1: 4}
-    assert (found.batches, found.waiting, found.step) == (4, 1, 2)
-    assert (found.trained, found.skipped) == (8, 2)
+    snapshot = flow.snapshot(3000)
+    assert snapshot.staleness == {0: 4, 1: 4}
+    assert (snapshot.batches, snapshot.waiting, snapshot.step) == (4, 1, 2)
+    assert (snapshot.trained, snapshot.skipped) == (8, 2)
 
 
 def test_a_quiet_run_keeps_its_last_rates() -> None:
@@ -308,8 +308,8 @@ def test_any_record_is_shown_on_the_same_screen() -> None:
             version=2**62, learner="", step=0, epoch="", tensors=(), chunks=(), digest="", created=created
         )
         flow.manifest(manifest, 1_000_500)
-    found = flow.snapshot(2_000_000, float("inf"), float("nan"))
-    assert (found.seconds, found.policy_age_s) == (0.5, 0.0)
-    assert len(shown(found)) == 20
-    assert line(found)
+    snapshot = flow.snapshot(2_000_000, float("inf"), float("nan"))
+    assert (snapshot.seconds, snapshot.policy_age_s) == (0.5, 0.0)
+    assert len(shown(snapshot)) == 20
+    assert line(snapshot)
     assert sparkline([float("nan"), float("inf"), 0.0, float("-inf")], 10) == "▅█▅▁"

@@ -12,17 +12,17 @@ from tests.support.trajectory_batches import foreign, trajectory, untorn
 
 
 def saved(directory: Path, *numbers: int, at: int | None = None, **settings: Any) -> Path:
-    of = TrajectoryReplayBuffer(**settings)
+    buffer = TrajectoryReplayBuffer(**settings)
     for place, number in enumerate(numbers):
-        of.add(trajectory(number), at=None if at is None else (at, place))
-    of.save(directory)
+        buffer.add(trajectory(number), at=None if at is None else (at, place))
+    buffer.save(directory)
     return directory
 
 
 def ids(directory: Path) -> set[int]:
-    of = TrajectoryReplayBuffer(allow_pickle=True)
-    of.load(directory)
-    return {row // 1000 for _ in range(20) for row in untorn(of.sample(8), 8)}
+    buffer = TrajectoryReplayBuffer(allow_pickle=True)
+    buffer.load(directory)
+    return {row // 1000 for _ in range(20) for row in untorn(buffer.sample(8), 8)}
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) -> Any:
@@ -31,10 +31,10 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: object, code: int = 0) 
 
 
 def test_a_directory_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = told(capsys, "show", saved(tmp_path / "a", 0, 1, at=3, seed=5))
-    assert (found["trajectories"], found["samples"], found["next_id"], found["seed"]) == (2, 16, 2, 5)
-    assert (found["formats"], found["position"]) == ({"npz": 2}, {"3": 2})
-    assert found["arrays"]["curr_obs/state"] == {"dtype": "<i4", "shape": [3]}
+    actual = told(capsys, "show", saved(tmp_path / "a", 0, 1, at=3, seed=5))
+    assert (actual["trajectories"], actual["samples"], actual["next_id"], actual["seed"]) == (2, 16, 2, 5)
+    assert (actual["formats"], actual["position"]) == ({"npz": 2}, {"3": 2})
+    assert actual["arrays"]["curr_obs/state"] == {"dtype": "<i4", "shape": [3]}
     assert main(["trajectories", "show", str(tmp_path / "a")]) == 0
     assert "2 trajectories, 16 samples" in capsys.readouterr().out
 
@@ -46,8 +46,8 @@ def test_damaged_files_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[s
     whole = bytearray((directory / "trajectory_1_w.npz").read_bytes())
     whole[len(whole) // 2] ^= 255
     (directory / "trajectory_1_w.npz").write_bytes(whole)
-    found = told(capsys, "show", directory, "--check", code=1)["damaged"]
-    assert [str(directory / f"trajectory_{n}_w.npz") in said for n, said in enumerate(found)] == [True, True]
+    actual = told(capsys, "show", directory, "--check", code=1)["damaged"]
+    assert [str(directory / f"trajectory_{n}_w.npz") in text for n, text in enumerate(actual)] == [True, True]
 
 
 def test_ranks_are_merged_and_split_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,10 +57,10 @@ def test_ranks_are_merged_and_split_again(tmp_path: Path, capsys: pytest.Capture
     merged = told(capsys, "merge", tmp_path / "ranks", "--into", tmp_path / "whole")
     assert (merged["merged"], merged["trajectories"], merged["next_id"]) == (3, 6, 6)
     assert merged["position"] == {"0": 3, "1": 2}
-    of = TrajectoryReplayBuffer(sample_window_size=2)
-    of.load(tmp_path / "whole")
+    buffer = TrajectoryReplayBuffer(sample_window_size=2)
+    buffer.load(tmp_path / "whole")
     # By id, then by rank: 0 1 5, 2 3, 4.
-    assert {row // 1000 for _ in range(20) for row in untorn(of.sample(8), 8)} == {3, 4}
+    assert {row // 1000 for _ in range(20) for row in untorn(buffer.sample(8), 8)} == {3, 4}
 
     parts = told(capsys, "split", tmp_path / "whole", "--into", tmp_path / "parts", "--parts", 4)
     assert [part["trajectories"] for part in parts] == [2, 2, 1, 1]
@@ -85,18 +85,18 @@ def test_merging_buffers_at_different_log_positions_leaves_no_position(
 ) -> None:
     one, other = saved(tmp_path / "a", 0, at=0), saved(tmp_path / "b", 1, 2, at=0)
     assert main(["trajectories", "merge", str(one), str(other), "--into", str(tmp_path / "c"), "--json"]) == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out)["position"] == {}
-    assert "different offsets of partition 0" in said.err
+    output = capsys.readouterr()
+    assert json.loads(output.out)["position"] == {}
+    assert "different offsets of partition 0" in output.err
 
 
 def test_an_impossible_merge_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = saved(tmp_path / "a", 0)
-    of = TrajectoryReplayBuffer()
+    buffer = TrajectoryReplayBuffer()
     bare = trajectory(1)
     del bare.arrays["dones"]
-    of.add(bare)
-    of.save(tmp_path / "b")
+    buffer.add(bare)
+    buffer.save(tmp_path / "b")
     assert main(["trajectories", "merge", str(one), str(tmp_path / "b"), "--into", str(tmp_path / "c")]) == 2
     assert "dones is missing" in capsys.readouterr().err
     assert main(["trajectories", "merge", str(one), "--into", str(one)]) == 2
@@ -106,8 +106,8 @@ def test_an_impossible_merge_is_refused_by_name(tmp_path: Path, capsys: pytest.C
 
 
 def test_pickles_of_rlinf_are_merged_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    of = trajectory(3)
-    foreign(tmp_path / "theirs" / "rank_0", {0: dict(of.arrays)})
+    original = trajectory(3)
+    foreign(tmp_path / "theirs" / "rank_0", {0: dict(original.arrays)})
     ours = saved(tmp_path / "ours", 4)
     arguments = ["merge", str(tmp_path / "theirs"), str(ours), "--into", str(tmp_path / "whole")]
     assert main(["trajectories", *arguments]) == 2

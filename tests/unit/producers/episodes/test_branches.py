@@ -68,8 +68,8 @@ def as_written(branches: list[Branch]) -> list[tuple[object, ...]]:
 def test_a_conversation_that_only_grows_is_one_branch() -> None:
     recording = Recording()
     recording.call(tokens(1, 2), tokens(3, 4), messages=[{"role": "user", "content": "hello"}])
-    said = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "answer 0"}]
-    asked_again = [*said, {"role": "tool", "content": "42"}, {"role": "user", "content": "so?"}]
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "answer 0"}]
+    asked_again = [*messages, {"role": "tool", "content": "42"}, {"role": "user", "content": "so?"}]
     recording.call(tokens(1, 2, 3, 4, 5), tokens(6), messages=asked_again)
     (branch,) = branches_of(recording.calls)
     assert branch.tokens.tolist() == [1, 2, 3, 4, 5, 6]

@@ -153,7 +153,7 @@ def test_a_stream_holds_what_the_whole_answer_does(client: openai.OpenAI, turn: 
     messages: list[Any] = [{"role": "user", "content": "20+22?"}]
     for i in range(turn):
         messages += [{"role": "assistant", "content": f"{i}"}, {"role": "user", "content": "Go on."}]
-    asked: dict[str, Any] = {
+    request: dict[str, Any] = {
         "model": "policy",
         "messages": messages,
         "tools": TOOLS,
@@ -161,8 +161,8 @@ def test_a_stream_holds_what_the_whole_answer_does(client: openai.OpenAI, turn: 
         "n": 2,
         "seed": 4,
     }
-    whole = client.chat.completions.create(**asked)
-    parts = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    whole = client.chat.completions.create(**request)
+    parts = list(client.chat.completions.create(**request, stream=True, stream_options={"include_usage": True}))
     assert [part.usage for part in parts[:-1]] == [None] * (len(parts) - 1)
     assert parts[-1].usage == whole.usage
     for choice in whole.choices:
@@ -205,9 +205,9 @@ def test_a_stream_holds_what_the_whole_answer_does(client: openai.OpenAI, turn: 
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(client: openai.OpenAI, change: dict[str, Any], param: str) -> None:
-    asked: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "x"}], **change}
+    request: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "x"}], **change}
     with pytest.raises(openai.BadRequestError) as refused:
-        client.chat.completions.create(**asked)
+        client.chat.completions.create(**request)
     assert refused.value.param == param
 
 
@@ -235,9 +235,9 @@ def test_fields_of_routers_and_agents_change_nothing(client: openai.OpenAI) -> N
 
 @pytest.mark.parametrize("stop", ["dd.", "<tool", "42"])
 def test_a_stop_string_ends_a_stream_where_it_ends_the_whole_answer(client: openai.OpenAI, stop: str) -> None:
-    asked: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "20+22?"}], "stop": stop}
-    [whole] = client.chat.completions.create(**asked).choices
-    parts = [part.choices[0] for part in client.chat.completions.create(**asked, stream=True)]
+    request: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "20+22?"}], "stop": stop}
+    [whole] = client.chat.completions.create(**request).choices
+    parts = [part.choices[0] for part in client.chat.completions.create(**request, stream=True)]
     assert "".join(part.delta.content or "" for part in parts) == whole.message.content
     assert [token for part in parts for token in part.token_ids] == whole.token_ids
     assert parts[-1].finish_reason == whole.finish_reason

@@ -52,8 +52,8 @@ def vllm_answer(*choices: dict[str, Any], **change: Any) -> dict[str, Any]:
 
 async def ask(base_url: str, *, n: int = 2, timeout_s: float = 60.0, **change: Any) -> list[Completion]:
     async with CompletionsClient([base_url], timeout_s=timeout_s, engine="rollstream") as client:
-        asked = {"max_tokens": 8, "temperature": 1.0, "seed": 5, **change}
-        return await client.complete(SampleRequest(prompt="2+2=", n=n, **asked))
+        request = {"max_tokens": 8, "temperature": 1.0, "seed": 5, **change}
+        return await client.complete(SampleRequest(prompt="2+2=", n=n, **request))
 
 
 def ask_fixed(answer: Any, **change: Any) -> list[Completion]:
@@ -67,17 +67,17 @@ def ask_fixed(answer: Any, **change: Any) -> list[Completion]:
 
 
 def test_a_vllm_answer_gives_tokens_as_sampled() -> None:
-    asked: list[dict[str, Any]] = []
+    asking: list[dict[str, Any]] = []
 
     async def handler(request: web.Request) -> web.Response:
         assert request.path == "/v1/completions"
-        asked.append(await request.json())
+        asking.append(await request.json())
         # vLLM does not promise the order of the choices.
         return web.json_response(vllm_answer(vllm_choice(1, finish_reason="length"), vllm_choice(0)))
 
     with serving_http(handler) as base_url:
         first, second = asyncio.run(ask(base_url, stop=["\n"]))
-    assert asked == [
+    assert asking == [
         {
             "model": "policy",
             "prompt": "2+2=",
@@ -146,9 +146,9 @@ def test_our_own_server_is_understood() -> None:
 async def complete_when_ready(base_url: str) -> list[Completion]:
     async with CompletionsClient([base_url], timeout_s=60) as client:
         # The first attempts may find no weights yet: 503 is tried again.
-        found = await client.complete(SampleRequest(prompt="31>", n=3, max_tokens=8, temperature=1.0, seed=9))
+        actual = await client.complete(SampleRequest(prompt="31>", n=3, max_tokens=8, temperature=1.0, seed=9))
         assert client.newest_version == await client.version() == 4
-        return found
+        return actual
 
 
 def test_a_busy_server_is_asked_again_until_it_answers() -> None:

@@ -35,9 +35,9 @@ def test_a_list_of_models_tells_the_kind_of_server_and_its_newest_version(
 
 
 def test_ours_is_asked_for_completions_with_token_ids() -> None:
-    asked = engine_request(REQUEST, "rollstream", "policy")
-    assert (asked.path, asked.dialect) == ("/v1/completions", "completions")
-    assert asked.payload == {
+    request = engine_request(REQUEST, "rollstream", "policy")
+    assert (request.path, request.dialect) == ("/v1/completions", "completions")
+    assert request.payload == {
         "model": "policy",
         "prompt": [1, 2],
         "n": 3,
@@ -51,10 +51,10 @@ def test_ours_is_asked_for_completions_with_token_ids() -> None:
 
 
 def test_vllm_is_asked_on_its_route_of_tokens() -> None:
-    asked = engine_request(REQUEST, "vllm", "policy")
-    assert (asked.path, asked.dialect) == ("/inference/v1/generate", "generate")
-    assert asked.payload["token_ids"] == [1, 2]
-    assert asked.payload["sampling_params"] == {
+    request = engine_request(REQUEST, "vllm", "policy")
+    assert (request.path, request.dialect) == ("/inference/v1/generate", "generate")
+    assert request.payload["token_ids"] == [1, 2]
+    assert request.payload["sampling_params"] == {
         "n": 3,
         "max_tokens": 8,
         "temperature": 0.5,
@@ -65,11 +65,11 @@ def test_vllm_is_asked_on_its_route_of_tokens() -> None:
 
 
 def test_sglang_is_asked_on_its_own_route() -> None:
-    asked = engine_request(REQUEST, "sglang", "policy")
-    assert (asked.path, asked.dialect) == ("/generate", "sglang")
-    assert asked.payload["input_ids"] == [1, 2]
-    assert asked.payload["return_logprob"] is True
-    assert asked.payload["sampling_params"] == {"n": 3, "max_new_tokens": 8, "temperature": 0.5, "stop": ["\n"]}
+    request = engine_request(REQUEST, "sglang", "policy")
+    assert (request.path, request.dialect) == ("/generate", "sglang")
+    assert request.payload["input_ids"] == [1, 2]
+    assert request.payload["return_logprob"] is True
+    assert request.payload["sampling_params"] == {"n": 3, "max_new_tokens": 8, "temperature": 0.5, "stop": ["\n"]}
 
 
 @pytest.mark.parametrize(("engine", "tokens"), [("rollstream", False), ("vllm", True), ("sglang", True)])

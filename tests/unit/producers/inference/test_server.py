@@ -140,9 +140,9 @@ def test_a_stop_string_ends_the_text_before_it_and_the_tokens_with_it(client: op
     ],
 )
 def test_unsupported_parameters_are_refused_by_name(client: openai.OpenAI, change: dict[str, Any], param: str) -> None:
-    asked: dict[str, Any] = {"model": "policy", "prompt": "21>", **change}
+    request: dict[str, Any] = {"model": "policy", "prompt": "21>", **change}
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(**asked)
+        client.completions.create(**request)
     assert refused.value.param == param
     assert refused.value.type == "invalid_request_error"
 

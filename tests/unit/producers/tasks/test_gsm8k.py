@@ -32,7 +32,7 @@ def train_file(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("said", "number"),
+    ("text", "number"),
     [
         ("1 + 1 is 2.\n#### 2", "2"),
         ("#### 1,234.50", "1234.5"),
@@ -51,12 +51,12 @@ def train_file(tmp_path: Path) -> str:
         ("", None),
     ],
 )
-def test_an_answer_is_the_number_that_stands_alone_after_the_only_mark(said: str, number: str | None) -> None:
-    assert answer_of(said) == (None if number is None else Decimal(number))
+def test_an_answer_is_the_number_that_stands_alone_after_the_only_mark(text: str, number: str | None) -> None:
+    assert answer_of(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize(
-    ("said", "truncated", "reward", "formatted"),
+    ("text", "truncated", "reward", "formatted"),
     [
         ("so it is\n#### 10", False, 1.0, 1.0),
         ("#### 10.00", False, 1.0, 1.0),
@@ -66,10 +66,10 @@ def test_an_answer_is_the_number_that_stands_alone_after_the_only_mark(said: str
     ],
 )
 def test_the_right_number_pays_once_the_answer_has_ended(
-    said: str, truncated: bool, reward: float, formatted: float, train_file: str
+    text: str, truncated: bool, reward: float, formatted: float, train_file: str
 ) -> None:
     task = Gsm8k("gsm8k", Gsm8kConfig(train_file=train_file))
-    score = task.score(Prompt(example_id="train-1", text="", answer="10"), said, truncated)
+    score = task.score(Prompt(example_id="train-1", text="", answer="10"), text, truncated)
     assert score.reward == reward
     assert score.components == {"exact": reward, "format": formatted}
 

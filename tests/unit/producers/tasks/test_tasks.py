@@ -26,7 +26,7 @@ def by_id(task: Task, example_id: str) -> Prompt:
 
 
 @pytest.mark.parametrize(
-    ("said", "truncated", "reward", "exact"),
+    ("text", "truncated", "reward", "exact"),
     [
         ("249", False, 1.0, 1.0),
         ("249", True, 0.0, 0.0),
@@ -40,25 +40,25 @@ def by_id(task: Task, example_id: str) -> Prompt:
     ],
 )
 def test_digit_sorting_rewards_the_fraction_of_positions(
-    said: str, truncated: bool, reward: float, exact: float
+    text: str, truncated: bool, reward: float, exact: float
 ) -> None:
     task = create_task("dsort3")
     prompt = by_id(task, "429")
     assert (prompt.text, prompt.answer) == ("429>", "249")
-    score = task.score(prompt, said, truncated)
+    score = task.score(prompt, text, truncated)
     assert score.reward == pytest.approx(reward)
     assert score.components == {"exact": exact}
 
 
 @pytest.mark.parametrize(
-    ("said", "truncated", "reward"),
+    ("text", "truncated", "reward"),
     [("15", False, 1.0), ("15", True, 0.0), ("1", False, 0.0), ("155", False, 0.0), ("", False, 0.0)],
 )
-def test_addition_is_all_or_nothing(said: str, truncated: bool, reward: float) -> None:
+def test_addition_is_all_or_nothing(text: str, truncated: bool, reward: float) -> None:
     task = create_task("add")
     prompt = by_id(task, "7+8")
     assert (prompt.text, prompt.answer) == ("7+8=", "15")
-    score = task.score(prompt, said, truncated)
+    score = task.score(prompt, text, truncated)
     assert score.reward == score.components["exact"] == reward
 
 
@@ -121,14 +121,14 @@ def test_a_share_of_the_examples_of_a_warm_start_is_right_if_told_so() -> None:
 
 def test_a_single_turn_episode_is_the_question_and_the_reply() -> None:
     task = create_task("add")
-    asked = []
+    request = []
 
     async def generate(text: str) -> Said:
-        asked.append(text)
+        request.append(text)
         return Said("15", truncated=True)
 
     episode = asyncio.run(task.run(by_id(task, "7+8"), generate))
-    assert asked == ["7+8="]
+    assert request == ["7+8="]
     assert episode.turns == (Message(role="user", text="7+8="), Said("15", truncated=True))
     assert episode.truncated
     assert episode.score.reward == 0.0

@@ -95,10 +95,10 @@ def played(question: str, *answers: Any, **options: Any) -> Score:
             assert request.headers["Authorization"] == "Bearer key"
             body = await request.json()
             assert body["messages"][0] == {"role": "user", "content": question}
-            found = next(script)
-            if isinstance(found, tuple):
-                return web.Response(status=found[0], text=found[1])
-            return web.json_response({"choices": [{"message": {"role": "assistant", **found}}]})
+            step = next(script)
+            if isinstance(step, tuple):
+                return web.Response(status=step[0], text=step[1])
+            return web.json_response({"choices": [{"message": {"role": "assistant", **step}}]})
 
         app = web.Application()
         app.router.add_post("/v1/chat/completions", answer)

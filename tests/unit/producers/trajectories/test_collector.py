@@ -37,13 +37,13 @@ def collector(width: int = 2, **changes: Any) -> TrajectoryCollector:
     return TrajectoryCollector("cart", width, **({"worker_id": "w0", "steps": 3, "incarnation": "i"} | changes))
 
 
-def collect(of: TrajectoryCollector, *steps: ChunkStepResult) -> list[Trajectory]:
-    return [trajectory for one in steps if (trajectory := of.add(one)) is not None]
+def collect(collecting: TrajectoryCollector, *steps: ChunkStepResult) -> list[Trajectory]:
+    return [trajectory for one in steps if (trajectory := collecting.add(one)) is not None]
 
 
 def test_a_trajectory_has_the_rows_of_its_steps_in_order() -> None:
-    of = collector()
-    first, second = collect(of, *map(step, range(7)))
+    collecting = collector()
+    first, second = collect(collecting, *map(step, range(7)))
     assert first.shape == second.shape == (3, 2)
     np.testing.assert_array_equal(first.arrays["rewards"], [[0, 0.1], [1, 1.1], [2, 2.1]])
     np.testing.assert_array_equal(second.arrays["curr_obs"]["state"][2], [[5, -5], [5.1, -5.1]])
@@ -51,28 +51,28 @@ def test_a_trajectory_has_the_rows_of_its_steps_in_order() -> None:
     assert (first.policy_version, second.policy_version) == (3, 6)
     assert (first.environment, first.metadata.worker_id) == ("cart", "w0")
     assert first.uid != second.uid
-    assert of.pending == 1
+    assert collecting.pending == 1
     assert not first.problems()
 
 
 def test_an_environment_may_reuse_its_arrays() -> None:
-    of, buffer = collector(), np.zeros(2)
+    collecting, buffer = collector(), np.zeros(2)
     for number in range(2):
         buffer[:] = number
-        assert of.add(step(number, rewards=buffer, terminations=buffer > 5)) is None
+        assert collecting.add(step(number, rewards=buffer, terminations=buffer > 5)) is None
     buffer[:] = 9
-    trajectory = of.add(step(2, rewards=np.array([2.0, 2.0])))
+    trajectory = collecting.add(step(2, rewards=np.array([2.0, 2.0])))
     assert trajectory is not None
     np.testing.assert_array_equal(trajectory.arrays["rewards"][:, 0], [0, 1, 2])
     trajectory.arrays["dones"][...] = True
-    following = of.finish() or collect(of, *map(step, range(3)))[0]
+    following = collecting.finish() or collect(collecting, *map(step, range(3)))[0]
     assert not following.arrays["dones"].any(), "the bootstrap row is no view of what was handed out"
 
 
 def test_episodes_have_their_rows_and_go_on_under_their_uid() -> None:
-    of = collector()
+    collecting = collector()
     first, second = collect(
-        of, *(step(n, done) for n, done in enumerate([(0, 0), (1, 0), (0, 0), (0, 1), (0, 0)])), step(5)
+        collecting, *(step(n, done) for n, done in enumerate([(0, 0), (1, 0), (0, 0), (0, 1), (0, 0)])), step(5)
     )
     assert first.episodes == (
         EpisodeSpan(uid="i-0", column=0, start=0, stop=2),
@@ -87,8 +87,8 @@ def test_episodes_have_their_rows_and_go_on_under_their_uid() -> None:
 
 
 def test_an_episode_that_ends_with_a_trajectory_does_not_go_on_in_the_next() -> None:
-    of = collector(1, steps=2)
-    first, second = collect(of, *(step(n, (n % 2,)) for n in range(4)))
+    collecting = collector(1, steps=2)
+    first, second = collect(collecting, *(step(n, (n % 2,)) for n in range(4)))
     assert [(s.uid, s.first, s.last) for s in (*first.episodes, *second.episodes)] == [
         ("i-0", True, True),
         ("i-1", True, True),
@@ -97,18 +97,18 @@ def test_an_episode_that_ends_with_a_trajectory_does_not_go_on_in_the_next() -> 
 
 def test_the_control_mode_of_an_episode_is_that_of_its_first_step() -> None:
     modes = [(0, 1), (1, 0), (1, 1), (0, 0)]
-    of = collector(steps=4)
-    [trajectory] = collect(of, *(step(n, (n == 1, 0), control_modes=np.array(m)) for n, m in enumerate(modes)))
+    collecting = collector(steps=4)
+    [trajectory] = collect(collecting, *(step(n, (n == 1, 0), control_modes=np.array(m)) for n, m in enumerate(modes)))
     assert [(s.column, s.start, s.control_mode) for s in trajectory.episodes] == [(0, 0, 0), (0, 2, 1), (1, 0, 1)]
     # It stays what it was where the episode goes on.
-    [following] = collect(of, *(step(n, control_modes=0) for n in range(4)))
+    [following] = collect(collecting, *(step(n, control_modes=0) for n in range(4)))
     assert [(s.column, s.control_mode, s.first) for s in following.episodes] == [(0, 1, False), (1, 1, False)]
 
 
 def test_a_bootstrap_row_heads_each_part_with_the_flags_before_it() -> None:
     ends = [(1, 0), (0, 1), (1, 1), (0, 0)]
-    of = collector(steps=4, bootstrap_rows=2)
-    [trajectory] = collect(of, *(step(n, done) for n, done in enumerate(ends)))
+    collecting = collector(steps=4, bootstrap_rows=2)
+    [trajectory] = collect(collecting, *(step(n, done) for n, done in enumerate(ends)))
     for name in ("dones", "terminations"):
         flags = trajectory.arrays[name]
         np.testing.assert_array_equal(flags, [(0, 0), ends[0], ends[1], ends[1], ends[2], ends[3]])
@@ -128,12 +128,12 @@ def test_without_bootstrap_rows_flags_are_as_long_as_everything_else() -> None:
 
 
 def test_a_chunk_of_several_actions_ends_an_episode_wherever_it_was_done() -> None:
-    of = collector(steps=2)
+    collecting = collector(steps=2)
     done = np.array([[False, True, False], [False, False, False]])
     chunks = [
         step(n, dones=done if n == 0 else ~done[::-1] & False, terminations=None, truncations=None) for n in (0, 1)
     ]
-    [trajectory] = collect(of, *chunks)
+    [trajectory] = collect(collecting, *chunks)
     assert [(s.column, s.start, s.stop, s.last) for s in trajectory.episodes] == [
         (0, 0, 1, True),
         (0, 1, 2, False),
@@ -143,25 +143,25 @@ def test_a_chunk_of_several_actions_ends_an_episode_wherever_it_was_done() -> No
 
 
 def test_dones_are_what_was_terminated_or_truncated_unless_they_are_given() -> None:
-    of = collector(1, steps=1, bootstrap_rows=0)
-    cut = of.add(step(0, (0,), truncations=np.array([True])))
+    collecting = collector(1, steps=1, bootstrap_rows=0)
+    cut = collecting.add(step(0, (0,), truncations=np.array([True])))
     assert cut is not None
     assert cut.arrays["dones"].tolist() == [[True]]
-    given = of.add(step(1, (0,), truncations=np.array([True]), dones=np.array([False])))
+    given = collecting.add(step(1, (0,), truncations=np.array([True]), dones=np.array([False])))
     assert given is not None
     assert given.arrays["dones"].tolist() == [[False]]
 
 
 def test_the_end_of_a_worker_ends_its_episodes_without_a_flag() -> None:
-    of = collector(steps=5, bootstrap_rows=5)
-    assert collect(of, *(step(n, (n == 1, 0)) for n in range(2))) == []
-    rest = of.finish()
+    collecting = collector(steps=5, bootstrap_rows=5)
+    assert collect(collecting, *(step(n, (n == 1, 0)) for n in range(2))) == []
+    rest = collecting.finish()
     assert rest is not None
     assert rest.shape == (2, 2)
     assert rest.arrays["dones"].shape == (3, 2), "two steps cannot be parted by five"
     assert [(s.column, s.stop, s.last) for s in rest.episodes] == [(0, 2, True), (1, 2, True)]
     assert not aligned(rest.arrays["dones"], 2)[:, 1].any()
-    assert of.finish() is None
+    assert collecting.finish() is None
 
 
 def test_a_trajectory_is_named_after_the_weights_that_acted_first_and_the_lowest_version() -> None:
@@ -191,11 +191,11 @@ def test_a_trajectory_is_named_after_the_weights_that_acted_first_and_the_lowest
     ],
 )
 def test_a_step_that_is_no_row_is_refused_by_name_and_leaves_no_trace(changes: dict[str, Any], why: str) -> None:
-    of = collector()
-    of.add(step(0))
+    collecting = collector()
+    collecting.add(step(0))
     with pytest.raises(RecordError, match=why):
-        of.add(step(1, **changes))
-    [trajectory] = collect(of, step(1), step(2))
+        collecting.add(step(1, **changes))
+    [trajectory] = collect(collecting, step(1), step(2))
     np.testing.assert_array_equal(trajectory.arrays["rewards"][:, 0], [0, 1, 2])
     assert len(trajectory.episodes) == 2
 
@@ -223,26 +223,26 @@ def test_a_record_never_outgrows_its_limit_and_no_step_is_lost(
     width: int, max_bytes: int, parts: int, pixels: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    of = collector(width, steps=24, max_bytes=max_bytes, bootstrap_rows=parts, incarnation=None)
+    collecting = collector(width, steps=24, max_bytes=max_bytes, bootstrap_rows=parts, incarnation=None)
     steps = []
     for number in range(50):
         image = rng.integers(0, 255, (width, pixels), np.uint8)
         done = tuple(rng.random(width) < 0.4)
         steps.append(step(number, done, curr_obs={"image": image}, rewards=None, prev_logprobs=np.full(width, number)))
     try:
-        found = collect(of, *steps)
+        trajectories = collect(collecting, *steps)
     except RecordTooLarge:
         return
-    rest = of.finish()
-    found += [rest] if rest else []
-    assert max(len(trajectory.arrays["prev_logprobs"]) for trajectory in found) <= 24
-    numbers = np.concatenate([trajectory.arrays["prev_logprobs"][:, 0] for trajectory in found])
+    rest = collecting.finish()
+    trajectories += [rest] if rest else []
+    assert max(len(trajectory.arrays["prev_logprobs"]) for trajectory in trajectories) <= 24
+    numbers = np.concatenate([trajectory.arrays["prev_logprobs"][:, 0] for trajectory in trajectories])
     np.testing.assert_array_equal(numbers, np.arange(50))
     rows: dict[str, int] = defaultdict(int)
-    for trajectory in found:
+    for trajectory in trajectories:
         assert len(encode(to_record(trajectory))) + len(encode_key("cart", "w0")) <= max_bytes
         for span in trajectory.episodes:
             rows[span.uid] += span.stop - span.start
     assert sum(rows.values()) == 50 * width, "every row of every column is of one episode"
-    ends = sum(int(aligned(t.arrays["dones"], len(t.arrays["prev_logprobs"])).sum()) for t in found)
-    assert sum(span.last for t in found for span in t.episodes) - ends <= width
+    ends = sum(int(aligned(t.arrays["dones"], len(t.arrays["prev_logprobs"])).sum()) for t in trajectories)
+    assert sum(span.last for t in trajectories for span in t.episodes) - ends <= width

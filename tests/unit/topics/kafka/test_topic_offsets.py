@@ -34,8 +34,8 @@ class Admin:
 def test_a_leader_that_does_not_know_yet_that_it_leads_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     admin = Admin(KafkaError.NOT_LEADER_FOR_PARTITION, failures=3)
     monkeypatch.setattr(clients, "admin", lambda _kafka: admin)
-    found = topic_admin.offsets(KafkaConfig(), [("new", 0), ("new", 1)], "latest")
-    assert found == {("new", 0): (7, 5), ("new", 1): (7, 5)}
+    ends = topic_admin.offsets(KafkaConfig(), [("new", 0), ("new", 1)], "latest")
+    assert ends == {("new", 0): (7, 5), ("new", 1): (7, 5)}
     assert admin.asked == 4
 
 

@@ -130,7 +130,7 @@ def test_a_batch_comes_back_as_it_was_drawn(tmp_path: Path) -> None:
 
 def test_the_same_groups_and_seed_give_the_same_batches_in_every_process(tmp_path: Path) -> None:
     def batches(directory: Path, restart: bool) -> list[list[str]]:
-        found = []
+        collected = []
         buffer = opened(directory, ReservoirBatchMaker(context()))
         for example in "abcdef":
             buffer.add_rollouts(group(example))
@@ -140,8 +140,8 @@ def test_the_same_groups_and_seed_give_the_same_batches_in_every_process(tmp_pat
                 buffer = opened(directory, ReservoirBatchMaker(context()))
             batch = buffer.sample(10)
             assert batch is not None
-            found.append([row.source.uid for row in batch])
-        return found
+            collected.append([row.source.uid for row in batch])
+        return collected
 
     once = batches(tmp_path / "once", restart=False)
     assert batches(tmp_path / "again", restart=True) == once

@@ -153,13 +153,13 @@ def test_a_store_with_damaged_files_opens_and_counts_them(tmp_path: Path, caplog
     again = opened(tmp_path, FifoBatchMaker(context()))
     assert (again.stats()["damaged"], again.stats()["held"]) == (3, 16), "a is offered again, b and c cannot be"
     assert caplog.text.count("stored_file_damaged") == 3
-    groups, found = again.groups(), []
+    groups, collected = again.groups(), []
     for _ in range(4):
         try:
-            found.append(next(groups).example_id)
+            collected.append(next(groups).example_id)
         except StoreError:
-            found.append("damaged")
-    assert found == ["a", "damaged", "damaged", "d"]
+            collected.append("damaged")
+    assert collected == ["a", "damaged", "damaged", "d"]
     again.close()
     (tmp_path / "env" / "groups.jsonl").unlink()
     mended = opened(tmp_path)
@@ -229,7 +229,7 @@ while True:
 
 
 def test_kill_9_while_writing_leaves_nothing_torn_and_everything_that_was_acknowledged(tmp_path: Path) -> None:
-    said: dict[str, list[str]] = {"group": [], "batch": [], "open": []}
+    text: dict[str, list[str]] = {"group": [], "batch": [], "open": []}
     for lines in (5, 30):
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, str(tmp_path)],
@@ -241,23 +241,23 @@ def test_kill_9_while_writing_leaves_nothing_torn_and_everything_that_was_acknow
         for _ in range(lines):
             kind, what = child.stdout.readline().split()
             if what != "None":
-                said[kind].append(what)
+                text[kind].append(what)
         child.send_signal(signal.SIGKILL)
         # Lines between the last one read and the end were acknowledged, too.
         for line in child.stdout.read().splitlines():
             if len(words := line.split()) == 2 and words[1] != "None":
-                said[words[0]].append(words[1])
+                text[words[0]].append(words[1])
         child.wait()
         child.stdout.close()
         maker = FifoBatchMaker(context())
         buffer = opened(tmp_path, maker, target_group_size=2)
-        assert set(said["group"]) <= set(buffer.group_ids())
-        assert set(said["batch"]) <= set(buffer.batch_ids())
+        assert set(text["group"]) <= set(buffer.group_ids())
+        assert set(text["batch"]) <= set(buffer.batch_ids())
         stored = [r.uid for g in buffer.groups() for r in g.rollouts]
         delivered = [row.source.uid for b in buffer.batch_ids() for row in buffer.read_batch(b).examples]
         assert len(stored) == len(set(stored))
         assert len(delivered) == len(set(delivered))
         assert maker.held == len(stored) - len(delivered)
-        assert all(not buffer.add_rollout(example_rollout(uid, example_id=uid)) for uid in said["open"])
+        assert all(not buffer.add_rollout(example_rollout(uid, example_id=uid)) for uid in text["open"])
         assert list(tmp_path.rglob("*.unfinished")) == []
         buffer.release()

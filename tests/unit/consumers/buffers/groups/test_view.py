@@ -45,7 +45,7 @@ class GroupEntry:
 
 def log_of(picks: list[tuple[int, int, int, int]]) -> list[GroupEntry]:
     """A log of picks (partition, example, member, seconds since the one before); member 9 is not a rollout."""
-    ends, now, found = [0, 0], 1000, []
+    ends, now, collected = [0, 0], 1000, []
     for partition, example, member, wait_s in picks:
         now += wait_s * 1000
         name = f"{partition}/{example}"
@@ -57,9 +57,9 @@ def log_of(picks: list[tuple[int, int, int, int]]) -> list[GroupEntry]:
             metadata=RolloutMetadata(replica_id=f"r{member % 2}"),
         )
         value = encode(rollout) if member < 9 else encode(Mark(kind="deadline"))
-        found.append(GroupEntry(partition, ends[partition], now, value))
+        collected.append(GroupEntry(partition, ends[partition], now, value))
         ends[partition] += 1
-    return found
+    return collected
 
 
 def feed(store: GroupStore, entries: list[GroupEntry]) -> None:
@@ -229,9 +229,9 @@ def test_training_batches_of_the_log_are_written_once_and_read_back(tmp_path: Pa
         store = GroupStore(tmp_path)
         feed(store, [GroupEntry(0, n, n, encode(batch)) for n, batch in enumerate(batches)])
         store.release()
-    found = sorted(map(read_batch, (tmp_path / "batches").glob("batch_*.parquet")), key=lambda b: b.number)
-    assert len(found) == 3
-    for stored, batch in zip(found, batches, strict=True):
+    actual = sorted(map(read_batch, (tmp_path / "batches").glob("batch_*.parquet")), key=lambda b: b.number)
+    assert len(actual) == 3
+    for stored, batch in zip(actual, batches, strict=True):
         assert stored.metadata["batch_id"] == batch.batch_id
         assert all(map(same, stored.examples, examples_of(batch)))
 

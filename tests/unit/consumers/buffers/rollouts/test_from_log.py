@@ -50,18 +50,18 @@ def read(number: int) -> ReadBatch:
 
 
 def from_log(**settings: Any) -> RolloutReplayBuffer:
-    of = {"local_batch_size": 4, "max_samples": 3, "max_rollout_step_delay": 3, "seed": 9, **settings}
-    return RolloutReplayBuffer(**of)
+    chosen = {"local_batch_size": 4, "max_samples": 3, "max_rollout_step_delay": 3, "seed": 9, **settings}
+    return RolloutReplayBuffer(**chosen)
 
 
 def test_rows_of_the_log_keep_their_advantages_and_name_their_source() -> None:
-    of, batch = from_log(local_batch_size=6), read(0).batch
-    of.add_read(read(0))
-    found = {item.rollout.uid: item for item in of.sample() or ()}
-    assert sorted(found) == sorted(batch.uids)
+    replay, batch = from_log(local_batch_size=6), read(0).batch
+    replay.add_read(read(0))
+    actual = {item.rollout.uid: item for item in replay.sample() or ()}
+    assert sorted(actual) == sorted(batch.uids)
     for row, uid in enumerate(batch.uids):
         span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
-        item = found[uid]
+        item = actual[uid]
         assert np.array_equal(np.broadcast_to(item.advantage, span.stop - span.start), batch.advantages[span])
         assert np.array_equal(item.rollout.tokens, batch.tokens[span])
         assert np.array_equal(item.rollout.logprobs, batch.logprobs[span])
@@ -69,25 +69,25 @@ def test_rows_of_the_log_keep_their_advantages_and_name_their_source() -> None:
 
 
 def test_time_is_stream_time_in_a_buffer_filled_from_the_log() -> None:
-    of = from_log(max_rollout_timestamp_delay=2.5, max_samples=-1)
-    of.set_current_step(1)
+    replay = from_log(max_rollout_timestamp_delay=2.5, max_samples=-1)
+    replay.set_current_step(1)
     for number in range(6):
-        of.add_read(read(number))
-    assert of.set_current_step(1) == 24
+        replay.add_read(read(number))
+    assert replay.set_current_step(1) == 24
     # The newest batch is cut at 5 s: a group opened at 2.5 s is just too old, one opened at 3.5 s is not.
-    assert of.stats()["env_sizes"] == {"env": 12}
-    assert of.position == {0: 11}
+    assert replay.stats()["env_sizes"] == {"env": 12}
+    assert replay.position == {0: 11}
 
 
 def test_a_batch_that_was_read_already_is_not_added_twice() -> None:
-    of = from_log()
-    assert [of.add_read(read(number)) for number in (0, 1, 0, 1)] == [6, 6, 0, 0]
+    replay = from_log()
+    assert [replay.add_read(read(number)) for number in (0, 1, 0, 1)] == [6, 6, 0, 0]
 
 
 def test_a_buffer_that_lost_its_disk_is_rebuilt_equal_from_the_log(tmp_path: Path) -> None:
     kept, lost = from_log(), from_log()
-    for of in (kept, lost):
-        of.set_current_step(2)
+    for replay in (kept, lost):
+        replay.set_current_step(2)
     kept.fill(Script(range(4)), 3)
     kept.fill(Script(range(2, 9)), 17)
     kept.save(tmp_path)
@@ -95,14 +95,14 @@ def test_a_buffer_that_lost_its_disk_is_rebuilt_equal_from_the_log(tmp_path: Pat
     loaded.load(tmp_path)
     lost.fill(Script(range(20)), 17)
     assert kept.position == loaded.position == lost.position == {0: 17}
-    samples = [[uids(of.sample()) for _ in range(5)] for of in (kept, loaded, lost)]
+    samples = [[uids(replay.sample()) for _ in range(5)] for replay in (kept, loaded, lost)]
     assert samples[0] == samples[1] == samples[2]
     with pytest.raises(DeadlineExceeded, match="did not reach position 99"):
         lost.fill(Script(range(9, 10)), 99)
 
 
 def test_policy_versions_become_the_steps_they_were_published_after() -> None:
-    of = from_log(weight_step_of=lambda version: 10 * version, local_batch_size=6)
-    of.set_current_step(10)
-    assert [of.add_read(read(number)) for number in (3, 4)] == [0, 6]
-    assert {item.weight_step for item in of.sample() or ()} == {10}
+    replay = from_log(weight_step_of=lambda version: 10 * version, local_batch_size=6)
+    replay.set_current_step(10)
+    assert [replay.add_read(read(number)) for number in (3, 4)] == [0, 6]
+    assert {item.weight_step for item in replay.sample() or ()} == {10}

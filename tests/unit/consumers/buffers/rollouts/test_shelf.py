@@ -29,9 +29,9 @@ def filled(rules: ShelfRules, **counts: int) -> Shelf[str]:
     return shelf
 
 
-def chi_square(found: Counter[object], expected: dict[object, float], rounds: int) -> float:
-    assert set(found) <= set(expected)
-    return sum((found[key] - rounds * p) ** 2 / (rounds * p) for key, p in expected.items())
+def chi_square(counts: Counter[object], expected: dict[object, float], rounds: int) -> float:
+    assert set(counts) <= set(expected)
+    return sum((counts[key] - rounds * p) ** 2 / (rounds * p) for key, p in expected.items())
 
 
 @pytest.mark.parametrize(
@@ -83,12 +83,12 @@ def test_the_newest_of_each_environment_stay() -> None:
 def test_recency_of_four_with_exponent_two_is_one_four_nine_sixteen_thirtieths() -> None:
     """Chi-square with 3 degrees of freedom: 16.3 at 0.001."""
     shelf, rounds = filled(dataclasses.replace(FOREVER, alpha=2.0), env=4), 2_000
-    found: Counter[object] = Counter()
+    counts: Counter[object] = Counter()
     for number in range(rounds):
         drawn = shelf.draw(1, generator_at(11, number))
         assert drawn is not None
-        found[drawn[0].item] += 1
-    assert chi_square(found, {f"env{i}": (i + 1) ** 2 / 30 for i in range(4)}, rounds) < 16.3
+        counts[drawn[0].item] += 1
+    assert chi_square(counts, {f"env{i}": (i + 1) ** 2 / 30 for i in range(4)}, rounds) < 16.3
 
 
 def test_pairs_are_drawn_without_replacement_by_recency_of_what_is_left() -> None:
@@ -101,12 +101,12 @@ def test_pairs_are_drawn_without_replacement_by_recency_of_what_is_left() -> Non
         + weights[j] / total * weights[i] / (total - weights[j])
         for i, j in combinations(range(5), 2)
     }
-    found: Counter[object] = Counter()
+    counts: Counter[object] = Counter()
     for number in range(rounds):
         drawn = shelf.draw(2, generator_at(12, number))
         assert drawn is not None
-        found[frozenset(entry.item for entry in drawn)] += 1
-    assert chi_square(found, expected, rounds) < 27.9
+        counts[frozenset(entry.item for entry in drawn)] += 1
+    assert chi_square(counts, expected, rounds) < 27.9
 
 
 def test_environments_are_drawn_in_proportion_to_their_rollouts() -> None:
@@ -114,27 +114,27 @@ def test_environments_are_drawn_in_proportion_to_their_rollouts() -> None:
     from math import comb
 
     shelf, rounds = filled(FOREVER, a=30, b=10), 2_000
-    found: Counter[object] = Counter()
+    counts: Counter[object] = Counter()
     for number in range(rounds):
         drawn = shelf.draw(4, generator_at(13, number))
         assert drawn is not None
-        found[sum(entry.environment == "a" for entry in drawn)] += 1
+        counts[sum(entry.environment == "a" for entry in drawn)] += 1
     expected: dict[object, float] = {k: comb(30, k) * comb(10, 4 - k) / comb(40, 4) for k in range(5)}
-    assert chi_square(found, expected, rounds) < 18.5
-    mean = sum(int(str(k)) * n for k, n in found.items()) / rounds / 4
+    assert chi_square(counts, expected, rounds) < 18.5
+    mean = sum(int(str(k)) * n for k, n in counts.items()) / rounds / 4
     assert abs(mean - 0.75) < 0.02
 
 
 def test_balanced_environments_are_drawn_equally_and_the_remainder_at_random() -> None:
     shelf, rounds = filled(dataclasses.replace(FOREVER, balanced=True), a=1000, b=10, c=10), 1_000
-    found: Counter[object] = Counter()
+    counted: Counter[object] = Counter()
     for number in range(rounds):
         drawn = shelf.draw(7, generator_at(14, number))
         assert drawn is not None
         counts = Counter(entry.environment for entry in drawn)
         assert sorted(counts.values()) == [2, 2, 3]
-        found[max(counts, key=lambda name: counts[name])] += 1
-    assert chi_square(found, dict.fromkeys("abc", 1 / 3), rounds) < 13.8
+        counted[max(counts, key=lambda name: counts[name])] += 1
+    assert chi_square(counted, dict.fromkeys("abc", 1 / 3), rounds) < 13.8
 
 
 def test_the_other_environments_fill_the_share_of_one_with_too_few() -> None:

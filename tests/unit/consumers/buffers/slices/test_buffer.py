@@ -57,8 +57,8 @@ def test_episodes_are_drawn_uniformly_whatever_their_length_and_so_are_starts_wi
     with buffer(tmp_path, seed=11) as slices:
         for number, steps in enumerate([10, 3, 4]):
             slices.add(episode(number, steps))
-        found = seen(slices, rounds)
-    of_first = [found[0, start] for start in range(7)]
+        actual = seen(slices, rounds)
+    of_first = [actual[0, start] for start in range(7)]
     assert (sum(of_first) - rounds / 2) ** 2 / (rounds / 2) * 2 < 10.8
     expected = sum(of_first) / 7
     assert sum((count - expected) ** 2 / expected for count in of_first) < 22.5
@@ -103,13 +103,13 @@ def test_without_strict_length_short_episodes_give_all_their_steps(tmp_path: Pat
             slices.add(episode(number, steps))
         sample = slices.sample(40)
     ends = np.cumsum(sample["lengths"])
-    found = set()
+    actual = set()
     for start, end in zip(ends - sample["lengths"], ends, strict=True):
         number, steps = sample["number"][start:end], sample["obs"]["step"][start:end]
         assert (number == number[0]).all()
         assert sample["truncated"][start:end].tolist() == [*[False] * (end - start - 1), True]
-        found.add((int(number[0]), tuple(steps.tolist())))
-    assert found == {(0, (0, 1, 2, 3)), (0, (1, 2, 3, 4)), (0, (2, 3, 4, 5)), (1, (0, 1))}
+        actual.add((int(number[0]), tuple(steps.tolist())))
+    assert actual == {(0, (0, 1, 2, 3)), (0, (1, 2, 3, 4)), (0, (2, 3, 4, 5)), (1, (0, 1))}
     assert len(sample["obs"]["wide"]) == ends[-1]
     assert "mask" not in sample
 
@@ -364,11 +364,11 @@ def test_two_buffers_of_a_seed_draw_the_same_and_another_seed_does_not(tmp_path:
     samples = []
     for name, seed in [("a", 5), ("b", 5), ("c", 6)]:
         with buffer(tmp_path / name, capacity=50, seed=seed) as slices:
-            found = []
+            collected = []
             for number in range(30):
                 slices.add(episode(number, 4 + number % 5))
-                found.append(slices.sample(3)["obs"]["step"].tolist())
-            samples.append(found + [slices.sample(20)["obs"]["step"].tolist() for _draw in range(9)])
+                collected.append(slices.sample(3)["obs"]["step"].tolist())
+            samples.append(collected + [slices.sample(20)["obs"]["step"].tolist() for _draw in range(9)])
     assert samples[0] == samples[1] != samples[2]
     assert len({str(drawn) for drawn in samples[0][-9:]}) == 9
 

@@ -77,7 +77,7 @@ def test_a_ring_of_20_with_three_episodes_of_8_has_one_start_of_the_first_and_fi
     for episode in range(3):
         index.evict(8 * (episode + 1) - 20)
         index.extend(episode, 8 * episode, 8)
-    assert [[s[0] - 8 * rank for s in found] for rank, found in starts(index, 4).items()] == [
+    assert [[s[0] - 8 * rank for s in actual] for rank, actual in starts(index, 4).items()] == [
         [4],
         [0, 1, 2, 3, 4],
         [0, 1, 2, 3, 4],

@@ -56,8 +56,8 @@ def test_a_sample_has_half_of_each_side_the_policys_first(tmp_path: Path) -> Non
         for number in range(10):
             both.add(episode(number, 0))
         both.add(episode(77, 1))
-        for asked, each in [(2, 1), (6, 3), (7, 3), (31, 15)]:
-            drawn = both.sample(asked)["number"]
+        for request, each in [(2, 1), (6, 3), (7, 3), (31, 15)]:
+            drawn = both.sample(request)["number"]
             assert drawn.shape == (2 * each, 4)
             assert (drawn[:each] < 10).all()
             assert (drawn[each:] == 77).all()

@@ -58,9 +58,9 @@ def test_a_writer_killed_at_any_moment_keeps_everything_added_and_continues_as_i
     with ring(directory) as buffer:
         for offset in range(read - 5, read + 5):
             assert feed(buffer, offset) == (offset >= read)
-        found = content(buffer, directory)
-    assert found["head"] > 2 * CAPACITY
-    assert found == never_killed(tmp_path / "other", read + 5)
+        actual = content(buffer, directory)
+    assert actual["head"] > 2 * CAPACITY
+    assert actual == never_killed(tmp_path / "other", read + 5)
 
 
 @pytest.mark.parametrize("left", [0, 1, 7, 8, 9, 250, -1])
@@ -144,9 +144,9 @@ def test_after_the_machine_stops_everything_flushed_is_there_except_steps_being_
         assert buffer.size() == flushed["head"] - overwritten
         for offset in range(100, 120):
             assert feed(buffer, offset)
-        found = content(buffer, left)
+        actual = content(buffer, left)
     with ring(left) as buffer:
-        assert content(buffer, left) | {"drawn": 0} == found | {"drawn": 0}
+        assert content(buffer, left) | {"drawn": 0} == actual | {"drawn": 0}
 
 
 def test_a_machine_that_stops_before_anything_is_overwritten_loses_only_what_was_not_flushed(

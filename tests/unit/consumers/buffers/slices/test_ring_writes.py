@@ -82,10 +82,10 @@ def test_a_full_disk_is_an_error_and_nothing_of_the_episode_is_added(
         assert read_journal(journal).stop == journal.stat().st_size
         assert feed(buffer, 300)
     with ring(tmp_path / "ring") as buffer:
-        found = content(buffer, tmp_path / "ring")
-        assert found["position"] == {0: 301}
+        stored = content(buffer, tmp_path / "ring")
+        assert stored["position"] == {0: 301}
     expected = never_killed(tmp_path / "other", 301)
-    assert found["columns"] == expected["columns"]
+    assert stored["columns"] == expected["columns"]
 
 
 @pytest.mark.parametrize("killed_at", range(6))
@@ -118,8 +118,8 @@ def test_a_kill_during_a_write_leaves_none_of_it_and_the_item_can_be_added_again
         assert buffer.position == {0: 301 if killed_at == 5 else 300}
         content(buffer, left)
         assert feed(buffer, 300) == (killed_at < 5)
-        found = content(buffer, left)
-    assert found | {"drawn": 0} == never_killed(tmp_path / "other", 301) | {"drawn": 0}
+        stored = content(buffer, left)
+    assert stored | {"drawn": 0} == never_killed(tmp_path / "other", 301) | {"drawn": 0}
 
 
 def test_a_first_episode_that_could_not_be_written_does_not_decide_the_arrays(
@@ -161,8 +161,8 @@ def test_a_failed_compaction_of_the_journal_loses_nothing(
     left = left_by_kill(tmp_path / "ring")
     buffer.close()
     with ring(left) as buffer:
-        found = content(buffer, left)
-    assert found == never_killed(tmp_path / "other", 9)
+        stored = content(buffer, left)
+    assert stored == never_killed(tmp_path / "other", 9)
 
 
 def test_space_is_bounded_however_much_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,8 +179,8 @@ def test_space_is_bounded_however_much_is_added(tmp_path: Path, monkeypatch: pyt
         row_bytes = sum(spec.row_bytes for spec in manifest.arrays)
         assert max(sizes) < CAPACITY * row_bytes + 64 * 1024
         assert journal_of(directory).stat().st_size < 64 * 1024
-        found = content(buffer, directory)
-    assert found["columns"] == never_killed(tmp_path / "other", 1500)["columns"]
+        stored = content(buffer, directory)
+    assert stored["columns"] == never_killed(tmp_path / "other", 1500)["columns"]
 
 
 def test_the_journal_is_bounded_when_nothing_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,13 +13,13 @@ from rollstream.consumers.buffers.storage.seeded_draws import generator_at, weig
 
 
 def test_a_generator_is_a_function_of_its_numbers() -> None:
-    found = {
+    actual = {
         numbers: tuple(generator_at(*numbers).integers(0, 2**63, 4))
         for numbers in [(0,), (1,), (0, 1), (0, 0, 1), (0, 0, 0, 1), (2**64, 0), (-1, 3), (0, -1)]
     }
-    assert len(set(found.values())) == len(found)
-    assert all(tuple(generator_at(*numbers).integers(0, 2**63, 4)) == drawn for numbers, drawn in found.items())
-    assert tuple(generator_at(0, 0).integers(0, 2**63, 4)) == found[(0,)]
+    assert len(set(actual.values())) == len(actual)
+    assert all(tuple(generator_at(*numbers).integers(0, 2**63, 4)) == drawn for numbers, drawn in actual.items())
+    assert tuple(generator_at(0, 0).integers(0, 2**63, 4)) == actual[(0,)]
 
 
 def test_long_draws_of_one_counter_do_not_run_into_the_next() -> None:
@@ -30,7 +30,7 @@ def test_long_draws_of_one_counter_do_not_run_into_the_next() -> None:
 def test_orders_without_replacement_have_the_probabilities_of_successive_draws() -> None:
     """All 24 orders of four items, chi-square with 23 degrees of freedom: 49.7 at 0.001."""
     weights, rounds = np.array([1.0, 4.0, 9.0, 16.0]), 5_000
-    found = Counter(
+    counts = Counter(
         tuple(weighted_without_replacement(generator_at(5, number), np.log(weights), 4).tolist())
         for number in range(rounds)
     )
@@ -40,7 +40,7 @@ def test_orders_without_replacement_have_the_probabilities_of_successive_draws()
         for item in order:
             probability *= weights[item] / left
             left -= weights[item]
-        statistic += (found[order] - rounds * probability) ** 2 / (rounds * probability)
+        statistic += (counts[order] - rounds * probability) ** 2 / (rounds * probability)
     assert statistic < 49.7
 
 

@@ -26,8 +26,8 @@ def is_fresh(weight_step: int, timestamp: float) -> bool:
 
 def old_reader(batch: RolloutBatch) -> list[OldRollout]:
     """Rollouts that a reader of the old form trains on: all of a batch if its own metadata is fresh, else none."""
-    of = batch.metadata[0]
-    fresh = is_fresh(of.weight_step, of.timestamp)
+    metadata = batch.metadata[0]
+    fresh = is_fresh(metadata.weight_step, metadata.timestamp)
     return [rollout for group in batch.groups for rollout in group.rollouts] if fresh else []
 
 
@@ -56,8 +56,8 @@ def made(uid: str, weight_step: int, age_s: float) -> Rollout:
 
 def both_forms(groups: list[list[Rollout]]) -> RolloutBatch:
     """The batch of an old worker: the metadata of its first rollout stand for all."""
-    of = groups[0][0].metadata
-    metadata = OldMetadata(worker_id=of.worker_id, timestamp=of.timestamp, weight_step=of.weight_step)
+    facts = groups[0][0].metadata
+    metadata = OldMetadata(worker_id=facts.worker_id, timestamp=facts.timestamp, weight_step=facts.weight_step)
     return decode_as(RolloutBatch, encode(downcast(groups, metadata)))
 
 

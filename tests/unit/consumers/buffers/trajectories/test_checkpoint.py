@@ -25,10 +25,10 @@ def buffer(tmp_path: Path, auto_save: bool, name: str = "buffer", **settings: An
 
 def stored(directory: Path) -> list[Trajectory]:
     """Every trajectory of a checkpoint, read from its file."""
-    found = read_checkpoint(directory, lambda name: format_named(name, allow_pickle=True))
+    actual = read_checkpoint(directory, lambda name: format_named(name, allow_pickle=True))
     return [
-        found.formats(entry.description.format).read(found.path(entry))
-        for entry in map(found.content.__getitem__, range(len(found.content)))
+        actual.formats(entry.description.format).read(actual.path(entry))
+        for entry in map(actual.content.__getitem__, range(len(actual.content)))
     ]
 
 
@@ -41,16 +41,16 @@ loading = pytest.mark.parametrize("into_files", [False, True], ids=["into memory
 def test_a_loaded_checkpoint_equals_the_saved_buffer_and_draws_the_same(
     tmp_path: Path, auto_save: bool, into_files: bool
 ) -> None:
-    of = buffer(tmp_path, auto_save, seed=21)
+    replay = buffer(tmp_path, auto_save, seed=21)
     span = EpisodeSpan(uid="e", column=1, start=0, stop=3, control_mode=1, last=False)
     originals = [trajectory(n, steps=n + 2, episodes=(span,) if n else (), extra={"n": str(n)}) for n in range(4)]
-    of.add_trajectories(originals[:2])
-    of.add(originals[2], at=(1, 8))
-    of.add(originals[3], at=(0, 2))
-    of.sample(5)
-    of.save_checkpoint(tmp_path / "saved")
-    for found, original in zip(stored(tmp_path / "saved"), originals, strict=True):
-        same(found, original)
+    replay.add_trajectories(originals[:2])
+    replay.add(originals[2], at=(1, 8))
+    replay.add(originals[3], at=(0, 2))
+    replay.sample(5)
+    replay.save_checkpoint(tmp_path / "saved")
+    for actual, original in zip(stored(tmp_path / "saved"), originals, strict=True):
+        same(actual, original)
 
     other = buffer(tmp_path, into_files, name="other", seed=4)
     # The earlier content is gone, also from the window of draws.
@@ -60,29 +60,29 @@ def test_a_loaded_checkpoint_equals_the_saved_buffer_and_draws_the_same(
     assert (other.trajectory_ids, other.trajectory_counter) == ([0, 1, 2, 3], 4)
     assert dict(other.position) == {0: 3, 1: 9}
     for _ in range(3):
-        assert untorn(other.sample(9), 9) == untorn(of.sample(9), 9)
+        assert untorn(other.sample(9), 9) == untorn(replay.sample(9), 9)
     other.add(trajectory(60))
     assert other.trajectory_ids == [0, 1, 2, 3, 4]
     other.save_checkpoint(tmp_path / "again")
-    for found, original in zip(stored(tmp_path / "again"), [*originals, trajectory(60)], strict=True):
-        same(found, original)
-    of.close()
+    for actual, original in zip(stored(tmp_path / "again"), [*originals, trajectory(60)], strict=True):
+        same(actual, original)
+    replay.close()
     other.close()
 
 
 def test_a_checkpoint_survives_the_files_it_was_made_from(tmp_path: Path) -> None:
-    with buffer(tmp_path, True, max_trajectories=2) as of:
-        of.add_trajectories([trajectory(0), trajectory(1)])
-        of.save_checkpoint(tmp_path / "saved")
-        of.add_trajectories([trajectory(2), trajectory(3)])
-        of.flush()
-    assert [found.uid for found in stored(tmp_path / "saved")] == [trajectory(n).uid for n in (0, 1)]
+    with buffer(tmp_path, True, max_trajectories=2) as replay:
+        replay.add_trajectories([trajectory(0), trajectory(1)])
+        replay.save_checkpoint(tmp_path / "saved")
+        replay.add_trajectories([trajectory(2), trajectory(3)])
+        replay.flush()
+    assert [actual.uid for actual in stored(tmp_path / "saved")] == [trajectory(n).uid for n in (0, 1)]
 
 
 def test_a_directory_that_loaded_a_checkpoint_opens_again_without_it(tmp_path: Path) -> None:
-    with buffer(tmp_path, False) as of:
-        of.add_trajectories([trajectory(n) for n in range(3)])
-        of.save_checkpoint(tmp_path / "saved")
+    with buffer(tmp_path, False) as replay:
+        replay.add_trajectories([trajectory(n) for n in range(3)])
+        replay.save_checkpoint(tmp_path / "saved")
     with buffer(tmp_path, True) as other:
         other.add_trajectories([trajectory(n) for n in (7, 8)])
         other.load_checkpoint(tmp_path / "saved")
@@ -100,8 +100,8 @@ def test_a_directory_that_loaded_a_checkpoint_opens_again_without_it(tmp_path: P
 
 def test_an_interrupted_load_leaves_the_buffer_unchanged(tmp_path: Path) -> None:
     """Its files exist and the journal does not name them, or it does and the replaced files are left."""
-    with buffer(tmp_path, True) as of:
-        of.add_trajectories([trajectory(n) for n in range(2)])
+    with buffer(tmp_path, True) as replay:
+        replay.add_trajectories([trajectory(n) for n in range(2)])
     directory = tmp_path / "buffer"
     for folder in ("loaded-abc", "loaded-def.unfinished"):
         (directory / folder).mkdir()
@@ -121,16 +121,16 @@ def test_an_interrupted_load_leaves_the_buffer_unchanged(tmp_path: Path) -> None
 
 
 def test_a_checkpoint_before_any_sample_holds_everything(tmp_path: Path) -> None:
-    with buffer(tmp_path, True, sample_window_size=2) as of:
-        of.add_trajectories([trajectory(n) for n in range(5)])
-        of.save_checkpoint(tmp_path / "saved")
+    with buffer(tmp_path, True, sample_window_size=2) as replay:
+        replay.add_trajectories([trajectory(n) for n in range(5)])
+        replay.save_checkpoint(tmp_path / "saved")
     assert len(stored(tmp_path / "saved")) == 5
 
 
 def test_a_checkpoint_of_a_buffer_in_memory_names_only_existing_files(tmp_path: Path) -> None:
-    of = buffer(tmp_path, False, sample_window_size=3)
-    of.add_trajectories([trajectory(n) for n in range(10)])
-    of.save_checkpoint(tmp_path / "saved")
+    replay = buffer(tmp_path, False, sample_window_size=3)
+    replay.add_trajectories([trajectory(n) for n in range(10)])
+    replay.save_checkpoint(tmp_path / "saved")
     index = json.loads((tmp_path / "saved" / "trajectory_index.json").read_text())
     assert index["trajectory_id_list"] == [7, 8, 9]
     assert list(index["trajectory_index"]) == ["7", "8", "9"]
@@ -170,9 +170,9 @@ def test_a_checkpoint_of_a_buffer_in_memory_names_only_existing_files(tmp_path: 
 def test_shares_of_ranks_are_the_whole(
     tmp_path: Path, world_size: int, shares: list[list[int]], into_files: bool
 ) -> None:
-    of = buffer(tmp_path, False)
-    of.add_trajectories([trajectory(n) for n in range(5)])
-    of.save_checkpoint(tmp_path / "saved")
+    replay = buffer(tmp_path, False)
+    replay.add_trajectories([trajectory(n) for n in range(5)])
+    replay.save_checkpoint(tmp_path / "saved")
     for rank, share in enumerate(shares):
         with buffer(tmp_path, into_files, name=f"rank {rank}") as mine:
             mine.load_checkpoint(tmp_path / "saved", is_distributed=True, local_rank=rank, world_size=world_size)
@@ -185,30 +185,30 @@ def test_shares_of_ranks_are_the_whole(
 
 @pytest.mark.parametrize(("rank", "world_size"), [(2, 2), (-1, 2), (0, 0)])
 def test_a_rank_out_of_range_is_refused(tmp_path: Path, rank: int, world_size: int) -> None:
-    of = buffer(tmp_path, False)
-    of.add(trajectory(0))
-    of.save_checkpoint(tmp_path / "saved")
+    replay = buffer(tmp_path, False)
+    replay.add(trajectory(0))
+    replay.save_checkpoint(tmp_path / "saved")
     with pytest.raises(ValueError, match=f"rank {rank} of {world_size}"):
-        of.load_checkpoint(tmp_path / "saved", is_distributed=True, local_rank=rank, world_size=world_size)
-    assert len(of) == 1
+        replay.load_checkpoint(tmp_path / "saved", is_distributed=True, local_rank=rank, world_size=world_size)
+    assert len(replay) == 1
 
 
 @both
 def test_loading_without_a_checkpoint_is_an_error_that_changes_nothing(tmp_path: Path, auto_save: bool) -> None:
-    with buffer(tmp_path, auto_save) as of:
-        of.add(trajectory(0))
+    with buffer(tmp_path, auto_save) as replay:
+        replay.add(trajectory(0))
         with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
-            of.load_checkpoint(tmp_path / "nowhere")
+            replay.load_checkpoint(tmp_path / "nowhere")
         with pytest.raises(StoreError):
-            of.load(tmp_path / "nowhere")
-        assert of.trajectory_ids == [0]
+            replay.load(tmp_path / "nowhere")
+        assert replay.trajectory_ids == [0]
 
 
 @both
 def test_a_checkpoint_that_lacks_a_file_is_not_loaded_and_changes_nothing(tmp_path: Path, auto_save: bool) -> None:
-    of = buffer(tmp_path, False)
-    of.add_trajectories([trajectory(n) for n in range(3)])
-    of.save(tmp_path / "saved")
+    replay = buffer(tmp_path, False)
+    replay.add_trajectories([trajectory(n) for n in range(3)])
+    replay.save(tmp_path / "saved")
     (tmp_path / "saved" / "trajectory_1_w.npz").unlink()
     with buffer(tmp_path, auto_save) as other:
         other.add(trajectory(9))
@@ -226,57 +226,57 @@ def test_a_checkpoint_that_lacks_a_file_is_not_loaded_and_changes_nothing(tmp_pa
 
 @both
 def test_saving_again_adds_new_files_and_deletes_those_that_left(tmp_path: Path, auto_save: bool) -> None:
-    with buffer(tmp_path, auto_save, max_trajectories=3) as of:
-        of.add_trajectories([trajectory(n) for n in range(3)])
-        of.save(tmp_path / "saved")
+    with buffer(tmp_path, auto_save, max_trajectories=3) as replay:
+        replay.add_trajectories([trajectory(n) for n in range(3)])
+        replay.save(tmp_path / "saved")
         kept = (tmp_path / "saved" / "trajectory_2_w.npz").stat().st_ino
-        of.add_trajectories([trajectory(n) for n in (3, 4)])
-        of.save(tmp_path / "saved")
+        replay.add_trajectories([trajectory(n) for n in (3, 4)])
+        replay.save(tmp_path / "saved")
     assert sorted(path.name for path in (tmp_path / "saved").glob("**/*.npz")) == [
         f"trajectory_{n}_w.npz" for n in (2, 3, 4)
     ]
     assert (tmp_path / "saved" / "trajectory_2_w.npz").stat().st_ino == kept
-    assert [found.uid for found in stored(tmp_path / "saved")] == [trajectory(n).uid for n in (2, 3, 4)]
+    assert [actual.uid for actual in stored(tmp_path / "saved")] == [trajectory(n).uid for n in (2, 3, 4)]
 
 
 def test_another_history_saved_over_a_checkpoint_replaces_it(tmp_path: Path) -> None:
     """The same ids name other trajectories, as after a return to an older checkpoint."""
     for first in (0, 10, 20):
-        of = buffer(tmp_path, False)
-        of.add_trajectories([trajectory(first + n) for n in range(3)])
-        of.save(tmp_path / "saved")
-        assert [found.uid for found in stored(tmp_path / "saved")] == [trajectory(first + n).uid for n in range(3)]
+        replay = buffer(tmp_path, False)
+        replay.add_trajectories([trajectory(first + n) for n in range(3)])
+        replay.save(tmp_path / "saved")
+        assert [actual.uid for actual in stored(tmp_path / "saved")] == [trajectory(first + n).uid for n in range(3)]
         assert len(list((tmp_path / "saved").glob("**/*.npz"))) == 3
 
 
 def test_an_interrupted_save_leaves_the_earlier_checkpoint(tmp_path: Path) -> None:
     """Every file exists except the journal, which is written last."""
-    of = buffer(tmp_path, False)
-    of.add_trajectories([trajectory(n) for n in range(2)])
-    of.save(tmp_path / "saved")
+    replay = buffer(tmp_path, False)
+    replay.add_trajectories([trajectory(n) for n in range(2)])
+    replay.save(tmp_path / "saved")
     before = (tmp_path / "saved" / "trajectory_index.log").read_bytes()
-    of.add_trajectories([trajectory(n) for n in (2, 3)])
-    of.save(tmp_path / "saved")
+    replay.add_trajectories([trajectory(n) for n in (2, 3)])
+    replay.save(tmp_path / "saved")
     (tmp_path / "saved" / "trajectory_index.log").write_bytes(before)
-    assert [found.uid for found in stored(tmp_path / "saved")] == [trajectory(n).uid for n in range(2)]
-    of.save(tmp_path / "saved")
-    assert [found.uid for found in stored(tmp_path / "saved")] == [trajectory(n).uid for n in range(4)]
+    assert [actual.uid for actual in stored(tmp_path / "saved")] == [trajectory(n).uid for n in range(2)]
+    replay.save(tmp_path / "saved")
+    assert [actual.uid for actual in stored(tmp_path / "saved")] == [trajectory(n).uid for n in range(4)]
 
 
 def test_saving_a_checkpoint_to_a_buffers_own_directory_is_refused(tmp_path: Path) -> None:
-    with buffer(tmp_path, True) as of:
-        of.add(trajectory(0))
+    with buffer(tmp_path, True) as replay:
+        replay.add(trajectory(0))
         with pytest.raises(StoreError, match="save checkpoints elsewhere"):
-            of.save(tmp_path / "buffer")
+            replay.save(tmp_path / "buffer")
 
 
 # ---------------------------------------------------------------------- formats
 
 
 def test_formats_may_differ_from_file_to_file(tmp_path: Path) -> None:
-    of = buffer(tmp_path, False, trajectory_format="pkl", allow_pickle=True)
-    of.add_trajectories([trajectory(n) for n in range(2)])
-    of.save(tmp_path / "saved")
+    replay = buffer(tmp_path, False, trajectory_format="pkl", allow_pickle=True)
+    replay.add_trajectories([trajectory(n) for n in range(2)])
+    replay.save(tmp_path / "saved")
     with buffer(tmp_path, True, allow_pickle=True, enable_cache=False) as other:
         other.load(tmp_path / "saved")
         other.add(trajectory(2))
@@ -290,9 +290,9 @@ def test_formats_may_differ_from_file_to_file(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_pickles_is_loaded_only_on_request(tmp_path: Path) -> None:
-    of = buffer(tmp_path, False, trajectory_format="pkl", allow_pickle=True)
-    of.add(trajectory(0))
-    of.save(tmp_path / "saved")
+    replay = buffer(tmp_path, False, trajectory_format="pkl", allow_pickle=True)
+    replay.add(trajectory(0))
+    replay.save(tmp_path / "saved")
     with pytest.raises(Exception, match="allow_pickle=True"):
         buffer(tmp_path, False).load(tmp_path / "saved")
 
@@ -319,13 +319,23 @@ def document(number: int, **others: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["trajectory_index.json", "trajector_index.json"])
 def test_a_directory_that_rlinf_wrote_is_loaded(tmp_path: Path, into_files: bool, name: str) -> None:
     foreign(tmp_path / "theirs", {n: document(n) for n in range(3)}, name)
-    with buffer(tmp_path, into_files, allow_pickle=True) as of:
-        of.load_checkpoint(tmp_path / "theirs")
-        assert (of.trajectory_ids, of.trajectory_counter, of.seed, of.total_samples) == ([0, 1, 2], 3, 77, 24)
-        assert {row // 1000 for row in untorn(of.sample(24), 24)} == {0, 1, 2}
-        of.add(trajectory(3))
-        of.save(tmp_path / "ours")
-    assert [found.model_weights_id for found in stored(tmp_path / "ours")] == ["weights0", "weights1", "weights2", "w"]
+    with buffer(tmp_path, into_files, allow_pickle=True) as replay:
+        replay.load_checkpoint(tmp_path / "theirs")
+        assert (replay.trajectory_ids, replay.trajectory_counter, replay.seed, replay.total_samples) == (
+            [0, 1, 2],
+            3,
+            77,
+            24,
+        )
+        assert {row // 1000 for row in untorn(replay.sample(24), 24)} == {0, 1, 2}
+        replay.add(trajectory(3))
+        replay.save(tmp_path / "ours")
+    assert [actual.model_weights_id for actual in stored(tmp_path / "ours")] == [
+        "weights0",
+        "weights1",
+        "weights2",
+        "w",
+    ]
 
 
 @loading
@@ -335,23 +345,23 @@ def test_a_file_that_differs_from_its_index_entry_is_refused(tmp_path: Path, int
     for number, other in enumerate(others):
         foreign(tmp_path / f"theirs-{number}", {0: document(0), 1: document(1)})
         (tmp_path / f"theirs-{number}" / "trajectory_1_weights1.pkl").write_bytes(pickle.dumps(other))
-        said = ("rewards of", "versions is new")[number]
-        with buffer(tmp_path, into_files, allow_pickle=True) as of:
-            of.clear()
-            of.add(trajectory(7))
-            with pytest.raises(StoreError, match=said):
-                of.load(tmp_path / f"theirs-{number}")
-            assert set(untorn(of.sample(8), 8)) <= set(range(7000, 7008))
+        fault = ("rewards of", "versions is new")[number]
+        with buffer(tmp_path, into_files, allow_pickle=True) as replay:
+            replay.clear()
+            replay.add(trajectory(7))
+            with pytest.raises(StoreError, match=fault):
+                replay.load(tmp_path / f"theirs-{number}")
+            assert set(untorn(replay.sample(8), 8)) <= set(range(7000, 7008))
 
 
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_checkpoint_may_replace_one_of_rlinf(tmp_path: Path, number: int) -> None:
     foreign(tmp_path / "theirs", {n: document(n) for n in range(2)})
-    of = buffer(tmp_path, False)
-    of.add_trajectories([trajectory(5)] * number)
-    of.save(tmp_path / "theirs")
+    replay = buffer(tmp_path, False)
+    replay.add_trajectories([trajectory(5)] * number)
+    replay.save(tmp_path / "theirs")
     assert len(stored(tmp_path / "theirs")) == number
-    of.save(tmp_path / "theirs")
+    replay.save(tmp_path / "theirs")
     assert len(list((tmp_path / "theirs").glob("**/trajectory_*_*.*"))) == number
 
 
@@ -361,10 +371,10 @@ def test_entries_of_rlinf_without_a_file_are_left_out_and_logged(
     foreign(tmp_path / "theirs", {n: document(n) for n in range(4)})
     for number in (0, 1):
         (tmp_path / "theirs" / f"trajectory_{number}_weights{number}.pkl").unlink()
-    of = buffer(tmp_path, False, allow_pickle=True)
+    replay = buffer(tmp_path, False, allow_pickle=True)
     with caplog.at_level("WARNING"):
-        of.load_checkpoint(tmp_path / "theirs", is_distributed=True, local_rank=0, world_size=2)
-    assert (of.trajectory_ids, of.total_samples) == ([2], 8)
+        replay.load_checkpoint(tmp_path / "theirs", is_distributed=True, local_rank=0, world_size=2)
+    assert (replay.trajectory_ids, replay.total_samples) == ([2], 8)
     assert "trajectories_without_a_file" in caplog.text
 
 
@@ -389,15 +399,15 @@ def test_an_invalid_index_is_refused(tmp_path: Path, spoiled: dict[str, Any]) ->
 def test_tensors_are_kept_and_read_without_running_anything(tmp_path: Path) -> None:
     import torch
 
-    with buffer(tmp_path, True, trajectory_format="pt", enable_cache=False) as of:
-        of.add_trajectories([trajectory(n) for n in range(3)])
-        of.flush()
+    with buffer(tmp_path, True, trajectory_format="pt", enable_cache=False) as replay:
+        replay.add_trajectories([trajectory(n) for n in range(3)])
+        replay.flush()
         path = tmp_path / "buffer" / "trajectory_1_w.pt"
-        found = torch.load(path, weights_only=True)
-        assert found["model_weights_id"] == "w"
-        assert torch.equal(found["curr_obs"]["state"], torch.from_numpy(trajectory(1).arrays["curr_obs"]["state"]))
-        assert {row // 1000 for row in untorn(of.sample(24), 24)} == {0, 1, 2}
-        of.save(tmp_path / "saved")
+        loaded = torch.load(path, weights_only=True)
+        assert loaded["model_weights_id"] == "w"
+        assert torch.equal(loaded["curr_obs"]["state"], torch.from_numpy(trajectory(1).arrays["curr_obs"]["state"]))
+        assert {row // 1000 for row in untorn(replay.sample(24), 24)} == {0, 1, 2}
+        replay.save(tmp_path / "saved")
         for one, original in zip(stored(tmp_path / "saved"), [trajectory(n) for n in range(3)], strict=True):
             same(one, original)
     with buffer(tmp_path, True, trajectory_format="pt") as again:
@@ -414,9 +424,9 @@ def test_tensors_of_bfloat16_are_kept(tmp_path: Path) -> None:
     import ml_dtypes
 
     one = Trajectory(arrays={"rewards": np.arange(8).reshape(4, 2).astype(ml_dtypes.bfloat16)}, environment="env")
-    of = buffer(tmp_path, False, trajectory_format="pt")
-    of.add(one)
-    of.save(tmp_path / "saved")
+    replay = buffer(tmp_path, False, trajectory_format="pt")
+    replay.add(one)
+    replay.save(tmp_path / "saved")
     same(stored(tmp_path / "saved")[0], one)
 
 
@@ -433,17 +443,17 @@ def test_a_checkpoint_is_of_one_moment_while_other_threads_draw_add_and_prune(
         place_file(*arguments)
 
     monkeypatch.setattr(checkpoint, "place_file", placing)
-    of = TrajectoryReplayBuffer(
+    replay_buffer = TrajectoryReplayBuffer(
         sample_window_size=4, auto_save=auto_save, auto_save_path=tmp_path / "buffer", max_trajectories=4
     )
-    of.add_trajectories(trajectory(number) for number in range(4))
-    saving = threading.Thread(target=of.save_checkpoint, args=(tmp_path / "saved",))
+    replay_buffer.add_trajectories(trajectory(number) for number in range(4))
+    saving = threading.Thread(target=replay_buffer.save_checkpoint, args=(tmp_path / "saved",))
     drawn: list[list[int]] = []
 
     def work() -> None:
-        of.add_trajectories(trajectory(number) for number in range(4, 8))
-        of.flush()
-        drawn.append(untorn(of.sample(200), 32))
+        replay_buffer.add_trajectories(trajectory(number) for number in range(4, 8))
+        replay_buffer.flush()
+        drawn.append(untorn(replay_buffer.sample(200), 32))
 
     working = threading.Thread(target=work)
     saving.start()
@@ -460,7 +470,7 @@ def test_a_checkpoint_is_of_one_moment_while_other_threads_draw_add_and_prune(
     loaded.load_checkpoint(tmp_path / "saved")
     assert loaded.trajectory_ids == [0, 1, 2, 3]
     assert {row // 1000 for row in untorn(loaded.sample(200), 32)} == {0, 1, 2, 3}
-    of.close()
+    replay_buffer.close()
     if auto_save:
         assert len(list((tmp_path / "buffer").glob("trajectory_*.npz"))) == 4, "what was pruned meanwhile is gone"
 
@@ -474,12 +484,12 @@ def test_saving_over_a_checkpoint_with_trajectories_that_were_not_loaded_is_refu
     whole.add_trajectories([trajectory(n) for n in range(30)])
     whole.save(tmp_path / "saved")
     bound = {"max_trajectories": 10} if auto_save else {"sample_window_size": 10}
-    with buffer(tmp_path, auto_save, **bound) as of:
-        of.load_checkpoint(tmp_path / "saved", **how)
-        of.add(trajectory(40))
+    with buffer(tmp_path, auto_save, **bound) as replay:
+        replay.load_checkpoint(tmp_path / "saved", **how)
+        replay.add(trajectory(40))
         with pytest.raises(StoreError, match=r"holds 20 trajectories that this buffer did not load.*another directory"):
-            of.save(tmp_path / "saved" / ".." / "saved")
-        of.save(tmp_path / "elsewhere")
+            replay.save(tmp_path / "saved" / ".." / "saved")
+        replay.save(tmp_path / "elsewhere")
     assert len(stored(tmp_path / "saved")) == 30
     assert len(stored(tmp_path / "elsewhere")) == 10
     whole.load(tmp_path / "saved")

@@ -15,11 +15,11 @@ from tests.support.waiting import eventually
 
 
 def test_files_have_the_documented_names(tmp_path: Path) -> None:
-    with buffer(tmp_path, True) as of:
+    with buffer(tmp_path, True) as replay:
         odd = "../../etc/x y"
-        of.add_trajectories([trajectory(0, weights="abc-1"), trajectory(1, weights=""), trajectory(2, weights=odd)])
-        of.add(trajectory(3, weights="ö" * 300))
-        of.flush()
+        replay.add_trajectories([trajectory(0, weights="abc-1"), trajectory(1, weights=""), trajectory(2, weights=odd)])
+        replay.add(trajectory(3, weights="ö" * 300))
+        replay.flush()
         assert files(tmp_path)[:3] == [
             "trajectory_0_abc-1.npz",
             "trajectory_1_.npz",
@@ -31,17 +31,17 @@ def test_files_have_the_documented_names(tmp_path: Path) -> None:
 
 
 def test_synchronous_writing_is_done_when_add_returns(tmp_path: Path) -> None:
-    of = buffer(tmp_path, True, synchronous=True)
-    of.add(trajectory(0))
+    replay = buffer(tmp_path, True, synchronous=True)
+    replay.add(trajectory(0))
     assert files(tmp_path) == ["trajectory_0_w.npz"]
-    of.close()
+    replay.close()
 
 
 def test_trajectories_beyond_the_bounds_leave_index_and_disk_together(tmp_path: Path) -> None:
-    with buffer(tmp_path, True, max_trajectories=3) as of:
-        of.add_trajectories([trajectory(n) for n in range(8)])
-        of.flush()
-        assert of.trajectory_ids == [5, 6, 7]
+    with buffer(tmp_path, True, max_trajectories=3) as replay:
+        replay.add_trajectories([trajectory(n) for n in range(8)])
+        replay.flush()
+        assert replay.trajectory_ids == [5, 6, 7]
         assert files(tmp_path) == [f"trajectory_{n}_w.npz" for n in (5, 6, 7)]
     with buffer(tmp_path, True, max_trajectories=2) as again:
         again.flush()
@@ -51,36 +51,36 @@ def test_trajectories_beyond_the_bounds_leave_index_and_disk_together(tmp_path: 
 
 
 def test_clear_forgets_everything_and_deletes_the_files(tmp_path: Path) -> None:
-    of = buffer(tmp_path, True)
-    of.add(trajectory(0), at=(0, 0))
-    of.add(trajectory(1, weights="other"), at=(0, 1))
-    of.clear()
-    assert of.get_stats() == {"num_trajectories": 0, "total_samples": 0, "cache_size": 0}
-    assert (of.trajectory_counter, files(tmp_path), dict(of.position)) == (0, [], {0: 2})
+    replay = buffer(tmp_path, True)
+    replay.add(trajectory(0), at=(0, 0))
+    replay.add(trajectory(1, weights="other"), at=(0, 1))
+    replay.clear()
+    assert replay.get_stats() == {"num_trajectories": 0, "total_samples": 0, "cache_size": 0}
+    assert (replay.trajectory_counter, files(tmp_path), dict(replay.position)) == (0, [], {0: 2})
     with pytest.raises(NothingToSample):
-        of.sample(1)
-    of.add(trajectory(7))
-    of.close()
+        replay.sample(1)
+    replay.add(trajectory(7))
+    replay.close()
     with buffer(tmp_path, True) as again:
         assert set(untorn(again.sample(8), 8)) <= set(range(7000, 7008))
 
 
 def test_a_directory_has_one_writer(tmp_path: Path) -> None:
-    of = buffer(tmp_path, True)
+    replay = buffer(tmp_path, True)
     with pytest.raises(StoreError, match="another buffer"):
         buffer(tmp_path, True)
-    of.close()
+    replay.close()
     with buffer(tmp_path, True) as other:
         other.add(trajectory(0))
     with pytest.raises(StoreError, match="was written by another process"):
-        of.add(trajectory(1))
+        replay.add(trajectory(1))
 
 
 def test_a_garbage_collected_buffer_releases_its_directory(tmp_path: Path) -> None:
-    of = buffer(tmp_path, True)
-    of.add(trajectory(0))
-    of.flush()
-    del of
+    replay = buffer(tmp_path, True)
+    replay.add(trajectory(0))
+    replay.flush()
+    del replay
 
     def opened() -> TrajectoryReplayBuffer:
         gc.collect()
@@ -109,8 +109,8 @@ def test_files_that_the_index_does_not_name_are_moved_aside_and_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The state after a kill between a file and the index."""
-    with buffer(tmp_path, True) as of:
-        of.add(trajectory(0))
+    with buffer(tmp_path, True) as replay:
+        replay.add(trajectory(0))
     directory = tmp_path / "buffer"
     for name in ("trajectory_1_w.npz", "trajectory_1_w.npz.1-a.unfinished"):
         (directory / name).write_bytes(b"whole")
@@ -126,8 +126,8 @@ def test_files_that_the_index_does_not_name_are_moved_aside_and_logged(
 
 
 def test_after_a_clean_close_one_bit_of_the_index_is_refused_and_no_file_is_deleted(tmp_path: Path) -> None:
-    with buffer(tmp_path, True) as of:
-        of.add_trajectories([trajectory(number) for number in range(60)])
+    with buffer(tmp_path, True) as replay:
+        replay.add_trajectories([trajectory(number) for number in range(60)])
     index = tmp_path / "buffer" / "trajectory_index.log"
     whole = index.read_bytes()
     # The last 56 bytes are the record of the close: without them nothing is lost.
@@ -143,8 +143,8 @@ def test_after_a_clean_close_one_bit_of_the_index_is_refused_and_no_file_is_dele
 
 
 def test_an_index_that_lost_its_end_deletes_no_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with buffer(tmp_path, True) as of:
-        of.add_trajectories([trajectory(number) for number in range(60)])
+    with buffer(tmp_path, True) as replay:
+        replay.add_trajectories([trajectory(number) for number in range(60)])
     index = tmp_path / "buffer" / "trajectory_index.log"
     os.truncate(index, index.stat().st_size // 2)
     before = files(tmp_path)
@@ -153,13 +153,13 @@ def test_an_index_that_lost_its_end_deletes_no_file(tmp_path: Path, caplog: pyte
         assert len(held) == len(again) < 60
     aside = [path.name for path in (tmp_path / "buffer").glob("not-in-index-*/*")]
     assert sorted([*held, *aside]) == before
-    [said] = [record for record in caplog.records if "trajectories_not_in_index" in record.getMessage()]
-    assert (said.levelname, vars(said)["rollstream_fields"]["count"]) == ("WARNING", len(aside))
+    [logged] = [record for record in caplog.records if "trajectories_not_in_index" in record.getMessage()]
+    assert (logged.levelname, vars(logged)["rollstream_fields"]["count"]) == ("WARNING", len(aside))
 
 
 def test_a_missing_or_truncated_file_is_an_error(tmp_path: Path) -> None:
-    with buffer(tmp_path, True) as of:
-        of.add(trajectory(0))
+    with buffer(tmp_path, True) as replay:
+        replay.add(trajectory(0))
     [path] = (tmp_path / "buffer").glob("*.npz")
     os.truncate(path, path.stat().st_size // 2)
     with buffer(tmp_path, True, enable_cache=False) as again, pytest.raises(StoreError, match="not a whole trajectory"):

@@ -46,8 +46,8 @@ LAYOUT = (LeafSpec("rewards", "<f4", ()),)
 # ---------------------------------------------------------------------- files
 
 
-def write(path: Path, of: Trajectory) -> None:
-    part = check_trajectory(of)
+def write(path: Path, given: Trajectory) -> None:
+    part = check_trajectory(given)
     assert part is not None
     format_named("npz").check(part)
     with open(path, "wb") as file:
@@ -94,9 +94,9 @@ def test_arrays_of_any_type_and_shape_are_restored_bit_for_bit(tmp_path_factory:
     original = Trajectory(arrays=arrays, environment="env")
     path = tmp_path_factory.mktemp("any") / "x.npz"
     write(path, original)
-    found = format_named("npz").read(path)
-    for name, of in arrays.items():
-        ours, theirs = (tree["y"] if isinstance(tree, dict) else tree for tree in (found.arrays[name], of))
+    read_back = format_named("npz").read(path)
+    for name, it in arrays.items():
+        ours, theirs = (tree["y"] if isinstance(tree, dict) else tree for tree in (read_back.arrays[name], it))
         assert ours.shape == theirs.shape
         assert ours.dtype == theirs.dtype.newbyteorder("<")
         assert ours.tobytes() == theirs.astype(ours.dtype).tobytes()
@@ -131,10 +131,10 @@ def test_an_incomplete_file_is_refused(tmp_path: Path) -> None:
 
 
 def entries(count: int, descriptions: int = 1) -> np.ndarray:
-    found = np.zeros(count, ENTRY)
-    found["id"], found["description"], found["partition"] = np.arange(count), np.arange(count) % descriptions, -1
-    found["size_bytes"] = 8
-    return found
+    actual = np.zeros(count, ENTRY)
+    actual["id"], actual["description"], actual["partition"] = np.arange(count), np.arange(count) % descriptions, -1
+    actual["size_bytes"] = 8
+    return actual
 
 
 def journal_of(number: int) -> bytes:
@@ -226,10 +226,10 @@ def test_an_encoded_journal_decodes_to_the_same_content() -> None:
         draws=12,
         counter=2**50,
     )
-    found, whole, *_ = decode(encode(content), Path("x"))
+    actual, whole, *_ = decode(encode(content), Path("x"))
     assert whole == len(encode(content))
-    assert [found[n] for n in range(10)] == [content[n] for n in range(10)]
-    assert (found.layout, found.position, found.seed, found.draws, found.counter) == (
+    assert [actual[n] for n in range(10)] == [content[n] for n in range(10)]
+    assert (actual.layout, actual.position, actual.seed, actual.draws, actual.counter) == (
         content.layout,
         content.position,
         content.seed,
@@ -239,9 +239,9 @@ def test_an_encoded_journal_decodes_to_the_same_content() -> None:
 
 
 def test_a_negative_seed_draws_the_same_after_reopening(tmp_path: Path) -> None:
-    with TrajectoryReplayBuffer(-5, auto_save=True, auto_save_path=tmp_path / "b") as of:
-        of.add(trajectory(0))
-        first = untorn(of.sample(8), 8)
+    with TrajectoryReplayBuffer(-5, auto_save=True, auto_save_path=tmp_path / "b") as buffer:
+        buffer.add(trajectory(0))
+        first = untorn(buffer.sample(8), 8)
     plain = TrajectoryReplayBuffer(-5)
     plain.add(trajectory(0))
     assert untorn(plain.sample(8), 8) == first
@@ -252,10 +252,10 @@ def test_a_negative_seed_draws_the_same_after_reopening(tmp_path: Path) -> None:
 def test_a_journal_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollstream.consumers.buffers.trajectories.store.COMPACT_RECORDS", 50)
     path = tmp_path / "b"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, max_trajectories=3) as of:
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path, max_trajectories=3) as buffer:
         for number in range(200):
-            of.add(trajectory(number, weights=f"version {number}"), at=(0, number))
-            of.flush()
+            buffer.add(trajectory(number, weights=f"version {number}"), at=(0, number))
+            buffer.flush()
     assert (path / NAME).stat().st_size < 56 * 120
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=path) as again:
         assert (again.trajectory_ids, dict(again.position)) == ([197, 198, 199], {0: 200})
@@ -281,12 +281,12 @@ def test_a_million_trajectories_open_in_seconds_and_take_tens_of_bytes_each(tmp_
     began = time.process_time()
     with TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=tmp_path, enable_cache=False, sample_window_size=0
-    ) as of:
+    ) as buffer:
         assert time.process_time() - began < 10
-        assert (len(of), of.total_samples) == (count, 8 * count)
+        assert (len(buffer), buffer.total_samples) == (count, 8 * count)
         began = time.process_time()
         for _ in range(1000):
-            assert of.window_samples == 8 * count
+            assert buffer.window_samples == 8 * count
         assert time.process_time() - began < 1
     content, index = read_content(tmp_path), TrajectoryIndex()
     held = content.entries
@@ -333,10 +333,10 @@ def test_the_index_is_a_list_of_trajectories(changes: list[tuple[str, int]], win
         assert index.size_bytes == sum(10 * steps for _, steps in model)
         seen = model[-window:] if window else model
         ends = np.cumsum([2 * steps for _, steps in seen])
-        of = index.window(window)
-        assert [int(end) - of.base for end in of.ends] == list(ends)
-        assert of.samples == sum(2 * steps for _, steps in seen)
-        assert of.first == len(model) - len(seen)
+        newest = index.window(window)
+        assert [int(end) - newest.base for end in newest.ends] == list(ends)
+        assert newest.samples == sum(2 * steps for _, steps in seen)
+        assert newest.first == len(model) - len(seen)
 
 
 @settings(max_examples=60, deadline=None)
@@ -354,8 +354,8 @@ def test_the_cache_is_a_queue_of_arrays(changes: list[int], bound: int) -> None:
             cache.drop(1)
             model.popleft()
         assert len(cache) == len(model)
-        places = np.array([p for p, of in enumerate(model) for _ in of], np.int64)
-        local = np.array([i for of in model for i in range(len(of))], np.int64)
+        places = np.array([p for p, kept in enumerate(model) for _ in kept], np.int64)
+        local = np.array([i for kept in model for i in range(len(kept))], np.int64)
         batch = {"a": np.zeros(len(places), "<i8"), "b": np.zeros((len(places), 2), "<i4")}
         if len(model):
             cache.gather(places, local, batch)
@@ -399,16 +399,16 @@ def test_a_header_with_evil_values_or_a_flipped_bit_is_a_documented_error(tmp_pa
         npz.write(file, {"uid": "x" * 600}, {"rewards": np.ones((2, 3)), "q": np.ones((2, 3, 4), "u1")})
     whole = path.read_bytes()
     begin, end = whole.index(b"{"), whole.index(b"PK\3\4", 10)
-    said = json.loads(whole[begin:end])
+    decoded = json.loads(whole[begin:end])
     arrays: list[Any] = [
         *([["r", "<f8", shape, 0]] for shape in ([-1], [-1, -6], [2, -3], [10**12, 10**12], [2**63], ["a"], [2.5], 2)),
         *([["r", "<f8", [2, 3], place]] for place in (-90, 10**30, 10**3, "0", None)),
         *([["r", dtype, [2, 3], 0]] for dtype in (None, "|O", "<U0", "<f8,<f8", 7)),
         *({"r": 1}, None, [[1, 2, 3]], [[["r"], "<f8", [2], 0]], "arrays"),
     ]
-    evil = [{**said, "about": {}, "arrays": value} for value in arrays]
-    evil += [{**said, "about": {}, "end": end} for end in (-(10**30), None, 10**30)]
-    evil += [{name: value for name, value in said.items() if name != "about"}, {**said, "about": None}, [], 1]
+    evil = [{**decoded, "about": {}, "arrays": value} for value in arrays]
+    evil += [{**decoded, "about": {}, "end": end} for end in (-(10**30), None, 10**30)]
+    evil += [{name: value for name, value in decoded.items() if name != "about"}, {**decoded, "about": None}, [], 1]
     for value in evil:
         path.write_bytes(whole[:begin] + json.dumps(value).encode().ljust(end - begin) + whole[end:])
         with pytest.raises(RecordError, match=r"is not a whole trajectory .*restore it") as raised:
@@ -446,11 +446,11 @@ def test_an_auto_save_directory_has_after_flush_and_close_what_rlinf_writes(tmp_
     theirs, metadata = documents(RLINF)
     metadata["trajectory_format"] = "npz"
     directory = tmp_path / "b"
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=directory, max_trajectories=2) as of:
-        of.add_trajectories([as_rlinf(0), as_rlinf(1)])
-        of.flush()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=directory, max_trajectories=2) as buffer:
+        buffer.add_trajectories([as_rlinf(0), as_rlinf(1)])
+        buffer.flush()
         assert documents(directory) == (theirs, metadata)
-        of.add(as_rlinf(2))
+        buffer.add(as_rlinf(2))
     index, metadata = documents(directory)
     assert index["trajectory_id_list"] == [1, 2]
     assert (metadata["size"], metadata["total_samples"], metadata["trajectory_counter"]) == (2, 12, 3)
@@ -461,9 +461,9 @@ def test_an_auto_save_directory_has_after_flush_and_close_what_rlinf_writes(tmp_
 
 def test_a_checkpoint_and_a_directory_that_loaded_it_say_the_same(tmp_path: Path) -> None:
     theirs, _ = documents(RLINF)
-    of = TrajectoryReplayBuffer()
-    of.add_trajectories([as_rlinf(0), as_rlinf(1)])
-    of.save(tmp_path / "saved")
+    buffer = TrajectoryReplayBuffer()
+    buffer.add_trajectories([as_rlinf(0), as_rlinf(1)])
+    buffer.save(tmp_path / "saved")
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "b") as into:
         into.load(tmp_path / "saved")
     assert documents(tmp_path / "saved")[0] == documents(tmp_path / "b")[0] == theirs
@@ -478,9 +478,9 @@ def test_rlinf_loads_a_directory_and_draws_from_it(tmp_path: Path) -> None:
     from tests.bench.trajectory_row import rlinf_of
 
     Theirs, _ = rlinf_of(Path(os.environ["ROLLSTREAM_RLINF"]))
-    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "b", trajectory_format="pt") as of:
-        of.add_trajectories([as_rlinf(0), as_rlinf(1)])
-        of.flush()
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path / "b", trajectory_format="pt") as buffer:
+        buffer.add_trajectories([as_rlinf(0), as_rlinf(1)])
+        buffer.flush()
         theirs = Theirs(sample_window_size=10)
         theirs.load_checkpoint(str(tmp_path / "b"))
     assert (theirs.size, theirs._total_samples, theirs._trajectory_counter) == (2, 12, 2)

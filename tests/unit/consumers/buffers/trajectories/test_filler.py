@@ -109,8 +109,8 @@ def test_a_record_that_one_buffer_refuses_is_added_to_the_others_and_all_move_pa
 )
 def test_an_unreadable_record_is_skipped_by_all_buffers_before_it(value: bytes | None, why: str) -> None:
     ahead, behind = Kept({0: 9}), Kept()
-    [said] = put([ahead, behind], (0, 3), value)
-    assert why in said
+    [text] = put([ahead, behind], (0, 3), value)
+    assert why in text
     assert (ahead.position, behind.position) == ({0: 9}, {0: 4})
 
 

@@ -50,16 +50,18 @@ def whole(directory: Path, acknowledged: int) -> int:
     """Check the directory of a killed writer, and return its position."""
     with TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=directory, max_trajectories=12, sample_window_size=0, enable_cache=False
-    ) as of:
-        position = of.position[0]
+    ) as buffer:
+        position = buffer.position[0]
         assert position > acknowledged
-        assert of.trajectory_counter == position
-        assert of.trajectory_ids == list(range(max(0, position - 12), position))
-        assert len(list(directory.glob("trajectory_*_*.npz"))) == len(of)
+        assert buffer.trajectory_counter == position
+        assert buffer.trajectory_ids == list(range(max(0, position - 12), position))
+        assert len(list(directory.glob("trajectory_*_*.npz"))) == len(buffer)
         assert not list(directory.glob("*.unfinished"))
-        count = min(10, of.total_samples)
-        assert {row // 1000 for _ in range(60) for row in untorn(of.sample(count), count)} == set(of.trajectory_ids)
-        for number in of.trajectory_ids:
+        count = min(10, buffer.total_samples)
+        assert {row // 1000 for _ in range(60) for row in untorn(buffer.sample(count), count)} == set(
+            buffer.trajectory_ids
+        )
+        for number in buffer.trajectory_ids:
             [path] = directory.glob(f"trajectory_{number}_*.npz")
             same(format_named("npz").read(path), trajectory(number, steps=1 + number % 4))
         return position
@@ -78,10 +80,10 @@ def test_a_killed_writer_loses_nothing_it_acknowledged_and_continues_as_if_never
         plain.add(trajectory(offset, steps=1 + offset % 4), at=(0, offset))
     with TrajectoryReplayBuffer(
         auto_save=True, auto_save_path=directory, max_trajectories=12, sample_window_size=12
-    ) as of:
+    ) as buffer:
         for offset in range(max(0, position - 4), position + 3):
-            of.add(trajectory(offset, steps=1 + offset % 4), at=(0, offset))
-        assert (of.trajectory_ids, of.position) == (plain.trajectory_ids, plain.position)
-        for _ in range(of.stats()["draws"]):
+            buffer.add(trajectory(offset, steps=1 + offset % 4), at=(0, offset))
+        assert (buffer.trajectory_ids, buffer.position) == (plain.trajectory_ids, plain.position)
+        for _ in range(buffer.stats()["draws"]):
             plain.sample(1)
-        np.testing.assert_array_equal(untorn(of.sample(20), 20), untorn(plain.sample(20), 20))
+        np.testing.assert_array_equal(untorn(buffer.sample(20), 20), untorn(plain.sample(20), 20))

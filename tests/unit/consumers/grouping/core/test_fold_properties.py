@@ -176,10 +176,10 @@ def test_journal_counts_add_up_to_the_records_of_the_log(log: Log) -> None:
             counts[environment(by_offset[offset]), fate] += 1
         assert {o for f, o in finished(record) if f == "dropped"} == {d.offset for d in record.drops}
     last = state.restored_state(driver.journal)
-    told: Counter[tuple[str, str]] = Counter()
+    counted: Counter[tuple[str, str]] = Counter()
     for count in last.counts:
-        told[count.environment, count.fate.split(":")[0]] += count.rollouts
-    assert told == counts
+        counted[count.environment, count.fate.split(":")[0]] += count.rollouts
+    assert counted == counts
     by_reason = Counter(
         count.fate.split(":")[1] for count in last.counts for _ in range(count.rollouts) if ":" in count.fate
     )

@@ -58,17 +58,17 @@ def first_found(world: World, tamper: Callable[[Cluster], None] = as_it_is) -> i
 def test_the_judge_finds_a_mutant(world: World, mutant: Callable[[Patch], None], monkeypatch: Patch) -> None:
     with pytest.MonkeyPatch.context() as patch:
         mutant(patch)
-        found = first_found(world)
-    print(f"{mutant.__name__}: found by schedule {found}")
-    assert found is not None
+        violation = first_found(world)
+    print(f"{mutant.__name__}: found by schedule {violation}")
+    assert violation is not None
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("broken", BROKEN_BROKERS, ids=lambda broken: broken.__name__)
 def test_the_judge_finds_a_broken_broker(world: World, broken: Callable[[Cluster], None]) -> None:
-    found = first_found(world, broken)
-    print(f"{broken.__name__}: found by schedule {found}")
-    assert found is not None
+    violation = first_found(world, broken)
+    print(f"{broken.__name__}: found by schedule {violation}")
+    assert violation is not None
 
 
 def test_a_seed_repeats_its_schedule_in_another_process(world: World) -> None:

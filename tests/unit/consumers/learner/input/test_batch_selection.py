@@ -113,10 +113,10 @@ def test_a_batch_is_too_old_when_its_version_was_published_more_steps_ago_than_a
 
 
 def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> None:
-    stop, asked = threading.Event(), []
+    stop, request = threading.Event(), []
 
     def excluded(batch_id: str) -> str:
-        asked.append(batch_id)
+        request.append(batch_id)
         return "excluded: worker w" if batch_id in ("0-1", "0-2") else ""
 
     selection = BatchSelection(
@@ -133,7 +133,7 @@ def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> Non
     why = "excluded: worker w"
     assert reasons[:3] == [("0-0", "trained", ""), ("0-1", "skipped", why), ("0-2", "skipped", why)]
     assert [use.use for use in plan.uses[3:]] == ["trained", "trained"]
-    assert asked == [f"0-{number}" for number in range(5)]
+    assert request == [f"0-{number}" for number in range(5)]
 
 
 def test_a_step_on_record_takes_what_it_took_whatever_was_excluded_or_published_since() -> None:

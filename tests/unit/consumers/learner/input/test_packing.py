@@ -46,13 +46,13 @@ def sequences(lengths: Sequence[int]) -> list[TrainingSequence]:
 
 def segments(microbatches: Sequence[PackedBatch]) -> list[dict[str, np.ndarray]]:
     """The arrays of every segment, in the order of their first tokens."""
-    found = []
+    collected = []
     for microbatch in microbatches:
         for row in range(len(microbatch.tokens)):
             for segment in range(1, int(microbatch.segment_ids[row].max()) + 1):
                 where = microbatch.segment_ids[row] == segment
-                found.append({name: array[row][where] for name, array in microbatch.arrays().items()})
-    return sorted(found, key=lambda arrays: arrays["tokens"][0])
+                collected.append({name: array[row][where] for name, array in microbatch.arrays().items()})
+    return sorted(collected, key=lambda arrays: arrays["tokens"][0])
 
 
 def first_tokens(microbatches: Sequence[PackedBatch]) -> list[int]:
@@ -69,12 +69,12 @@ def same(once: PackedStep, again: PackedStep) -> bool:
 
 def first_fit_plainly(lengths: Sequence[int], room: Sequence[int]) -> list[int]:
     """Each item into the first bin with room, as the textbook has it."""
-    free, found = list(room), []
+    free, collected = list(room), []
     for length in lengths:
-        found.append(next((index for index, left in enumerate(free) if left >= length), -1))
-        if found[-1] >= 0:
-            free[found[-1]] -= length
-    return found
+        collected.append(next((index for index, left in enumerate(free) if left >= length), -1))
+        if collected[-1] >= 0:
+            free[collected[-1]] -= length
+    return collected
 
 
 @given(lengths, st.sampled_from([(), (8,), BUCKETS]), st.integers(1, 4))
@@ -90,9 +90,9 @@ def test_every_rollout_is_in_exactly_one_segment_with_all_its_arrays(
         minibatches=minibatches,
         carried_reference=True,
     )
-    found = segments(step.microbatches)
-    assert len(found) == len(lengths)
-    for arrays, expected in zip(found, given_sequences, strict=True):
+    packed = segments(step.microbatches)
+    assert len(packed) == len(lengths)
+    for arrays, expected in zip(packed, given_sequences, strict=True):
         np.testing.assert_array_equal(arrays["tokens"], expected.tokens)
         np.testing.assert_array_equal(arrays["positions"], np.arange(len(expected.tokens)))
         np.testing.assert_array_equal(arrays["advantages"], expected.advantages)
@@ -183,10 +183,10 @@ def test_the_same_rollouts_give_the_same_arrays() -> None:
 @pytest.mark.parametrize("too_long", ["skip", "truncate"])
 def test_a_rollout_longer_than_a_row_is_left_out_or_cut_and_counted(too_long: str) -> None:
     step = pack(sequences([3, 17, 16, 40]), rows=ROWS, sequence_length=LENGTH, too_long=too_long)
-    found = segments(step.microbatches)
-    assert [len(arrays["tokens"]) for arrays in found] == ([3, 16] if too_long == "skip" else [3, 16, 16, 16])
+    packed = segments(step.microbatches)
+    assert [len(arrays["tokens"]) for arrays in packed] == ([3, 16] if too_long == "skip" else [3, 16, 16, 16])
     assert step.too_long == 2
-    assert step.tokens == sum(len(arrays["tokens"]) for arrays in found)
+    assert step.tokens == sum(len(arrays["tokens"]) for arrays in packed)
 
 
 def test_a_rollout_longer_than_a_row_is_an_error_that_names_the_settings() -> None:
@@ -271,24 +271,24 @@ def test_rows_of_a_batch_become_sequences_with_the_temperature_their_logprobs_ho
         logprobs_processed=np.array([True, False, True, True]),
         truncated=np.array([False, True, False, False]),
     )
-    found = sequences_of(batch)
-    assert [item.temperature for item in found] == [0.5, 1.0, 1.0, 1.0]
-    assert [item.truncated for item in found] == [False, True, False, False]
-    assert np.concatenate([item.tokens for item in found]).tolist() == batch.tokens.tolist()
-    assert np.concatenate([item.loss_mask for item in found]).tolist() == batch.loss_mask.tolist()
+    actual = sequences_of(batch)
+    assert [item.temperature for item in actual] == [0.5, 1.0, 1.0, 1.0]
+    assert [item.truncated for item in actual] == [False, True, False, False]
+    assert np.concatenate([item.tokens for item in actual]).tolist() == batch.tokens.tolist()
+    assert np.concatenate([item.loss_mask for item in actual]).tolist() == batch.loss_mask.tolist()
 
 
 def test_reference_log_probs_of_a_batch_go_with_their_rollouts() -> None:
     batch = random_batch(0, rows=3)
     carried = np.arange(len(batch.tokens), dtype=np.float32)
     assert {item.reference_log_probs for item in sequences_of(batch)} == {None}
-    found = [item.reference_log_probs for item in sequences_of(replace(batch, reference_logprobs=carried))]
-    np.testing.assert_array_equal(np.concatenate(found), carried)
+    actual = [item.reference_log_probs for item in sequences_of(replace(batch, reference_logprobs=carried))]
+    np.testing.assert_array_equal(np.concatenate(actual), carried)
 
 
 def test_one_advantage_a_row_is_spread_over_its_tokens() -> None:
     batch = random_batch(0, rows=3)
     per_row = np.array([1.0, -2.0, 0.5], np.float32)
-    found = sequences_of(replace(batch, advantages=per_row))
-    for item, advantage in zip(found, per_row, strict=True):
+    actual = sequences_of(replace(batch, advantages=per_row))
+    for item, advantage in zip(actual, per_row, strict=True):
         np.testing.assert_array_equal(item.advantages, np.full(len(item.tokens), advantage))

@@ -148,8 +148,8 @@ class Learner:
         return plan
 
 
-def config(rollouts_per_step: int = 6, **of: Any) -> LearnerConfig:
-    buffer = {"max_samples": 2, "alpha": 1.0, "max_rollout_step_delay": 3, **of}
+def config(rollouts_per_step: int = 6, **settings: Any) -> LearnerConfig:
+    buffer = {"max_samples": 2, "alpha": 1.0, "max_rollout_step_delay": 3, **settings}
     return LearnerConfig(
         source="rollout_buffer", rollouts_per_step=rollouts_per_step, buffer=RolloutBufferConfig(**buffer)
     )
@@ -364,10 +364,10 @@ def test_rows_of_a_batch_are_the_sequences_they_are_in_it() -> None:
     whole = random_batch(3, rows=6)
     chosen = chosen_rows(whole, (1, 4))
     assert chosen.uids == (whole.uids[1], whole.uids[4])
-    for found, row in zip(sequences_of(chosen), (1, 4), strict=True):
+    for actual, row in zip(sequences_of(chosen), (1, 4), strict=True):
         expected = sequences_of(whole)[row]
         for name in ("tokens", "loss_mask", "advantages", "generator_log_probs"):
-            assert np.array_equal(getattr(found, name), getattr(expected, name))
+            assert np.array_equal(getattr(actual, name), getattr(expected, name))
     assert chosen.rewards.tolist() == whole.rewards[[1, 4]].tolist()
     assert chosen.lowest_versions.dtype == whole.lowest_versions.dtype
     by_row = replace(whole, advantages=np.arange(6, dtype="<f4"))

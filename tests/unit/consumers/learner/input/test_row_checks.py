@@ -108,8 +108,8 @@ def test_one_hostile_reward_no_longer_turns_the_step(train_step: TrainStep, hone
     advantages = BATCH.advantages.copy()
     for row, value in ((4, -3e5), (5, 1e6), (6, -3e5), (7, -3e5)):
         advantages[BATCH.splits[row] : BATCH.splits[row + 1]] = value
-    found = change(train_step, replace(BATCH, advantages=advantages))
-    assert np.dot(found, honest) / np.linalg.norm(found) / np.linalg.norm(honest) > 0.8
+    actual = change(train_step, replace(BATCH, advantages=advantages))
+    assert np.dot(actual, honest) / np.linalg.norm(actual) / np.linalg.norm(honest) > 0.8
 
 
 def test_sound_rows_raw_and_greedy_ones_too_are_all_trained_on() -> None:

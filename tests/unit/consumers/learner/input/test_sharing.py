@@ -50,13 +50,13 @@ DISTRIBUTIONS: dict[str, Lengths] = {
 
 def batches_of(lengths: Lengths, batches: int, rows: int) -> list[TrainingBatch]:
     """Batches of rollouts of these lengths."""
-    draw, found = np.random.default_rng(0), []
+    draw, collected = np.random.default_rng(0), []
     for number in range(batches):
         answers = np.clip(lengths(draw, rows), 8, 2048).astype(int)
         row = random_batch(number, rows=rows)
         splits = np.concatenate([[0], np.cumsum(answers)]).astype("<i8")
         total = int(splits[-1])
-        found.append(
+        collected.append(
             replace(
                 row,
                 splits=splits,
@@ -66,7 +66,7 @@ def batches_of(lengths: Lengths, batches: int, rows: int) -> list[TrainingBatch]
                 advantages=np.ones(total, "<f4"),
             )
         )
-    return found
+    return collected
 
 
 def plan_of(batches: Sequence[TrainingBatch], rules: StepRules = NEWEST) -> StepPlan:

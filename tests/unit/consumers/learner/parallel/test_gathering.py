@@ -35,13 +35,13 @@ def compiled(job: Job, devices: int = 8) -> list[dict[str, Any]]:
         timeout=300,
     )
     assert answer.returncode == 0, answer.stderr[-3000:]
-    found: list[dict[str, Any]] = json.loads(answer.stdout)
-    return found
+    decoded: list[dict[str, Any]] = json.loads(answer.stdout)
+    return decoded
 
 
-def sizes(found: dict[str, Any], operation: str) -> list[int]:
+def sizes(program: dict[str, Any], operation: str) -> list[int]:
     """Sizes of the matrices that an operation of a gradient results in."""
-    shapes = [shape for name, _dtype, shape in found["reductions"] if name == operation]
+    shapes = [shape for name, _dtype, shape in program["reductions"] if name == operation]
     return sorted(size for size in map(math.prod, shapes) if size > LARGEST_SMALL)
 
 
@@ -74,9 +74,9 @@ def test_steps_of_earlier_releases_are_summed_as_the_compiler_lays_it_out() -> N
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("reduce_dtype", "found"), [("compute", "bf16"), ("float32", "f32")])
-def test_the_compiler_of_tpus_scatters_too(reduce_dtype: str, found: str) -> None:
+@pytest.mark.parametrize(("reduce_dtype", "actual"), [("compute", "bf16"), ("float32", "f32")])
+def test_the_compiler_of_tpus_scatters_too(reduce_dtype: str, actual: str) -> None:
     (shared,) = compiled(Job(meshes=[[1, 8, 1]], topology="v5e:2x4", reduce_dtype=reduce_dtype))
-    assert shared["scattered"] == [found]
+    assert shared["scattered"] == [actual]
     reductions = shared["reductions"]
-    assert {dtype for name, dtype, _shape in reductions if name == "reduce-scatter"} == {found}
+    assert {dtype for name, dtype, _shape in reductions if name == "reduce-scatter"} == {actual}

@@ -54,26 +54,26 @@ def finish(*children: subprocess.Popen[str]) -> None:
 def eight_devices(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, np.ndarray]]:
     out = tmp_path_factory.mktemp("eight") / "out.npz"
     finish(start(Job(out=str(out), layouts=[[1, 1, 1], [2, 2, 2], [2, 2, 1, 2]]), devices=8))
-    with np.load(out) as found:
-        yield dict(found)
+    with np.load(out) as loaded:
+        yield dict(loaded)
 
 
-def params(found: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray]:
+def params(saved: dict[str, np.ndarray], layout: str) -> dict[str, np.ndarray]:
     prefix = f"{layout}/params/"
-    return {name.removeprefix(prefix): value for name, value in found.items() if name.startswith(prefix)}
+    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
 
 
-def metrics(found: dict[str, np.ndarray], layout: str) -> list[dict[str, float]]:
-    return [json.loads(str(found[f"{layout}/metrics/{step}"])) for step in range(len(ROLLOUTS))]
+def metrics(saved: dict[str, np.ndarray], layout: str) -> list[dict[str, float]]:
+    return [json.loads(str(saved[f"{layout}/metrics/{step}"])) for step in range(len(ROLLOUTS))]
 
 
-def assert_same(found: dict[str, np.ndarray], layout: str, expected: dict[str, np.ndarray]) -> None:
+def assert_same(saved: dict[str, np.ndarray], layout: str, expected: dict[str, np.ndarray]) -> None:
     wanted = params(expected, "1x1x1")
-    got = params(found, layout)
+    got = params(saved, layout)
     assert got.keys() == wanted.keys() != set()
     for name, value in wanted.items():
         np.testing.assert_allclose(got[name], value, rtol=0, atol=TOLERANCE, err_msg=name)
-    for step, (here, there) in enumerate(zip(metrics(found, layout), metrics(expected, "1x1x1"), strict=True)):
+    for step, (here, there) in enumerate(zip(metrics(saved, layout), metrics(expected, "1x1x1"), strict=True)):
         for name, value in there.items():
             if name not in ("packing/microbatches", "packing/padding_fraction"):
                 assert here[name] == pytest.approx(value, abs=2e-5), (step, name)
@@ -94,22 +94,22 @@ def by_two_processes(layout: list[int], directory: Path) -> list[dict[str, np.nd
         for process, out in enumerate(outs)
     ]
     finish(*(start(job, devices=2) for job in jobs))
-    found = []
+    collected = []
     for out in outs:
         with np.load(out) as arrays:
-            found.append(dict(arrays))
-    return found
+            collected.append(dict(arrays))
+    return collected
 
 
 def test_two_processes_of_two_devices_train_what_one_does_with_a_share_of_padding_too(
     eight_devices: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    for found in by_two_processes([2, 2, 1], tmp_path):
-        assert_same(found, "2x2x1", eight_devices)
-        assert found["2x2x1/held/model.layers.0.mlp.up_proj.weight"] == 1 / 2
-        assert_same(found, "2x2x1 by rows", eight_devices)
+    for actual in by_two_processes([2, 2, 1], tmp_path):
+        assert_same(actual, "2x2x1", eight_devices)
+        assert actual["2x2x1/held/model.layers.0.mlp.up_proj.weight"] == 1 / 2
+        assert_same(actual, "2x2x1 by rows", eight_devices)
         # Rows of the whole step: as much padding as one process has, not a half-empty share for each.
-        for own, alone in zip(metrics(found, "2x2x1 by rows"), metrics(eight_devices, "1x1x1"), strict=True):
+        for own, alone in zip(metrics(actual, "2x2x1 by rows"), metrics(eight_devices, "1x1x1"), strict=True):
             assert own["packing/padding_fraction"] == alone["packing/padding_fraction"]
 
 
@@ -140,18 +140,18 @@ def test_tokens_are_shared_beside_every_other_axis_and_by_every_implementation(
 def test_the_devices_of_each_of_two_processes_share_the_tokens_of_its_rows(
     eight_devices: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
-    for found in by_two_processes([2, 1, 1, 2], tmp_path):
-        assert_same(found, "2x1x1x2", eight_devices)
-        assert_same(found, "2x1x1x2 by rows", eight_devices)
+    for actual in by_two_processes([2, 1, 1, 2], tmp_path):
+        assert_same(actual, "2x1x1x2", eight_devices)
+        assert_same(actual, "2x1x1x2 by rows", eight_devices)
 
 
 @pytest.mark.long
 def test_tokens_of_bfloat16_are_shared_up_to_its_rounding(tmp_path: Path) -> None:
     out, layouts = tmp_path / "out.npz", [[1, 1, 1], [1, 1, 1, 8], [1, 2, 2, 2]]
     finish(start(Job(out=str(out), layouts=layouts, attention="blocks", compute_dtype="bfloat16"), devices=8))
-    with np.load(out) as found:
+    with np.load(out) as loaded:
         for layout in ("1x1x1x8", "1x2x2x2"):
-            for here, there in zip(metrics(dict(found), layout), metrics(dict(found), "1x1x1"), strict=True):
+            for here, there in zip(metrics(dict(loaded), layout), metrics(dict(loaded), "1x1x1"), strict=True):
                 for name in ("loss", "optim/grad_norm"):
                     assert here[name] == pytest.approx(there[name], rel=BFLOAT16_TOLERANCE), (layout, name)
 
@@ -161,8 +161,8 @@ def test_adapters_and_experts_are_trained_where_tokens_are_shared(tmp_path: Path
     for part in ({"lora_rank": 2}, {"experts": 4}):
         out, layouts = tmp_path / f"{next(iter(part))}.npz", [[1, 1, 1], [1, 2, 1, 4]]
         finish(start(Job(out=str(out), layouts=layouts, **part), devices=8))
-        with np.load(out) as found:
-            assert_same(dict(found), "1x2x1x4", dict(found))
+        with np.load(out) as loaded:
+            assert_same(dict(loaded), "1x2x1x4", dict(loaded))
 
 
 @pytest.mark.long
@@ -172,9 +172,9 @@ def test_other_layouts_of_eight_devices_train_what_one_does(
     out = tmp_path / "out.npz"
     layouts = [[8, 1, 1], [1, 8, 1], [1, 4, 2]]
     finish(start(Job(out=str(out), layouts=layouts), devices=8))
-    with np.load(out) as found:
+    with np.load(out) as loaded:
         for sizes in layouts:
-            assert_same(dict(found), "x".join(str(size) for size in sizes), eight_devices)
+            assert_same(dict(loaded), "x".join(str(size) for size in sizes), eight_devices)
 
 
 @pytest.mark.long
@@ -182,11 +182,11 @@ def test_adapters_of_a_model_in_shares_are_trained_as_on_one_device(tmp_path: Pa
     out, layouts = tmp_path / "out.npz", [[1, 1, 1], [2, 4, 1], [2, 2, 2]]
     finish(start(Job(out=str(out), layouts=layouts, lora_rank=2), devices=8))
     with np.load(out) as loaded:
-        found = dict(loaded)
+        actual = dict(loaded)
     for layout in ("2x4x1", "2x2x2"):
-        assert_same(found, layout, found)
-        assert found[f"{layout}/held/model.layers.0.mlp.up_proj.weight"] == 1 / 4
-    before, after = initial_params(replace(CONFIG.model, lora=LoraConfig(rank=2))), params(found, "2x4x1")
+        assert_same(actual, layout, actual)
+        assert actual[f"{layout}/held/model.layers.0.mlp.up_proj.weight"] == 1 / 4
+    before, after = initial_params(replace(CONFIG.model, lora=LoraConfig(rank=2))), params(actual, "2x4x1")
     for name, value in before.items():
         assert np.array_equal(after[name], value) != is_adapter(name), name
 
@@ -196,11 +196,11 @@ def test_experts_in_shares_are_trained_as_on_one_device(tmp_path: Path) -> None:
     out, layouts = tmp_path / "out.npz", [[1, 1, 1], [2, 4, 1], [2, 2, 2]]
     finish(start(Job(out=str(out), layouts=layouts, experts=4), devices=8))
     with np.load(out) as loaded:
-        found = dict(loaded)
+        actual = dict(loaded)
     for layout in ("2x4x1", "2x2x2"):
-        assert_same(found, layout, found)
+        assert_same(actual, layout, actual)
         for name in ("gate", *(f"experts.{expert}.down_proj" for expert in range(4))):
-            assert found[f"{layout}/held/model.layers.0.mlp.{name}.weight"] == 1 / 4
+            assert actual[f"{layout}/held/model.layers.0.mlp.{name}.weight"] == 1 / 4
 
 
 def test_a_mesh_takes_the_devices_there_are() -> None:

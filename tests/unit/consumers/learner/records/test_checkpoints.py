@@ -61,8 +61,8 @@ def test_a_checkpoint_gives_back_what_was_saved(fresh: TrainState, tmp_path: Pat
         restored = checkpoints.restore(fresh)
     assert restored is not None
     assert jax.tree.structure(restored.state) == jax.tree.structure(fresh)
-    for found, expected in zip(jax.tree.leaves(restored.state), jax.tree.leaves(saved), strict=True):
-        assert same(np.asarray(found), np.asarray(expected))
+    for actual, expected in zip(jax.tree.leaves(restored.state), jax.tree.leaves(saved), strict=True):
+        assert same(np.asarray(actual), np.asarray(expected))
     assert restored.position == learner_position(3)
     assert restored.fingerprint == {"jax": "1"}
 

@@ -66,11 +66,11 @@ def opened(config: SinksConfig, recorded: int) -> MetricSinks:
 
 def write(config: SinksConfig, recorded: int, *steps: int) -> MetricSinks:
     """A learner that resumes with `recorded` steps on record, makes these steps and is killed."""
-    found = opened(config, recorded)
-    _killed.append(found)
+    sinks = opened(config, recorded)
+    _killed.append(sinks)
     for step in steps:
-        found.write(step_of(step))
-    return found
+        sinks.write(step_of(step))
+    return sinks
 
 
 def lines_of(directory: Path) -> list[dict[str, Any]]:
@@ -82,9 +82,9 @@ def test_json_lines_hold_each_step_once_under_its_names(tmp_path: Path) -> None:
     write(config, -1, 0, 1, 2, 3)
     write(config, 3, 2, 3, 4)
 
-    found = lines_of(tmp_path)
-    assert [line["step"] for line in found] == [0, 1, 2, 3, 4]
-    assert found[2] == {
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert lines[2] == {
         "run": "r",
         "learner": "a",
         "step": 2,
@@ -137,11 +137,11 @@ def scalars(directory: Path) -> list[tuple[str, int, float]]:
         data, at = path.read_bytes(), 0
         while at < len(data):
             (length,) = struct.unpack_from("<Q", data, at)
-            found = Event.FromString(data[at + 12 : at + 12 + length])
+            string = Event.FromString(data[at + 12 : at + 12 + length])
             at += 12 + length + 4
-            if found.session_log.status == SessionLog.START:
-                shown = [item for item in shown if item[1] < found.step]
-            shown += [(value.tag, found.step, value.simple_value) for value in found.summary.value]
+            if string.session_log.status == SessionLog.START:
+                shown = [item for item in shown if item[1] < string.step]
+            shown += [(value.tag, string.step, value.simple_value) for value in string.summary.value]
     return shown
 
 
@@ -152,9 +152,9 @@ def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     (directory / "rollstream.json").write_text('{"last": 1}')
     write(config, 2, 1, 2, 3)
 
-    found = scalars(directory)
-    assert [(step, value) for name, step, value in found if name == "trained/reward"] == [(n, n) for n in range(4)]
-    assert {name for name, _, _ in found} == {"reward", "optim/lr", "trained/reward"}, "what is not finite is left out"
+    series = scalars(directory)
+    assert [(step, value) for name, step, value in series if name == "trained/reward"] == [(n, n) for n in range(4)]
+    assert {name for name, _, _ in series} == {"reward", "optim/lr", "trained/reward"}, "what is not finite is left out"
 
 
 def history(path: Path) -> Iterator[tuple[int, dict[str, str]]]:
@@ -195,10 +195,10 @@ def test_weights_and_biases_keeps_one_run_with_each_step_once_offline(tmp_path: 
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime_ns)
     assert len(files) == 2
     assert len({path.name for path in files}) == 1, "one id, so that the service joins them"
-    found = [item for path in files for item in history(path)]
-    assert [step for step, _ in found] == [0, 1, 2, 3]
-    assert found[3][1]["trained/reward"] == "3"
-    assert found[3][1]["optim/lr"] == "0.001"
+    items = [item for path in files for item in history(path)]
+    assert [step for step, _ in items] == [0, 1, 2, 3]
+    assert items[3][1]["trained/reward"] == "3"
+    assert items[3][1]["optim/lr"] == "0.001"
 
 
 class Full(Elsewhere):
@@ -213,11 +213,11 @@ def test_a_sink_that_fails_is_left_alone_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(metric_sinks, "TopicSink", lambda *_: Full())
-    found = opened(SinksConfig(jsonl=str(tmp_path), tensorboard=str(tmp_path / "tb")), -1)
+    sinks = opened(SinksConfig(jsonl=str(tmp_path), tensorboard=str(tmp_path / "tb")), -1)
     with caplog.at_level(logging.WARNING):
         for step in (0, 1, 2):
-            found.write(step_of(step))
-    found.close()
+            sinks.write(step_of(step))
+    sinks.close()
     assert [record.message for record in caplog.records] == ["sink_lost"]
     assert [line["step"] for line in lines_of(tmp_path)] == [0, 1, 2]
     assert [step for name, step, _ in scalars(tmp_path / "tb" / "r" / "a") if name == "reward"] == [0, 1, 2]

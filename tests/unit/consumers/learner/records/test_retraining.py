@@ -33,6 +33,6 @@ def test_the_first_step_that_differs_is_named() -> None:
         return RetrainedStep(step=number, batches=1, trained=1, skipped=0, recorded="a", again=again)
 
     same, other = step(3, "a"), step(4, "b")
-    found = Retraining(learner="a", checkpoint=3, last=9, steps=(same,), environment={})
-    assert found.difference is None
-    assert replace(found, steps=(same, other)).difference == other
+    retraining = Retraining(learner="a", checkpoint=3, last=9, steps=(same,), environment={})
+    assert retraining.difference is None
+    assert replace(retraining, steps=(same, other)).difference == other

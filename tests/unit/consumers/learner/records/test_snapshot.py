@@ -43,9 +43,9 @@ def test_it_rounds_as_the_host_does_in_every_bit() -> None:
     values = every_kind_of_float()
     with np.errstate(invalid="ignore"):  # of signalling NaNs
         expected = converted({"w": values}, "bfloat16")["w"]
-    found = snapshot({"w": jnp.asarray(values)}, "bfloat16")["w"]
-    assert found.dtype == expected.dtype
-    assert np.array_equal(found.view(np.uint16), expected.view(np.uint16))
+    copied = snapshot({"w": jnp.asarray(values)}, "bfloat16")["w"]
+    assert copied.dtype == expected.dtype
+    assert np.array_equal(copied.view(np.uint16), expected.view(np.uint16))
 
 
 @pytest.mark.parametrize("dtype", ["", "bfloat16", "float32"])

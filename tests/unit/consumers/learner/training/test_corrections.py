@@ -23,7 +23,7 @@ PLAIN = LossConfig(name="rloo", importance_sampling="none", reduction="token_mea
 
 def some_samples(spread: float = 0.4, count: int = 12) -> list[Sample]:
     draw = np.random.default_rng(11)
-    found = []
+    collected = []
     for _ in range(count):
         length = int(draw.integers(3, 8))
         mask = draw.random(length) < 0.8
@@ -33,7 +33,7 @@ def some_samples(spread: float = 0.4, count: int = 12) -> list[Sample]:
             name: learner + spread * draw.normal(size=length)
             for name in ("generator", "proximal", "reference", "teacher")
         }
-        found.append(
+        collected.append(
             Sample(
                 mask=mask,
                 advantages=draw.normal(size=length),
@@ -43,7 +43,7 @@ def some_samples(spread: float = 0.4, count: int = 12) -> list[Sample]:
                 **others,
             )
         )
-    return found
+    return collected
 
 
 def advantages_trained(config: LossConfig, samples: Sequence[Sample]) -> tuple[list[NDArray], dict[str, float]]:
@@ -68,8 +68,8 @@ def advantages_trained(config: LossConfig, samples: Sequence[Sample]) -> tuple[l
 
 
 def check(config: LossConfig, samples: Sequence[Sample], advantage: Callable[[Sample], NDArray]) -> dict[str, float]:
-    found, metrics = advantages_trained(config, samples)
-    for sample, mine in zip(samples, found, strict=True):
+    actual, metrics = advantages_trained(config, samples)
+    for sample, mine in zip(samples, actual, strict=True):
         np.testing.assert_allclose(mine, advantage(sample), atol=1e-12)
     return metrics
 
@@ -233,9 +233,9 @@ def test_without_a_reward_a_student_becomes_its_teacher() -> None:
     entries = np.arange(6)
 
     @jax.jit
-    def gradient(table: jax.Array, said: jax.Array) -> jax.Array:
+    def gradient(table: jax.Array, sampled: jax.Array) -> jax.Array:
         def loss(table: jax.Array) -> jax.Array:
-            logprobs = jax.nn.log_softmax(table)[said][None]
+            logprobs = jax.nn.log_softmax(table)[sampled][None]
             at = jax.numpy.pad(logprobs, ((0, 0), (1, 0)))
             ones = jax.numpy.ones_like(at).at[:, 0].set(0.0)
             batch = {
@@ -244,9 +244,9 @@ def test_without_a_reward_a_student_becomes_its_teacher() -> None:
                 "loss_weights": ones,
                 "advantages": ones * 5.0,
                 "generator_log_probs": jax.lax.stop_gradient(at),
-                "teacher_log_probs": jax.numpy.pad(jax.numpy.asarray(teacher)[said][None], ((0, 0), (1, 0))),
+                "teacher_log_probs": jax.numpy.pad(jax.numpy.asarray(teacher)[sampled][None], ((0, 0), (1, 0))),
             }
-            ones_of = {"tokens": jax.numpy.float64(len(said)), "sequences": jax.numpy.float64(1)}
+            ones_of = {"tokens": jax.numpy.float64(len(sampled)), "sequences": jax.numpy.float64(1)}
             return policy_loss_of(logprobs, jax.numpy.zeros_like(logprobs), config, batch, ones_of)[0]
 
         return jax.grad(loss)(table)

@@ -24,7 +24,9 @@ ROWS, PROMPT, LENGTH = 128, 2, 12
 TEMPERATURE = 0.7
 
 logits_of = jax.jit(decoder.logits, static_argnums=1)
-metrics_of = jax.jit(lambda params, batch, of: policy_loss(params, MODEL, ComputeSettings(), CONFIG, batch, of)[1])
+metrics_of = jax.jit(
+    lambda params, batch, divisors: policy_loss(params, MODEL, ComputeSettings(), CONFIG, batch, divisors)[1]
+)
 
 
 def made(seed: int) -> dict[str, jax.Array]:
@@ -42,11 +44,11 @@ def params() -> dict[str, jax.Array]:
 def tokens(params: dict[str, jax.Array]) -> np.ndarray:
     """[ROWS, LENGTH], after the prompt sampled at TEMPERATURE."""
     draw = np.random.default_rng(4)
-    found = draw.integers(2, MODEL.vocab_size, (ROWS, LENGTH)).astype(np.int32)
+    actual = draw.integers(2, MODEL.vocab_size, (ROWS, LENGTH)).astype(np.int32)
     for t in range(PROMPT, LENGTH):
-        scaled = np.asarray(logits(params, found)[:, t - 1], np.float64) / TEMPERATURE
-        found[:, t] = np.argmax(scaled + draw.gumbel(size=scaled.shape), axis=1)
-    return found
+        scaled = np.asarray(logits(params, actual)[:, t - 1], np.float64) / TEMPERATURE
+        actual[:, t] = np.argmax(scaled + draw.gumbel(size=scaled.shape), axis=1)
+    return actual
 
 
 def logits(params: dict[str, jax.Array], tokens: np.ndarray) -> jax.Array:
@@ -90,8 +92,8 @@ def step_metrics(params: dict[str, jax.Array], batch: TrainingBatch, staleness: 
     arrays: Any = microbatch(samples, [[row] for row in range(ROWS)], LENGTH, CONFIG)
     wanted = {name: value for name, value in arrays.items() if name not in ("learner", "entropy")}
     del wanted["proximal_log_probs"], wanted["reference_log_probs"]
-    found = {name: float(value) for name, value in metrics_of(params, wanted, denominators(samples)).items()}
-    return {**found, "off_policy/staleness": staleness}
+    actual = {name: float(value) for name, value in metrics_of(params, wanted, denominators(samples)).items()}
+    return {**actual, "off_policy/staleness": staleness}
 
 
 @pytest.mark.parametrize(("temperature", "declared"), [(TEMPERATURE, "processed"), (1.0, "raw")])

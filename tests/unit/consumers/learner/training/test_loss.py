@@ -70,10 +70,10 @@ def sample(
 def some_samples(count: int = 20) -> list[Sample]:
     """Rollouts whose generator differs from the learner, far enough for every branch of the clipping."""
     draw = np.random.default_rng(7)
-    found = []
+    collected = []
     for _ in range(count):
         length, prompt = int(draw.integers(4, 12)), int(draw.integers(1, 4))
-        found.append(
+        collected.append(
             sample(
                 draw.integers(0, MODEL.vocab_size, length),
                 np.arange(length) >= prompt,
@@ -82,18 +82,18 @@ def some_samples(count: int = 20) -> list[Sample]:
                 float(draw.choice([0.5, 1.0, 1.5])),
             )
         )
-    return found
+    return collected
 
 
 def microbatches(samples: list[Sample], rubbish: float = 0.0) -> list[dict[str, np.ndarray]]:
     """Arrays of at most ROWS rows each, as the loss takes them."""
     layout = row_by_row(samples, LENGTH)
-    found = []
+    collected = []
     for start in range(0, len(layout), ROWS):
         rows = layout[start : start + ROWS]
         arrays = microbatch(samples, [*rows, *[[]] * (ROWS - len(rows))], LENGTH, CONFIG, rubbish=rubbish)
-        found.append({name: arrays[name] for name in WANTED})
-    return found
+        collected.append({name: arrays[name] for name in WANTED})
+    return collected
 
 
 WANTED = (
@@ -140,10 +140,10 @@ def reference(params: decoder.Params, samples: list[Sample]) -> dict[str, float]
 
 def summed(params: decoder.Params, *parts: list[Sample]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
     """Metrics and gradients added over the microbatches of one update, which may be laid out in several parts."""
-    of = denominators([each for part in parts for each in part])
-    found = [loss_and_gradient(params, arrays, of) for part in parts for arrays in microbatches(part)]
-    metrics = {name: sum(float(result[0][1][name]) for result in found) for name in POLICY_METRICS}
-    return metrics, {name: sum(np.asarray(result[1][name], np.float64) for result in found) for name in params}
+    divisors = denominators([each for part in parts for each in part])
+    actual = [loss_and_gradient(params, arrays, divisors) for part in parts for arrays in microbatches(part)]
+    metrics = {name: sum(float(result[0][1][name]) for result in actual) for name in POLICY_METRICS}
+    return metrics, {name: sum(np.asarray(result[1][name], np.float64) for result in actual) for name in params}
 
 
 def test_the_default_recipe_is_the_one_that_trains_the_demo() -> None:
@@ -156,9 +156,9 @@ def test_the_loss_and_its_metrics_match_the_float64_reference(params: dict[str, 
     samples = some_samples()
     expected = reference(params, samples)
     assert all(expected[name] > 0.01 for name in POLICY_METRICS if name.startswith("clip_ratio"))
-    found, _ = summed(params, samples)
+    actual, _ = summed(params, samples)
     for name in POLICY_METRICS:
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert actual[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 def test_the_gradient_is_that_of_the_reference(params: dict[str, jax.Array]) -> None:
@@ -227,11 +227,11 @@ def test_a_token_beyond_its_bound_has_no_gradient(
 
 def test_the_supervised_loss_is_the_mean_negative_log_probability(params: dict[str, jax.Array]) -> None:
     samples = some_samples()
-    of = denominators(samples)
-    supervised = jax.jit(lambda batch: supervised_loss(params, MODEL, COMPUTE, batch, of)[0])
-    found = sum(float(supervised(arrays)) for arrays in microbatches(samples))
+    divisors = denominators(samples)
+    supervised = jax.jit(lambda batch: supervised_loss(params, MODEL, COMPUTE, batch, divisors)[0])
+    actual = sum(float(supervised(arrays)) for arrays in microbatches(samples))
     expected = [-logprobs[each.tokens[t]] for each, t, logprobs in trained_tokens(params, samples)]
-    assert found == pytest.approx(np.mean(expected), rel=1e-5)
+    assert actual == pytest.approx(np.mean(expected), rel=1e-5)
 
 
 def test_in_bfloat16_a_token_of_every_position_has_the_gradient_it_has_in_float32() -> None:
@@ -258,8 +258,10 @@ def test_in_bfloat16_a_token_of_every_position_has_the_gradient_it_has_in_float3
 
 def test_log_probs_stand_where_their_tokens_do(params: dict[str, jax.Array]) -> None:
     samples = some_samples()
-    of = jax.jit(lambda batch: log_probs(params, MODEL, COMPUTE, batch))
-    found = np.concatenate([np.asarray(of(arrays))[arrays["loss_mask"] > 0] for arrays in microbatches(samples)])
+    log_probs_of = jax.jit(lambda batch: log_probs(params, MODEL, COMPUTE, batch))
+    actual = np.concatenate(
+        [np.asarray(log_probs_of(arrays))[arrays["loss_mask"] > 0] for arrays in microbatches(samples)]
+    )
     expected = [logprobs[each.tokens[t]] for each, t, logprobs in trained_tokens(params, samples)]
-    np.testing.assert_allclose(found, expected, atol=1e-5)
-    assert not np.asarray(of(microbatches(samples)[0]))[:, 0].any()
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+    assert not np.asarray(log_probs_of(microbatches(samples)[0]))[:, 0].any()

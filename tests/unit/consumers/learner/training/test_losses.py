@@ -28,14 +28,14 @@ def some_samples(seed: int = 5, count: int = 10, spread: float = 0.5, per_token:
     """Rollouts off the learner's policy by `spread`, some in several turns; the third has no advantage, the fourth none
     trained."""
     draw = np.random.default_rng(seed)
-    found = []
+    collected = []
     for index in range(count):
         length = int(draw.integers(2, 8))
         mask = draw.random(length) < 0.7
         mask[-1] = True
         mask[0] = False
         learner = -draw.gamma(2.0, 1.0, length)
-        found.append(
+        collected.append(
             Sample(
                 mask=mask & (index != 3),
                 advantages=draw.normal(size=length if per_token else 1).repeat(1 if per_token else length)
@@ -48,7 +48,7 @@ def some_samples(seed: int = 5, count: int = 10, spread: float = 0.5, per_token:
                 tokens=draw.integers(0, 50, length).astype(np.int32),
             )
         )
-    return found
+    return collected
 
 
 PerToken = Callable[[float, float, float, float], float]
@@ -159,7 +159,7 @@ def differences(
     config: LossConfig, per_token: PerToken, samples: list[Sample], *, recomputed: bool = True, level: str = "token"
 ) -> list[np.ndarray]:
     """Central differences of `expected` in every log-probability of the learner, [tokens] per sample."""
-    h, found = 1e-6, []
+    h, collected = 1e-6, []
     for index, sample in enumerate(samples):
         gradient = np.zeros(len(sample.mask))
         for t in range(len(sample.mask)):
@@ -170,8 +170,8 @@ def differences(
                 changed = [*samples[:index], dataclasses.replace(sample, learner=moved), *samples[index + 1 :]]
                 ends.append(expected(config, per_token, changed, held=samples, recomputed=recomputed, level=level))
             gradient[t] = (ends[0] - ends[1]) / (2 * h)
-        found.append(gradient)
-    return found
+        collected.append(gradient)
+    return collected
 
 
 def found(
@@ -349,9 +349,9 @@ def test_the_divergence_from_the_reference_is_added_to_the_loss(estimator: str) 
 def test_the_divergence_is_measured_wherever_there_is_a_reference(estimator: str) -> None:
     samples = some_samples()
     log_r = np.concatenate([(s.reference - s.learner)[s.mask] for s in samples])
-    of = {"k1": -log_r, "k2": log_r**2 / 2, "k3": np.exp(log_r) - 1 - log_r}[estimator]
+    divergence = {"k1": -log_r, "k2": log_r**2 / 2, "k3": np.exp(log_r) - 1 - log_r}[estimator]
     _, metrics, _ = found(LossConfig(kl_estimator=estimator), samples)
-    assert metrics["kl/mean"] == pytest.approx(of.mean(), rel=1e-12)
+    assert metrics["kl/mean"] == pytest.approx(divergence.mean(), rel=1e-12)
     _, metrics, _ = found(LossConfig(kl_estimator=estimator), samples, reference=False)
     assert set(metrics) == set(policy_metrics(LossConfig()))
 
@@ -361,11 +361,11 @@ def test_k3_estimates_what_k1_does_with_less_variance() -> None:
     draw = np.random.default_rng(0)
     p, q = (draw.dirichlet(np.ones(6) * 5) for _ in range(2))
     log_r = np.log(q / p)
-    of = {"k1": -log_r, "k3": np.exp(log_r) - 1 - log_r}
-    means = {name: (p * values).sum() for name, values in of.items()}
+    estimates = {"k1": -log_r, "k3": np.exp(log_r) - 1 - log_r}
+    means = {name: (p * values).sum() for name, values in estimates.items()}
     assert means["k1"] == pytest.approx((p * np.log(p / q)).sum())
     assert means["k3"] == pytest.approx(means["k1"])
-    assert (p * of["k3"] ** 2).sum() < (p * of["k1"] ** 2).sum()
+    assert (p * estimates["k3"] ** 2).sum() < (p * estimates["k1"] ** 2).sum()
 
 
 def test_a_divergence_wanted_without_a_reference_is_refused() -> None:
@@ -492,31 +492,31 @@ def test_every_loss_raises_the_reward_it_is_given(config: LossConfig) -> None:
     ones = {"tokens": np.float64(tokens_of * (length - 1)), "sequences": np.float64(tokens_of)}
 
     @jax.jit
-    def gradient(table: jax.Array, said: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
-        def of(table: jax.Array) -> jax.Array:
-            logprobs = jax.nn.log_softmax(table)[jax.numpy.arange(1, length), said[:, 1:]]
+    def gradient(table: jax.Array, sampled: jax.Array, batch: dict[str, jax.Array]) -> jax.Array:
+        def loss(table: jax.Array) -> jax.Array:
+            logprobs = jax.nn.log_softmax(table)[jax.numpy.arange(1, length), sampled[:, 1:]]
             return policy_loss_of(logprobs, jax.numpy.zeros_like(logprobs), config, batch, ones)[0]
 
-        return jax.grad(of)(table)
+        return jax.grad(loss)(table)
 
     def probability() -> float:
         return float(np.exp(table[1:, 0] - np.log(np.exp(table[1:]).sum(axis=1))).mean())
 
     with jax.enable_x64(True):
         for _ in range(10):
-            said = np.argmax(table + draw.gumbel(size=(tokens_of, length, entries)), axis=-1)
-            rewards = (said[:, 1:] == 0).mean(axis=1)
-            logprobs = np.log(np.exp(table) / np.exp(table).sum(axis=1, keepdims=True))[np.arange(length), said]
-            mask = np.broadcast_to(np.arange(length) > 0, said.shape).astype(float)
+            sampled = np.argmax(table + draw.gumbel(size=(tokens_of, length, entries)), axis=-1)
+            rewards = (sampled[:, 1:] == 0).mean(axis=1)
+            logprobs = np.log(np.exp(table) / np.exp(table).sum(axis=1, keepdims=True))[np.arange(length), sampled]
+            mask = np.broadcast_to(np.arange(length) > 0, sampled.shape).astype(float)
             batch = {
-                "segment_ids": np.ones(said.shape, np.int32),
+                "segment_ids": np.ones(sampled.shape, np.int32),
                 "loss_mask": mask,
                 "loss_weights": mask * token_weight(config, length - 1),
-                "advantages": np.broadcast_to(rewards[:, None] - rewards.mean(), said.shape),
+                "advantages": np.broadcast_to(rewards[:, None] - rewards.mean(), sampled.shape),
                 "generator_log_probs": logprobs,
                 "proximal_log_probs": logprobs,
             }
             for _ in range(2):
-                change = np.asarray(gradient(table, said, batch))
+                change = np.asarray(gradient(table, sampled, batch))
                 table = table - 0.5 * change / max(np.linalg.norm(change), 1e-9)
     assert probability() > 0.6

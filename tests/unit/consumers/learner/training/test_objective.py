@@ -79,7 +79,7 @@ def test_metrics_are_named_for_what_is_configured() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "text"),
     [
         ({"name": "dr_grpo"}, r"set learner\.loss\.length_norm"),
         ({"clip_low": 1.5}, r"learner\.loss\.clip_low is 1\.5; it must be between 0\.0 and 1\.0"),
@@ -90,8 +90,8 @@ def test_metrics_are_named_for_what_is_configured() -> None:
         ({"name": "ppo"}, "there is no loss 'ppo'; there are ppo_clip"),
     ],
 )
-def test_settings_that_make_no_sense_are_refused_with_the_remedy(settings: Any, said: str) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+def test_settings_that_make_no_sense_are_refused_with_the_remedy(settings: Any, text: str) -> None:
+    with pytest.raises(ConfigurationError, match=text):
         LossConfig(**settings)
 
 

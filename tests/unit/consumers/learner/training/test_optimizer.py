@@ -68,9 +68,9 @@ def test_adamw_makes_the_updates_of_its_paper() -> None:
             step = (m[name] / (1 - 0.9**n)) / (np.sqrt(v[name] / (1 - 0.95**n)) + 1e-8)
             decay = 0.3 * params[name] if name in (WEIGHT, EMBEDDING) else 0.0
             params[name] = params[name] - rate * (step + decay)
-    found, state = run(config, gradients)
+    actual, state = run(config, gradients)
     for name, value in params.items():
-        np.testing.assert_allclose(found[name], value, rtol=2e-5, atol=2e-6)
+        np.testing.assert_allclose(actual[name], value, rtol=2e-5, atol=2e-6)
     assert (int(state.made), int(state.skipped)) == (4, 0)
 
 
@@ -126,19 +126,19 @@ def test_norms_and_biases_do_not_decay() -> None:
     assert decays(drawn(0)) == {WEIGHT: True, NORM: False, BIAS: False, EMBEDDING: True}
     nothing = {name: np.zeros(shape, np.float32) for name, shape in SHAPES.items()}
     config = OptimizerConfig(learning_rate=0.1, schedule="constant", weight_decay=0.5)
-    found, _ = run(config, [nothing])
+    actual, _ = run(config, [nothing])
     for name, value in drawn(0).items():
-        np.testing.assert_allclose(found[name], value * (0.95 if name in (WEIGHT, EMBEDDING) else 1.0), rtol=1e-6)
+        np.testing.assert_allclose(actual[name], value * (0.95 if name in (WEIGHT, EMBEDDING) else 1.0), rtol=1e-6)
 
 
 @pytest.mark.parametrize("rate", ["cosine", "linear", "constant"])
 def test_a_schedule_rises_without_an_update_at_zero_and_ends_where_it_says(rate: Any) -> None:
     config = OptimizerConfig(learning_rate=1.0, final_learning_rate=0.2, schedule=rate, warmup_updates=4)
     schedule = make_schedule(config, 104)
-    found = [float(schedule(n)) for n in (0, 1, 4, 54, 104, 500)]
+    rates = [float(schedule(n)) for n in (0, 1, 4, 54, 104, 500)]
     end = 1.0 if rate == "constant" else 0.2
     half = 1.0 if rate == "constant" else 0.6
-    assert found == pytest.approx([0.2, 0.4, 1.0, half, end, end], abs=1e-6)
+    assert rates == pytest.approx([0.2, 0.4, 1.0, half, end, end], abs=1e-6)
 
 
 def test_the_default_schedule_falls_by_cosine_and_stays() -> None:
@@ -166,15 +166,17 @@ def test_an_update_with_a_gradient_that_is_not_finite_changes_no_bit(name: Any, 
 def test_the_metrics_say_norm_rate_and_what_was_skipped() -> None:
     config = OptimizerConfig(learning_rate=1.0, final_learning_rate=0.0, schedule="linear")
     schedule, (state, step) = make_schedule(config, 10), compiled(config)
-    params, found = drawn(0), []
+    params, collected = drawn(0), []
     for gradient in (drawn(1), {**drawn(2), NORM: np.full(4, np.nan, np.float32)}, drawn(3)):
         params, after = step(params, state, gradient)
-        found.append({name: float(value) for name, value in update_metrics(schedule, gradient, state, after).items()})
+        collected.append(
+            {name: float(value) for name, value in update_metrics(schedule, gradient, state, after).items()}
+        )
         state = after
-    assert [figures["optim/skipped"] for figures in found] == [0.0, 1.0, 0.0]
-    assert [figures["optim/lr"] for figures in found] == pytest.approx([1.0, 0.9, 0.9])
+    assert [figures["optim/skipped"] for figures in collected] == [0.0, 1.0, 0.0]
+    assert [figures["optim/lr"] for figures in collected] == pytest.approx([1.0, 0.9, 0.9])
     norm = np.sqrt(sum(np.square(value).sum() for value in drawn(1).values()))
-    assert found[0]["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
+    assert collected[0]["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:

@@ -49,11 +49,11 @@ def distances(
         params = optax.apply_updates(params, changes)
         return params, state, sum(jnp.square(params[n] - target[n]).sum() for n in SHAPES)
 
-    state, found = optimizer.init(params), []
+    state, collected = optimizer.init(params), []
     for _ in range(updates):
         params, state, distance = step(params, state)
-        found.append(float(distance))
-    return found, state
+        collected.append(float(distance))
+    return collected, state
 
 
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd"])

@@ -55,9 +55,9 @@ def train_step() -> TrainStep:
 
 @pytest.fixture(scope="module")
 def everything() -> TrainStep:
-    found = TrainStep(EVERYTHING)
-    found.warm_up(found.initial_state())
-    return found
+    step = TrainStep(EVERYTHING)
+    step.warm_up(step.initial_state())
+    return step
 
 
 def packed(number: int, rows: int = 32):
@@ -139,8 +139,8 @@ def test_the_warm_start_teaches_its_examples_and_starts_the_optimizer_afresh(
     )
     heard: list[tuple[int, int, float]] = []
     monkeypatch.setattr(step_module, "REPORT_EVERY_S", 0.0)
-    state, metrics = train_step.warm_start(train_step.initial_state(), [example], lambda *said: heard.append(said))
-    assert [(done, of) for done, of, _loss in heard] == [(done, 30) for done in range(1, 31)]
+    state, metrics = train_step.warm_start(train_step.initial_state(), [example], lambda *report: heard.append(report))
+    assert [(done, total) for done, total, _loss in heard] == [(done, 30) for done in range(1, 31)]
     assert heard[0][2] > heard[-1][2] == metrics["warm_start/loss"]
     assert metrics["warm_start/loss"] < 0.1 < np.log(CONFIG.model.vocab_size)
     assert int(state.step) == 0
@@ -190,8 +190,8 @@ def test_a_step_of_minibatches_and_epochs_is_that_many_updates_in_turn(train_ste
     expected, losses = train_step.initial_state(), []
     for _epoch in range(2):
         for half in (rollouts(0)[:16], rollouts(0)[16:]):
-            expected, found = train_step.train(expected, pack_for(CONFIG, half))
-            losses.append(found["loss"])
+            expected, actual = train_step.train(expected, pack_for(CONFIG, half))
+            losses.append(actual["loss"])
     # Four updates of Adam move parameters by up to 8e-3.
     assert largest_difference(expected, train_step.initial_state()) > 5e-3
     assert largest_difference(state, expected) < 1e-4
@@ -277,11 +277,11 @@ def one_by_one(params: Mapping[str, jax.Array], model: DecoderConfig, sequences:
         tokens[row, : len(sequence.tokens)], real[row, : len(sequence.tokens)] = sequence.tokens, 1
     positions = np.broadcast_to(np.arange(32), tokens.shape)
     logits = jax.jit(decoder.logits, static_argnums=1)(params, model, tokens, positions, real)
-    found = []
+    collected = []
     for row, sequence in enumerate(sequences):
         every = np.asarray(jax.nn.log_softmax(logits[row] / sequence.temperature))
-        found += [every[at - 1, sequence.tokens[at]] for at in np.flatnonzero(sequence.loss_mask) if at]
-    return np.array(found)
+        collected += [every[at - 1, sequence.tokens[at]] for at in np.flatnonzero(sequence.loss_mask) if at]
+    return np.array(collected)
 
 
 def test_a_teacher_of_another_shape_is_read_beside_the_policy(teacher_directory: Path) -> None:
@@ -342,12 +342,12 @@ def test_bfloat16_learns_and_keeps_float32_masters_and_compares_with_the_rollout
     config = replace(CONFIG, compute_dtype="bfloat16", remat=True, reference="carried")
     carried = [replace(item, reference_log_probs=item.generator_log_probs) for item in rollouts(0)]
     step = TrainStep(config)
-    state, found = step.initial_state(), []
+    state, collected = step.initial_state(), []
     for _ in range(6):
         state, metrics = step.train(state, pack_for(config, carried))
-        found.append(metrics)
-    assert found[-1]["loss"] < found[0]["loss"]
-    assert found[0]["kl/mean"] > 0
+        collected.append(metrics)
+    assert collected[-1]["loss"] < collected[0]["loss"]
+    assert collected[0]["kl/mean"] > 0
     floats = [leaf for leaf in jax.tree.leaves(state) if np.issubdtype(leaf.dtype, np.floating)]
     assert {leaf.dtype for leaf in floats} == {np.dtype(np.float32)}
 

@@ -40,8 +40,8 @@ def test_scanned_layers_train_what_unrolled_ones_do_up_to_rounding_under_the_sam
     draw = np.random.default_rng(3)
     begun = {name: draw.normal(0, 0.2, shape).astype(np.float32) for name, shape in shapes(deep.model).items()}
     unrolled, scanned = (TrainStep(replace(deep, layers=layers)) for layers in ("unrolled", "scanned"))
-    found = [step.train(step.fresh_state(begun), pack_for(deep, rollouts(0))) for step in (unrolled, scanned)]
-    (one, metrics), (other, others) = found
+    actual = [step.train(step.fresh_state(begun), pack_for(deep, rollouts(0))) for step in (unrolled, scanned)]
+    (one, metrics), (other, others) = actual
     assert set(one.params) == set(other.params) == set(begun)
     for name, value in one.params.items():
         np.testing.assert_allclose(value, other.params[name], atol=5e-6, err_msg=name)

@@ -72,10 +72,10 @@ def test_a_client_without_the_certificate_that_is_asked_for_reads_which_setting_
 ) -> None:
     (tmp_path / "mutual").mkdir()
     with https_front(tmp_path / "mutual", nobody, "main", PASSWORD, clients_have_certificates=True) as front:
-        asked = replace(config, url=front.url, ca=str(front.authority))
-        assert "kafka.registry.certificate" in refusal(asked, RegistryUnavailable)
+        settings = replace(config, url=front.url, ca=str(front.authority))
+        assert "kafka.registry.certificate" in refusal(settings, RegistryUnavailable)
         assert front.passed == []
-        assert "502" in refusal(replace(asked, certificate=str(front.client)), RegistryUnavailable)
+        assert "502" in refusal(replace(settings, certificate=str(front.client)), RegistryUnavailable)
         assert len(front.passed) == 1
 
 
