@@ -33,7 +33,7 @@ def test_ctrl_c_while_a_command_is_still_loaded_is_one_line(words: str, tmp_path
 
 @pytest.mark.parametrize(
     ("words", "moments"),
-    [("ledger", 1), ("group", 1), *(pytest.param(words, 20, marks=pytest.mark.long) for words in COMMANDS)],
+    [("ledger", 1), ("group", 1), *(pytest.param(words, 8, marks=pytest.mark.long) for words in COMMANDS)],
 )
 def test_ctrl_c_ends_a_command_while_no_broker_answers(words: str, moments: int, tmp_path: Path) -> None:
     assert_ends_at_once(command(words), tmp_path, moments, 5.0, SEED)
