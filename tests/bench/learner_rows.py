@@ -227,17 +227,17 @@ def _read_all(settings: Settings, run: str, batches: int) -> tuple[Timing, int]:
     topic = topic_name(run, "batches")
     with Reader(settings.kafka, isolation="read_uncommitted") as reader:
         reader.assign({(topic, partition): 0 for partition in range(settings.partitions)})
-        message = size = 0
+        received = size = 0
         watch: Stopwatch | None = None
         deadline = time.monotonic() + _SPARE_S
-        while message < batches:
+        while received < batches:
             records = reader.poll(1 if watch is None else 100, 0.05).records
-            message += len(records)
+            received += len(records)
             if watch is not None:
                 size += sum(len(record.value or b"") for record in records)
             elif records:
                 watch = Stopwatch()
             if time.monotonic() > deadline:
-                raise RuntimeError(f"{message} of {batches} batches came within {_SPARE_S:g} s")
+                raise RuntimeError(f"{received} of {batches} batches came within {_SPARE_S:g} s")
         assert watch is not None
-        return watch.timing((message - 1) * _ROWS), size
+        return watch.timing((received - 1) * _ROWS), size
