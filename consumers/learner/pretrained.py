@@ -61,7 +61,8 @@ def initial_params(
         placed = jax.make_array_from_callback(
             stored.shape, shardings[name], lambda index: stored[index].astype(np.float32)
         )
-        placed.block_until_ready()  # Copies are made in the background; several at once are several tensors.
+        # Copies are made in the background; several at once are several tensors.
+        jax.block_until_ready(placed)  # type: ignore[no-untyped-call]
         release(stored)
         return placed
 
