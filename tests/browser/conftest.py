@@ -23,7 +23,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def served(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRun]:
     """A run with batches, drops, a dead letter and hostile texts, its grouping process, and its page."""
-    run = RealRun(KafkaConfig(bootstrap_servers=broker), "browsed", tmp_path_factory.mktemp("browsed")).prepare()
+    directory = tmp_path_factory.mktemp("browsed")
+    # Files that share a broker have a run each.
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), directory.name, directory).prepare()
     try:
         run.start("group")
         run.send(
