@@ -164,6 +164,8 @@ class _TopicFiller:
         )
         self._watching = Reader(kafka, isolation="read_uncommitted")
         self._wrong: list[str] = []
+        self._unplaced: dict[tuple[str, int], _Cursor] = {}
+        """Partitions that acknowledged a record without its offset; their ends tell whether it is where it belongs."""
         self._prefixes: dict[TopicPartitionKey, int] = {}
         with _restoring():
             self._transactional.start()
@@ -242,6 +244,8 @@ class _TopicFiller:
         def delivered(delivery: Delivery) -> None:
             if delivery.stamped:
                 self._wrong.append(f"{cursor.topic} stamps records instead of taking their times")
+            elif delivery.known_offset is None:
+                self._unplaced[cursor.topic, cursor.partition] = cursor
             elif delivery.offset != expected:
                 self._wrong.append(
                     f"{cursor.topic}[{cursor.partition}] took the record of offset {expected} at {delivery.offset}"
@@ -271,6 +275,12 @@ class _TopicFiller:
         self._check()
 
     def _check(self) -> None:
+        """Raise StateRefused unless all records that were sent, and delivered, are where they belong."""
+        for (topic, partition), cursor in self._unplaced.items():
+            end = self._watching.bounds(topic, [partition])[partition][1]
+            if end != cursor.at:
+                self._wrong.append(f"{topic}[{partition}] ends at {end}, where {cursor.at} was expected")
+        self._unplaced.clear()
         if self._wrong:
             raise StateRefused(
                 f"{self._wrong[0]}; something else writes there, or a record was refused: delete the topics and "

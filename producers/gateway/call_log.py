@@ -102,7 +102,11 @@ class CallWriter:
             _resolve(delivered, place)
 
         def on_delivery(delivery: Delivery) -> None:
-            place = AppendedRecord(delivery.partition, delivery.offset, delivery.timestamp_ms)
+            try:
+                place = AppendedRecord(delivery.partition, delivery.offset, delivery.timestamp_ms)
+            except DeliveryError as error:
+                self._fail(name, error)
+                return
             self._loop.call_soon_threadsafe(appended, place)
 
         partition = self.partition_of(record.session)
@@ -115,10 +119,13 @@ class CallWriter:
             del self._waiting[name]
 
     def _failed(self, failure: Failure) -> None:
+        self._fail(failure.name, DeliveryError(str(failure)))
+
+    def _fail(self, name: str, error: DeliveryError) -> None:
         def fail() -> None:
-            waiting = self._waiting.get(failure.name)
+            waiting = self._waiting.get(name)
             if waiting is not None and not waiting.done():
-                waiting.set_exception(DeliveryError(str(failure)))
+                waiting.set_exception(error)
 
         self._loop.call_soon_threadsafe(fail)
 

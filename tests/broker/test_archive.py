@@ -23,8 +23,9 @@ from rollstream.pipeline.tools.prune import read_positions
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka import clients, sender, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
 from tests.support.batches import indexed_batches
@@ -159,6 +160,33 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
     assert [r.batch.digest for r in indexed_batches(real_run.kafka, again)] == [batch.digest for batch in batches]
     with pytest.raises(StateRefused, match="exists; restore into a run of another name"):
         restore(real_run.kafka, real_run.topics, store, current, again)
+
+
+def test_a_broker_that_acknowledges_without_offsets_is_believed_if_the_partition_ends_where_it_should(
+    real_run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it may where a record was sent twice, because its first acknowledgement was lost."""
+    run = real_run.prepare()
+    run.send(rollout(f"x{n}", member) for n in range(4) for member in range(4))
+    store = open_store(f"memory://{run.name}")
+    with Archiver(run.kafka, run.name, store) as archiver:
+        current = archiver.once().manifest
+    intruders: list[str] = []
+
+    def without_offset(topic: str, partition: int, _offset: int, timestamp_ms: int, stamped: bool) -> Delivery:
+        if intruders and topic.endswith("rollouts"):
+            producer = clients.producer(run.kafka)
+            producer.produce(topic, intruders.pop().encode(), partition=partition)
+            producer.flush(30)
+        return Delivery(topic, partition, None, timestamp_ms, stamped)
+
+    monkeypatch.setattr(sender, "Delivery", without_offset)
+    again = f"{run.name}-again"
+    restore(run.kafka, run.topics, store, current, again)
+    assert of_topics(run, again) == steps_as(of_topics(run, run.name), again)
+    intruders.append("of another process")
+    with pytest.raises(StateRefused, match=r"rollouts\[\d\] ends at \d+, where \d+ was expected"):
+        restore(run.kafka, run.topics, store, current, f"{run.name}-disturbed")
 
 
 @pytest.mark.long

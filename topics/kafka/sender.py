@@ -21,10 +21,20 @@ class Delivery(NamedTuple):
 
     topic: str
     partition: int
-    offset: int
+    known_offset: int | None
+    """None if the broker acknowledged the record without its offset, as it may one that was sent to it twice."""
     timestamp_ms: int
     stamped: bool
     """Whether the timestamp is the broker's append time."""
+
+    @property
+    def offset(self) -> int:
+        """Offset of the record. Raises DeliveryError if it is not known."""
+        if self.known_offset is None:
+            raise DeliveryError(
+                f"{self.topic}[{self.partition}] acknowledged a record without its offset; run this again"
+            )
+        return self.known_offset
 
 
 class SendOptions(TypedDict, total=False):
@@ -131,8 +141,9 @@ class Sender(Closing):
             if on_delivery is not None:
                 kind, timestamp_ms = message.timestamp()
                 stamped = kind == TIMESTAMP_LOG_APPEND_TIME
-                # A delivered message has all of these.
-                on_delivery(Delivery(topic, message.partition(), message.offset(), timestamp_ms, stamped))  # type: ignore[arg-type]
+                taken_by = message.partition()
+                assert taken_by is not None, "a delivered record has a partition"
+                on_delivery(Delivery(topic, taken_by, message.offset(), timestamp_ms, stamped))
 
         self._topics.add(topic)
         more: dict[str, Any] = {}
