@@ -39,8 +39,8 @@ from tests.support.waiting import eventually
 
 SEED = int(os.environ.get("FLOOD_SEED", "1"))
 RECORDS = int(os.environ.get("FLOOD_TOPIC_RECORDS", "5000"))
-MOST_MIB = 600
-"""Most memory of a command; one that reads a run keeps what it shows of it."""
+MOST_MIB = 700
+"""Most memory of a command; one that reads a run keeps what it shows of it, and `archive` the records of its files."""
 JUDGE = "def judge(rollout):\n    return 1.0 - rollout.reward\n"
 COMMANDS = (
     "ledger",
