@@ -17,8 +17,6 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 
 TooLong = Literal["skip", "truncate", "error"]
-_ALIGNMENT = 16
-"""64 bytes, in values of four: XLA's alignment of buffers on a CPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,36 +234,18 @@ def pack(
 
 def padding(rows: int, length: int, *, reference: bool = False) -> PackedBatch:
     """A microbatch without tokens, which adds nothing to any sum."""
-    tokens, positions, segment_ids, *numbers = _zeros(9 if reference else 8, rows, length)
-    loss_mask, loss_weights, advantages, generator_log_probs, temperatures, *references = numbers
-    temperatures.fill(1.0)
+    shape = (rows, length)
     return PackedBatch(
-        tokens=tokens.view(np.int32),
-        positions=positions.view(np.int32),
-        segment_ids=segment_ids.view(np.int32),
-        loss_mask=loss_mask,
-        loss_weights=loss_weights,
-        advantages=advantages,
-        generator_log_probs=generator_log_probs,
-        temperatures=temperatures,
-        reference_log_probs=references[0] if references else None,
+        tokens=np.zeros(shape, np.int32),
+        positions=np.zeros(shape, np.int32),
+        segment_ids=np.zeros(shape, np.int32),
+        loss_mask=np.zeros(shape, np.float32),
+        loss_weights=np.zeros(shape, np.float32),
+        advantages=np.zeros(shape, np.float32),
+        generator_log_probs=np.zeros(shape, np.float32),
+        temperatures=np.ones(shape, np.float32),
+        reference_log_probs=np.zeros(shape, np.float32) if reference else None,
     )
-
-
-def _zeros(count: int, rows: int, length: int) -> list[NDArray[np.float32]]:
-    """Zeros of shape [rows, length], so many times, in one piece of memory.
-
-    The system hands out a large piece in large pages; and JAX on a CPU uses arrays that are aligned as its own where
-    they are, so that nobody may write to them afterwards.
-    """
-    size = _aligned(rows * length)
-    memory = np.zeros(count * size + _ALIGNMENT, np.float32)
-    begin = _aligned(memory.ctypes.data // memory.itemsize) - memory.ctypes.data // memory.itemsize
-    return [memory[at : at + rows * length].reshape(rows, length) for at in range(begin, begin + count * size, size)]
-
-
-def _aligned(position: int) -> int:
-    return -(-position // _ALIGNMENT) * _ALIGNMENT
 
 
 def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> dict[int, int]:

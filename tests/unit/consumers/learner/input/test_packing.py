@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -254,12 +253,6 @@ def test_padding_is_what_a_step_of_no_tokens_would_hold() -> None:
     assert not microbatch.segment_ids.any()
     assert not microbatch.loss_mask.any()
     assert (microbatch.temperatures == 1).all()
-
-
-@pytest.mark.parametrize(("rows", "length"), [(1, 1), (3, 16), (5, 7), (64, 300)])
-def test_a_cpu_uses_the_arrays_where_they_are(rows: int, length: int) -> None:
-    for name, array in padding(rows, length, reference=True).arrays().items():
-        assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data, name
 
 
 def test_reference_log_probs_are_there_only_where_asked_for() -> None:
