@@ -153,7 +153,8 @@ class BatchFetcher(Closing):
         if value is None:
             self._move_to(place, offset)
         while value is None:
-            for record in self._reader.poll(20, 0.02).records:
+            # One at a time: more than it has makes the client wait for them.
+            for record in self._reader.poll(1, 0.02).records:
                 self._keep(record, place, offset)
             value = self._pop_ahead(place, offset)
             if value is None and time.monotonic() > deadline:
