@@ -153,7 +153,7 @@ class BatchFetcher(Closing):
         if value is None:
             self._move_to(place, offset)
         while value is None:
-            # One at a time: more than it has makes the client wait for them.
+            # One at a time: the client waits if it is asked for more records than it has.
             for record in self._reader.poll(1, 0.02).records:
                 self._keep(record, place, offset)
             value = self._pop_ahead(place, offset)

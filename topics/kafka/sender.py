@@ -141,9 +141,9 @@ class Sender(Closing):
             if on_delivery is not None:
                 kind, timestamp_ms = message.timestamp()
                 stamped = kind == TIMESTAMP_LOG_APPEND_TIME
-                taken_by = message.partition()
-                assert taken_by is not None, "a delivered record has a partition"
-                on_delivery(Delivery(topic, taken_by, message.offset(), timestamp_ms, stamped))
+                written_to = message.partition()
+                assert written_to is not None, "a delivered record has a partition"
+                on_delivery(Delivery(topic, written_to, message.offset(), timestamp_ms, stamped))
 
         self._topics.add(topic)
         more: dict[str, Any] = {}
