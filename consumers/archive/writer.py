@@ -30,6 +30,7 @@ from rollstream.consumers.archive.tables import (
     table_of,
 )
 from rollstream.consumers.files.stores import Store, checked
+from rollstream.consumers.freed_memory import FreedMemory
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
@@ -46,6 +47,8 @@ LARGE_BYTES = 128 * 1024 * 1024
 """Largest size of a merged file."""
 MOST_SMALL = 16
 """Number of small files of one table, partition, environment and date at which an archiver merges them."""
+_GROWN_BYTES = 64 * 1024 * 1024
+"""Growth of the process at which the memory of records that are in files is given back."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,7 @@ class ArchiveWriter:
         self.buffered_bytes = 0
         self._entries: dict[TopicPartitionKey, list[ArchivedRecord]] = {}
         self._reached: dict[TopicPartitionKey, int] = {}
+        self._freed = FreedMemory(_GROWN_BYTES)
         self._pool = ThreadPoolExecutor(_THREADS)
         self._writing: tuple[list[Future[ArchivedFile]], dict[TopicPartitionKey, int]] | None = None
 
@@ -147,6 +151,8 @@ class ArchiveWriter:
             changed = replace(self.manifest, topics=topics, files=(*self.manifest.files, *files))
             self.manifest = manifests.commit(self._store, changed)
             self._writing = None
+            if self._freed.give_back():
+                pa.default_memory_pool().release_unused()
         return self.manifest
 
     def _parts(

@@ -30,6 +30,7 @@ from rollstream.topics.catalogue import CATALOGUE, spec_of
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.steering import desired_state
 from tests.faults.test_flood import peak_mib
 from tests.support import planted
@@ -96,14 +97,13 @@ def flood(run: RealRun, topic: str, records: int) -> None:
     """Write hostile records of a seed into partition 0 of a topic."""
     hostile, spec = HostileInput(SEED), spec_of(topic)
     before = topic_admin.bounds(run.kafka, run.topic(topic))[0][1]
-    producer = clients.producer(run.kafka)
-    for number in range(records):
-        key = hostile.key("env", "x")
-        # Compacted topics take no record without a key, and would lose those with equal ones.
-        key = f"{number}".encode() if spec.cleanup == "compact" else key
-        producer.produce(run.topic(topic), hostile.value(spec.values), key, 0)
-        producer.poll(0)
-    assert producer.flush(120) == 0
+    with Sender(clients.producer(run.kafka)) as sender:
+        for number in range(records):
+            key = hostile.key("env", "x")
+            # Compacted topics take no record without a key, and would lose those with equal ones.
+            key = f"{number}".encode() if spec.cleanup == "compact" else key
+            sender.send(run.topic(topic), hostile.value(spec.values), key, partition=0)
+        sender.flush(120)
     assert topic_admin.bounds(run.kafka, run.topic(topic))[0][1] - before == records
 
 

@@ -1,0 +1,38 @@
+"""Memory that was freed between blocks that stay goes back to the system, if the C library is one that keeps it."""
+
+import json
+import platform
+import subprocess
+import sys
+
+from tests.support.paths import ROOT
+
+# A process of its own: what the tests before left in this one would count, too.
+FRAGMENTED = """
+import json
+from rollstream.consumers.freed_memory import FreedMemory, resident_bytes
+
+small, large = FreedMemory(10_000_000), FreedMemory(2**40)
+blocks = [bytes(4_000) for _ in range(50_000)]
+full = resident_bytes()
+# One block in a hundred stays: no heap can shrink at its end.
+blocks = blocks[::100]
+kept = resident_bytes()
+large_did, small_did, after = large.give_back(), small.give_back(), resident_bytes()
+again = small.give_back()
+print(json.dumps([full, kept, after, large_did, small_did, again]))
+"""
+
+
+def test_freed_memory_goes_back_once_the_process_has_grown() -> None:
+    answer = subprocess.run([sys.executable, "-c", FRAGMENTED], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    full, kept, after, large_did, small_did, again = json.loads(answer.stdout)
+    assert not large_did, "it has not grown by a tebibyte"
+    if platform.libc_ver()[0] != "glibc":
+        assert not small_did
+        return
+    assert full - kept < 50_000_000, "the C library keeps what lies between blocks that stay"
+    assert small_did
+    assert kept - after > 150_000_000
+    assert not again, "it has not grown since"
