@@ -77,7 +77,9 @@ def test_bytes_that_trickle_in_do_not_keep_a_request_open() -> None:
         while not ended.done():
             writer.write(b"x")
             await asyncio.wait([ended], timeout=0.02)
-        assert ended.result() == b""
+        # A byte that was sent when the server had closed is answered with a reset, which may overtake the end.
+        if not isinstance(ended.exception(), ConnectionResetError):
+            assert ended.result() == b""
 
     against(ConnectionLimits(head_s=0.3, idle_s=PATIENT_S), client)
 
