@@ -9,7 +9,6 @@ import bz2
 import io
 import json
 import lzma
-import resource
 import subprocess
 import sys
 import zlib
@@ -33,8 +32,9 @@ HEADER = {
     ],
 }
 LIMIT_BYTES = 3 * 1024**3
-READ = """
-import pathlib, sys
+READ = f"""
+import pathlib, resource, sys
+resource.setrlimit(resource.RLIMIT_AS, ({LIMIT_BYTES}, {LIMIT_BYTES}))
 from rollstream.topics.avro_files import ContainerDamage, read_container
 for path in sys.argv[1:]:
     for item in read_container(pathlib.Path(path).read_bytes()):
@@ -103,8 +103,7 @@ def read_in_a_process(*paths: Path) -> list[str]:
         [sys.executable, "-c", READ, *map(str, paths)],
         capture_output=True,
         text=True,
-        timeout=60,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES)),
+        timeout=300,
     )
     assert (ended.returncode, ended.stderr) == (0, "")
     return ended.stdout.splitlines()
