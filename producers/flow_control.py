@@ -262,7 +262,8 @@ class FlowControl:
         self._overtaking.append(self.consumed - consumed_at_start)
 
     def note_delivery(self, partition: int, offset: int, environment: str = "") -> None:
-        """Note that a rollout of a group reserved for an environment is on the log."""
+        """Note that a rollout of a group reserved for an environment is on the log; at an unknown offset, -1, it counts
+        as finished."""
         self._reserved[environment] -= 1
         if offset >= self._progress.position(partition):
             heapq.heappush(self._delivered.setdefault((environment, partition), []), offset)

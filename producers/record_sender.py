@@ -13,7 +13,7 @@ from rollstream.topics import codec
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordTooLarge
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.sender import Delivery, Sender
 
 RECORD_OVERHEAD_BYTES = 1024
 """Room for Kafka's batch header and framing, so that incompressible values still fit."""
@@ -26,6 +26,7 @@ class RolloutDelivery:
     uid: str
     partition: int
     offset: int
+    """-1 if the broker acknowledged the record without its offset, as it may one that was sent to it twice."""
     environment: str = ""
 
 
@@ -85,8 +86,8 @@ class RecordSender:
         timeout_s: float | None,
         delivered: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Queue a record; `delivered` is called with its partition and offset. Raises the errors of the subclasses'
-        methods."""
+        """Queue a record; `delivered` is called with its partition and its offset, -1 if the broker did not tell it.
+        Raises the errors of the subclasses' methods."""
         self._sender.poll()
         value = self._encoded(record)
         size = len(key) + len(value)
@@ -98,5 +99,9 @@ class RecordSender:
             )
 
         limit_s = self.send_timeout_s if timeout_s is None else timeout_s
-        on_delivery = None if delivered is None else lambda delivery: delivered(delivery.partition, delivery.offset)
+
+        def on_delivery(delivery: Delivery) -> None:
+            if delivered is not None:
+                delivered(delivery.partition, -1 if delivery.known_offset is None else delivery.known_offset)
+
         self._sender.send(self.topic, value, key, name=name, timeout_s=limit_s, on_delivery=on_delivery)

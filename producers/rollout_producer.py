@@ -71,7 +71,7 @@ class RolloutProducer(RecordSender):
         begin_ns = time.time_ns()
 
         def delivered(partition: int, offset: int) -> None:
-            if self._trains:
+            if self._trains and offset >= 0:
                 rollout_sent(self.topic, rollout, begin_ns, partition, offset)
             if self._on_delivery:
                 self._on_delivery(RolloutDelivery(rollout.uid, partition, offset, rollout.environment))

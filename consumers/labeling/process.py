@@ -318,25 +318,29 @@ class _Publisher(ExactlyOnce[PartitionOutcomes]):
         """Progress that the newest transaction commits, by partition."""
 
     def _write(self, transaction: Transaction, parts: Sequence[PartitionOutcomes]) -> list[GroupPosition]:
-        ends: dict[int, int] = {}
-
-        def note(delivery: Delivery) -> None:
-            if delivery.topic == self._rollouts:
-                ends[delivery.partition] = max(ends.get(delivery.partition, 0), delivery.offset + 1)
-
+        deliveries: list[Delivery] = []
         for part in parts:
             for labeled in part.labeled:
                 headers = {SOURCE: f"{part.partition}:{labeled.offset}"}
                 topic = topic_name(self._run, labeled.topic)
                 transaction.send(
-                    topic, labeled.value, labeled.key, partition=part.partition, headers=headers, on_delivery=note
+                    topic,
+                    labeled.value,
+                    labeled.key,
+                    partition=part.partition,
+                    headers=headers,
+                    on_delivery=deliveries.append,
                 )
             for key, value in part.cancellations:
                 # Without the source: what is labeled is counted by that header.
-                transaction.send(self._rollouts, value, key, partition=part.partition, on_delivery=note)
+                transaction.send(self._rollouts, value, key, partition=part.partition, on_delivery=deliveries.append)
             for refused in part.refused:
                 self._send_dead_letter(transaction, refused)
         # The offsets of the records belong to the progress.
         self._flush(transaction)
+        ends: dict[int, int] = {}
+        for delivery in deliveries:
+            if delivery.topic == self._rollouts:
+                ends[delivery.partition] = max(ends.get(delivery.partition, 0), transaction.offset_of(delivery) + 1)
         self.written = {p.partition: p.after(self._progress[p.partition], ends.get(p.partition, 0)) for p in parts}
         return [GroupPosition(self._topic, p.partition, p.position, self.written[p.partition].encode()) for p in parts]

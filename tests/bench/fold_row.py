@@ -64,7 +64,9 @@ def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
 
 def fold_with(open_groups: int) -> Fold:
     """A fold in which so many groups are open; the offset of the only member of each is its number."""
-    first = task_state.initial_record(0, 1, "bench", GroupingConfig(capacity_bytes=10**12))
+    # The offset of a record is its time in milliseconds: a million groups stay open for longer than by default.
+    config = GroupingConfig(capacity_bytes=10**12, group_deadline_s=1e6)
+    first = task_state.initial_record(0, 1, "bench", config)
     fold = Fold(task_state.restored_state([replace(first, policy_version=0, watermark_policy_version=0)]))
     for group in range(open_groups):
         fold.apply(record_at(group, group, 0))

@@ -45,6 +45,39 @@ from rollstream.pipeline.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
+UNTOLD = """
+import sys
+from rollstream.topics.kafka import sender
+
+untold = {"batches", "journal", "batch-index"}
+
+class Untold(sender.Delivery):
+    "The acknowledgement of a record, without its offset for the first record of some topics."
+    def __new__(cls, topic, partition, offset, *times):
+        name = topic.rpartition(".")[2]
+        if name in untold:
+            untold.remove(name)
+            offset = None
+        return sender_delivery(topic, partition, offset, *times)
+
+sender_delivery, sender.Delivery = sender.Delivery, Untold
+from rollstream.pipeline.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_transaction_whose_offsets_the_broker_does_not_tell_is_made_again(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    run.send([rollout(f"x{example}", member) for example in range(16) for member in range(4)])
+    process = run.start("group", script=UNTOLD)
+    eventually(lambda: ledger(run.kafka, run.name).batched == 64, 60, "all of it in batches")
+    assert ledger(run.kafka, run.name).problems == []
+    log = run.log_of(process)
+    # Once for a batch and a record of the journal; nothing needs the offset of an index entry.
+    assert log.count('"transaction_retried"') == log.count("without its offset") == 1, log[-3000:]
+    process.terminate()
+    assert process.wait(300) == 0
+
 
 def test_records_that_a_seek_left_behind_are_read(real_run: RealRun) -> None:
     run = real_run.prepare()

@@ -19,7 +19,7 @@ from rollstream.topics.errors import (
     RecordTooLarge,
     TopicError,
 )
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, sender
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key, partition_of
@@ -55,6 +55,22 @@ def make_rollout(number: int = 0, *, length: int = 6, environment: str = "dsort3
         reward=0.25,
         reward_components={"exact": 0.0},
     )
+
+
+def test_an_acknowledgement_without_an_offset_ends_nothing(
+    kafka: KafkaConfig, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_offset(topic: str, partition: int, _offset: int, timestamp_ms: int, stamped: bool) -> sender.Delivery:
+        return delivery(topic, partition, None, timestamp_ms, stamped)
+
+    delivery = sender.Delivery
+    monkeypatch.setattr(sender, "Delivery", without_offset)
+    deliveries: list[RolloutDelivery] = []
+    with RolloutProducer(kafka, run_name, on_delivery=deliveries.append) as producer:
+        for number in range(4):
+            producer.send(make_rollout(number))
+    assert [(delivery.uid, delivery.offset) for delivery in deliveries] == [(f"w.1.{n}", -1) for n in range(4)]
+    assert len(list(read_to_end(kafka, topic_name(run_name, "rollouts")))) == 4
 
 
 def test_rollouts_land_where_their_key_says_and_come_back_equal(kafka: KafkaConfig, run_name: str) -> None:

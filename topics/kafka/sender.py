@@ -16,6 +16,10 @@ _FLUSH_AFTER_ERROR_S = 5.0
 HeadersToSend = Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | None]]
 
 
+class OffsetUnknown(DeliveryError):
+    """The broker acknowledged a record without its offset, which is needed."""
+
+
 class Delivery(NamedTuple):
     """A record that the broker has acknowledged."""
 
@@ -29,9 +33,9 @@ class Delivery(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Offset of the record. Raises DeliveryError if it is not known."""
+        """Offset of the record. Raises OffsetUnknown if the broker did not tell it."""
         if self.known_offset is None:
-            raise DeliveryError(
+            raise OffsetUnknown(
                 f"{self.topic}[{self.partition}] acknowledged a record without its offset; run this again"
             )
         return self.known_offset

@@ -32,28 +32,29 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
         """Offsets in `batches` of the batches of the latest transaction, by id."""
 
     def _write(self, transaction: Transaction, commits: Sequence[TaskCommit]) -> list[GroupPosition]:
-        offsets: dict[tuple[str, object], int] = {}
+        deliveries: dict[tuple[str, str], Delivery] = {}
         for commit in commits:
             effects = commit.effects
             for batch in effects.batches:
                 key = encode_key(batch.batch_id)
-                self._send(transaction, "batches", encode(batch), key, batch.partition, batch.batch_id, offsets)
+                self._send(transaction, "batches", encode(batch), key, batch.partition, batch.batch_id, deliveries)
             for letter in effects.dead_letters:
                 self._send_dead_letter(transaction, self._refused(effects.journal.partition, letter))
             partition = effects.journal.partition
             for record in effects.records:
                 record = replace(record, leader_epoch=commit.leader_epoch)
                 name = f"{partition}-{record.sequence}"
-                self._send(transaction, "journal", encode(record), encode_key(partition), partition, name, offsets)
+                self._send(transaction, "journal", encode(record), encode_key(partition), partition, name, deliveries)
         self._flush(transaction)
         positions = []
-        self.batch_offsets = {str(name): offset for (topic, name), offset in offsets.items() if topic == "batches"}
+        offsets = {place: transaction.offset_of(delivery) for place, delivery in deliveries.items()}
+        self.batch_offsets = {name: offset for (topic, name), offset in offsets.items() if topic == "batches"}
         for commit in commits:
             journal = commit.effects.journal
             for batch in commit.effects.batches:
                 entry = BatchIndexEntry.of(batch, offsets["batches", batch.batch_id])
                 key = encode_key(batch.batch_id)
-                self._send(transaction, "batch-index", encode(entry), key, 0, batch.batch_id, offsets)
+                self._send(transaction, "batch-index", encode(entry), key, 0, batch.batch_id, deliveries)
             # The metadata of the last record counts; the list is never empty.
             [*_, metadata] = [
                 commit.journal.add_written(offsets["journal", f"{record.partition}-{record.sequence}"], record)
@@ -77,8 +78,8 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
         value: bytes,
         key: bytes,
         partition: int,
-        name: object,
-        offsets: dict[tuple[str, object], int],
+        name: str,
+        deliveries: dict[tuple[str, str], Delivery],
     ) -> None:
         if len(value) > self._kafka.max_record_bytes:
             raise RecordTooLarge(
@@ -87,7 +88,7 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
             )
 
         def delivered(delivery: Delivery) -> None:
-            offsets[topic, name] = delivery.offset
+            deliveries[topic, name] = delivery
 
         headers = {WRITER: self._id} if topic == "journal" else None
         transaction.send(

@@ -109,6 +109,14 @@ def test_a_delivery_that_grouping_read_before_its_report_counts_once() -> None:
     assert flow.mine_unseen == 0
 
 
+def test_a_delivery_at_an_unknown_offset_is_not_waited_for() -> None:
+    flow = FlowControl(CONFIG)
+    flow.start_group()
+    for offset in (-1, 7, -1, 8):
+        flow.note_delivery(0, offset)
+    assert flow.mine_unseen == 2
+
+
 def test_unread_rollouts_of_an_earlier_incarnation_count_as_mine() -> None:
     flow = FlowControl(CONFIG, baseline={0: 20, 1: 5})
     assert not flow.start_group()
