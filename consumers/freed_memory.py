@@ -1,24 +1,23 @@
 """FreedMemory: gives the system back the memory that the C library keeps after it was freed.
 
-glibc keeps what was freed between blocks that are still in use. A process that reads records of many sizes, one piece
-after the other, so grows with all that it has read, although it holds one piece at a time.
+glibc keeps memory that was freed between blocks that are still in use. Therefore a process that reads records of many
+sizes, one piece after the other, grows with all that it has read, although it holds one piece at a time.
 """
 
 import ctypes
 import os
-import sys
 
 _STATM = "/proc/self/statm"
 
 
 class FreedMemory:
-    """The memory of this process that was freed; with other C libraries than glibc, nothing is given back."""
+    """The memory of this process that was freed. Without glibc or /proc, nothing is given back."""
 
     def __init__(self, grown_bytes: int) -> None:
-        """`grown_bytes` is by how much the process grows before memory is given back: each time costs some page faults
-        later, and the more memory, the more of them."""
+        """Give memory back each time the process has grown by `grown_bytes`: memory that is used again costs page
+        faults."""
         self._grown_bytes = grown_bytes
-        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
+        self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.path.exists(_STATM) else None
         self._least_bytes = resident_bytes() if self._trim else 0
 
     def give_back(self) -> bool:
@@ -31,6 +30,6 @@ class FreedMemory:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of physical memory that this process has; on Linux only."""
+    """Return the bytes of physical memory that this process has. Raises OSError without /proc."""
     with open(_STATM, encoding="ascii") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -16,10 +16,6 @@ _FLUSH_AFTER_ERROR_S = 5.0
 HeadersToSend = Mapping[str, str | bytes | None] | Sequence[tuple[str, str | bytes | None]]
 
 
-class OffsetUnknown(DeliveryError):
-    """The broker acknowledged a record without its offset, which is needed."""
-
-
 class Delivery(NamedTuple):
     """A record that the broker has acknowledged."""
 
@@ -33,9 +29,9 @@ class Delivery(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """Offset of the record. Raises OffsetUnknown if the broker did not tell it."""
+        """Offset of the record. Raises DeliveryError if it is not known."""
         if self.known_offset is None:
-            raise OffsetUnknown(
+            raise DeliveryError(
                 f"{self.topic}[{self.partition}] acknowledged a record without its offset; run this again"
             )
         return self.known_offset

@@ -20,7 +20,7 @@ from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.client_errors import refusal
 from rollstream.topics.kafka.named_producer import user_of
 from rollstream.topics.kafka.records import GroupPosition
-from rollstream.topics.kafka.sender import Delivery, OffsetUnknown, Sender, SendFailed, SendOptions
+from rollstream.topics.kafka.sender import Delivery, Sender, SendFailed, SendOptions
 from rollstream.topics.kafka.transaction_errors import Decision, decide
 from rollstream.topics.logs import event
 
@@ -81,8 +81,12 @@ class Transaction:
 
     def offset_of(self, delivery: Delivery) -> int:
         """Return the offset of an acknowledged record. Raises TransactionFailed if the broker did not tell it."""
-        with self._failing("send"):
+        try:
             return delivery.offset
+        except DeliveryError as unknown:
+            # Brokers answer so to a record that was sent twice; the transaction may be made again.
+            error = KafkaError(KafkaError.DUPLICATE_SEQUENCE_NUMBER, str(unknown))
+            raise TransactionFailed("send", error, self._producer.transactional_id) from unknown
 
     def send_offsets(self, positions: Iterable[GroupPosition], group_metadata: object) -> None:
         """Commit a group's positions with the records; `group_metadata` belongs to a reader or to a group member.
@@ -135,12 +139,8 @@ class TransactionalProducer:
             if failure.error.code() in _PURGED:
                 refused = self._refusal_of_purge(sorted({purged.topic for purged in failed.failures}))
             raise TransactionFailed(call, failure.error, self.transactional_id, refused) from failed
-        except OffsetUnknown as unknown:
-            # Brokers answer so to a record that was sent twice; a transaction that needs its offset begins again.
-            error = KafkaError(KafkaError.DUPLICATE_SEQUENCE_NUMBER, str(unknown))
-            raise TransactionFailed(call, error, self.transactional_id) from unknown
         except KafkaException as exception:
-            error = exception.args[0]
+            error: KafkaError = exception.args[0]
             refused = refusal(error, user_of(self.client))
             raise TransactionFailed(call, error, self.transactional_id, refused) from exception
         except SystemError as lost:
