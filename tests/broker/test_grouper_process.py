@@ -11,6 +11,7 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.records import Metrics
 from tests.support.runs import RealRun, rollout
+from tests.support.untold_offsets import without_first_offsets
 from tests.support.waiting import eventually
 
 CLOCK = """
@@ -45,31 +46,11 @@ from rollstream.pipeline.cli import main
 sys.exit(main(sys.argv[1:]))
 """
 
-UNTOLD = """
-import sys
-from rollstream.topics.kafka import sender
-
-untold = {"batches", "journal", "batch-index"}
-
-class Untold(sender.Delivery):
-    "The acknowledgement of a record, without its offset for the first record of some topics."
-    def __new__(cls, topic, partition, offset, *times):
-        name = topic.rpartition(".")[2]
-        if name in untold:
-            untold.remove(name)
-            offset = None
-        return sender_delivery(topic, partition, offset, *times)
-
-sender_delivery, sender.Delivery = sender.Delivery, Untold
-from rollstream.pipeline.cli import main
-sys.exit(main(sys.argv[1:]))
-"""
-
 
 def test_a_transaction_whose_offsets_the_broker_does_not_tell_is_made_again(real_run: RealRun) -> None:
     run = real_run.prepare()
     run.send([rollout(f"x{example}", member) for example in range(16) for member in range(4)])
-    process = run.start("group", script=UNTOLD)
+    process = run.start("group", script=without_first_offsets("batches", "journal", "batch-index"))
     eventually(lambda: ledger(run.kafka, run.name).batched == 64, 60, "all of it in batches")
     assert ledger(run.kafka, run.name).problems == []
     log = run.log_of(process)

@@ -27,6 +27,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch, Turn
 from tests.support.producing import SortingGenerator, serving, serving_http
 from tests.support.runs import RealRun, rollout
+from tests.support.untold_offsets import without_first_offsets
 from tests.support.waiting import eventually
 
 GROUPS = 12
@@ -83,6 +84,18 @@ def send_unlabelled(run: RealRun) -> None:
         for example in range(GROUPS):
             for member in range(4):
                 producer.send(asked(example, member))
+
+
+def test_labels_whose_offsets_the_broker_does_not_tell_are_written_again_and_count_once(
+    real_run: RealRun, judge: tuple[str, JudgeServer]
+) -> None:
+    run, (url, _server) = real_run.prepare(), judge
+    send_unlabelled(run)
+    process = run.start("label", "judge", script=without_first_offsets("rollouts"), labeling__judge__url=url)
+    eventually(lambda: len(rewarded(run)) == 4 * GROUPS - 4, 90, "every rollout that can be judged is labeled")
+    assert len({r.uid for r in rewarded(run)}) == 4 * GROUPS - 4
+    log = run.log_of(process)
+    assert log.count('"transaction_retried"') == log.count("without its offset") == 1, log[-3000:]
 
 
 def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels_what_it_cannot_judge(
