@@ -18,7 +18,7 @@ from rollstream.consumers.weights.shards import Offer, Plan, Shard
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, DeliveryError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.keys import encode_key
@@ -26,6 +26,7 @@ from rollstream.topics.params_digest import TensorDigest, described, tensor_dige
 from rollstream.topics.records import Chunk, Tensor
 
 _RECORD_OVERHEAD_BYTES = 1024
+_ATTEMPTS = 3
 _QUEUE_BYTES = 16 * 1024 * 1024
 """Copies of chunks on their way to the broker, which are in memory beside the versions, unless chunks are large."""
 
@@ -98,11 +99,21 @@ class ShardWriter(Closing):
         codec = ZSTD if pays(content.views) else ""
         places: dict[int, tuple[int, int]] = {}
         sizes: dict[int, tuple[int, int]] = {}
-        for index, piece in enumerate(split(content.views, self._config.chunk_bytes), first):
-            stored = compress(piece) if codec else piece
-            sizes[index] = len(stored), len(piece)
-            self._send(encode_key(version, epoch, index), stored, index % self._partitions, places, index)
-        self.flush()
+        # A broker that received a chunk twice may acknowledge it without its offset: the key gets one more record.
+        for _attempt in range(_ATTEMPTS):
+            for index, piece in enumerate(split(content.views, self._config.chunk_bytes), first):
+                if index not in places:
+                    stored = compress(piece) if codec else piece
+                    sizes[index] = len(stored), len(piece)
+                    self._send(encode_key(version, epoch, index), stored, index % self._partitions, places, index)
+            self.flush()
+            if len(places) == len(sizes):
+                break
+        else:
+            raise DeliveryError(
+                f"{self._topic}: the broker acknowledged {len(sizes) - len(places)} chunks of version {version} "
+                f"without their offsets, {_ATTEMPTS} times; start the learner again, it publishes the version anew"
+            )
         return tuple(
             Chunk(
                 index=index,
@@ -137,8 +148,8 @@ class ShardWriter(Closing):
         index: int = 0,
     ) -> None:
         def delivered(delivery: Delivery) -> None:
-            if places is not None:
-                places[index] = delivery.partition, delivery.offset
+            if places is not None and delivery.known_offset is not None:
+                places[index] = delivery.partition, delivery.known_offset
 
         name = f"chunk {key.decode()}"
         self._sender.send(self._topic, value, key, partition=partition, name=name, on_delivery=delivered)

@@ -18,8 +18,15 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.layout import full_content, split
 from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
 from rollstream.topics.codec import encode
-from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, Fenced, StateRefused, TopicError
-from rollstream.topics.kafka import clients, provisioning, topic_admin
+from rollstream.topics.errors import (
+    ConfigurationError,
+    DeadlineExceeded,
+    DeliveryError,
+    Fenced,
+    StateRefused,
+    TopicError,
+)
+from rollstream.topics.kafka import clients, provisioning, sender, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.params_digest import digest_as, params_digest, tensor_digests, whole_digest
@@ -116,6 +123,42 @@ def test_a_reader_during_publication_never_sees_a_torn_version(run: RealRun, log
                 thread.join()
     assert torn == []
     assert all(versions == sorted(set(versions)) for versions in seen)
+
+
+@pytest.mark.parametrize("untold", [1, 3])
+def test_a_chunk_whose_offset_the_broker_does_not_tell_is_sent_again(
+    run: RealRun, log: StepLog, monkeypatch: pytest.MonkeyPatch, untold: int
+) -> None:
+    left = untold
+
+    def without_first_offsets(
+        topic: str, partition: int, offset: int | None, timestamp_ms: int, stamped: bool
+    ) -> sender.Delivery:
+        nonlocal left
+        if topic == run.topic("weights") and left:
+            offset, left = None, left - 1
+        return delivery(topic, partition, offset, timestamp_ms, stamped)
+
+    delivery = sender.Delivery
+    monkeypatch.setattr(sender, "Delivery", without_first_offsets)
+    manifest = publish(publisher(run), log, 0)
+    written = [message.key for message in read_to_end(run.kafka, run.topic("weights"))]
+    assert len(written) == len(manifest.chunks) + untold, "each of them once more"
+    with WeightsFollower(run.kafka, run.name) as follower:
+        assert params_digest(follower.wait_for(0, 300)[1]) == params_digest(arrays(0))
+
+
+def test_a_broker_that_never_tells_the_offsets_of_chunks_is_one_error(
+    run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def without_offset(topic: str, partition: int, _offset: int, timestamp_ms: int, stamped: bool) -> sender.Delivery:
+        return delivery(topic, partition, None, timestamp_ms, stamped)
+
+    source = publisher(run)
+    delivery = sender.Delivery
+    monkeypatch.setattr(sender, "Delivery", without_offset)
+    with pytest.raises(DeliveryError, match=r"acknowledged \d+ chunks of version 0 without their offsets, 3 times"):
+        source.stage(0, arrays(0))
 
 
 def test_chunks_without_a_manifest_show_nowhere_and_are_tombstoned_at_the_next_start(
