@@ -27,6 +27,8 @@ UNIT = $(BIN)/python -m pytest tests/unit -n 2 $(BY_FILE)
 REAL = $(BIN)/python -m pytest tests --ignore=tests/unit --ignore=tests/engines --ignore=tests/bench -n 3 $(BY_FILE)
 ENGINES = $(BIN)/python -m pytest tests/engines
 export FAILED_TESTS = $(abspath $(FAILED))
+# Tests start processes by the thousand. Without bytecode each compiles its modules again, in one to two seconds of CPU time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench kills lint format lock clean
