@@ -66,8 +66,8 @@ class Stage:
         except KafkaException as error:
             self.notes.append(decide(error.args[0]).name)
 
-    def look(self) -> None:
-        """Note what readers see, and the position of the group."""
+    def look(self, position_s: float = 60.0) -> None:
+        """Note what readers see, and the position of the group, or that it is pending for `position_s`."""
         for isolation in ("read_committed", "read_uncommitted"):
             records = read_to_end(self.kafka, self.topic, isolation=isolation)
             self.notes.append(sorted((record.partition, record.offset, record.value) for record in records))
@@ -75,7 +75,7 @@ class Stage:
             self.notes.append(reader.bounds(self.topic, [0, 1]))
         with closing(clients.reader(self.kafka, group=self.group)) as consumer:
             try:
-                [place] = consumer.committed([TopicPartition(self.topic, 0)], 1.0)
+                [place] = consumer.committed([TopicPartition(self.topic, 0)], position_s)
                 self.notes.append(max(place.offset, -1))
             except KafkaException:
                 self.notes.append("pending")
@@ -147,7 +147,7 @@ def commits(stage: Stage) -> None:
     stage.write(producer, b"a", b"b")
     stage.write(producer, b"c", partition=1)
     stage.send_offset(producer, 7, stage.outsider())
-    stage.look()
+    stage.look(position_s=1.0)
     stage.attempt(lambda: producer.commit_transaction(60))
     stage.settle()
     stage.look()
