@@ -56,7 +56,8 @@ class VersionSource(Closing):
 
         Raises TopicError or BrokerUnavailable.
         """
-        policies = topic_name(run, "policies")
+        policies = self._place = topic_name(run, "policies"), 0
+        self._caught_up = False
         config = config or WeightsConfig()
         self._fetch_timeout_s = config.fetch_timeout_s
         self._skipped = skipped or SkippedRecords("weights-follower")
@@ -68,7 +69,7 @@ class VersionSource(Closing):
         """Versions that do not match their manifests: what builds on them is skipped, up to the next full one."""
         self._held: tuple[int, dict[str, NDArray[Any]]] = (-1, {})
         with ExitStack() as stack:
-            self._policies = stack.enter_context(TopicFollower(kafka, {(policies, 0): BEGINNING}))
+            self._policies = stack.enter_context(TopicFollower(kafka, {policies: BEGINNING}))
             self._fetcher = stack.enter_context(ChunkFetcher(kafka, run, files_at_once=config.files_at_once))
             self._stack = stack.pop_all()
 
@@ -79,9 +80,13 @@ class VersionSource(Closing):
     def poll(self, wait_s: float = 0.05) -> WholeVersion | None:
         """Return a version newer than all returned before, if one can be fetched now; waits for a manifest that long.
 
-        A fetch has no time limit while its chunks arrive. Raises TopicError or BrokerUnavailable.
+        The first is the newest of those on the log by then. A fetch has no time limit while its chunks arrive. Raises
+        TopicError or BrokerUnavailable.
         """
         self._add_candidates(self._policies.poll(500, wait_s))
+        self._caught_up = self._caught_up or self._place in self._policies.ends
+        if not self._caught_up:
+            return None  # Manifests may arrive one by one, and versions before the newest would be fetched for nothing.
         candidate = self._candidates.next(time.monotonic())
         return None if candidate is None else self._fetch(candidate)
 

@@ -27,7 +27,9 @@ from rollstream.topics.errors import (
     TopicError,
 )
 from rollstream.topics.kafka import clients, provisioning, sender, topic_admin
+from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.params_digest import digest_as, params_digest, tensor_digests, whole_digest
 from rollstream.topics.records import Chunk, PolicyManifest
@@ -88,6 +90,23 @@ def test_a_follower_that_joins_late_gets_the_newest_version_at_once(run: RealRun
         assert follower.manifest.step == 4
         assert follower.get_state(4) is None
         assert follower.get_state(3) is not None
+
+
+def test_a_follower_whose_manifests_arrive_one_by_one_begins_with_the_newest(
+    run: RealRun, log: StepLog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(follower: TopicFollower, _most: int, wait_s: float) -> list[KafkaRecord]:
+        return poll(follower, 1, wait_s)
+
+    source = publisher(run, WeightsConfig(chunk_bytes=1000, keep_versions=5))
+    for step in range(5):
+        publish(source, log, step)
+    poll = TopicFollower.poll
+    monkeypatch.setattr(TopicFollower, "poll", one)
+    with WeightsFollower(run.kafka, run.name) as follower:
+        assert follower.wait_for(0, 300)[0] == 4
+        publish(source, log, 5)
+        assert follower.wait_for(5, 300)[0] == 5
 
 
 def test_a_reader_during_publication_never_sees_a_torn_version(run: RealRun, log: StepLog) -> None:
