@@ -81,46 +81,61 @@ sequence_length = 64
 threads = 1
 max_steps = 100000
 model = { num_hidden_layers = 1 }
+# A policy that has learned the game gives equal replies, whose groups are dropped as fast as workers play them.
+optimizer = { learning_rate = 1e-6, final_learning_rate = 1e-6 }
 """
 
 
+class CommandedRun(SteeredRun):
+    """A run whose rollouts are counted while it goes on."""
+
+    def __init__(self, broker: str, name: str, directory: Path, recipe: Path) -> None:
+        super().__init__(broker, name, directory, recipe, {})
+        self._played: Counter[str] = Counter()
+        self._next: dict[int, int] = {}
+
+    def played(self) -> Counter[str]:
+        """Rollouts on the log, by environment."""
+        for message in read_to_end(self.kafka, topic_name(self.name, "rollouts"), start=self._next):
+            self._next[message.partition] = message.offset + 1
+            record = decode(message.value) if message.value else None
+            if isinstance(record, Rollout):
+                self._played[record.environment] += 1
+        return self._played.copy()
+
+
 @pytest.fixture
-def commanded(broker: str, run_name: str, tmp_path: Path) -> Iterator[SteeredRun]:
+def commanded(broker: str, run_name: str, tmp_path: Path) -> Iterator[CommandedRun]:
     (tmp_path / "game.py").write_text(GAME)
     (tmp_path / "run.toml").write_text(RECIPE)
-    run = SteeredRun(broker, run_name, tmp_path, tmp_path / "run.toml", {})
+    run = CommandedRun(broker, run_name, tmp_path, tmp_path / "run.toml")
     try:
         yield run
     finally:
         run.close()
 
 
-def records(run: SteeredRun, topic: str) -> list[object]:
+def records(run: CommandedRun, topic: str) -> list[object]:
     return [decode(message.value) for message in read_to_end(run.kafka, topic_name(run.name, topic)) if message.value]
 
 
-def played(run: SteeredRun) -> Counter[str]:
-    """Rollouts on the log, by environment."""
-    return Counter(record.environment for record in records(run, "rollouts") if isinstance(record, Rollout))
+def await_played(run: CommandedRun, environment: str, more: int = 24) -> None:
+    before = run.played()[environment]
+    eventually(lambda: run.played()[environment] >= before + more, 300, f"rollouts of {environment}", every_s=0.3)
 
 
-def await_played(run: SteeredRun, environment: str, more: int = 24) -> None:
-    before = played(run)[environment]
-    eventually(lambda: played(run)[environment] >= before + more, 300, f"rollouts of {environment}", every_s=0.3)
-
-
-def await_paused(run: SteeredRun) -> None:
+def await_paused(run: CommandedRun) -> None:
     """Groups that had begun are finished, and nothing follows them."""
 
     def nothing_comes() -> bool:
-        before = played(run)
+        before = run.played()
         await_played(run, "plain")
-        return played(run)["other"] == before["other"]
+        return run.played()["other"] == before["other"]
 
     eventually(nothing_comes, 300, "no further rollouts of the paused environment")
-    before = played(run)["other"]
+    before = run.played()["other"]
     run.await_steps(2)
-    assert played(run)["other"] == before
+    assert run.played()["other"] == before
 
 
 # ---------------------------------------------------------------------- commands: each gives one, and returns its proof
@@ -129,7 +144,7 @@ Proof = Callable[[], None]
 Strike = Callable[[], None]
 
 
-def scale(run: SteeredRun, strike: Strike) -> Proof:
+def scale(run: CommandedRun, strike: Strike) -> Proof:
     run.say("scale", "env=2", "group=2", "infer=2", "gateway=2", "eval=2")
     strike()
 
@@ -141,36 +156,36 @@ def scale(run: SteeredRun, strike: Strike) -> Proof:
     return there
 
 
-def pause(run: SteeredRun, strike: Strike) -> Proof:
+def pause(run: CommandedRun, strike: Strike) -> Proof:
     await_played(run, "other", 1)
     run.say("environment", "pause", "other", "--reason", "its verifier hangs")
     strike()
     return lambda: await_paused(run)
 
 
-def resume(run: SteeredRun, strike: Strike) -> Proof:
+def resume(run: CommandedRun, strike: Strike) -> Proof:
     pause(run, lambda: None)()
     run.say("environment", "resume", "other")
     strike()
     return lambda: await_played(run, "other")
 
 
-def weigh(run: SteeredRun, strike: Strike) -> Proof:
+def weigh(run: CommandedRun, strike: Strike) -> Proof:
     run.say("environment", "weigh", "other=60")
     strike()
 
     def mostly_other() -> None:
         def there() -> bool:
-            before = played(run)
+            before = run.played()
             await_played(run, "other", 120)
-            return played(run)["plain"] - before["plain"] <= 24
+            return run.played()["plain"] - before["plain"] <= 24
 
         eventually(there, 300, "six rollouts of the other environment for one of this")
 
     return mostly_other
 
 
-def stop_at_step(run: SteeredRun, strike: Strike) -> Proof:
+def stop_at_step(run: CommandedRun, strike: Strike) -> Proof:
     last = run.top()["step"] + 30  # Far enough for the request to come before the step.
     run.say("stop", "--at-step", str(last))
     strike()
@@ -183,7 +198,7 @@ def stop_at_step(run: SteeredRun, strike: Strike) -> Proof:
     return ended
 
 
-def drain(run: SteeredRun, strike: Strike) -> Proof:
+def drain(run: CommandedRun, strike: Strike) -> Proof:
     run.say("stop", "--drain")
     strike()
 
@@ -201,7 +216,7 @@ def drain(run: SteeredRun, strike: Strike) -> Proof:
     return ended
 
 
-def evaluate(run: SteeredRun, strike: Strike) -> Proof:
+def evaluate(run: CommandedRun, strike: Strike) -> Proof:
     version = json.loads(run.say("evaluate", "--json"))["evaluate_version"]
     assert version > 0
     strike()
@@ -216,7 +231,7 @@ def evaluate(run: SteeredRun, strike: Strike) -> Proof:
     return proven
 
 
-def roll_back(run: SteeredRun, strike: Strike) -> Proof:
+def roll_back(run: CommandedRun, strike: Strike) -> Proof:
     before = json.loads(run.say("weights", "ls", "--json"))
     source = before[-2]["version"]
     run.say("weights", "rollback", str(source), "--reason", "reward hacking", "--take-over")
@@ -243,7 +258,7 @@ def roll_back(run: SteeredRun, strike: Strike) -> Proof:
     return rolled_back
 
 
-def exclude(run: SteeredRun, strike: Strike) -> Proof:
+def exclude(run: CommandedRun, strike: Strike) -> Proof:
     await_played(run, "other", 1)
     # Else workers would go on to play what is dropped at once, which nothing slows down.
     run.say("environment", "pause", "other", "--reason", "it is excluded")
@@ -306,7 +321,7 @@ AT_ONCE = (stop_at_step, OVERSEER)
     ],
 )
 def test_a_command_holds_over_a_kill_at_its_moment(
-    commanded: SteeredRun, command: Callable[[SteeredRun, Strike], Proof], victim: str
+    commanded: CommandedRun, command: Callable[[CommandedRun, Strike], Proof], victim: str
 ) -> None:
     run = commanded
     if command is scale:
