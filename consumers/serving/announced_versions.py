@@ -19,19 +19,24 @@ class VersionAnnouncer:
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         """Raises TopicError or BrokerUnavailable."""
-        self._policies = TopicFollower(kafka, {(topic_name(run, "policies"), 0): BEGINNING})
+        self._place = topic_name(run, "policies"), 0
+        self._policies = TopicFollower(kafka, {self._place: BEGINNING})
+        self._newest = -1
         self._skipped = SkippedRecords("serve-weights")
 
     async def poll(self, versions: ServedVersions, wait_s: float) -> int | None:
-        """Announce the newest version of those that appeared; return it, or None if none appeared for `wait_s`."""
+        """Announce the newest version, if it is none that was announced; return it, or None after `wait_s`.
+
+        The first is the newest of those on the log by then: the weights of those before may be gone.
+        """
         records = await asyncio.to_thread(self._policies.poll, _RECORDS, wait_s)
         manifests = [manifest for _record, manifest in self._skipped.records(PolicyManifest, records)]
         known = -1 if versions.newest is None else versions.newest.version
-        newest = max((m.version for m in manifests if m.kind != "external"), default=-1)
-        if newest <= known:
+        self._newest = max([self._newest, *(m.version for m in manifests if m.kind != "external")])
+        if self._newest <= known or self._place not in self._policies.caught_up:
             return None
-        await versions.announce(ServedCheckpoint(newest, Path()))
-        return newest
+        await versions.announce(ServedCheckpoint(self._newest, Path()))
+        return self._newest
 
     def close(self) -> None:
         """Close the consumer."""

@@ -57,7 +57,6 @@ class VersionSource(Closing):
         Raises TopicError or BrokerUnavailable.
         """
         policies = self._place = topic_name(run, "policies"), 0
-        self._caught_up = False
         config = config or WeightsConfig()
         self._fetch_timeout_s = config.fetch_timeout_s
         self._skipped = skipped or SkippedRecords("weights-follower")
@@ -84,8 +83,7 @@ class VersionSource(Closing):
         TopicError or BrokerUnavailable.
         """
         self._add_candidates(self._policies.poll(500, wait_s))
-        self._caught_up = self._caught_up or self._place in self._policies.ends
-        if not self._caught_up:
+        if self._place not in self._policies.caught_up:
             return None  # Manifests may arrive one by one, and versions before the newest would be fetched for nothing.
         candidate = self._candidates.next(time.monotonic())
         return None if candidate is None else self._fetch(candidate)

@@ -1,5 +1,6 @@
 """The role serve-weights on a real broker: engines get each version whole, and one that fails holds up no other."""
 
+import asyncio
 import contextlib
 import json
 import signal
@@ -12,9 +13,13 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from rollstream.consumers.serving.announced_versions import VersionAnnouncer
+from rollstream.consumers.serving.served_versions import ServedVersions
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.codec import encode
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics
 from tests.support.producing import serving_http
@@ -112,6 +117,32 @@ def test_a_version_that_is_not_whole_on_the_log_reaches_no_engine(run: RealRun, 
         assert [line["version"] for line in passed_over] == [1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0
+
+
+def test_the_first_version_announced_to_engines_that_fetch_it_themselves_is_the_newest(
+    run: RealRun, trainer: StepWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one(follower: TopicFollower, _most: int, wait_s: float) -> list[KafkaRecord]:
+        return poll(follower, 1, wait_s)
+
+    async def announced(number: int) -> list[int]:
+        versions, numbers = ServedVersions(keep_versions=2), list[int]()
+        async with asyncio.timeout(300):
+            while len(numbers) < number:
+                version = await announcer.poll(versions, 0.1)
+                if version is not None:
+                    assert versions.newest is not None
+                    assert versions.newest.version == version
+                    numbers.append(version)
+                    trainer.publish_version(parameters(version + 1))
+        return numbers
+
+    for version in range(3):
+        trainer.publish_version(parameters(version))
+    poll = TopicFollower.poll
+    monkeypatch.setattr(TopicFollower, "poll", one)
+    with contextlib.closing(VersionAnnouncer(run.kafka, run.name)) as announcer:
+        assert asyncio.run(announced(3)) == [2, 3, 4]
 
 
 OWN_ENGINE = '''

@@ -42,6 +42,8 @@ class TopicFollower(Closing):
         """
         self.ends: dict[Place, int] = {}
         """End of each partition that is read to its end; transaction markers count."""
+        self.caught_up: set[Place] = set()
+        """Partitions that were read to their end at least once."""
         self._kafka = kafka
         with ExitStack() as stack:
             self._reader = stack.enter_context(Reader(kafka, doing="following", **overrides))
@@ -86,6 +88,7 @@ class TopicFollower(Closing):
         for place, end in ends.items():
             if self._reader.positions[place] <= end:
                 self.ends[place] = end
+                self.caught_up.add(place)
         return apart + records
 
     def _approached(self, most: int) -> list[KafkaRecord]:
