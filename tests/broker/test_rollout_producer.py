@@ -19,12 +19,13 @@ from rollstream.topics.errors import (
     RecordTooLarge,
     TopicError,
 )
-from rollstream.topics.kafka import clients, sender
+from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import GroupCancelled, Rollout, SamplingParams, same
 from rollstream.topics.validation import cancellation_problems
+from tests.support.untold_offsets import tell_no_offsets
 from tests.support.waiting import eventually
 
 PARTITIONS = 2
@@ -60,11 +61,7 @@ def make_rollout(number: int = 0, *, length: int = 6, environment: str = "dsort3
 def test_an_acknowledgement_without_an_offset_ends_nothing(
     kafka: KafkaConfig, run_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_offset(topic: str, partition: int, _offset: int, timestamp_ms: int, stamped: bool) -> sender.Delivery:
-        return delivery(topic, partition, None, timestamp_ms, stamped)
-
-    delivery = sender.Delivery
-    monkeypatch.setattr(sender, "Delivery", without_offset)
+    tell_no_offsets(monkeypatch, topic_name(run_name, "rollouts"))
     deliveries: list[RolloutDelivery] = []
     with RolloutProducer(kafka, run_name, on_delivery=deliveries.append) as producer:
         for number in range(4):

@@ -18,10 +18,9 @@ from rollstream.consumers.serving.served_versions import ServedVersions
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.codec import encode
-from rollstream.topics.kafka.follower import TopicFollower
-from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics
+from tests.support.one_by_one import poll_one_by_one
 from tests.support.producing import serving_http
 from tests.support.runs import RealRun
 from tests.support.serving_engines import (
@@ -122,9 +121,6 @@ def test_a_version_that_is_not_whole_on_the_log_reaches_no_engine(run: RealRun, 
 def test_the_first_version_announced_to_engines_that_fetch_it_themselves_is_the_newest(
     run: RealRun, trainer: StepWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one(follower: TopicFollower, _most: int, wait_s: float) -> list[KafkaRecord]:
-        return poll(follower, 1, wait_s)
-
     async def announced(number: int) -> list[int]:
         versions, numbers = ServedVersions(keep_versions=2), list[int]()
         async with asyncio.timeout(300):
@@ -139,8 +135,7 @@ def test_the_first_version_announced_to_engines_that_fetch_it_themselves_is_the_
 
     for version in range(3):
         trainer.publish_version(parameters(version))
-    poll = TopicFollower.poll
-    monkeypatch.setattr(TopicFollower, "poll", one)
+    poll_one_by_one(monkeypatch)
     with contextlib.closing(VersionAnnouncer(run.kafka, run.name)) as announcer:
         assert asyncio.run(announced(3)) == [2, 3, 4]
 

@@ -26,15 +26,15 @@ from rollstream.topics.errors import (
     StateRefused,
     TopicError,
 )
-from rollstream.topics.kafka import clients, provisioning, sender, topic_admin
-from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.params_digest import digest_as, params_digest, tensor_digests, whole_digest
 from rollstream.topics.records import Chunk, PolicyManifest
+from tests.support.one_by_one import poll_one_by_one
 from tests.support.runs import RealRun
 from tests.support.topic_settings import change_settings
+from tests.support.untold_offsets import tell_no_offsets
 from tests.support.waiting import eventually
 
 # Small chunks over two partitions: a version is a dozen records.
@@ -95,14 +95,10 @@ def test_a_follower_that_joins_late_gets_the_newest_version_at_once(run: RealRun
 def test_a_follower_whose_manifests_arrive_one_by_one_begins_with_the_newest(
     run: RealRun, log: StepLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def one(follower: TopicFollower, _most: int, wait_s: float) -> list[KafkaRecord]:
-        return poll(follower, 1, wait_s)
-
     source = publisher(run, WeightsConfig(chunk_bytes=1000, keep_versions=5))
     for step in range(5):
         publish(source, log, step)
-    poll = TopicFollower.poll
-    monkeypatch.setattr(TopicFollower, "poll", one)
+    poll_one_by_one(monkeypatch)
     with WeightsFollower(run.kafka, run.name) as follower:
         assert follower.wait_for(0, 300)[0] == 4
         publish(source, log, 5)
@@ -148,18 +144,7 @@ def test_a_reader_during_publication_never_sees_a_torn_version(run: RealRun, log
 def test_a_chunk_whose_offset_the_broker_does_not_tell_is_sent_again(
     run: RealRun, log: StepLog, monkeypatch: pytest.MonkeyPatch, untold: int
 ) -> None:
-    left = untold
-
-    def without_first_offsets(
-        topic: str, partition: int, offset: int | None, timestamp_ms: int, stamped: bool
-    ) -> sender.Delivery:
-        nonlocal left
-        if topic == run.topic("weights") and left:
-            offset, left = None, left - 1
-        return delivery(topic, partition, offset, timestamp_ms, stamped)
-
-    delivery = sender.Delivery
-    monkeypatch.setattr(sender, "Delivery", without_first_offsets)
+    tell_no_offsets(monkeypatch, run.topic("weights"), untold)
     manifest = publish(publisher(run), log, 0)
     written = [message.key for message in read_to_end(run.kafka, run.topic("weights"))]
     assert len(written) == len(manifest.chunks) + untold, "each of them once more"
@@ -170,12 +155,8 @@ def test_a_chunk_whose_offset_the_broker_does_not_tell_is_sent_again(
 def test_a_broker_that_never_tells_the_offsets_of_chunks_is_one_error(
     run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def without_offset(topic: str, partition: int, _offset: int, timestamp_ms: int, stamped: bool) -> sender.Delivery:
-        return delivery(topic, partition, None, timestamp_ms, stamped)
-
     source = publisher(run)
-    delivery = sender.Delivery
-    monkeypatch.setattr(sender, "Delivery", without_offset)
+    tell_no_offsets(monkeypatch, run.topic("weights"))
     with pytest.raises(DeliveryError, match=r"acknowledged \d+ chunks of version 0 without their offsets, 3 times"):
         source.stage(0, arrays(0))
 

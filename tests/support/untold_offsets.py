@@ -1,5 +1,11 @@
-"""A role to which the broker does not tell the offset of its first record to some topics, as it may not for a record
-that was sent to it twice."""
+"""Acknowledgements without an offset, as a broker may give for a record that was sent to it twice: to a role, for its
+first record to some topics, or to the process of the test."""
+
+import sys
+
+import pytest
+
+from rollstream.topics.kafka import sender
 
 _SCRIPT = """
 import sys
@@ -24,3 +30,16 @@ sys.exit(main(sys.argv[1:]))
 def without_first_offsets(*topics: str) -> str:
     """Return the script of such a role."""
     return _SCRIPT.format(topics=set(topics))
+
+
+def tell_no_offsets(monkeypatch: pytest.MonkeyPatch, topic: str, records: int = sys.maxsize) -> None:
+    """Have this process not be told the offsets of the next records that it sends to a topic."""
+    left, delivery = records, sender.Delivery
+
+    def untold(to: str, partition: int, offset: int | None, timestamp_ms: int, stamped: bool) -> sender.Delivery:
+        nonlocal left
+        if to == topic and left:
+            offset, left = None, left - 1
+        return delivery(to, partition, offset, timestamp_ms, stamped)
+
+    monkeypatch.setattr(sender, "Delivery", untold)
