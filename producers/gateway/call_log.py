@@ -46,6 +46,7 @@ class AppendedRecord(NamedTuple):
 
     partition: int
     offset: int
+    """Its offset, or a later one on the partition if the brokers did not tell it."""
     append_ms: int
 
 
@@ -62,13 +63,14 @@ class CallWriter:
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         """Raises BrokerUnavailable or TopicError if there is no topic to write to."""
+        self._kafka = kafka
         self.topic = topic_name(run, "calls")
         self.partitions = topic_admin.partitions_of(kafka, self.topic)
         self._limit = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
         # A record is one answer that somebody waits for.
         producer = clients.producer(kafka, **{"linger.ms": "0"})
         self._sender = Sender(producer, remedy="send the request again", on_failure=self._failed)
-        self._waiting: dict[str, asyncio.Future[AppendedRecord]] = {}
+        self._waiting: dict[str, asyncio.Future[Delivery]] = {}
         self._names = itertools.count()
         self._stop = threading.Event()
         self._loop = asyncio.get_running_loop()
@@ -82,9 +84,11 @@ class CallWriter:
     async def append(
         self, record: CallRecord, on_append: Callable[[AppendedRecord], None] | None = None
     ) -> AppendedRecord:
-        """Append a record; `on_append` is called in the event loop, for records of a partition in their order.
+        """Append a record; `on_append` is called in the event loop, for records of a partition in their order, but not
+        for one whose offset the brokers did not tell.
 
-        Raises RecordTooLarge, DeadlineExceeded, DeliveryError; only then may it not be there.
+        Raises RecordTooLarge, DeadlineExceeded, DeliveryError; only then may it not be there. After a record without
+        an offset, raises BrokerUnavailable if the end of the partition cannot be asked for.
         """
         key, value = encode_key(record.session), codec.encode(record)
         if len(key) + len(value) > self._limit:
@@ -93,30 +97,31 @@ class CallWriter:
                 "raise kafka.max_record_bytes and run `rollstream topics apply`"
             )
         name = f"record {next(self._names)} of session {record.session}"
-        delivered: asyncio.Future[AppendedRecord] = self._loop.create_future()
+        delivered: asyncio.Future[Delivery] = self._loop.create_future()
         self._waiting[name] = delivered
 
-        def appended(place: AppendedRecord) -> None:
-            if on_append is not None:
-                on_append(place)
-            _resolve(delivered, place)
+        def appended(delivery: Delivery) -> None:
+            if on_append is not None and delivery.known_offset is not None:
+                on_append(AppendedRecord(delivery.partition, delivery.offset, delivery.timestamp_ms))
+            _resolve(delivered, delivery)
 
         def on_delivery(delivery: Delivery) -> None:
-            try:
-                place = AppendedRecord(delivery.partition, delivery.offset, delivery.timestamp_ms)
-            except DeliveryError as error:
-                self._fail(name, error)
-                return
-            self._loop.call_soon_threadsafe(appended, place)
+            self._loop.call_soon_threadsafe(appended, delivery)
 
         partition = self.partition_of(record.session)
         try:
             self._sender.send(
                 self.topic, value, key, partition=partition, name=name, timeout_s=_POLL_S, on_delivery=on_delivery
             )
-            return await delivered
+            delivery = await delivered
         finally:
             del self._waiting[name]
+        offset = delivery.known_offset
+        if offset is None:
+            # Brokers may acknowledge a record without its offset if they got it twice; it is below the end.
+            ends = await asyncio.to_thread(topic_admin.bounds, self._kafka, self.topic, [partition])
+            offset = ends[partition][1] - 1
+        return AppendedRecord(partition, offset, delivery.timestamp_ms)
 
     def _failed(self, failure: Failure) -> None:
         self._fail(failure.name, DeliveryError(str(failure)))

@@ -23,6 +23,7 @@ from rollstream.topics.records import GroupCancelled, ModelCall, Rollout, Sessio
 from rollstream.topics.validation import cancellation_problems, problems
 from tests.support.gateways import await_records, calls_of, gateway, post, records
 from tests.support.producing import TOKENIZER, SortingGenerator, serving, serving_http
+from tests.support.untold_offsets import without_first_offsets
 from tests.support.waiting import eventually
 
 
@@ -79,6 +80,24 @@ def test_a_session_becomes_a_rollout_with_the_servers_tokens(
     assert (rollout.policy_version, rollout.lowest_version, rollout.highest_version) == (3, 3, 3)
     assert rollout.metadata.replica_id == "infer-7"
     assert [turn.role for turn in rollout.turns] == ["user", "assistant"] * 3
+
+
+def test_a_session_none_of_whose_offsets_the_broker_tells_becomes_one_rollout(
+    kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path
+) -> None:
+    kinds = ["start", "ModelCall", "ModelCall", "ModelCall", "reward", "end", "finishing", "finished"]
+    untold = without_first_offsets("rollouts", *["calls"] * len(kinds))
+    with gateway(kafka, run_name, server, tmp_path, script=untold) as under_test:
+        session = under_test.start_session()
+        tokens, _mask, _logprobs = play_three_turns(session)
+        name = {"session_id": session["session_id"]}
+        assert under_test.post("/rl/set_reward", {**name, "reward": 0.5})[0] == 200
+        status, answer, _ = under_test.post("/rl/end_session", name)
+        assert (status, answer["state"], answer["calls"]) == (200, "finished", 3)
+        there = [getattr(record, "kind", "ModelCall") for record in calls_of(kafka, run_name, session["session_id"])]
+        assert there == kinds
+    (rollout,) = records(kafka, run_name)
+    assert (rollout.tokens.tolist(), rollout.reward) == (tokens, 0.5)
 
 
 def test_a_rewritten_history_becomes_a_branch(kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path) -> None:

@@ -56,9 +56,9 @@ def post(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any
 
 @contextmanager
 def gateway(
-    kafka: KafkaConfig, run: str, inference_url: str, folder: Path, *flags: str, **settings: object
+    kafka: KafkaConfig, run: str, inference_url: str, folder: Path, *flags: str, script: str = "", **settings: object
 ) -> Iterator[GatewayUnderTest]:
-    """`rollstream gateway` in front of a server; killed at the end."""
+    """`rollstream gateway` in front of a server, or a script in its place; killed at the end."""
     log = folder / f"gateway-{len(list(folder.glob('gateway-*.log')))}.log"
     changed = {
         "kafka.bootstrap_servers": kafka.bootstrap_servers,
@@ -67,9 +67,10 @@ def gateway(
         **settings,
     }
     pairs = [part for key, value in changed.items() for part in ("--set", f"{key}={value}")]
+    command = ("-c", script) if script else ("-m", "rollstream")
     with log.open("w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "rollstream", "gateway", "--run", run, *pairs, *flags],
+            [sys.executable, "-P", *command, "gateway", "--run", run, *pairs, *flags],
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,

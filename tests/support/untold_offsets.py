@@ -1,5 +1,5 @@
 """Acknowledgements without an offset, as a broker may give for a record that was sent to it twice: to a role, for its
-first record to some topics, or to the process of the test."""
+first records to some topics, or to the process of the test."""
 
 import sys
 
@@ -28,8 +28,8 @@ sys.exit(main(sys.argv[1:]))
 
 
 def without_first_offsets(*topics: str) -> str:
-    """Return the script of such a role."""
-    return _SCRIPT.format(topics=set(topics))
+    """Return the script of such a role; a topic is named once for each record."""
+    return _SCRIPT.format(topics=list(topics))
 
 
 def tell_no_offsets(monkeypatch: pytest.MonkeyPatch, topic: str, records: int = sys.maxsize) -> None:
