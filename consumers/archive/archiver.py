@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
-from rollstream.consumers.archive.writer import MOST_SMALL, ArchiveWriter, TopicPartitionKey
+from rollstream.consumers.archive.writer import ArchiveWriter, TopicPartitionKey
 from rollstream.consumers.files.stores import Store
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.topics.catalogue import topic_name
@@ -164,7 +164,7 @@ class Archiver(Closing):
         if records or self._positions() != self._archived():
             self.writer.commit(self._positions())
             self._commit_positions()
-        self.writer.compact(at_least=MOST_SMALL)
+        self.writer.compact(gradually=True)
         return ArchiveProgress(records, self.writer.manifest)
 
     def _commit_positions(self) -> None:

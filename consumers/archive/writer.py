@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from urllib.parse import quote
 
 import pyarrow as pa
@@ -46,8 +45,10 @@ SMALL_BYTES = 16 * 1024 * 1024
 LARGE_BYTES = 128 * 1024 * 1024
 """Largest size of a merged file."""
 MOST_SMALL = 16
-"""Number of small files of one table, partition, environment and date at which an archiver merges them."""
-_GROWN_BYTES = 64 * 1024 * 1024
+"""Number of small files of one table, partition, environment and date at which an archiver merges the newest."""
+_AT_ONCE_BYTES = 4 * 1024 * 1024
+"""Bytes of a file that are decoded at once when it is merged."""
+_GROWN_BYTES = 16 * 1024 * 1024
 """Growth of the process at which the memory of records that are in files is given back."""
 
 
@@ -192,10 +193,11 @@ class ArchiveWriter:
         first, last = min(of_one[0][2] for _e, of_one in rows), max(of_one[-1][2] for _e, of_one in rows)
         return _stored(self._store, self._run, part, tables, first, last)
 
-    def compact(self, *, at_least: int = 2) -> int:
+    def compact(self, *, gradually: bool = False) -> int:
         """Merge small files of the same table, partition, environment and date; return the reduction in files.
 
-        Merges only groups of `at_least` files. Replaced files are deleted after the new manifest is committed.
+        `gradually`, only the newest of sixteen files are merged, with older ones of similar size. Replaced files are
+        deleted after the new manifest is committed.
         """
         self.finish()
         groups: dict[tuple[str, str, int, str, str], list[list[ArchivedFile]]] = {}
@@ -208,10 +210,12 @@ class ArchiveWriter:
             if apart or sum(f.size_bytes for f in runs[-1]) + file.size_bytes > LARGE_BYTES:
                 runs.append([])
             runs[-1].append(file)
-        chosen = [files for runs in groups.values() for files in runs if len(files) >= max(at_least, 2)]
+        due = [_newest(files) if gradually else files for runs in groups.values() for files in runs]
+        chosen = [files for files in due if len(files) > 1]
         if not chosen:
             return 0
-        merged = list(self._pool.map(partial(_merged, self._store, self._run), chosen))
+        # One after the other: each holds a row group and a whole file.
+        merged = [_merged(self._store, self._run, files) for files in chosen]
         replaced = {file.path for files in chosen for file in files}
         left = tuple(file for file in self.manifest.files if file.path not in replaced)
         self.manifest = manifests.commit(self._store, replace(self.manifest, files=(*left, *merged)))
@@ -231,8 +235,24 @@ def _shared_out(by_environment: Mapping[str, Sequence[Row]]) -> Iterator[tuple[s
         yield "", by_size[OWN_FILES:]
 
 
+def _newest(files: Sequence[ArchivedFile]) -> Sequence[ArchivedFile]:
+    """Files that are merged next, from the newest back to one that is larger than twice all after it; none before there
+    are sixteen.
+
+    So the number of times that a row is written again grows with the logarithm of the rows, and so does the number of
+    files that stay.
+    """
+    if len(files) < MOST_SMALL:
+        return ()
+    first, size_bytes = len(files), 0
+    while first and (not size_bytes or files[first - 1].size_bytes <= 2 * size_bytes):
+        first -= 1
+        size_bytes += files[first].size_bytes
+    return files[first:]
+
+
 def _merged(store: Store, run: str, files: Sequence[ArchivedFile]) -> ArchivedFile:
-    tables = (read_table(store, file) for file in files)
+    tables = (table for file in files for table in _tables(store, file))
     head = files[0]
     part = _FileSpec(
         head.table, head.topic, head.partition, head.environment, head.date, head.begin, max(f.end for f in files)
@@ -277,6 +297,18 @@ def read_table(store: Store, file: ArchivedFile) -> pa.Table:
     data = checked(store, file.path, file.sha256)
     with refusing(f"{store.url}/{file.path}"):
         return pq.read_table(pa.BufferReader(data)).cast(SCHEMAS[file.table])
+
+
+def _tables(store: Store, file: ArchivedFile) -> Iterator[pa.Table]:
+    """Yield the rows of a file in pieces. Raises as `read_table` does."""
+    data = checked(store, file.path, file.sha256)
+    with refusing(f"{store.url}/{file.path}"):
+        parts = pq.ParquetFile(pa.BufferReader(data))
+        described = parts.metadata
+        size_bytes = sum(described.row_group(group).total_byte_size for group in range(described.num_row_groups))
+        rows = max(1, described.num_rows * _AT_ONCE_BYTES // max(1, size_bytes))
+        for batch in parts.iter_batches(rows):
+            yield pa.Table.from_batches([batch]).cast(SCHEMAS[file.table])
 
 
 def records(store: Store, manifest: ArchiveManifest, topic: str, partition: int) -> Iterator[ArchivedRecord]:

@@ -5,6 +5,8 @@ import platform
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.paths import ROOT
 
 # A process of its own: what the tests before left in this one would count, too.
@@ -12,8 +14,9 @@ FRAGMENTED = """
 import json
 from rollstream.consumers.freed_memory import FreedMemory, resident_bytes
 
+{first}
 small, large = FreedMemory(10_000_000), FreedMemory(2**40)
-blocks = [bytes(4_000) for _ in range(50_000)]
+blocks = [{block} for _ in range(50_000)]
 full = resident_bytes()
 # One block in a hundred stays: no heap can shrink at its end.
 blocks = blocks[::100]
@@ -24,8 +27,20 @@ print(json.dumps([full, kept, after, large_did, small_did, again]))
 """
 
 
-def test_freed_memory_goes_back_once_the_process_has_grown() -> None:
-    answer = subprocess.run([sys.executable, "-c", FRAGMENTED], cwd=ROOT, capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize(
+    ("first", "block"),
+    [
+        ("", "bytes(4_000)"),
+        (
+            "import pyarrow as pa; from rollstream.consumers.freed_memory import share_arrows_memory as share; share()",
+            "pa.array(range(500), pa.int64())",
+        ),
+    ],
+    ids=["python", "arrow"],
+)
+def test_freed_memory_goes_back_once_the_process_has_grown(first: str, block: str) -> None:
+    script = FRAGMENTED.format(first=first, block=block)
+    answer = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert answer.returncode == 0, answer.stderr
     full, kept, after, large_did, small_did, again = json.loads(answer.stdout)
     assert not large_did, "it has not grown by a tebibyte"

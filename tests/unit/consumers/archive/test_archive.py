@@ -4,20 +4,24 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from random import Random
+from typing import Literal
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive import writer as writing
 from rollstream.consumers.archive.archiver import TOPICS
 from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, date_at
-from rollstream.consumers.archive.writer import OWN_FILES, ArchiveWriter, check_files, read_table, records
+from rollstream.consumers.archive.writer import MOST_SMALL, OWN_FILES, ArchiveWriter, check_files, read_table, records
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store, open_store
 from rollstream.topics.catalogue import CATALOGUE
@@ -28,6 +32,7 @@ from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep
 from tests.support.runs import rollout
 
 DAY_MS = 86_400_000
+Merging = Literal["never", "at once", "gradually"]
 
 
 class Stopped(Exception):
@@ -103,7 +108,7 @@ def topics(draw: st.DrawFn) -> dict[int, list[ArchivedRecord]]:
     return collected
 
 
-def archive_all(store: Store, log: dict[int, list[ArchivedRecord]], at_once: int, compact: bool) -> None:
+def archive_all(store: Store, log: dict[int, list[ArchivedRecord]], at_once: int, compact: Merging) -> None:
     """Archive records as an archiver does, from the archive's end on."""
     writer = ArchiveWriter(store, "main")
     first = {p: entries[0].offset for p, entries in log.items()}
@@ -114,8 +119,8 @@ def archive_all(store: Store, log: dict[int, list[ArchivedRecord]], at_once: int
             writer.add(e)
             at[e.partition] = e.offset + 1
         writer.commit({("rollouts", p): offset for p, offset in at.items()})
-        if compact:
-            writer.compact()
+        if compact != "never":
+            writer.compact(gradually=compact == "gradually")
 
 
 def held(store: Store, run: str = "main") -> dict[int, list[ArchivedRecord]]:
@@ -129,11 +134,11 @@ def held(store: Store, run: str = "main") -> dict[int, list[ArchivedRecord]]:
 @given(
     log=topics(),
     at_once=st.integers(1, 8),
-    compact=st.booleans(),
+    compact=st.sampled_from(("never", "at once", "gradually")),
     stops=st.lists(st.tuples(st.integers(1, 25), st.booleans()), max_size=6),
 )
 def test_whatever_stops_the_archiver_no_record_is_missing_or_doubled(
-    log: dict[int, list[ArchivedRecord]], at_once: int, compact: bool, stops: list[tuple[int, bool]]
+    log: dict[int, list[ArchivedRecord]], at_once: int, compact: Merging, stops: list[tuple[int, bool]]
 ) -> None:
     store = StoppingStore()
     for changes, done_then in stops:
@@ -180,7 +185,7 @@ LOG_OF_TWO = {p: [entry(p, offset) for offset in (3, 4, 7, 8, 9)] for p in range
 
 def test_every_store_holds_the_archive_alike(store: Store) -> None:
     assert held(store) == {}
-    archive_all(store, LOG_OF_TWO, 3, compact=False)
+    archive_all(store, LOG_OF_TWO, 3, compact="never")
     assert held(store) == LOG_OF_TWO
     before = manifests.newest(store, "main")
     writer = ArchiveWriter(store, "main")
@@ -194,6 +199,47 @@ def test_every_store_holds_the_archive_alike(store: Store) -> None:
     assert held(store) == LOG_OF_TWO
     assert set(store.names("run=main/table=log")) == {file.path for file in after.files_of(LOG)}
     assert manifests.runs_of(store) == ["main"]
+
+
+def test_an_archive_that_grows_for_long_has_few_files_and_writes_a_row_again_a_few_times() -> None:
+    store, commits = StoppingStore(), 400
+    writer = ArchiveWriter(store, "main")
+    writer.begin("rollouts", "id", {0: 0})
+    random = Random(1)
+    again = most = 0
+    for offset in range(commits):
+        writer.add(entry(0, offset, "none")._replace(value=random.randbytes(4096)))
+        before = writer.commit({("rollouts", 0): offset + 1}).files
+        writer.compact(gradually=True)
+        again += sum(f.rows for f in writer.manifest.files_of(LOG) if f not in before)
+        most = max(most, len(writer.manifest.files_of(LOG)))
+    assert len(list(records(store, writer.manifest, "rollouts", 0))) == commits
+    assert most < 2 * MOST_SMALL
+    # If each merge took all of them, it would be 13.
+    assert again / commits < 8
+
+
+def test_a_file_is_merged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_AT_ONCE_BYTES", 2_000)
+    store = StoppingStore()
+    archive_all(store, LOG_OF_TWO, 3, compact="never")
+    before = manifests.newest(store, "main")
+    decoded: list[int] = []
+    parquet = writing.parquet
+
+    def counted(tables: Iterable[pa.Table], schema: pa.Schema) -> tuple[bytes, int]:
+        pieces = [*tables]
+        decoded.extend(piece.nbytes for piece in pieces)
+        return parquet(pieces, schema)
+
+    monkeypatch.setattr(writing, "parquet", counted)
+    writer = ArchiveWriter(store, "main")
+    writer.compact()
+    writer.compact()
+    assert before is not None
+    assert {t: writer.manifest.rows(t) for t in SCHEMAS} == {t: before.rows(t) for t in SCHEMAS}
+    assert held(store) == LOG_OF_TWO
+    assert 0 < max(decoded) < 4_000
 
 
 def test_a_name_is_created_once_on_every_store(store: Store) -> None:
@@ -244,7 +290,7 @@ def test_a_failed_write_is_told_and_names_nothing(tmp_path: Path) -> None:
 
 def test_a_file_that_was_changed_or_lost_is_refused(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    archive_all(store, LOG_OF_TWO, 10, compact=False)
+    archive_all(store, LOG_OF_TWO, 10, compact="never")
     current = manifests.newest(store, "main")
     assert current is not None
     assert check_files(store, current.files) == len(current.files)
@@ -261,7 +307,7 @@ def test_a_file_that_was_changed_or_lost_is_refused(tmp_path: Path) -> None:
 
 def test_topics_that_are_others_or_were_pruned_too_far_are_refused() -> None:
     store = StoppingStore()
-    archive_all(store, LOG_OF_TWO, 10, compact=False)
+    archive_all(store, LOG_OF_TWO, 10, compact="never")
     writer = ArchiveWriter(store, "main")
     assert writer.begin("rollouts", "id", {0: 10, 1: 0}) == {0: 10, 1: 10}
     with pytest.raises(StateRefused, match="created again"):
@@ -467,7 +513,7 @@ def test_a_url_that_cannot_be_opened_says_why() -> None:
 
 def test_a_file_that_is_no_parquet_though_its_digest_is_the_manifests_is_refused_in_a_line(tmp_path: Path) -> None:
     store = LocalStore(tmp_path)
-    archive_all(store, LOG_OF_TWO, 10, compact=False)
+    archive_all(store, LOG_OF_TWO, 10, compact="never")
     current = manifests.newest(store, "main")
     assert current is not None
     file = current.files_of(LOG)[0]
