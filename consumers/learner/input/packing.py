@@ -12,11 +12,14 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.bin_packing import layout
+from rollstream.consumers.learner.input.reused_memory import ReusedMemory
 from rollstream.consumers.learner.training.objective import LossConfig, token_weight, trains
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 
 TooLong = Literal["skip", "truncate", "error"]
+_INTEGERS = ("tokens", "positions", "segment_ids")
+_MEMORY = ReusedMemory()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -234,18 +237,15 @@ def pack(
 
 def padding(rows: int, length: int, *, reference: bool = False) -> PackedBatch:
     """A microbatch without tokens, which adds nothing to any sum."""
-    shape = (rows, length)
-    return PackedBatch(
-        tokens=np.zeros(shape, np.int32),
-        positions=np.zeros(shape, np.int32),
-        segment_ids=np.zeros(shape, np.int32),
-        loss_mask=np.zeros(shape, np.float32),
-        loss_weights=np.zeros(shape, np.float32),
-        advantages=np.zeros(shape, np.float32),
-        generator_log_probs=np.zeros(shape, np.float32),
-        temperatures=np.ones(shape, np.float32),
-        reference_log_probs=np.zeros(shape, np.float32) if reference else None,
-    )
+    names = [item.name for item in fields(PackedBatch) if reference or item.name != "reference_log_probs"]
+    lanes = _MEMORY.lanes(len(names), 4 * rows * length)
+    arrays: dict[str, Any] = {
+        name: lane.view(np.int32 if name in _INTEGERS else np.float32).reshape(rows, length)
+        for name, lane in zip(names, lanes, strict=True)
+    }
+    for name, array in arrays.items():
+        array.fill(name == "temperatures")
+    return PackedBatch(**arrays)
 
 
 def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> dict[int, int]:
@@ -297,7 +297,6 @@ def _fill(
 ) -> tuple[list[PackedBatch], int]:
     """The microbatches of one bucket, and the number of sequences with a trained token."""
     total = rows * (-(-(int(bins.max()) + 1) // rows))
-    # Memory is the bound: each value is written once, to where it stays.
     packed = padding(total, length, reference=reference)
     positions = np.arange(length, dtype=np.int32)
     ends, segments, trained = [0] * total, [0] * total, 0

@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
@@ -84,8 +83,6 @@ class ShareLoader:
         self._config = config
         self._process = process
         self._fetcher = BatchFetcher(kafka, config.input_run or run, check_digests=False)
-        # Digests are a third of the work, and hashing lets other threads run.
-        self._checks = ThreadPoolExecutor(1, "digests")
         self._kept: OrderedDict[int, TrainingBatch] = OrderedDict()
         self._kept_bytes = 0
 
@@ -110,24 +107,21 @@ class ShareLoader:
         began, config = time.monotonic(), self._config
         own = share_of(plan.trained, self._process, config.processes)
         checked = {read.index_offset for read in own}
-        checks: list[Future[None]] = []
         batches: dict[int, TrainingBatch] = {}
         for read in own if plan.rules.sharing == "batches" else plan.trained:
             if plan.drawn:
                 batches[read.index_offset] = self.fetch(read)
                 continue
             batches[read.index_offset] = batch = self._fetcher.fetch(read.entry)
-            # Each batch is checked by one process; if it finds a fault, all end.
+            # Each batch is checked by one process; if it finds a fault, all end. A thread for it would take turns with
+            # packing, whose operations are short, and that costs more than hashing in between.
             if read.index_offset in checked:
-                checks.append(self._checks.submit(self._fetcher.check, read.entry, batch))
+                self._fetcher.check(read.entry, batch)
         packed, outcomes = packed_step(config, plan, batches)
-        for check in checks:
-            check.result()
         return LoadedStep(plan=plan, packed=packed, outcomes=outcomes, load_s=time.monotonic() - began)
 
     def close(self) -> None:
         """Close the consumer."""
-        self._checks.shutdown()
         self._fetcher.close()
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 from hypothesis import given
@@ -253,6 +254,15 @@ def test_padding_is_what_a_step_of_no_tokens_would_hold() -> None:
     assert not microbatch.segment_ids.any()
     assert not microbatch.loss_mask.any()
     assert (microbatch.temperatures == 1).all()
+
+
+@pytest.mark.parametrize("length", [16, 48, 80])
+def test_a_device_of_the_cpu_takes_packed_arrays_without_a_copy(length: int) -> None:
+    packed = pack([sequence(length - 1)] * 5, rows=2, sequence_length=length)
+    assert len(packed.microbatches) == 3
+    for microbatch in packed.microbatches:
+        for name, array in microbatch.arrays().items():
+            assert jax.device_put(array).unsafe_buffer_pointer() == array.ctypes.data, name
 
 
 def test_reference_log_probs_are_there_only_where_asked_for() -> None:

@@ -1,0 +1,47 @@
+"""ReusedMemory: memory of arrays that are made again and again, in a size that changes little."""
+
+import threading
+import weakref
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ALIGNED_BYTES = 64
+"""XLA on a CPU takes an array that begins on such a boundary as it is, and copies others."""
+_MOST_FREE = 4
+
+
+class ReusedMemory:
+    """Blocks of memory that are used again once no array of theirs is left.
+
+    The system hands out memory page by page, and cleared; on a virtual machine that takes longer than to fill it. A few
+    free blocks are kept. Threads may share it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[NDArray[np.uint8]] = []
+        # Blocks come back whenever an array ends, also while its thread takes one.
+        self._lock = threading.RLock()
+
+    def lanes(self, count: int, size_bytes: int) -> list[NDArray[np.uint8]]:
+        """Return `count` arrays of so many bytes with arbitrary values, each on a boundary of 64 bytes."""
+        each = -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        block = self._block(count * each + _ALIGNED_BYTES)
+        # A view of a buffer that is no array: numpy lets views of it refer to it, and not to what is behind it.
+        whole = np.frombuffer(block.data, np.uint8)
+        weakref.finalize(whole, self._give_back, block).atexit = False
+        first = -block.ctypes.data % _ALIGNED_BYTES
+        return [whole[begin : begin + size_bytes] for begin in range(first, first + count * each, each)]
+
+    def _block(self, size_bytes: int) -> NDArray[np.uint8]:
+        with self._lock:
+            fits = [block for block in self._free if size_bytes <= block.nbytes <= 2 * size_bytes]
+            if fits:
+                smallest = min(fits, key=len)
+                self._free = [block for block in self._free if block is not smallest]
+                return smallest
+        return np.empty(size_bytes, np.uint8)
+
+    def _give_back(self, block: NDArray[np.uint8]) -> None:
+        with self._lock:
+            self._free = [*self._free, block][-_MOST_FREE:]
