@@ -46,7 +46,7 @@ LARGE_BYTES = 128 * 1024 * 1024
 """Largest size of a merged file."""
 MOST_SMALL = 16
 """Number of small files of one table, partition, environment and date at which an archiver merges the newest."""
-_AT_ONCE_BYTES = 4 * 1024 * 1024
+PIECE_BYTES = 4 * 1024 * 1024
 """Bytes of a file that are decoded at once when it is merged."""
 _GROWN_BYTES = 16 * 1024 * 1024
 """Growth of the process at which the memory of records that are in files is given back."""
@@ -306,7 +306,7 @@ def _tables(store: Store, file: ArchivedFile) -> Iterator[pa.Table]:
         parts = pq.ParquetFile(pa.BufferReader(data))
         described = parts.metadata
         size_bytes = sum(described.row_group(group).total_byte_size for group in range(described.num_row_groups))
-        rows = max(1, described.num_rows * _AT_ONCE_BYTES // max(1, size_bytes))
+        rows = max(1, described.num_rows * PIECE_BYTES // max(1, size_bytes))
         for batch in parts.iter_batches(rows):
             yield pa.Table.from_batches([batch]).cast(SCHEMAS[file.table])
 

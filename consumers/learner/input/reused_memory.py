@@ -23,6 +23,11 @@ class ReusedMemory:
         # Blocks come back whenever an array ends, also while its thread takes one.
         self._lock = threading.RLock()
 
+    @property
+    def free(self) -> int:
+        """Number of blocks that wait to be used again."""
+        return len(self._free)
+
     def lanes(self, count: int, size_bytes: int) -> list[NDArray[np.uint8]]:
         """Return `count` arrays of so many bytes with arbitrary values, each on a boundary of 64 bytes."""
         each = -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES

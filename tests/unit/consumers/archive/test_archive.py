@@ -220,7 +220,7 @@ def test_an_archive_that_grows_for_long_has_few_files_and_writes_a_row_again_a_f
 
 
 def test_a_file_is_merged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_AT_ONCE_BYTES", 2_000)
+    monkeypatch.setattr(writing, "PIECE_BYTES", 2_000)
     store = StoppingStore()
     archive_all(store, LOG_OF_TWO, 3, compact="never")
     before = manifests.newest(store, "main")

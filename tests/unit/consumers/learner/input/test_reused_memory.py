@@ -12,7 +12,7 @@ from rollstream.consumers.learner.input.reused_memory import ReusedMemory
 
 
 def address(memory: ReusedMemory, count: int = 3, size_bytes: int = 100) -> int:
-    """Where arrays begin that are gone again."""
+    """Address of the first of some arrays, which end at once."""
     return int(memory.lanes(count, size_bytes)[0].ctypes.data)
 
 
@@ -39,9 +39,9 @@ def test_what_a_device_holds_stays_as_it_is() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 5000), st.booleans()), max_size=30))
-def test_arrays_that_are_there_together_lie_apart(asked: list[tuple[int, int, bool]]) -> None:
+def test_arrays_that_are_there_together_lie_apart(requests: list[tuple[int, int, bool]]) -> None:
     memory, kept = ReusedMemory(), []
-    for number, (count, size_bytes, keeps) in enumerate(asked):
+    for number, (count, size_bytes, keeps) in enumerate(requests):
         lanes = memory.lanes(count, size_bytes)
         assert [len(lane) for lane in lanes] == [size_bytes] * count
         assert not any(lane.ctypes.data % 64 for lane in lanes)
@@ -59,7 +59,7 @@ def test_few_free_blocks_are_kept_and_none_of_more_than_twice_the_size() -> None
     assert address(memory, size_bytes=300) != begin
     together = [memory.lanes(1, 1000) for _ in range(20)]
     together.clear()
-    assert len(memory._free) == 4
+    assert memory.free == 4
 
 
 @pytest.mark.parametrize("threads", [4])
