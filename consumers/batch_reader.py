@@ -173,7 +173,7 @@ class BatchFetcher(Closing):
         return topic_name(entry.run or self._run, "batches"), entry.partition
 
     def check(self, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
-        """Raise TopicError unless a batch has the digest in the index; may be called from another thread."""
+        """Raise TopicError unless a batch has the digest in the index."""
         if not batch_digest(batch) == batch.digest == entry.digest:
             raise TopicError(
                 f"batch {entry.batch_id} at {self._place(entry)[0]}[{entry.partition}] offset {entry.offset} does not "

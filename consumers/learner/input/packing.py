@@ -244,7 +244,7 @@ def padding(rows: int, length: int, *, reference: bool = False) -> PackedBatch:
         for name, lane in zip(names, lanes, strict=True)
     }
     for name, array in arrays.items():
-        array.fill(name == "temperatures")
+        array.fill(1 if name == "temperatures" else 0)
     return PackedBatch(**arrays)
 
 

@@ -8,31 +8,34 @@ from numpy.typing import NDArray
 
 _ALIGNED_BYTES = 64
 """XLA on a CPU takes an array that begins on such a boundary as it is, and copies others."""
-_MOST_FREE = 4
+_MOST_FREE_BYTES = 256 * 1024 * 1024
 
 
 class ReusedMemory:
     """Blocks of memory that are used again once no array of theirs is left.
 
-    The system hands out memory page by page, and cleared; on a virtual machine that takes longer than to fill it. A few
-    free blocks are kept. Threads may share it.
+    The system hands out memory page by page, and cleared; on a virtual machine that takes longer than to fill it.
+    Threads may share it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most_free_bytes: int = _MOST_FREE_BYTES) -> None:
+        """Keep up to so many bytes in free blocks, those that became free last."""
+        self._most_free_bytes = most_free_bytes
         self._free: list[NDArray[np.uint8]] = []
         # Blocks come back whenever an array ends, also while its thread takes one.
         self._lock = threading.RLock()
 
     @property
-    def free(self) -> int:
-        """Number of blocks that wait to be used again."""
-        return len(self._free)
+    def free_bytes(self) -> int:
+        """Size of the blocks that wait to be used again."""
+        return sum(block.nbytes for block in self._free)
 
     def lanes(self, count: int, size_bytes: int) -> list[NDArray[np.uint8]]:
         """Return `count` arrays of so many bytes with arbitrary values, each on a boundary of 64 bytes."""
         each = -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         block = self._block(count * each + _ALIGNED_BYTES)
-        # A view of a buffer that is no array: numpy lets views of it refer to it, and not to what is behind it.
+        # Each array refers to `whole`, and that to the block. Were it a slice of the block, arrays would refer to the
+        # block itself: numpy leaves out views between.
         whole = np.frombuffer(block.data, np.uint8)
         weakref.finalize(whole, self._give_back, block).atexit = False
         first = -block.ctypes.data % _ALIGNED_BYTES
@@ -49,4 +52,6 @@ class ReusedMemory:
 
     def _give_back(self, block: NDArray[np.uint8]) -> None:
         with self._lock:
-            self._free = [*self._free, block][-_MOST_FREE:]
+            self._free.append(block)
+            while self.free_bytes > self._most_free_bytes:
+                del self._free[0]

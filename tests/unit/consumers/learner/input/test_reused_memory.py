@@ -4,7 +4,6 @@ import threading
 
 import jax
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -53,17 +52,23 @@ def test_arrays_that_are_there_together_lie_apart(requests: list[tuple[int, int,
         assert all((lane == number).all() for lane in lanes)
 
 
-def test_few_free_blocks_are_kept_and_none_of_more_than_twice_the_size() -> None:
+def test_a_block_of_more_than_twice_the_size_is_not_used() -> None:
     memory = ReusedMemory()
     begin = address(memory, size_bytes=1000)
     assert address(memory, size_bytes=300) != begin
-    together = [memory.lanes(1, 1000) for _ in range(20)]
+
+
+def test_free_blocks_are_kept_up_to_a_limit() -> None:
+    memory = ReusedMemory(most_free_bytes=5000)
+    together = [memory.lanes(1, 960) for _ in range(20)]
+    assert memory.free_bytes == 0
     together.clear()
-    assert memory.free == 4
+    assert memory.free_bytes == 4 * 1024
+    memory.lanes(1, 6000)
+    assert memory.free_bytes == 0, "one block of more than the limit takes the place of all, and is not kept either"
 
 
-@pytest.mark.parametrize("threads", [4])
-def test_threads_that_share_it_never_share_a_block(threads: int) -> None:
+def test_threads_that_share_it_never_share_a_block() -> None:
     memory, wrong = ReusedMemory(), list[int]()
 
     def work(number: int) -> None:
@@ -73,7 +78,7 @@ def test_threads_that_share_it_never_share_a_block(threads: int) -> None:
                 lane.fill(number)
             wrong.extend(int(lane[0]) for lane in lanes if not (lane == number).all())
 
-    working = [threading.Thread(target=work, args=(number,)) for number in range(threads)]
+    working = [threading.Thread(target=work, args=(number,)) for number in range(4)]
     for thread in working:
         thread.start()
     for thread in working:
