@@ -214,7 +214,7 @@ class ArchiveWriter:
         chosen = [files for files in due if len(files) > 1]
         if not chosen:
             return 0
-        # One after the other: each holds a row group and a whole file.
+        # One after the other: each holds a row group and the file it writes.
         merged = [_merged(self._store, self._run, files) for files in chosen]
         replaced = {file.path for files in chosen for file in files}
         left = tuple(file for file in self.manifest.files if file.path not in replaced)
@@ -244,11 +244,12 @@ def _newest(files: Sequence[ArchivedFile]) -> Sequence[ArchivedFile]:
     """
     if len(files) < MOST_SMALL:
         return ()
-    first, size_bytes = len(files), 0
-    while first and (not size_bytes or files[first - 1].size_bytes <= 2 * size_bytes):
-        first -= 1
-        size_bytes += files[first].size_bytes
-    return files[first:]
+    size_bytes = 0
+    for count, file in enumerate(reversed(files)):
+        if count and file.size_bytes > 2 * size_bytes:
+            return files[-count:]
+        size_bytes += file.size_bytes
+    return files
 
 
 def _merged(store: Store, run: str, files: Sequence[ArchivedFile]) -> ArchivedFile:

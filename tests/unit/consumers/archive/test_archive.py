@@ -4,93 +4,29 @@ import contextlib
 import hashlib
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from random import Random
-from typing import Literal
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.consumers.archive import manifest as manifests
-from rollstream.consumers.archive import writer as writing
 from rollstream.consumers.archive.archiver import TOPICS
 from rollstream.consumers.archive.manifest import LOG, ArchivedFile, ArchivedTopic, ArchiveManifest
 from rollstream.consumers.archive.tables import SCHEMAS, ArchivedRecord, date_at
-from rollstream.consumers.archive.writer import MOST_SMALL, OWN_FILES, ArchiveWriter, check_files, read_table, records
+from rollstream.consumers.archive.writer import OWN_FILES, ArchiveWriter, check_files, read_table, records
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store, open_store
 from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep, Mark, NamedArray, Rollout, Turn
+from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep, NamedArray, Rollout
+from tests.support.archiving import DAY_MS, LOG_OF_TWO, Merging, Stopped, StoppingStore, archive_all, entry, held
 from tests.support.runs import rollout
-
-DAY_MS = 86_400_000
-Merging = Literal["never", "at once", "gradually"]
-
-
-class Stopped(Exception):
-    """Stands for kill -9."""
-
-
-class StoppingStore:
-    """A store in memory that stops for good after so many changes; the last one is done, or not."""
-
-    url = "test"
-
-    def __init__(self) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.left, self.done_then = 10**9, False
-
-    def stop_after(self, changes: int, done_then: bool) -> None:
-        self.left, self.done_then = changes, done_then
-
-    def _change(self, change: Callable[[], object]) -> None:
-        if self.left <= 0:
-            raise Stopped
-        self.left -= 1
-        if self.left == 0 and not self.done_then:
-            raise Stopped
-        change()
-        if self.left == 0:
-            raise Stopped
-
-    def names(self, under: str) -> list[str]:
-        return sorted(name for name in self.objects if name.startswith(under))
-
-    def read(self, name: str) -> bytes:
-        if name not in self.objects:
-            raise FileNotFoundError(name)
-        return self.objects[name]
-
-    def write(self, name: str, data: bytes) -> None:
-        self._change(lambda: self.objects.__setitem__(name, data))
-
-    def create(self, name: str, data: bytes) -> bool:
-        if name in self.objects:
-            return False
-        self.write(name, data)
-        return True
-
-    def delete(self, name: str) -> None:
-        self._change(lambda: self.objects.pop(name, None))
-
-
-def entry(partition: int, offset: int, kind: str = "rollout", timestamp_ms: int = DAY_MS) -> ArchivedRecord:
-    """A record of `rollouts`: a rollout of one of two environments, a mark, a tombstone or poison."""
-    if kind == "rollout":
-        subject = rollout(f"e{offset}", offset, environment=f"env{offset % 2}", turns=(Turn(role="user", text="?"),))
-        value: bytes | None = encode(subject)
-    else:
-        value = {"mark": encode(Mark(kind="deadline")), "poison": b"\xc3\x01 no record", "none": None}[kind]
-    headers = ((("a", b"1"), ("a", None)),) if offset % 3 == 0 else (None,)
-    return ArchivedRecord("rollouts", partition, offset, timestamp_ms, encode_key("env", offset), value, *headers)
 
 
 @st.composite
@@ -106,28 +42,6 @@ def topics(draw: st.DrawFn) -> dict[int, list[ArchivedRecord]]:
             for offset, kind in zip(offsets, kinds, strict=False)
         ]
     return collected
-
-
-def archive_all(store: Store, log: dict[int, list[ArchivedRecord]], at_once: int, compact: Merging) -> None:
-    """Archive records as an archiver does, from the archive's end on."""
-    writer = ArchiveWriter(store, "main")
-    first = {p: entries[0].offset for p, entries in log.items()}
-    at = writer.begin("rollouts", "id", first)
-    waiting = [e for entries in log.values() for e in entries if e.offset >= at[e.partition]]
-    for begin in range(0, len(waiting), at_once):
-        for e in waiting[begin : begin + at_once]:
-            writer.add(e)
-            at[e.partition] = e.offset + 1
-        writer.commit({("rollouts", p): offset for p, offset in at.items()})
-        if compact != "never":
-            writer.compact(gradually=compact == "gradually")
-
-
-def held(store: Store, run: str = "main") -> dict[int, list[ArchivedRecord]]:
-    current = manifests.newest(store, run)
-    if current is None or "rollouts" not in current.topics:
-        return {}
-    return {p: list(records(store, current, "rollouts", p)) for p in current.topics["rollouts"].position}
 
 
 @settings(max_examples=25)
@@ -180,9 +94,6 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     yield open_store(url)
 
 
-LOG_OF_TWO = {p: [entry(p, offset) for offset in (3, 4, 7, 8, 9)] for p in range(2)}
-
-
 def test_every_store_holds_the_archive_alike(store: Store) -> None:
     assert held(store) == {}
     archive_all(store, LOG_OF_TWO, 3, compact="never")
@@ -199,47 +110,6 @@ def test_every_store_holds_the_archive_alike(store: Store) -> None:
     assert held(store) == LOG_OF_TWO
     assert set(store.names("run=main/table=log")) == {file.path for file in after.files_of(LOG)}
     assert manifests.runs_of(store) == ["main"]
-
-
-def test_an_archive_that_grows_for_long_has_few_files_and_writes_a_row_again_a_few_times() -> None:
-    store, commits = StoppingStore(), 400
-    writer = ArchiveWriter(store, "main")
-    writer.begin("rollouts", "id", {0: 0})
-    random = Random(1)
-    again = most = 0
-    for offset in range(commits):
-        writer.add(entry(0, offset, "none")._replace(value=random.randbytes(4096)))
-        before = writer.commit({("rollouts", 0): offset + 1}).files
-        writer.compact(gradually=True)
-        again += sum(f.rows for f in writer.manifest.files_of(LOG) if f not in before)
-        most = max(most, len(writer.manifest.files_of(LOG)))
-    assert len(list(records(store, writer.manifest, "rollouts", 0))) == commits
-    assert most < 2 * MOST_SMALL
-    # If each merge took all of them, it would be 13.
-    assert again / commits < 8
-
-
-def test_a_file_is_merged_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "PIECE_BYTES", 2_000)
-    store = StoppingStore()
-    archive_all(store, LOG_OF_TWO, 3, compact="never")
-    before = manifests.newest(store, "main")
-    decoded: list[int] = []
-    parquet = writing.parquet
-
-    def counted(tables: Iterable[pa.Table], schema: pa.Schema) -> tuple[bytes, int]:
-        pieces = [*tables]
-        decoded.extend(piece.nbytes for piece in pieces)
-        return parquet(pieces, schema)
-
-    monkeypatch.setattr(writing, "parquet", counted)
-    writer = ArchiveWriter(store, "main")
-    writer.compact()
-    writer.compact()
-    assert before is not None
-    assert {t: writer.manifest.rows(t) for t in SCHEMAS} == {t: before.rows(t) for t in SCHEMAS}
-    assert held(store) == LOG_OF_TWO
-    assert 0 < max(decoded) < 4_000
 
 
 def test_a_name_is_created_once_on_every_store(store: Store) -> None:

@@ -1,0 +1,55 @@
+"""Merging of small files: a few times for each row, and in pieces."""
+
+from collections.abc import Iterable
+from random import Random
+
+import pyarrow as pa
+import pytest
+
+from rollstream.consumers.archive import writer as writing
+from rollstream.consumers.archive.manifest import LOG
+from rollstream.consumers.archive.writer import MOST_SMALL, ArchiveWriter, records
+from tests.support.archiving import StoppingStore, entry
+
+
+def test_an_archive_that_grows_for_long_has_few_files_and_writes_a_row_again_a_few_times() -> None:
+    store, commits = StoppingStore(), 400
+    writer = ArchiveWriter(store, "main")
+    writer.begin("rollouts", "id", {0: 0})
+    random = Random(1)
+    again = most = 0
+    for offset in range(commits):
+        writer.add(entry(0, offset, "none")._replace(value=random.randbytes(4096)))
+        before = writer.commit({("rollouts", 0): offset + 1}).files
+        writer.compact(gradually=True)
+        again += sum(f.rows for f in writer.manifest.files_of(LOG) if f not in before)
+        most = max(most, len(writer.manifest.files_of(LOG)))
+    assert len(list(records(store, writer.manifest, "rollouts", 0))) == commits
+    assert most < 2 * MOST_SMALL
+    # If each merge took all of them, it would be 13.
+    assert again / commits < 8
+
+
+def test_files_are_merged_in_pieces_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "PIECE_BYTES", 10_000)
+    random = Random(1)
+    log = [entry(0, offset, "none")._replace(value=random.randbytes(1000)) for offset in range(200)]
+    store = StoppingStore()
+    writer = ArchiveWriter(store, "main")
+    writer.begin("rollouts", "id", {0: 0})
+    for part in (log[:100], log[100:]):
+        for record in part:
+            writer.add(record)
+        writer.commit({("rollouts", 0): part[-1].offset + 1})
+    decoded: list[int] = []
+    parquet = writing.parquet
+
+    def watched(tables: Iterable[pa.Table], schema: pa.Schema) -> tuple[bytes, int]:
+        pieces = [*tables]
+        decoded.extend(piece.nbytes for piece in pieces)
+        return parquet(pieces, schema)
+
+    monkeypatch.setattr(writing, "parquet", watched)
+    assert writer.compact() == 1
+    assert list(records(store, writer.manifest, "rollouts", 0)) == log
+    assert max(decoded) < 20_000 < sum(decoded)
