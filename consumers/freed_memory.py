@@ -29,10 +29,10 @@ class FreedMemory:
         return True
 
 
-def share_arrows_memory() -> None:
-    """Have Arrow, of this process, take memory from the C library: so `give_back` covers what Arrow has freed.
+def use_c_library_for_arrow() -> None:
+    """Have Arrow take its memory from the C library in this process, so that `give_back` covers what Arrow has freed.
 
-    Arrow's own allocator keeps tens of MiB, and is up to a tenth faster, so this is for processes that run for long.
+    Arrow's own allocator keeps tens of MiB, but is up to a tenth faster: this is for processes that run for long.
     """
     import pyarrow as pa
 

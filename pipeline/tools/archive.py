@@ -14,7 +14,7 @@ from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files
 from rollstream.consumers.files.stores import Store, open_store
-from rollstream.consumers.freed_memory import share_arrows_memory
+from rollstream.consumers.freed_memory import use_c_library_for_arrow
 from rollstream.pipeline.command_parser import set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, table
@@ -57,7 +57,7 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
         print_summary(store, writer.manifest, args.json, fewer=fewer)
         return 0
     if args.follow:
-        share_arrows_memory()
+        use_c_library_for_arrow()
     with Archiver(config.kafka, config.run, store, arrays=args.arrays) as archiver:
         while True:
             result = archiver.once()

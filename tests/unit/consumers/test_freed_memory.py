@@ -32,7 +32,7 @@ print(json.dumps([full, kept, after, large_did, small_did, again]))
     [
         ("", "bytes(4_000)"),
         (
-            "import pyarrow as pa; from rollstream.consumers.freed_memory import share_arrows_memory as share; share()",
+            "import pyarrow as pa; from rollstream.consumers.freed_memory import use_c_library_for_arrow as use; use()",
             "pa.array(range(500), pa.int64())",
         ),
     ],
