@@ -13,7 +13,7 @@ from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
-from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
+from tests.bench.measure import Row, Settings, Stopwatch, Timing, grouping_collector, interleaved
 
 _TOKENS = np.arange(64, dtype="<i4")
 _TAKE_EVERY = 250
@@ -49,7 +49,8 @@ def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
                 decode_as(Rollout, step.value)
             return watch.timing(len(sample))
 
-        rates, baseline = interleaved(settings.repetitions, ours, raw)
+        with grouping_collector():
+            rates, baseline = interleaved(settings.repetitions, ours, raw)
         return Row(
             name=name,
             what=f"fold rollouts of {len(_TOKENS)} tokens into groups of 2 while {waiting:,} are open, and batch them",

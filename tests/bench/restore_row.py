@@ -9,7 +9,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
 from tests.bench import material, produce_baseline
-from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
+from tests.bench.measure import Row, Settings, Stopwatch, Timing, grouping_collector, in_child, interleaved
 from tests.bench.runs import prepared
 from tests.support.restoring import restore_tasks
 
@@ -41,7 +41,8 @@ def measure(settings: Settings) -> Row:
                 raise RuntimeError(f"{read} of {len(records)} records were read")
             return watch.timing(len(records))
 
-        ours_timings, raw_timings = interleaved(settings.repetitions, ours, raw)
+        with grouping_collector():
+            ours_timings, raw_timings = interleaved(settings.repetitions, ours, raw)
     return Row(
         name="restore",
         what="restore tasks with all of these rollouts in flight: offsets, journal, log",
