@@ -13,7 +13,8 @@ from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
-from tests.bench.measure import Row, Settings, Stopwatch, Timing, grouping_collector, interleaved
+from tests.bench.grouping_process import grouping_collector
+from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 
 _TOKENS = np.arange(64, dtype="<i4")
 _TAKE_EVERY = 250

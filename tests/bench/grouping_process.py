@@ -4,7 +4,8 @@ import gc
 import json
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
@@ -18,6 +19,17 @@ from tests.bench.measure import Timing
 from tests.bench.timer import TransactionTimer
 
 
+@contextmanager
+def grouping_collector() -> Iterator[None]:
+    """The thresholds of the garbage collector that `rollstream group` sets, while the block runs."""
+    before = gc.get_threshold()
+    gc.set_threshold(*COLLECT_AFTER)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 def group(arguments: dict[str, Any]) -> Timing:
     """Group until that many rollouts are committed."""
     done = threading.Event()
@@ -29,15 +41,15 @@ def group(arguments: dict[str, Any]) -> Timing:
             timer.committed(sum(p.effects.journal.position - p.effects.journal.begin for p in parts))
 
     grouping_process.TransactionPublisher = Timed  # type: ignore[misc]
-    gc.set_threshold(*COLLECT_AFTER)
     grouper = GrouperConfig(
         max_poll_records=arguments["poll_records"],
         commit_interval_s=arguments["commit_interval_s"],
     )
     kafka = KafkaConfig(bootstrap_servers=arguments["bootstrap_servers"])
-    grouping_process.run_grouping(
-        kafka, arguments["run"], GroupingConfig(), grouper, 0, done, lambda: print("ready", flush=True)
-    )
+    with grouping_collector():
+        grouping_process.run_grouping(
+            kafka, arguments["run"], GroupingConfig(), grouper, 0, done, lambda: print("ready", flush=True)
+        )
     return timer.timing
 
 

@@ -1,6 +1,5 @@
 """Measuring ours and a baseline in turn, so that a machine that slows down slows both; medians over the repetitions."""
 
-import gc
 import json
 import math
 import os
@@ -15,7 +14,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from rollstream.pipeline.roles.group import COLLECT_AFTER
 from rollstream.topics.config import KafkaConfig
 from tests.support.paths import ROOT
 
@@ -207,17 +205,6 @@ def interleaved(
         for measure in (raw, ours) if repetition % 2 == 0 else (ours, raw):
             timings[measure].append(measure())
     return tuple(timings[ours]), tuple(timings[raw])
-
-
-@contextmanager
-def grouping_collector() -> Iterator[None]:
-    """The thresholds of the garbage collector that `rollstream group` sets, while the block runs."""
-    before = gc.get_threshold()
-    gc.set_threshold(*COLLECT_AFTER)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def in_child(module: str, settings: Settings, run: str, *, python: str = sys.executable) -> Timing:

@@ -9,7 +9,8 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
 from tests.bench import material, produce_baseline
-from tests.bench.measure import Row, Settings, Stopwatch, Timing, grouping_collector, in_child, interleaved
+from tests.bench.grouping_process import grouping_collector
+from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, interleaved
 from tests.bench.runs import prepared
 from tests.support.restoring import restore_tasks
 
