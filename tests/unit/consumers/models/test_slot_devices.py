@@ -45,7 +45,7 @@ for devices, tensor, dtype in json.loads(sys.argv[1]):
         config, slots=16, max_model_len=16, devices=devices, tensor_parallel=tensor, steps=3, dtype=dtype
     )
     old, new = map(slots.place, versions)
-    sampled = slots.sample(old, rows)
+    answers = slots.sample(old, rows)
     compiled = decode_slots._cache_size() + fill_slots._cache_size()
     started = slots.start(old, rows[:8])
     groups = devices // tensor
@@ -53,8 +53,8 @@ for devices, tensor, dtype in json.loads(sys.argv[1]):
     # Weights are swapped while rows are in slots.
     decoded = [slots.decode(old), slots.decode(new)]
     sampled[f"{devices}x{tensor}x{dtype}"] = {
-        "tokens": [row.tokens for row in sampled],
-        "logprobs": [row.logprobs for row in sampled],
+        "tokens": [row.tokens for row in answers],
+        "logprobs": [row.logprobs for row in answers],
         "groups": sorted(slot // (16 // groups) for slot in started),
         "held": [array.addressable_shards[0].data.size / array.size for array in held],
         "swapped": [{str(started.index(row.slot)): row.tokens for row in each} for each in decoded],
