@@ -74,7 +74,8 @@ class BatchSelection:
     of a batch in a step on record, or nothing; in that case `excluded` returns the reason to leave a batch out
     regardless of its version, "" if there is none. `last_of` returns the index offset of the last batch of a step on
     record, None for other steps. `nothing_after` tells whether the index will have nothing from an offset on: then a
-    step may have fewer rollouts, and none follows it.
+    step may have fewer rollouts, and none follows it. `own_versions` tells whether this learner publishes the versions
+    of the batches; the steps of the learner that does are not comparable with those of another.
     """
 
     def __init__(
@@ -89,12 +90,16 @@ class BatchSelection:
         excluded: Callable[[str], str] = lambda _batch_id: "",
         last_of: Callable[[int], int | None] = lambda _step: None,
         nothing_after: Callable[[int], bool] = lambda _position: False,
+        own_versions: bool = True,
     ) -> None:
         self._index = index
         self._rollouts_per_step = rollouts_per_step
         self._max_policy_lag = max_policy_lag
         self._read_version_steps = read_version_steps
         self._version_steps: dict[int, int] = {}
+        self._own_versions = own_versions
+        self._newest_step = 0
+        """Publisher's step of the newest policy version that the index has named so far."""
         self._skipped = skipped
         self._decided = decided
         self._excluded = excluded
@@ -155,11 +160,21 @@ class BatchSelection:
         )
 
     def _lag(self, read: IndexedBatch, step: int) -> int | None:
-        """Steps since the lowest policy version of the batch was published; None if that version is not on record."""
-        version = read.entry.lowest_version
+        """Steps since the lowest policy version of the batch was published; None if that version is not on record.
+
+        For versions of another learner, these are its steps up to the newest version that the index has named.
+        """
+        lowest = self._step_of(read.entry.lowest_version)
+        if lowest is None or self._own_versions:
+            return None if lowest is None else step - lowest
+        self._newest_step = max(self._newest_step, self._step_of(read.entry.highest_version) or 0)
+        return max(0, self._newest_step - lowest)
+
+    def _step_of(self, version: int) -> int | None:
+        """Step after which a policy version was published; None if that is not on record."""
         if version not in self._version_steps:
             self._version_steps = self._read_version_steps(version)
-        return step - self._version_steps[version] if version in self._version_steps else None
+        return self._version_steps.get(version)
 
     def _staleness(self, read: IndexedBatch, lag: int | None) -> Skip | None:
         """Reason to skip a batch of this lag; None to train on it."""

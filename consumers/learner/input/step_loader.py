@@ -261,6 +261,7 @@ class BatchSource(LogSource[BatchSelection]):
             excluded=exclusions.reason,
             last_of=recorder.last_batch,
             nothing_after=self._nothing_after,
+            own_versions=recorder.publishes_input_versions,
         )
 
 

@@ -85,6 +85,11 @@ class StepRecorder(Closing):
         return tuple(self._recorded[step] for step in sorted(self._recorded))
 
     @property
+    def publishes_input_versions(self) -> bool:
+        """Whether the policy versions of the batches are this learner's, and not those of another run's learner."""
+        return self._input_run == self._run
+
+    @property
     def compares_arrays_until(self) -> int:
         """The last step whose digest on record is that of copies of the parameters, as earlier releases made; -1 if
         there is none."""
@@ -119,7 +124,7 @@ class StepRecorder(Closing):
 
         Reads the topic only if the versions of this learner do not include `version`.
         """
-        if self._input_run == self._run and version in (own := self._publisher.versions):
+        if self.publishes_input_versions and version in (own := self._publisher.versions):
             return own
         return {version: manifest.step for version, manifest in read_manifests(self._kafka, self._input_run).items()}
 

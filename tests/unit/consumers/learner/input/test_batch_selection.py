@@ -72,7 +72,7 @@ class ScriptedReader:
 
 
 def take(
-    versions: list[int | None], step: int = 0, steps_of_versions: dict[int, int] | None = None
+    versions: list[int | None], step: int = 0, steps_of_versions: dict[int, int] | None = None, **more: Any
 ) -> tuple[StepPlan | None, list[tuple[BatchUse, ...]]]:
     """A step of at least 40 rollouts, from batches of 16, with a lag of 2 allowed; and the skips reported meanwhile."""
     stop, reported = threading.Event(), []
@@ -82,6 +82,7 @@ def take(
         max_policy_lag=2,
         read_version_steps=lambda _version: steps_of_versions or {0: 0},
         skipped=reported.append,
+        **more,
     )
     return selection.plan(step, stop), reported
 
@@ -110,6 +111,16 @@ def test_a_batch_is_too_old_when_its_version_was_published_more_steps_ago_than_a
     assert (plan.uses[0].reason == "") == (use == "trained")
     assert [use.use for use in plan.uses[1:]] == ["trained"] * (len(plan.uses) - 1)
     assert plan.lags == ((2, 0, 0) if use == "trained" else (0, 0, 0))
+
+
+def test_batches_of_another_runs_learner_age_by_its_steps_whatever_our_own_step_is() -> None:
+    published_after = {0: 0, 1: 1, 8: 7, 9: 9}
+    for step in (0, 10_000):
+        plan, _ = take([0, 9, 1, 8], step, published_after, own_versions=False)
+        assert plan is not None
+        assert [use.use for use in plan.uses] == ["trained", "trained", "skipped", "trained"]
+        assert plan.uses[2].reason == "policy version 1 is 8 steps old, max_policy_lag is 2"
+        assert plan.lags == (0, 0, 2)
 
 
 def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> None:
