@@ -272,15 +272,16 @@ class RunConfig:
     @property
     def capacity(self) -> CapacityConfig:
         """Settings of the producers' flow control, from those of every role it depends on."""
+        group_size = max(entry.group_size or self.worker.group_size for entry in self.mixture)
         return CapacityConfig(
             max_policy_lag=self.learner.max_policy_lag,
             rollouts_per_step=self.learner.rollouts_per_step,
             partitions=self.topics.partitions,
             batch_rollouts=self.grouping.batch_rollouts,
-            group_size=max(entry.group_size or self.worker.group_size for entry in self.mixture),
+            group_size=group_size,
             # The gateways of a run share what they know of each other, so they count as one worker.
             workers=self.supervisor.workers + (1 if self.gateway.port else 0),
-            in_flight=_UNREAD_FACTOR * self.worker.concurrency * self.worker.group_size,
+            in_flight=_UNREAD_FACTOR * self.worker.concurrency * group_size,
         )
 
     @property
@@ -375,19 +376,27 @@ def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> Learne
 
 def secret_references(config: RunConfig) -> dict[str, tuple[str, str]]:
     """Kind (env or file) and name of each secret of this configuration, by dotted key."""
-    values = dict(_texts(config)) | {f"kafka.client.{key}": value for key, value in config.kafka.client.items()}
-    references = {key: reference(value) for key, value in values.items() if is_secret(key)}
+    references = {key: reference(value) for key, value in _texts(config) if is_secret(key)}
     return {key: parts for key, parts in references.items() if parts is not None}
 
 
 def _texts(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the value of every setting of a section that is a text."""
-    for setting in fields(section):
-        value = getattr(section, setting.name)
+    """Yield the dotted key and the value of every setting of a section that is a text, also in lists and tables."""
+    for name, value in _settings_of(section):
         if isinstance(value, str):
-            yield f"{prefix}{setting.name}", value
-        elif is_dataclass(value):
-            yield from _texts(value, f"{prefix}{setting.name}.")
+            yield f"{prefix}{name}", value
+        else:
+            yield from _texts(value, f"{prefix}{name}.")
+
+
+def _settings_of(section: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the names and values of a section, a list or a table; nothing for other values."""
+    if is_dataclass(section):
+        yield from ((setting.name, getattr(section, setting.name)) for setting in fields(section))
+    elif isinstance(section, Mapping):
+        yield from section.items()
+    elif isinstance(section, list | tuple):
+        yield from ((str(place), value) for place, value in enumerate(section))
 
 
 def secret_variables(config: RunConfig) -> frozenset[str]:

@@ -27,7 +27,7 @@ from rollstream.producers.tasks.reasoning_gym_dataset import ReasoningGymDataset
 from rollstream.producers.tasks.tool_use import ToolUse
 from rollstream.producers.tasks.verifiers_environment import VerifiersEnvironment
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.secrets import resolve
+from rollstream.topics.secrets import resolve_options
 from rollstream.topics.user_code import load_object
 
 ENTRY_POINTS = "rollstream.environments"
@@ -156,7 +156,7 @@ def with_settings(
 
 def create_environment(entry: EnvironmentConfig, settings: TasksConfig | None = None) -> Environment | AgentEnvironment:
     """Make the environment that an entry names. Raises ConfigurationError, naming the nearest, if there is none."""
-    options = {key: _resolved(key, value) for key, value in entry.options.items()}
+    options = resolve_options("options", entry.options)
     if entry.use in TASKS:
         return _called(entry.use, create_task, options, entry.use, settings)
     if entry.use in _CLASSES:
@@ -165,10 +165,6 @@ def create_environment(entry: EnvironmentConfig, settings: TasksConfig | None = 
         return _called(entry.use, _plug_in(entry.use), options)
     factory = load_object(entry.use, "environments: use is", "name it package.module:Class")
     return _called(entry.use, factory, options)
-
-
-def _resolved(key: str, value: Any) -> Any:
-    return resolve(key, value) if isinstance(value, str) else value
 
 
 def _plug_in(name: str) -> Any:

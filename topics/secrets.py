@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rollstream.topics.errors import ConfigurationError
 
@@ -45,6 +46,20 @@ def resolve(key: str, value: str, environment: Mapping[str, str] = os.environ) -
         return Path(name).read_text(encoding="utf-8").rstrip("\n")
     except (OSError, ValueError) as error:
         raise ConfigurationError(f"{key} is {value}, which cannot be read: {error}") from error
+
+
+def resolve_options(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with their secrets in place of the references, also in nested tables.
+
+    `section` is the setting that holds the options, such as `collect.options`. Raises as `resolve` does.
+    """
+
+    def resolved(key: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: resolved(f"{key}.{name}", inner) for name, inner in value.items()}
+        return resolve(key, value) if isinstance(value, str) else value
+
+    return {name: resolved(f"{section}.{name}", value) for name, value in options.items()}
 
 
 def keep_from_programs(variables: Iterable[str]) -> None:

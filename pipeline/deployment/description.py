@@ -65,7 +65,8 @@ class RoleDescription:
     transactional_ids: tuple[str, ...] = ()
     """Transactional ids that it writes under, with settings and the number in braces."""
     secrets: tuple[str, ...] = ()
-    """Settings of secrets that it uses, beside those of its connection to Kafka; it is given no others."""
+    """Secret settings that it uses in addition to those of its connection to Kafka, or, with a dot at the end, the
+    section of their options; it is given no others."""
     keeps: str = ""
     """Setting of the directory whose files must survive a restart; empty: the log has everything."""
     finishes: bool = False
@@ -111,6 +112,8 @@ ROLES: tuple[RoleDescription, ...] = (
         counted_by="learner.processes",
         count=lambda config: config.learner.processes,
         extras=("learner",),
+        # It loads the environments, because a row must hold their longest rollouts.
+        secrets=("environments.",),
         transactional_ids=("{run}/learner",),
         keeps="learner.checkpoint.directory",
         finishes=True,
@@ -177,7 +180,7 @@ ROLES: tuple[RoleDescription, ...] = (
         number_flag="--ordinal",
         counted_by="supervisor.workers",
         count=lambda config: config.supervisor.workers,
-        secrets=("kafka.signing_key", "worker.api_key"),
+        secrets=("environments.", "kafka.signing_key", "worker.api_key"),
         after=_CONSUMERS,
     ),
     RoleDescription(
@@ -196,7 +199,7 @@ ROLES: tuple[RoleDescription, ...] = (
         number_flag="--ordinal",
         counted_by="evaluation.every_versions",
         count=lambda config: config.evaluation.processes if config.evaluation.every_versions else 0,
-        secrets=("worker.api_key",),
+        secrets=("environments.", "worker.api_key"),
         after=_CONSUMERS,
     ),
     RoleDescription(
@@ -206,6 +209,7 @@ ROLES: tuple[RoleDescription, ...] = (
         tasks=(_CONTROL,),
         counted_by="collect.processes",
         count=lambda config: config.collect.processes,
+        secrets=("collect.options.",),
         finishes=True,
         after=(FILL, LABEL),
     ),

@@ -8,9 +8,13 @@ _CONNECTION = ("kafka.client.", "kafka.registry.")
 
 
 def secrets_of(config: RunConfig, used: Collection[str] = ()) -> dict[str, tuple[str, str]]:
-    """Kind (env or file) and name of each secret of a process, by dotted key; `used` are keys beside its connection."""
+    """Return the kind (env or file) and name of each secret of a process, by dotted key.
+
+    Every process has those of its connection to Kafka; `used` are further keys or, with a dot at the end, sections.
+    """
+    sections = (*_CONNECTION, *(name for name in used if name.endswith(".")))
     references = secret_references(config).items()
-    return {key: parts for key, parts in references if key in used or key.startswith(_CONNECTION)}
+    return {key: parts for key, parts in references if key in used or key.startswith(sections)}
 
 
 def withheld_variables(config: RunConfig, used: Collection[str]) -> frozenset[str]:

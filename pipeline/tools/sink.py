@@ -4,6 +4,7 @@ import argparse
 import json
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from rollstream.pipeline.command_parser import Setting, set_handler, wait_second
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.plain_values import tell
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.secrets import resolve_options
 
 
 class _Result(NamedTuple):
@@ -60,7 +62,7 @@ def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
             learner=learner,
             newest_step=_newest_step(feed, config.run, learner, args.follow, args.every),
             directory=Path(config.tracker.directory or config.data_dir / "trackers"),
-            config=config.tracker,
+            config=replace(config.tracker, options=resolve_options("tracker.options", config.tracker.options)),
         )
         tracker = open_tracker(tracked)
         with closing(tracker):

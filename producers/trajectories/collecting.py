@@ -19,6 +19,7 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
 from rollstream.topics.metric_values import VALUES
+from rollstream.topics.secrets import resolve_options
 
 _IDLE_S = 0.005
 """Pause after a player yields None."""
@@ -74,7 +75,8 @@ def run_collecting(
     generator function, RecordError for an invalid step, and the player's own errors.
     """
     clients.check_broker(kafka)
-    seat = Seat(kafka=kafka, run=run, ordinal=ordinal, seed=config.seed, steps=config.steps, options=config.options)
+    options = resolve_options("collect.options", config.options)
+    seat = Seat(kafka=kafka, run=run, ordinal=ordinal, seed=config.seed, steps=config.steps, options=options)
     steps = player(seat)
     if not isinstance(steps, Generator):
         raise ConfigurationError(

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.pipeline.config import RunConfig, load, secret_references, to_toml
+from rollstream.pipeline.deployment.description import ROLES
+from rollstream.pipeline.deployment.role_secrets import withheld_variables
 from rollstream.pipeline.run import plan
 from rollstream.pipeline.run.plan import child_environment
 from rollstream.pipeline.settings import known_keys
@@ -310,6 +312,39 @@ def test_every_setting_that_holds_a_secret_is_handed_on_to_the_processes_of_a_ru
     named = {key: f"env:SECRET_{number}" for number, key in enumerate(names)}
     config = load(environment={}, flags=[f"{key}={value}" for key, value in named.items()])
     assert secret_references(config) == {key: ("env", value.removeprefix("env:")) for key, value in named.items()}
+
+
+def test_secrets_among_options_reach_the_roles_that_use_them_and_no_others(tmp_path: Path) -> None:
+    variable = "ROLLSTREAM_ENVIRONMENTS__0__OPTIONS__API_KEY"
+    path = write(
+        tmp_path,
+        """
+        [[environments]]
+        use = "dsort3"
+        options = {judge = {api_key = "env:JUDGE"}}
+        [collect.options]
+        api_key = "env:PLAYER"
+        """,
+    )
+    environment = {variable: "canary", "JUDGE": "canary", "PLAYER": "canary", "PATH": "/bin"}
+    config = load(path, environment=environment)
+    assert secret_references(config) == {
+        "environments.0.options.api_key": ("env", variable),
+        "environments.0.options.judge.api_key": ("env", "JUDGE"),
+        "collect.options.api_key": ("env", "PLAYER"),
+    }
+    assert child_environment(config, environment) == environment
+    withheld = {role.name: withheld_variables(config, role.secrets) for role in ROLES}
+    assert withheld["env"] == withheld["eval"] == withheld["learn"] == {"PLAYER"}
+    assert withheld["collect"] == {variable, "JUDGE"}
+    assert withheld["group"] == withheld["infer"] == {variable, "JUDGE", "PLAYER"}
+
+
+def test_flow_control_counts_the_rollouts_of_the_largest_groups_that_a_worker_plays(tmp_path: Path) -> None:
+    entries = '[[environments]]\nuse = "dsort3"\n[[environments]]\nuse = "add"\ngroup_size = 64\n'
+    flags = ["worker.group_size=4", "worker.concurrency=8"]
+    config, alone = load(write(tmp_path, entries), flags=flags), load(flags=flags)
+    assert config.capacity.in_flight == 64 // 4 * alone.capacity.in_flight
 
 
 def test_a_missing_secret_is_an_error_that_names_its_place(tmp_path: Path) -> None:
