@@ -13,7 +13,7 @@ from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import AccessDenied, BrokerUnavailable, Fenced, StateRefused
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, Fenced, RecordTooLarge, StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.reader import read_to_end
@@ -29,6 +29,8 @@ from rollstream.topics.retired_learners import retired_learners
 logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
+_PAUSE_S = 0.1
+"""Pause before a transaction is made again."""
 
 TopicRecord = tuple[str, bytes, bytes]
 """Topic, key and value."""
@@ -121,8 +123,8 @@ class StepLog:
     def commit(self, records: Sequence[TopicRecord], headers: Mapping[str, str] | None = None) -> None:
         """Write records, each with these headers, in one transaction; repeat it if the broker aborts it.
 
-        Raises Fenced if another publisher of the run took over, AccessDenied for a missing permission, and
-        BrokerUnavailable if it does not succeed in time.
+        Raises Fenced if another publisher of the run took over, AccessDenied for a missing permission, RecordTooLarge
+        for a record above the limit, and BrokerUnavailable if it does not succeed in time.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:
@@ -132,10 +134,13 @@ class StepLog:
                         transaction.send(topic, value, key, headers=headers)
                 return
             except (TransactionFailed, Stalled) as failed:
-                passing = isinstance(failed, TransactionFailed) and not (failed.fatal or failed.refused)
+                passing = isinstance(failed, TransactionFailed) and not (
+                    failed.fatal or failed.refused or failed.too_large
+                )
                 if not passing or time.monotonic() > deadline:
                     raise self._ended(failed) from failed
                 event(logger, "transaction_aborted", level=logging.WARNING, error=str(failed))
+                time.sleep(_PAUSE_S)
 
     def close(self) -> None:
         """Flush the producer; no transaction is open between commits."""
@@ -143,7 +148,7 @@ class StepLog:
         self._producer.flush(5.0)
         self._producer.close()
 
-    def _ended(self, failed: TransactionFailed | Stalled) -> Fenced | AccessDenied | BrokerUnavailable:
+    def _ended(self, failed: TransactionFailed | Stalled) -> Fenced | AccessDenied | RecordTooLarge | BrokerUnavailable:
         """Return the error that a failed transaction stands for."""
         if isinstance(failed, TransactionFailed) and failed.refused:
             return AccessDenied(f"learner {self._learner!r} of run {self._run}: {failed.reason}")
@@ -153,6 +158,12 @@ class StepLog:
                 f"the run, or its transaction outlived kafka.transaction_timeout_s ({failed.reason}); this one stops. "
                 f"Start it again if it is the only one; else give each learner a run of its own, and "
                 f"learner.input_run to share batches"
+            )
+        if isinstance(failed, TransactionFailed) and failed.too_large:
+            return RecordTooLarge(
+                f"a record of learner {self._learner!r} of run {self._run} is larger than kafka.max_record_bytes or "
+                f"the brokers allow ({failed.reason}); raise kafka.max_record_bytes, or, if it is the manifest of a "
+                "version, learner.weights.chunk_bytes and learner.weights.file_bytes, so that it names fewer chunks"
             )
         return BrokerUnavailable(
             f"a transaction of {self._transactional_id} did not succeed within {_TIMEOUT_S:g} s: {failed}"

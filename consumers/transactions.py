@@ -16,6 +16,7 @@ from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError, Fenced, RollstreamError
+from rollstream.topics.fates import DETAIL_LIMIT, clip
 from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.reader import Poller, Reader
 from rollstream.topics.kafka.records import GroupPosition
@@ -214,6 +215,11 @@ class ExactlyOnce(ABC, Generic[P]):
                 VALUES.count(_ABORTS)
                 if failed.refused:
                     raise DeliveryError(f"transaction {self._id} is refused: {failed.reason}") from failed
+                if failed.too_large:
+                    raise DeliveryError(
+                        f"a record of transaction {self._id} is larger than kafka.max_record_bytes or the brokers "
+                        f"allow ({failed.reason}); `rollstream topics apply` gives the topics the limit of the settings"
+                    ) from failed
                 self._raise_if_fatal(failed)
                 if failed.decision is Decision.RESTORE:
                     raise OwnershipLost(f"a rebalance came before the commit ({failed.reason}); restoring") from failed
@@ -230,7 +236,8 @@ class ExactlyOnce(ABC, Generic[P]):
         room = self._kafka.max_record_bytes - 2048
         headers: dict[str, str | bytes | None] = {
             "__streams.errors.exception": "rollstream.topics.errors.RecordError",
-            "__streams.errors.message": letter.error,
+            # Errors of a user's labeler may quote a whole record.
+            "__streams.errors.message": clip(letter.error, DETAIL_LIMIT),
             "__streams.errors.stacktrace": "",
             "__streams.errors.topic": letter.topic,
             "__streams.errors.partition": str(letter.partition),

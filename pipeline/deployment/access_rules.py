@@ -13,6 +13,7 @@ from rollstream.pipeline.audit.pruning_plan import TOPICS as PRUNED
 from rollstream.pipeline.deployment.description import (
     ARCHIVE,
     ENV,
+    FILL,
     GATEWAY,
     GROUP,
     LABEL,
@@ -91,7 +92,7 @@ def _of_role(config: "RunConfig", name: str) -> Iterator[AccessRule]:
         yield AccessRule("topic", topic_name(run, "rollouts"), ("DescribeConfigs",))
     if name in (ENV, GATEWAY, GROUP, PRUNE):
         # Flow control, drains and pruning look how far consumers have read.
-        for reader in (GROUP, LABEL, ARCHIVE) if name == PRUNE else (LABEL,):
+        for reader in (GROUP, LABEL, ARCHIVE, FILL) if name == PRUNE else (LABEL,):
             for template in role_of(reader).groups:
                 yield _named("group", template, config, ("Describe",))
 

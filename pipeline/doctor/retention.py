@@ -19,6 +19,8 @@ from rollstream.topics.kafka.reader import read_to_end
 
 _CHECK = "retention"
 _KEEP = "rollstream topics apply, and rollstream prune for room"
+_POSITIONS_KEPT_S = 30 * 86_400
+"""Least time for which positions should outlive a group: a run may rest over a holiday."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +56,19 @@ def check_retention(config: RunConfig) -> Iterator[Finding]:
         )
     elif not any(place.begin > place.offset for place in oldest):
         yield Finding(check=_CHECK, level="ok", text=f"{topic} keeps its records for ever, or does not say")
+    yield from forgotten_positions(topic_admin.positions_kept_s(config.kafka))
+
+
+def forgotten_positions(kept_s: float) -> Iterator[Finding]:
+    """Yield whether brokers that keep positions for so long may forget those of a run that rests."""
+    if kept_s < _POSITIONS_KEPT_S:
+        yield Finding(
+            check=_CHECK,
+            level="note",
+            text=f"brokers forget the positions of a consumer group {_hours(kept_s)} after its last member left: "
+            "grouping and labeling then need `recover`, and prune no longer keeps records for the archive",
+            remedy="set offsets.retention.minutes of the brokers to 2147483647, if you may",
+        )
 
 
 def oldest_unfinished(config: RunConfig) -> Iterator[OldestUnfinished]:

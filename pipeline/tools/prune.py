@@ -45,6 +45,7 @@ from rollstream.pipeline.audit.refold import beginnings, ends_snapshot
 from rollstream.pipeline.audit.topic_reading import read_journal
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_of
 from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.tools.plain_values import compact, time_text
 from rollstream.topics.catalogue import topic_name
@@ -70,6 +71,10 @@ _WHY = {
     NO_LABELER: "nobody has labeled yet, or the positions of labeling are lost",
     NO_FILLER: "nobody has filled a buffer yet",
 }
+_NO_ARCHIVE = (
+    "no archiver is on record: none runs, or brokers have forgotten the positions of one that rested for longer than "
+    "offsets.retention.minutes. If there is an archive, run `rollstream archive` before `rollstream prune`"
+)
 _BARE = " (no checkpoint)"
 _LEARNERS = {
     False: "may have to read on from there",
@@ -98,7 +103,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
     """Print the plan, and carry it out with --yes."""
-    if (args.keep_batches is not None and args.keep_batches < 0) or (args.keep_hours or 0) < 0:
+    if (args.keep_batches is not None and args.keep_batches < 0) or not 0 <= (args.keep_hours or 0) < math.inf:
         raise ConfigurationError("--keep-batches and --keep-hours take what is kept, 0 or more")
     if not args.dry_run and not args.yes:
         raise ConfigurationError("prune deletes for good; look with --dry-run first, then say --yes")
@@ -117,13 +122,16 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         delete(config.kafka, config.run, deletions)
         weight_files = [_without(files, config.learner.weights) for files in weight_files]
     rows, skipped = rows_of(deletions), positions.skipped
+    archived = any(expanded(name, config) in positions.groups for name in role_of(ARCHIVE).groups)
     if args.json:
         learners = {name: asdict(last) for name, last in positions.last_steps.items()}
         files = [{**there._asdict(), "removable": len(there.removable)} for there in weight_files]
         answer = {"deleted": not args.dry_run, "plan": rows, "learners": learners, "skipped": skipped}
-        print(compact({**answer, "weight_files": files}))
+        print(compact({**answer, "weight_files": files, "archive_on_record": archived}))
     else:
         print(plan_text(rows, args.dry_run, positions.last_steps, skipped))
+        if not archived:
+            print(_NO_ARCHIVE)
         for there in weight_files:
             print(files_text(there, args.dry_run))
     return 0

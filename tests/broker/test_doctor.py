@@ -14,7 +14,8 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 
 from rollstream.pipeline.config import load
 from rollstream.pipeline.doctor import clock
-from rollstream.pipeline.doctor.retention import oldest_unfinished
+from rollstream.pipeline.doctor.retention import forgotten_positions, oldest_unfinished
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun, rollout
@@ -103,6 +104,16 @@ def test_a_topic_with_another_retention_or_none_at_all_is_a_fault(real_run: Real
     assert "delete it in 2.0 h" in text
     code, text = doctor("--role", "env", "--set", f"topics.partitions={real_run.topics.partitions}")
     assert "this user may do everything" in text
+
+
+def test_brokers_that_soon_forget_positions_are_named_and_ours_keep_them(broker: str) -> None:
+    kept_s = topic_admin.positions_kept_s(KafkaConfig(bootstrap_servers=broker))
+    assert kept_s > 1_000 * 365 * 86_400
+    assert list(forgotten_positions(kept_s)) == []
+    [finding] = forgotten_positions(7 * 86_400)
+    assert finding.level == "note"
+    assert "168.0 h after its last member left" in finding.text
+    assert "offsets.retention.minutes" in finding.remedy
 
 
 def test_unfinished_records_that_are_gone_are_a_fault_with_their_remedy(real_run: RealRun, tmp_path: Path) -> None:

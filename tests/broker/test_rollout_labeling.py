@@ -98,6 +98,33 @@ def test_labels_whose_offsets_the_broker_does_not_tell_are_written_again_and_cou
     assert log.count('"transaction_retried"') == log.count("without its offset") == 1, log[-3000:]
 
 
+VERBOSE = """
+from rollstream import RecordError
+
+def judge(rollout):
+    raise RecordError(f"cannot score {rollout.uid}: " + "x" * 30_000_000)
+"""
+
+
+def test_a_labeler_whose_error_is_longer_than_a_record_makes_dead_letters(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    (run.directory / "verbose.py").write_text(VERBOSE)
+    process = run.start("label", labeling__labeler=f"{run.directory}/verbose.py:judge")
+    with RolloutProducer(run.kafka, run.name, topic="unlabelled") as producer:
+        for member in range(4):
+            producer.send(asked(1, member))
+
+    def errors() -> list[str]:
+        letters = read_to_end(run.kafka, run.topic("dead-letters"))
+        return [str(dict(m.header_pairs())["__streams.errors.message"], "utf-8") for m in letters]
+
+    eventually(lambda: len(errors()) == 4, 60, "a dead letter of every rollout")
+    assert process.poll() is None
+    assert {(error.split(":")[0], len(error)) for error in errors()} == {
+        (f"cannot score {asked(1, member).uid}", 300) for member in range(4)
+    }
+
+
 def test_a_judge_killed_and_started_again_rewards_every_rollout_once_and_cancels_what_it_cannot_judge(
     real_run: RealRun, judge: tuple[str, JudgeServer]
 ) -> None:

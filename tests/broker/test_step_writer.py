@@ -1,14 +1,18 @@
 """StepWriter and publish_version on a real broker: a step, its position and its version are one fact, made once."""
 
+import time
+from contextlib import closing
+
 import numpy as np
 import pytest
 
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
+from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.tools.prune import read_positions
 from rollstream.producers.journal_tailer import JournalTailer
-from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
+from rollstream.topics.errors import ConfigurationError, Fenced, RecordTooLarge, StateRefused
 from rollstream.topics.records import LearnerStep, PolicyManifest
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches
@@ -38,6 +42,16 @@ def steps_of(run: RealRun) -> list[LearnerStep]:
 
 def manifests_of(run: RealRun) -> list[PolicyManifest]:
     return [record for record in run.read("policies") if isinstance(record, PolicyManifest)]
+
+
+def test_a_record_above_the_limit_is_refused_at_once_with_its_settings(real_run: RealRun) -> None:
+    run, began = real_run.prepare(), time.monotonic()
+    log, before = StepLog(run.kafka, run.name, "main", take_over=True), manifests_of(run)
+    noise = np.random.default_rng(0).bytes(2 * run.kafka.max_record_bytes)
+    with closing(log), pytest.raises(RecordTooLarge, match=r"kafka\.max_record_bytes.*learner\.weights\.chunk_bytes"):
+        log.commit([(run.topic("policies"), b"key", noise)])
+    assert time.monotonic() - began < 30, "it was not sent again and again"
+    assert manifests_of(run) == before
 
 
 def test_a_version_is_published_once_under_the_number_that_is_said(run: RealRun) -> None:

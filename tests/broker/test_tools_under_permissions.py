@@ -213,6 +213,7 @@ OPERATING = {
     "group pause 0 --reason x": 0,
     "group resume 0": 0,
     "rescore --verifier judge.py:judge": 0,
+    "weights rollback 7 --reason x --take-over": 0,
     "learner retire main": 0,
     "learner resume main": 0,
     "ledger": 0,

@@ -93,6 +93,18 @@ def retention_s(config: KafkaConfig, topic: str) -> float:
     return retention_ms / 1000 if retention_ms >= 0 else math.inf
 
 
+def positions_kept_s(config: KafkaConfig) -> float:
+    """How long brokers keep the positions of a consumer group without members; infinite if they do not say."""
+    client = clients.admin(config)
+    try:
+        broker = min(client.list_topics(timeout=_TIMEOUT_S).brokers)
+        resource = ConfigResource(ResourceType.BROKER, str(broker))
+        settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
+    except (KafkaException, TimeoutError):
+        return math.inf
+    return 60.0 * int(settings["offsets.retention.minutes"].value)
+
+
 def runs(config: KafkaConfig) -> dict[str, dict[str, int]]:
     """Number of partitions of each topic, by name, of every run on the brokers. Raises BrokerUnavailable."""
     try:

@@ -39,6 +39,8 @@ class TransactionFailed(DeliveryError):
         lost = isinstance(error, str)
         self.call, self.refused = call, refused is not None
         self.reason = refused or (error if isinstance(error, str) else f"{error.name()}: {error.str()}")
+        self.too_large = isinstance(error, KafkaError) and error.code() == KafkaError.MSG_SIZE_TOO_LARGE
+        """Whether a record exceeds the limit of the client or of the brokers: to send it again is no use."""
         # The client may lose the exception of a fatal error and raise SystemError instead.
         self.decision = Decision.GIVE_UP if isinstance(error, str) else decide(error, patient=False)
         self.taken_over = (

@@ -24,8 +24,13 @@ from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Mark
 from rollstream.topics.signatures import is_signed_by, mark_context
 
-SINCE = {"opo": 2, "reinforce_pp": 2, "reservoir": 2, "reinforce_pp_global": 6}
-"""Core version that introduced an estimator or maker, if it was not the first."""
+SINCE = {
+    **dict.fromkeys(("rloo", "rloo_normalized", "grpo", "dr_grpo", "fifo"), 1),
+    **dict.fromkeys(("opo", "reinforce_pp", "reservoir"), 2),
+    "reinforce_pp_global": 6,
+}
+"""Core version that introduced each estimator and maker of ours. A new one raises CORE_VERSION: a process of an earlier
+release would take the mark that names it for invalid, and make other batches than one of this release."""
 USERS_SINCE = {"maker": 2, "estimator": 6}
 """Core version that introduced users' own, by the key that names them."""
 
@@ -54,7 +59,7 @@ def check_names(config: GroupingConfig, plug_ins: PlugIns = BUILT_IN) -> None:
     context = MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes)
     batch_maker(config.maker, context, plug_ins.makers)
     for key, name in (("estimator", config.estimator), ("maker", config.maker)):
-        since = USERS_SINCE[key] if ":" in name else SINCE.get(name, 1)
+        since = USERS_SINCE[key] if ":" in name else SINCE[name]
         if since > config.core_version:
             raise ConfigurationError(
                 f"grouping.{key} is {name!r}, which came with core version {since}, and grouping.core_version is "

@@ -56,7 +56,7 @@ class RecordedBatches:
         self._waiting: dict[BatchPlace, tuple[int, int]] = {}
         """Partition and number of batches committed after the cut, by place."""
         self._times: dict[tuple[int, int], int] = {}
-        """Number of batches that carry an offset of a partition, if there are several."""
+        """Number of times that batches carry an offset of a partition, if it is more than once."""
         self._skipped_in: dict[str, dict[str, RolloutMoments]] = {}
         """Lengths and rewards of rollouts that learners skipped, by batch and environment."""
         self._odd: list[str] = []
@@ -258,7 +258,7 @@ class RecordedBatches:
             if known + times > 1:
                 several[offset] = known + times
         for offset, times in sorted(several.items()):
-            result.problem(f"rollouts[{number}] offset {offset} is in {times} batches")
+            result.problem(f"rollouts[{number}] offset {offset} is in batches {times} times")
 
     def _measure_skipped(self, batch: TrainingBatch, untrained: Untrained) -> None:
         """Measure the rows of a batch that learners skipped. Raises RecordError for rows that do not exist."""

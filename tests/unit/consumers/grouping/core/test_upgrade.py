@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
-from rollstream.consumers.grouping.core.configuration_marks import CORE_STEP, check_names
+from rollstream.consumers.grouping.core.configuration_marks import CORE_STEP, SINCE, check_names
 from rollstream.consumers.grouping.core.effects import CORE_VERSION, Effects, InputRecord
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Estimator
 from rollstream.consumers.grouping.core.fold import Fold
@@ -27,6 +27,11 @@ from tests.support.upgrade import Recorded
 
 VERSIONS = tuple(range(1, CORE_VERSION))
 """Core versions before today's; each left a fixture."""
+
+
+def test_every_estimator_and_maker_has_the_core_version_that_brought_it() -> None:
+    assert SINCE.keys() == {*ESTIMATORS, *MAKERS}
+    assert max(SINCE.values()) <= CORE_VERSION
 
 
 @pytest.fixture(scope="module", params=VERSIONS)
