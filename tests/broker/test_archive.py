@@ -207,9 +207,9 @@ def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_r
         restore(run.kafka, run.topics, store, current, other.name)
     before = ledger(run.kafka, run.name).as_dict()
 
-    # A batch of which the journal does not tell: it would be made a second time.
+    # A batch that the journal does not contain: it would be made a second time.
     beyond.send_bytes("batches", b"a batch", encode_key("0-999"), partition=0)
-    with pytest.raises(StateRefused, match="holds batch 0-999, of which its journal does not tell"):
+    with pytest.raises(StateRefused, match="holds batch 0-999, which its journal does not contain"):
         recover(run.kafka, beyond.name, run.grouper, restored=True)
 
     adopted = again.start("group", "adopt")

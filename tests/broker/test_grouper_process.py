@@ -115,7 +115,7 @@ def test_partitions_that_were_added_are_refused_with_the_remedy(real_run: RealRu
     assert process.wait(300) == 2
     last = run.log_of(process).strip().splitlines()[-1]
     assert last.startswith(
-        f"rollstream: {topic} has 3 partitions, and had 2 when this process started; keys have moved"
+        f"rollstream: {topic} has 3 partitions, but had 2 when this process started; keys have moved"
     )
     assert last.endswith("start a run of another name")
     again = run.start("group")

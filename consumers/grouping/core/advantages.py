@@ -1,7 +1,7 @@
 """Advantages of the members of sealed groups: the branches of an episode share the advantage of the episode.
 
-Pure. The first stage of an estimator runs once over each group, when it seals. Its second stage, if it has one, runs
-over the rows of a batch, when the batch is cut.
+The functions are pure. The first stage of an estimator runs once over each group, when the group seals. Its second
+stage, if it has one, runs over the rows of a batch, when the batch is cut.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,7 +26,7 @@ class GroupEpisodes(NamedTuple):
 
 
 def group_episodes(group: Group, core_version: int) -> GroupEpisodes:
-    """Return the episodes of a sealed group. Core version 1 counts every branch as an episode of its own."""
+    """Return the episodes of a sealed group. Core version 1 counts every branch as a separate episode."""
     episodes: dict[str, list[Member]] = {}
     for uid, member in group.members.items():
         episodes.setdefault(uid if core_version < 2 else episode_of(member.rollout), []).append(member)
@@ -39,7 +39,10 @@ def group_episodes(group: Group, core_version: int) -> GroupEpisodes:
 def member_advantages(
     group: Group, episodes: GroupEpisodes, estimator: Estimator, core_version: int
 ) -> dict[str, MemberAdvantage]:
-    """Return the advantage of each member by uid, in order of arrival. A missing branch keeps its share."""
+    """Return the advantage of each member by uid, in order of arrival.
+
+    The share of a branch that did not arrive is not redistributed.
+    """
     advantages = estimator.within_group(episodes.outcomes)
     by_uid = {
         member.rollout.uid: MemberAdvantage(advantage, 1 if core_version < 2 else member.rollout.branches)
@@ -54,8 +57,8 @@ def over_batch(
 ) -> list[RLExample]:
     """Return the R examples of a batch after the second stage; `groups[r]` is the group of `examples[r]`.
 
-    The second stage of an estimator takes all rows of groups that sealed under it, each weighted by its sampled tokens
-    divided by its episode's branches. Other rows stay as they are.
+    The second stage of an estimator gets all rows whose groups sealed under that estimator. The weight of a row is its
+    number of sampled tokens divided by the number of branches of its episode. Other rows stay unchanged.
     """
     finished = list(examples)
     for name in dict.fromkeys(group.estimator for group in groups):

@@ -1,6 +1,6 @@
 """Assembly of RL examples from members of sealed groups, and of a TrainingBatch from a maker's examples.
 
-Pure. Rows keep the maker's order; groups are in the order of their first row.
+The functions are pure. Rows keep the maker's order, and groups are in the order of their first row.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from rollstream.topics.records import BatchGroup, BatchTokenArray, Float32, Int3
 from rollstream.topics.rl_examples import REFERENCE, RLExample, batch_digest
 
 _SEGMENT = np.int32(1)
-"""Segment of every position: learners pack examples, not grouping."""
+"""Segment of every position. Grouping does not pack examples; learners do."""
 
 
 @lru_cache(maxsize=4096)
@@ -25,14 +25,14 @@ def _segment_ids(length: int) -> Int32:
 
 
 def advantage_array(advantage: float, length: int) -> Float32:
-    """Return a scalar advantage on every position, float32 [T]."""
+    """Return an array with a scalar advantage at every position, float32 [T]."""
     return np.full(length, advantage, "<f4")
 
 
 def example(member: Member, advantage: float, *, stamped: bool = False) -> RLExample:
-    """Return a member as an example with its advantage on every position, float32 [T].
+    """Return the example of a member, with its advantage at every position, float32 [T].
 
-    `stamped` gives it the rollout's time and weight step.
+    `stamped` adds the rollout's time and weight step.
     """
     rollout = member.rollout
     reference = rollout.token_arrays.get(REFERENCE)
@@ -51,12 +51,12 @@ def example(member: Member, advantage: float, *, stamped: bool = False) -> RLExa
 
 
 def name_bytes(group: Group) -> int:
-    """Return the most bytes that a group takes in a batch besides its rows."""
+    """Return the maximum number of bytes that a group takes in a batch in addition to its rows."""
     return group_bytes(group.key.environment, group.key.example_id, group.key.group_id)
 
 
 def batch_bytes(group: Group, *, stamped: bool = False) -> int:
-    """Return the most bytes that a sealed group takes in a batch, as makers count them."""
+    """Return the maximum number of bytes that a sealed group takes in a batch, as makers count them."""
     size_bytes = name_bytes(group) + STAMP_BYTES * len(group.members) * stamped
     for uid, member in group.members.items():
         arrays = member.rollout.token_arrays
@@ -68,8 +68,8 @@ def batch_bytes(group: Group, *, stamped: bool = False) -> int:
 def with_equal_references(examples: Sequence[RLExample], room_bytes: int) -> list[RLExample]:
     """Return the rows of a batch so that either all or none carry reference log-probabilities.
 
-    If only some rows carry them, the others get NaN, provided that these take at most `room_bytes`; else no row keeps
-    any.
+    If only some rows carry them, the other rows get NaN if that takes at most `room_bytes`; otherwise they are removed
+    from all rows.
     """
     missing = [e for e in examples if e.reference_log_probs is None]
     if len(missing) in (0, len(examples)):
@@ -83,7 +83,7 @@ def with_equal_references(examples: Sequence[RLExample], room_bytes: int) -> lis
 
 
 def joined_arrays(rollouts: Sequence[Rollout]) -> tuple[BatchTokenArray, ...]:
-    """Join the named arrays of the rows of a batch: one for each name, dtype and shape of a token, in that order."""
+    """Join the named arrays of a batch's rows: one array per name, dtype and shape of a token, sorted in that order."""
     rows: dict[tuple[str, str, tuple[int, ...]], list[int]] = {}
     for row, rollout in enumerate(rollouts):
         for name, array in rollout.token_arrays.items():
@@ -110,7 +110,7 @@ def batch(
     cut_ms: int,
     metadata: str,
 ) -> TrainingBatch:
-    """Return the batch of R examples; `groups[r]` is the group of `examples[r]`, `metadata` the maker's JSON."""
+    """Return the batch of R examples; `groups[r]` is the group of `examples[r]`, and `metadata` is the maker's JSON."""
     index = {group: i for i, group in enumerate(dict.fromkeys(groups))}
     rollouts = [g.members[e.source.uid].rollout for e, g in zip(examples, groups, strict=True)]
     lengths = [len(e.tokens) for e in examples]

@@ -1,7 +1,7 @@
-"""Rules for marks: which ones a task obeys, alike in every process whatever its release or settings.
+"""Rules that decide which marks a task obeys, the same in every process whatever its release or settings.
 
-A configuration that no code can run is an invalid record. A configuration that other code might run and this code
-cannot stops the task: ignoring it would cut other batches than that code does.
+A configuration that no code can run is an invalid record. A configuration that other code might run but this code
+cannot stops the task, because a task that ignored it would cut different batches than the other code does.
 """
 
 from collections.abc import Callable
@@ -32,20 +32,22 @@ SINCE = {
 """Core version that introduced each estimator and maker of ours. A new one raises CORE_VERSION: a process of an earlier
 release would take the mark that names it for invalid, and make other batches than one of this release."""
 USERS_SINCE = {"maker": 2, "estimator": 6}
-"""Core version that introduced users' own, by the key that names them."""
+"""Core version that introduced users' makers or estimators, by the key that names them."""
 
 VERSION_STEP = 2**20
-"""Most policy versions by which one mark moves the clock. A task that is further behind writes several marks."""
+"""Maximum number of versions by which one mark moves the policy clock. A task that is further behind writes several
+marks."""
 
 CORE_STEP = 8
-"""Most core versions by which a mark may rise: a higher one is invalid to every release, whether it knows it or not."""
+"""Maximum number by which a mark may raise the core version. A mark that raises it further is invalid in every release,
+even in a release that knows the version."""
 
 BATCH_BYTES_LIMIT = largest_batch_bytes(2**31 - 1)
 """Largest grouping.batch_bytes that a Kafka record can hold."""
 
 DRAIN_AGE_S = 600
-"""Most by which the time in a signed drain mark may differ from that of its append: an old one, appended again by
-somebody else, would cut batches early. Repeating other marks changes nothing."""
+"""Maximum difference in seconds between the time in a signed drain mark and its append time. Without this limit,
+somebody else could append an old mark again, which would cut batches early. Repeating other marks changes nothing."""
 
 Change = Callable[[GroupingConfig], GroupingConfig]
 """Alters the configurations of a log, for a replay under other settings."""
@@ -85,8 +87,8 @@ class MarkOutcome(NamedTuple):
     config: GroupingConfig | None = None
     """Configuration to put in force, if any."""
     problem: str = ""
-    """Why the mark is an invalid record and does nothing, since core version 3. Earlier versions ignore invalid
-    configurations in silence, and their clock goes wherever a mark says."""
+    """Why the mark is an invalid record without effect; empty if it is valid. Before core version 3, invalid
+    configurations were ignored silently, and a mark could move the policy clock by any number of versions."""
 
 
 def mark_outcome(
@@ -100,9 +102,9 @@ def mark_outcome(
 ) -> MarkOutcome:
     """Return the effect of a mark under the configuration and the policy version in force where it is read.
 
-    `mark` is the content of `record`. `change` alters the configuration that it carries. Raises StateRefused if only
-    other code may run its configuration: it is of newer code, or it names a user's maker or estimator that this
-    process does not know; or if this process cannot check its signature.
+    `mark` is the content of `record`. `change` alters the configuration that the mark carries. Raises StateRefused if
+    only other code can run that configuration, because newer code wrote it or because it names a user's maker or
+    estimator that this process does not know. Also raises StateRefused if this process cannot check the signature.
     """
     if current.mark_keys and (problem := _forgery(record, mark, partition, current)):
         return MarkOutcome(problem=problem)
@@ -110,7 +112,7 @@ def mark_outcome(
 
 
 def _forgery(record: InputRecord, mark: Mark, partition: int, current: GroupingConfig) -> str:
-    """Return why a mark is not obeyed where marks are signed; "" for one that is."""
+    """Return why a mark is rejected when marks must be signed; "" if it is accepted."""
     if mark.kind == "deadline" and mark.policy_version < 0:
         return ""  # It moves stream time, as every record does.
     if not is_signed_by(record.value or b"", mark_context(partition), current.mark_keys):
@@ -128,7 +130,7 @@ def content_outcome(
     plug_ins: PlugIns,
     change: Change | None = None,
 ) -> MarkOutcome:
-    """Return the effect of a mark whoever wrote it, as `mark_outcome` does."""
+    """Return the effect of a mark as `mark_outcome` does, but without a check of its signature."""
     if current.core_version >= 3 and mark.policy_version - max(policy_version, 0) > VERSION_STEP:
         clock = f"the policy clock is at {policy_version}, and a mark moves it {VERSION_STEP} versions at most"
         return MarkOutcome(problem=f"a mark of policy version {mark.policy_version}: {clock}")
@@ -139,7 +141,7 @@ def content_outcome(
     except (StateRefused, MemoryError):
         raise
     except Exception as error:
-        # No task can have run it: tasks check the configurations that they write.
+        # No task can have run this configuration, because tasks check the configurations that they write.
         if current.core_version >= 3:
             why = error if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
             return MarkOutcome(problem=f"a mark of generation {mark.generation}: {why}")
@@ -152,20 +154,20 @@ def _check_extent(config: GroupingConfig, current: GroupingConfig) -> None:
     if config.core_version > current.core_version + CORE_STEP:
         raise ConfigurationError(f"core version {config.core_version} is beyond {current.core_version + CORE_STEP}")
     if config.batch_bytes > BATCH_BYTES_LIMIT:
-        raise ConfigurationError(f"grouping.batch_bytes {config.batch_bytes} is more than a record of Kafka's holds")
+        raise ConfigurationError(f"grouping.batch_bytes {config.batch_bytes} is more than a Kafka record can hold")
     for name, value in vars(config).items():
         if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ConfigurationError(f"grouping.{name} takes more than 64 bits")
+            raise ConfigurationError(f"grouping.{name} does not fit into 64 bits")
 
 
 def _configuration(mark: Mark, current: GroupingConfig, plug_ins: PlugIns, change: Change | None) -> GroupingConfig:
     """Return the configuration of a mark.
 
-    Raises ConfigurationError if no code can run it, and StateRefused if only other code may.
+    Raises ConfigurationError if no code can run it, and StateRefused if only other code can.
     """
     if current.core_version >= 3 and mark.generation - current.generation > GENERATION_STEP:
         raise ConfigurationError(
-            f"grouping.generation is {current.generation}, and rises by {GENERATION_STEP} at most at once"
+            f"grouping.generation is {current.generation}, and may rise by at most {GENERATION_STEP} at once"
         )
     try:
         config = GroupingConfig.from_json(mark.configuration)
@@ -195,7 +197,7 @@ def _check_known(config: GroupingConfig, plug_ins: PlugIns) -> None:
         "maker": is_user_maker(config.maker) and config.maker not in plug_ins.makers,
         "estimator": is_user_estimator(config.estimator)
         and config.estimator not in plug_ins.estimators
-        # Releases before users' estimators take it for invalid.
+        # Releases that do not support users' estimators treat such a configuration as invalid.
         and config.core_version >= USERS_SINCE["estimator"],
     }
     for key in (key for key, unknown in foreign.items() if unknown):

@@ -1,6 +1,6 @@
-"""Deadlines in stream time, in a heap: the cost of a record does not grow with the number of open groups.
+"""Deadlines in stream time, in a heap, so that the cost of a record hardly grows with the number of open groups.
 
-Deadlines of groups that moved on are passed over, and removed before they are many. They hold no rollouts.
+Deadlines of groups that have moved on are ignored, and are removed before there are many. They hold no rollouts.
 """
 
 import heapq
@@ -11,10 +11,10 @@ from rollstream.consumers.grouping.core.groups import Group, Stage
 
 
 class DeadlineKind(IntEnum):
-    """Kinds of deadlines; those of one instant fall due in this order."""
+    """Kinds of deadlines. Deadlines at the same time fall due in this order."""
 
     OPEN = 0
-    """An open group is complete enough to seal, or is dropped."""
+    """An open group seals if it is complete enough, and is dropped otherwise."""
     FUTURE = 1
     """A sealed group has waited too long for the policy clock."""
     AGE = 2
@@ -37,7 +37,7 @@ class Deadlines:
         self._groups: dict[int, Group] = {}
 
     def add(self, due_ms: int, kind: DeadlineKind, group: Group) -> None:
-        """Add a deadline, which counts unless the group has moved on by then."""
+        """Add a deadline, which is ignored if the group has moved on by then."""
         self._groups[group.opened_offset] = group
         heapq.heappush(self._heap, _Deadline(due_ms, kind, group.opened_offset))
         if len(self._heap) > 64 + 4 * len(self._groups):
@@ -56,7 +56,7 @@ class Deadlines:
         return self._heap[0].due_ms if self._heap else None
 
     def pop(self, now_ms: int) -> tuple[DeadlineKind, Group] | None:
-        """Remove and return the next deadline up to `now_ms`; None if there is none."""
+        """Remove and return the next deadline that is due at `now_ms`; None if there is none."""
         due_ms = self.next_ms
         if due_ms is None or due_ms > now_ms:
             return None

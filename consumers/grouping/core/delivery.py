@@ -1,4 +1,4 @@
-"""Delivery of sealed groups to the batch maker and of its batches, with a check that the maker loses no rollout.
+"""Delivery of sealed groups to the batch maker and of the maker's batches, with a check that no rollout is lost.
 
 The maker holds every rollout that is offered to it, delivers it in a batch, or reports it as discarded; anything else
 is an error.
@@ -20,7 +20,7 @@ from rollstream.topics.records import TrainingBatch
 from rollstream.topics.rl_examples import RLExample
 
 _METADATA_LIMIT = 4096
-"""Most characters of a batch's metadata, all ASCII; they come on top of grouping.batch_bytes."""
+"""Maximum number of characters of a batch's metadata, all ASCII; they do not count in grouping.batch_bytes."""
 
 
 class CutBatch(NamedTuple):
@@ -55,7 +55,7 @@ class BatchDelivery:
         self._maker = self._new_maker()
 
     def configure(self, config: GroupingConfig) -> None:
-        """Put another configuration in force; a new maker is given the groups that the last one held."""
+        """Put another configuration in force; a new maker gets the groups that the previous maker held."""
         before, self._config = self._config, config
         self._untouched = False
         if (config.maker, config.seed, config.batch_bytes) != (before.maker, before.seed, before.batch_bytes):
@@ -82,7 +82,7 @@ class BatchDelivery:
         self._give(group)
 
     def withdraw(self, group: Group) -> None:
-        """Withdraw a group that is finished, delivered or dropped."""
+        """Withdraw a group that is finished, because it was either delivered or dropped."""
         self._offered.pop(group, None)
         undecided = [m.source for m in group.members.values() if self._held.pop(m.source.offset, None) is not None]
         if undecided:
@@ -90,7 +90,7 @@ class BatchDelivery:
             self._maker.discard(undecided)
 
     def cut(self, why: Literal["size", "age", "drain"], now_ms: int) -> CutBatch | None:
-        """Return the next batch: a full one for "size", else one of all that is held; None if none is due."""
+        """Return the next batch: a full batch for "size", otherwise one of all held rollouts; None if none is due."""
         if why == "size" and self._untouched:
             return None
         size = self._config.batch_rollouts if why == "size" else self._maker.held
@@ -104,7 +104,7 @@ class BatchDelivery:
         size_bytes = sum(map(example_bytes, examples)) + sum(map(batch_assembly.name_bytes, dict.fromkeys(groups)))
         if size_bytes > self._config.batch_bytes:
             raise self._broken(
-                f"made a batch of {size_bytes} bytes, grouping.batch_bytes is {self._config.batch_bytes}"
+                f"made a batch of {size_bytes} bytes, but grouping.batch_bytes is {self._config.batch_bytes}"
             )
         finished = over_batch(examples, groups, self._plug_ins.estimators)
         rows = finished
@@ -148,7 +148,7 @@ class BatchDelivery:
         self._note_discarded()
         if self._maker.held != len(self._held):
             raise self._broken(
-                f"holds {self._maker.held} rollouts of {len(self._held)} that it neither delivered nor reported"
+                f"holds {self._maker.held} rollouts, but {len(self._held)} were neither delivered nor reported"
             )
         discarded, self._discarded = self._discarded, []
         return discarded
@@ -158,9 +158,9 @@ class BatchDelivery:
         try:
             text = json.dumps(self._maker.get_batch_metadata(examples), sort_keys=True)
         except (TypeError, ValueError) as error:
-            raise self._broken(f"returned metadata that is no JSON ({error})") from error
+            raise self._broken(f"returned metadata that is not JSON ({error})") from error
         if len(text) > _METADATA_LIMIT:
-            raise self._broken(f"returned {len(text)} characters of metadata, the limit is {_METADATA_LIMIT}")
+            raise self._broken(f"returned {len(text)} characters of metadata, but the limit is {_METADATA_LIMIT}")
         return text
 
     def partly_delivered(self) -> list[int]:
@@ -192,11 +192,11 @@ class BatchDelivery:
         self._note_discarded()
 
     def _note_discarded(self) -> None:
-        """Note the rollouts that the maker discarded, before anything else happens to it."""
+        """Note the rollouts that the maker discarded, before the maker is used again."""
         for source, reason in self._maker.take_discarded():
             group = self._held.pop(source.offset, None)
             if group is None or reason in ("", BATCHED):
-                raise self._broken(f"discarded {source} with reason {reason!r}; it must hold it and give a reason")
+                raise self._broken(f"discarded {source} with reason {reason!r}; it must hold it, and give a reason")
             group.fates[source.offset] = reason
             self._discarded.append(group)
 

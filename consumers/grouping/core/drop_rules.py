@@ -1,6 +1,6 @@
-"""Rules by which records and groups are dropped. Pure: each returns a Rejection, or None for what may stay.
+"""Rules for dropping records and groups: pure functions that return a Rejection, or None if nothing is dropped.
 
-The fold applies them when a record comes, when a group seals, when a deadline passes, and to sealed groups when a
+The fold applies them when a record arrives, when a group seals, when a deadline passes, and to sealed groups when a
 clock moves.
 """
 
@@ -24,9 +24,9 @@ class Rejection(NamedTuple):
     """Why a record or a group is dropped."""
 
     reason: str
-    """One of DROP_REASONS, or a batch maker's own."""
+    """One of DROP_REASONS, or a reason that a batch maker gave."""
     detail: str
-    """Reason for people."""
+    """Human-readable explanation."""
 
 
 class Clocks(NamedTuple):
@@ -45,7 +45,7 @@ def value_rejection(
 ) -> Rejection | None:
     """Reject a decoded record that cannot be grouped, whatever the state of its group. Marks are never rejected here.
 
-    Raises RecordError if the checks fail on it.
+    Raises RecordError if a check itself fails with an exception.
     """
     if isinstance(value, Mark):
         return None
@@ -56,9 +56,10 @@ def value_rejection(
     try:
         return record_rejection(record, value, partition, partitions, config)
     except StateRefused:
-        raise  # This process cannot check a signature that others can.
+        raise  # This process cannot check a signature that other processes can check.
     except Exception as error:
-        # No bytes may end a task: it would meet them again at every start. Memory is no property of the record.
+        # No record may end a task, because the task would read it again at every start. A lack of memory says nothing
+        # about the record.
         if config.core_version < 3 or isinstance(error, MemoryError):
             raise
         raise RecordError(f"it cannot be judged ({type(error).__name__}: {error})"[:200]) from error
@@ -67,7 +68,8 @@ def value_rejection(
 def record_rejection(
     record: InputRecord, value: Rollout | GroupCancelled, partition: int, partitions: int, config: GroupingConfig
 ) -> Rejection | None:
-    """Reject an invalid rollout or cancellation: content, key, partition, sampling, and bounds since core version 3."""
+    """Reject a rollout or cancellation by its content, key, partition, signature and sampling, and since core version 3
+    by its bounds."""
     bounded = config.core_version >= 3
     if isinstance(value, Rollout):
         faults = problems(value, bounded=bounded)
@@ -97,7 +99,7 @@ def record_rejection(
 
 
 def sealed_rejection(group: Group, clocks: Clocks) -> Rejection | None:
-    """Reject a sealed group by what can change after sealing: exclusions, staleness, age, the limit of a batch."""
+    """Reject a sealed group for what may change after sealing: exclusions, staleness, age and the batch size limit."""
     stream_time_ms, policy_version, config = clocks
     if group.key.environment in config.exclude_environments:
         return Rejection("excluded", exclusion_detail("environment", group.key.environment))
@@ -149,5 +151,5 @@ def deadline_rejection(kind: DeadlineKind, group: Group, clocks: Clocks) -> Reje
 
 
 def superseded_by(version: int, *, before: bool = False) -> Rejection:
-    """Return the rejection of a group for a newer version of its example that seals, or sealed before it."""
+    """Return the rejection of a group because a newer version of its example seals now, or sealed `before` it."""
     return Rejection("superseded_version", f"version {version} of it sealed{' before' if before else ''}")

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, TrainingBatch
 
 CORE_VERSION = 8
-"""Newest version of the fold's behaviour that this code knows; it knows all earlier ones, too. The configuration in the
-log says which one is in force (`grouping.core_version`). A new key, estimator or maker needs a new version as well."""
+"""Newest version of the fold's behaviour that this code knows; it also knows all earlier versions. The configuration in
+the log says which version is in force (`grouping.core_version`). A new key, estimator or maker needs a new version."""
 
 
 class InputRecord(NamedTuple):
@@ -25,7 +25,7 @@ class InputRecord(NamedTuple):
 
     @property
     def readable(self) -> bool:
-        """Whether its batch could be decompressed; the stand-in for a record that could not has no time."""
+        """Whether the record could be decompressed. If not, this is a placeholder without an append time."""
         return self.timestamp_ms >= 0
 
 
@@ -34,7 +34,7 @@ class OffsetSkip(NamedTuple):
 
     reason: str
     timed: bool = False
-    """Whether the append time of its record counts, as it did where an earlier release left the record out."""
+    """Whether the append time of its record counts. It does if an earlier release left the record out."""
 
 
 class DeadLetter(NamedTuple):
@@ -42,7 +42,7 @@ class DeadLetter(NamedTuple):
 
     record: InputRecord
     error: str
-    """Reason for people."""
+    """Human-readable reason."""
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Advantage estimators: small pure functions from the outcomes of a group's episodes to an advantage for each.
 
-They compute in float64. Sums are math.fsum, correctly rounded in any order, so that a batch has the same bits on every
-machine.
+They compute in float64. They sum with math.fsum, which rounds correctly whatever the order, so that a batch has the
+same bits on every machine.
 """
 
 import math
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rollstream.topics.errors import ConfigurationError
 
 EPSILON = 1e-8
-"""Added to a standard deviation before dividing by it; also the least variance by which a batch is normalised."""
+"""Added to a standard deviation before dividing by it; also the minimum variance for the normalisation of a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Outcomes:
     rewards: tuple[float, ...]
     """Reward of each episode, [N]: the mean over its branches."""
     lengths: tuple[int, ...]
-    """Sampled tokens of each episode, [N]: those in the loss masks of all its branches."""
+    """Number of sampled tokens of each episode, [N]: the sum over the loss masks of its branches."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def dr_grpo(outcomes: Outcomes) -> list[float]:
 
 
 def opo(outcomes: Outcomes) -> list[float]:
-    """r_i - sum(l_j r_j) / sum(l_j): the baseline of least variance if a gradient's norm grows with length. OPO,
+    """r_i - sum(l_j r_j) / sum(l_j): the baseline with the least variance if a gradient's norm grows with length. OPO,
     arXiv:2505.23585. If nothing was sampled, the baseline is the plain mean."""
     total = math.fsum(outcomes.lengths)
     if not total:
@@ -94,7 +94,7 @@ def reward_alone(outcomes: Outcomes) -> list[float]:
 def standardized(advantages: Sequence[float], weights: Sequence[float]) -> list[float]:
     """(a_i - mean) / sqrt(max(variance, EPSILON)), both weighted; the advantages unchanged if all weights are 0.
 
-    With the number of a row's sampled tokens as its weight this is the normalisation over the tokens of a batch in
+    If the weight of each row is its number of sampled tokens, this is the normalisation over the tokens of a batch in
     REINFORCE++, arXiv:2501.03262.
     """
     total = math.fsum(weights)
@@ -118,13 +118,13 @@ ESTIMATORS: dict[str, Estimator] = {
 
 
 def is_user_estimator(name: str) -> bool:
-    """Whether a name is that of a user's estimator: package.module:name or path/to/file.py:name."""
+    """Whether a name refers to a user's estimator: package.module:name or path/to/file.py:name."""
     return ":" in name
 
 
 def estimator(name: str, estimators: Mapping[str, Estimator] = ESTIMATORS) -> Estimator:
-    """Return the estimator of that name among `estimators`. Raises ConfigurationError for an unknown one."""
+    """Return the estimator with that name from `estimators`. Raises ConfigurationError for an unknown name."""
     if name not in estimators:
-        remedy = "; one of yours must be named in grouper.estimators, too" if is_user_estimator(name) else ""
+        remedy = "; an estimator of yours must be named in grouper.estimators, too" if is_user_estimator(name) else ""
         raise ConfigurationError(f"grouping.estimator is {name!r}; estimators are {', '.join(estimators)}{remedy}")
     return estimators[name]

@@ -1,9 +1,8 @@
 """Cumulative counts of one partition by environment and fate, with sums over valid rollouts.
 
-The means of the sums show whether lost rollouts differ from those that were kept. Sums are added in the order in which
-offsets reach their fate, so that they are the same bits after any crash. The journal has a limit: environments that
-appear once the counts are full are counted together. `rollstream.topics.journal_counts` says which counts a record
-holds.
+The means show whether lost rollouts differ from kept rollouts. Values are added in the order in which offsets reach
+their fate, so that the sums have the same bits after any crash. The counts in the journal have a size limit: once it is
+reached, new environments are counted together. `rollstream.topics.journal_counts` says which counts a record holds.
 """
 
 from collections.abc import Iterable
@@ -22,17 +21,17 @@ from rollstream.topics.fates import (
 from rollstream.topics.records import FateCount, Rollout
 
 COUNTED_BYTES = 128 * 1024
-"""Size of the counts in a snapshot from which on new environments are counted together."""
+"""Maximum size of the counts in a snapshot; beyond it, new environments are counted together."""
 _ENTRY_BYTES = 80
 
 
 def text_bytes(text: str) -> int:
-    """Return the most bytes that a text takes in a record."""
+    """Return the maximum number of bytes that a text takes in a record."""
     return 5 + (len(text) if text.isascii() else 4 * len(text))
 
 
 class FateSums(NamedTuple):
-    """Fields of FateCount except its key, in its order."""
+    """Fields of FateCount without its key, in the same order."""
 
     rollouts: int = 0
     tokens: int = 0
@@ -64,7 +63,7 @@ class FateCounts:
         self._changed: set[tuple[str, str]] = set()
 
     def add(self, environment: str, fate: str, tokens: int, measured: Rollout | None = None) -> None:
-        """Count a record; `measured` is its rollout if that is valid."""
+        """Count a record; `measured` is its rollout if the rollout is valid."""
         key = (environment, fate)
         sums = self._sums.get(key)
         if sums is None:
@@ -90,7 +89,7 @@ class FateCounts:
             self._bytes += _entry_bytes(key)
             return key, FateSums()
         fate, reason = fate_and_reason(key[1])
-        # Reasons of batch makers could fill the journal too.
+        # Otherwise, many different reasons from batch makers could fill the journal, too.
         other = fate == DROPPED and reason not in DROP_REASONS
         key = (OTHER_ENVIRONMENTS, dropped_for(OTHER_REASONS) if other else key[1])
         return key, self._sums.get(key, FateSums())

@@ -1,8 +1,8 @@
 """Finished groups and sealed versions that a fold remembers, within a horizon of stream time and a limit of memory.
 
 The fold drops members of finished groups as `late`, and groups of older versions as `superseded_version`. Every entry
-keeps its own time, and the time before which everything is forgotten never goes back. So these tables can be rebuilt
-from the journal's finished groups and that one number.
+keeps its own time, and `since_ms` never decreases. Therefore these tables can be rebuilt from `since_ms` and the
+finished groups in the journal.
 """
 
 import heapq
@@ -15,7 +15,7 @@ from rollstream.topics.records import FinishedGroup
 
 
 class FinishedGroups:
-    """Groups that finished, and versions that sealed by example, since `since_ms` of stream time."""
+    """Groups that finished, and versions of each example that sealed, since `since_ms` of stream time."""
 
     def __init__(self, since_ms: int, groups: Iterable[FinishedGroup] = ()) -> None:
         """Rebuild the tables from the groups that a journal names, in the order in which they finished."""
@@ -34,7 +34,7 @@ class FinishedGroups:
     def add(self, key: GroupKey, time_ms: int) -> None:
         """Add a group that finished at `time_ms`, which never decreases from call to call."""
         if time_ms < self.since_ms:
-            return  # Other groups of this instant were forgotten already, to stay within the limit of memory.
+            return  # Other groups that finished at this time were already forgotten, to stay within the memory limit.
         self._finished.append((time_ms, key))
         self._counts[key] += 1
         self._held_bytes += memory_costs.finished_group_cost(key)
@@ -47,7 +47,7 @@ class FinishedGroups:
         self._versions.setdefault(key[:2], Counter())[key.policy_version] += 1
 
     def forget_before(self, before_ms: int) -> None:
-        """Forget for good what is older than `before_ms`: a longer horizon later does not bring it back."""
+        """Forget entries older than `before_ms` for good: a longer horizon later does not bring them back."""
         self.since_ms = max(self.since_ms, before_ms)
         while self._finished and self._finished[0][0] < self.since_ms:
             _time, key = self._finished.popleft()
@@ -65,7 +65,7 @@ class FinishedGroups:
                 del self._versions[environment, example_id]
 
     def shrink_to(self, limit_bytes: int) -> None:
-        """Forget the oldest groups until the rest take at most `limit_bytes`; groups of one instant go together."""
+        """Forget the oldest groups until at most `limit_bytes` are used; groups of one time are forgotten together."""
         while self._held_bytes > limit_bytes:
             self.forget_before(self._finished[0][0] + 1)
 

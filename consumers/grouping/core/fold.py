@@ -1,13 +1,12 @@
-"""The fold: from the records of one partition of `rollouts` to batches, drops and state. Pure.
+"""The fold: a pure function from the records of one partition of `rollouts` to batches, drops and state.
 
-It has no clock, no I/O and no randomness of its own: stream time is the running maximum of append times, and everything
-else that moves the fold is a record (marks). Running, restoring, replaying and verifying apply this one function to
-the log.
+It has no clock, no I/O and no randomness: stream time is the running maximum of append times, and every other input is
+a record, such as a mark. Running, restoring, replaying and verifying all apply this function to the log.
 
 These rules make restoring exact; each is needed (docs/decisions/0002-the-log-is-the-state.md). An offset that opened
-or joined a group finishes only with its group; others finish alone. Every record of a range that is read again
-advances stream time, and marks apply, but only unfinished offsets are admitted, without a look at the finished groups.
-Reading again has no effects.
+or joined a group finishes only with its group; other offsets finish alone. Every record that is read again advances
+stream time, and marks apply again, but only unfinished offsets are admitted, and finished groups are not consulted.
+Reading a record again has no effects.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,11 +39,11 @@ class Fold:
         change: Change | None = None,
         rewards: Mapping[int, float] = MappingProxyType({}),
     ) -> None:
-        """Restore `state`: `replay` the records from its watermark to its position, then `resume`, then `apply`.
+        """Start from `state`. Call `replay` with the records from its watermark to its position, then `resume`.
 
-        `plug_ins` are the makers and estimators that a configuration may name. `skips` are offsets to leave out unread,
-        and why; those below the position were read and stay. Offsets that were left out are named in the journal.
-        `change` alters the configurations that marks put in force. `rewards` replaces those of rollouts, by offset.
+        `plug_ins` are the makers and estimators that a configuration may name. `skips` maps offsets to leave out unread
+        to the reasons; it has no effect on offsets below the position. The journal names the offsets that were left
+        out. `change` alters the configurations that marks put in force. `rewards` replaces rewards, by offset.
         """
         self.partition = state.partition
         self.partitions = state.partitions
@@ -62,9 +61,9 @@ class Fold:
     # ------------------------------------------------------------------ reading
 
     def replay(self, record: InputRecord) -> None:
-        """Read a record again while restoring. Offsets that were hopped over need not be given.
+        """Read a record again while restoring. Offsets that were left out need not be given.
 
-        Raises StateRefused if the record has an effect: then log and state disagree.
+        Raises StateRefused if the record has an effect, because log and state then disagree.
         """
         self._replay.check_offset(record.offset)
         if self._replay.is_hopped(record.offset):
@@ -90,9 +89,9 @@ class Fold:
         self._read(record, self._admit)
 
     def hop(self, stop: int) -> None:
-        """Leave out, without their records, the offsets below `stop` that are to be left out.
+        """Leave out the requested offsets below `stop` without reading their records.
 
-        Neither the content nor the append time of such a record counts, so it need not be known.
+        Neither the content nor the append time of such a record counts, so the record need not be fetched.
         """
         if self._skips and not self.replaying:
             for offset in range(self.position, stop):
@@ -101,7 +100,7 @@ class Fold:
                     self._skip(offset)
 
     def hops_ahead(self) -> list[int]:
-        """Return the offsets from the position on that are to be left out without their records."""
+        """Return the offsets at or above the position that are to be left out without reading their records."""
         return self._skips.hopped_from(self.position)
 
     def _read(self, record: InputRecord, admit: Callable[[InputRecord, Clocks], None]) -> None:
@@ -133,11 +132,11 @@ class Fold:
     # ------------------------------------------------------------------ admission
 
     def _admit(self, record: InputRecord, before: Clocks) -> None:
-        """Apply the content of a record; `before` are the clocks as they were before it was read."""
+        """Apply the content of a record; `before` holds the clocks before it was read."""
         try:
             value = codec.decode(record.value)
             if isinstance(value, Rollout) and record.offset in self._rewards:
-                # The signature of the record is judged by its bytes, and those stay.
+                # The signature is checked against the bytes of the record, which stay unchanged.
                 value = replace(value, reward=self._rewards[record.offset])
             rejection = value_rejection(
                 record, value, self.partition, self.partitions, self.config, replaying=self.replaying
@@ -161,7 +160,7 @@ class Fold:
             self._groups.cancel(record, value, before)
 
     def _admit_again(self, record: InputRecord, before: Clocks) -> None:
-        """Apply the content of a record that is read again: of finished ones, only marks count."""
+        """Apply a record that is read again. If its offset was already finished, only a mark has an effect."""
         if self._replay.meet(record.offset):
             self._admit(record, before)
             if record.offset not in self._tracker:
@@ -179,9 +178,9 @@ class Fold:
     # ------------------------------------------------------------------ marks
 
     def content_outcome(self, mark: Mark) -> MarkOutcome:
-        """Return what a mark would do as the next record, if it is signed as it must be.
+        """Return the effect that a mark with a valid signature would have as the next record.
 
-        Raises StateRefused as the function of that name does.
+        Raises StateRefused as `configuration_marks.content_outcome` does.
         """
         return content_outcome(mark, self.config, self.policy_version, self._plug_ins)
 
@@ -208,7 +207,7 @@ class Fold:
             self.drain()
 
     def drain(self) -> None:
-        """Cut what is sealed, and leave what is open, as a drain mark does."""
+        """Cut batches of all rollouts that the batch maker holds, as a drain mark does. Open groups stay open."""
         self._groups.cut("drain")
 
     # ------------------------------------------------------------------ state
@@ -255,7 +254,7 @@ class Fold:
 
     @property
     def counts(self) -> tuple[FateCount, ...]:
-        """Records that have their fate, by environment and fate, since the start of the run."""
+        """Counts of records that have reached their fate since the start of the run, by environment and fate."""
         return self._tracker.counts
 
     @property

@@ -1,7 +1,8 @@
-"""The groups of a partition from their first record to their end: opened, sealed, offered, batched or dropped. Pure.
+"""The groups of a partition from their first record to their end: opened, sealed, offered, batched or dropped.
 
 Every offset that opens or joins a group is entered as unfinished, and gets its fate when its group finishes. Groups
-that are read again were judged when they were first read, so the finished groups are not consulted for them.
+that are read again were checked when they were first read, so the finished groups are not consulted for them. This
+module is part of the pure fold.
 """
 
 from collections.abc import Iterable
@@ -55,7 +56,7 @@ class GroupLifecycle:
     # ------------------------------------------------------------------ admission
 
     def join(self, record: InputRecord, rollout: Rollout, before: Clocks) -> None:
-        """Let a valid rollout open or join its group, or drop it; `before` are the clocks before it was read."""
+        """Let a valid rollout open or join its group, or drop it; `before` holds the clocks before it was read."""
         key = GroupKey(rollout.environment, rollout.example_id, rollout.policy_version, rollout.group_id)
         rejection = self._membership_rejection(key, rollout)
         if rejection is not None:
@@ -77,7 +78,7 @@ class GroupLifecycle:
         self._shed(key.environment)
 
     def cancel(self, record: InputRecord, cancelled: GroupCancelled, before: Clocks) -> None:
-        """Take the cancelled members out of their group, which opens if need be; as `join` otherwise."""
+        """Remove the cancelled members from their group, which is opened if necessary; `before` is as for `join`."""
         bounded = self.clocks.config.core_version >= 3
         key = GroupKey(cancelled.environment, cancelled.example_id, cancelled.policy_version, cancelled.group_id)
         group = self._live.open.get(key)
@@ -100,8 +101,8 @@ class GroupLifecycle:
             self._shed(key.environment)
 
     def _rate_exceeded(self, environment: str, value: bytes) -> str:
-        """Return the quota that a member exceeds by its rate; members that are read again were counted before."""
-        # Before core version 8 the prefix of a schema registry counted, too.
+        """Return the rate quota that a member exceeds, "" if none; a member that is read again is not counted again."""
+        # Before core version 8, the prefix of a schema registry counted, too.
         size_bytes = len(value if self.clocks.config.core_version < 8 else frame_of(value))
         quota = self.clocks.config.quotas_by_environment.get(environment)
         if quota is None or not self._replay.ended:
@@ -142,7 +143,7 @@ class GroupLifecycle:
         while self._live.held_bytes > capacity_bytes:
             group = self._live.next_to_shed
             if group is None:
-                return  # The rest is on its way into a batch, which has limits of its own.
+                return  # All other groups are on their way into a batch, whose size has its own limit.
             self._drop(group, Rejection("capacity", f"the partition holds more than {capacity_bytes} bytes"))
 
     # ------------------------------------------------------------------ clocks
@@ -161,7 +162,7 @@ class GroupLifecycle:
                 self._seal(group)
 
     def advance_policy(self, policy_version: int) -> None:
-        """Move the policy clock forward: drop sealed groups that are stale now, offer those that waited for it."""
+        """Move the policy clock forward: drop sealed groups that are stale now, and offer groups that waited for it."""
         self.clocks = self.clocks._replace(policy_version=policy_version)
         self._recheck_sealed()
         for group in self._live.release(policy_version):
@@ -178,13 +179,13 @@ class GroupLifecycle:
             self._watch_age(group)
         self._recheck_sealed()
         if config.core_version >= 2:
-            # The configuration may supersede older versions that sealed before it, too.
+            # The new configuration may also supersede older versions that sealed before it.
             for group in self._live.all_sealed():
                 if (rejection := self._superseded(group.key)) is not None:
                     self._drop(group, rejection)
 
     def forget_finished(self) -> None:
-        """Forget the finished groups that lie behind the horizon, or exceed the memory for them."""
+        """Forget the finished groups that are older than the horizon or that exceed the memory for finished groups."""
         self._finished.forget_before(self.clocks.stream_time_ms - milliseconds(self.clocks.config.horizon_s))
         self._shrink_finished()
 
@@ -306,7 +307,7 @@ class GroupLifecycle:
 
     @property
     def rate_levels(self) -> tuple[RateLevel, ...]:
-        """Levels of the quotas of rates."""
+        """Levels of the rate quotas."""
         return self._rates.levels
 
     def partly_delivered(self) -> list[int]:

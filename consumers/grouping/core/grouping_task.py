@@ -1,6 +1,6 @@
-"""A grouping task: the fold of one partition, its journal, and the marks it asks for on that partition.
+"""A grouping task: the fold of one partition, its journal, and the marks that it asks for on that partition.
 
-It knows no Kafka client, and the caller gives it the time, so that tests can.
+It uses no Kafka client and gets the time from its caller, so that tests can run it without a broker.
 """
 
 from dataclasses import fields
@@ -58,9 +58,9 @@ class GroupingTask:
         return self._journal.newest
 
     def apply(self, record: InputRecord, leader_epoch: int | None = None) -> None:
-        """Read a record; ignore one that was read before, which a client may repeat after a rebalance.
+        """Read a record, or ignore it if it was read before: a client may repeat records after a rebalance.
 
-        `leader_epoch` is that of the broker that appended the record, if it is known.
+        `leader_epoch` is the leader epoch in which the record was appended, if it is known.
 
         Raises StateRefused if the record cannot be read here; the message says how to continue without it.
         """
@@ -81,12 +81,12 @@ class GroupingTask:
         except Exception as error:
             raise StateRefused(
                 f"offset {record.offset} of rollouts[{self.partition}] ends grouping "
-                f"({type(error).__name__}: {error}); fix what raised it, or "
+                f"({type(error).__name__}: {error}); fix the cause, or "
                 f"{self._skip_remedy(record, 'if that is not possible')}"
             ) from error
 
     def hop(self, stop: int) -> None:
-        """Leave out, without their records, the offsets below `stop` that are to be left out."""
+        """Leave out the requested offsets below `stop` without reading their records."""
         if self.fold.position < stop:
             self.at_end = False
             self._records_since_snapshot += 1
@@ -98,8 +98,8 @@ class GroupingTask:
         if self.fold.config.batch_bytes > self._largest_batch:
             raise ForeignConfiguration(
                 f"the log puts generation {self.fold.config.generation} in force, with grouping.batch_bytes "
-                f"{self.fold.config.batch_bytes}, of which kafka.max_record_bytes has room for {self._largest_batch}: "
-                f"raise it",
+                f"{self.fold.config.batch_bytes}, but kafka.max_record_bytes only has room for {self._largest_batch}: "
+                f"raise kafka.max_record_bytes",
                 self.fold.config.core_version,
             )
 
@@ -115,9 +115,10 @@ class GroupingTask:
         return TaskCommit(self.fold.prepare_commit(snapshot=snapshot), self._journal, self._leader_epoch)
 
     def ignored_settings(self, wanted: GroupingConfig) -> dict[str, str]:
-        """Return how settings differ from those in the log under the same generation, where the log's are in force.
+        """Return the settings that differ from the log's under the same generation, each with a description.
 
-        The core version is not compared: a run keeps its first one, and a release has its own default.
+        The settings in the log are in force. The core version is not compared, because a run keeps its first core
+        version, and each release has a different default.
         """
         config = self.fold.config
         if config is not self._compared:
@@ -132,12 +133,12 @@ class GroupingTask:
         return self._ignored
 
     def due_marks(self, now_ms: int, newest_version: int, wanted: GroupingConfig) -> list[Mark]:
-        """Return the marks to append now: for a new policy version, a higher generation, an overdue deadline.
+        """Return the marks to append now: for a new policy version, a higher generation or an overdue deadline.
 
         Raises ConfigurationError for a configuration that would be an invalid record.
         """
         marks: list[Mark] = []
-        # A larger step takes several marks: the next one is due after this one is read.
+        # A larger step takes several marks. The next mark is due after this mark has been read.
         version = min(newest_version, max(self.fold.policy_version, 0) + VERSION_STEP)
         if version > max(self._marked_version, self.fold.policy_version):
             self._marked_version = version
@@ -145,11 +146,11 @@ class GroupingTask:
         if wanted.generation > max(self._marked_generation, self.fold.config.generation):
             mark = self._mark("configuration", now_ms, generation=wanted.generation, configuration=wanted.to_json())
             if problem := self.fold.content_outcome(mark).problem:
-                raise ConfigurationError(f"the configuration given cannot be put in force: {problem}")
+                raise ConfigurationError(f"the given configuration cannot be put in force: {problem}")
             self._marked_generation = wanted.generation
             marks.append(mark)
         due_ms = self.fold.next_deadline_ms
-        # The broker's clock may lag ours: a mark may come too early by it, and is then repeated.
+        # The broker's clock may lag behind ours. The mark may then be appended before the deadline, and is repeated.
         rested = not 0 <= now_ms - self._marked_deadline_ms < self._config.mark_interval_s * 1000
         if self.at_end and due_ms is not None and due_ms <= now_ms and rested:
             self._marked_deadline_ms = now_ms

@@ -46,7 +46,7 @@ class Member(NamedTuple):
     rollout: Rollout
     """The rollout as `trimmed` leaves it."""
     size_bytes: int
-    """Memory it counts for in grouping.capacity_bytes."""
+    """Memory that it takes, as grouping.capacity_bytes counts it."""
     append_ms: int
     """Stream time when it was read."""
 
@@ -68,9 +68,9 @@ class MemberAdvantage(NamedTuple):
 def trimmed(rollout: Rollout, token_arrays: Collection[str] = (), *, stamped: bool = False) -> Rollout:
     """Return a rollout without the fields that neither its fate nor its batch depends on.
 
-    Left out are turns, rewards of tokens and components, arrays except the reference log-probabilities and the named
-    `token_arrays`, and free-form metadata; unless `stamped`, also its time and weight step. Some of them take fifty
-    times their bytes in the log.
+    It leaves out turns, rewards of tokens and components, free-form metadata, and all arrays except the reference
+    log-probabilities and the named `token_arrays`. Unless `stamped`, it also leaves out the time and the weight step.
+    Some of these fields take fifty times as many bytes in memory as in the log.
     """
     arrays = rollout.token_arrays
     about = rollout.metadata
@@ -85,7 +85,7 @@ def trimmed(rollout: Rollout, token_arrays: Collection[str] = (), *, stamped: bo
         "token_arrays": {name: arrays[name] for name in (REFERENCE, *token_arrays) if name in arrays} or _NOTHING,
         "extra": _NOTHING,
     }
-    # __init__ of a frozen dataclass would cost more than everything else that happens to a record.
+    # The __init__ of a frozen dataclass would cost more than all other work on a record.
     left: Rollout = object.__new__(Rollout)
     object.__setattr__(left, "__dict__", fields)
     return left
@@ -95,7 +95,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 def episode_of(rollout: Rollout) -> str:
-    """Return the uid of the episode that a rollout counts for: its own, unless it is one of several branches."""
+    """Return the uid of the episode that a rollout counts for: its own uid if the episode has only this branch."""
     return rollout.episode_uid if rollout.branches > 1 else rollout.uid
 
 
@@ -127,9 +127,9 @@ class Group:
     control_offsets: list[int] = field(default_factory=list)
     """Cancellations that joined the group; they finish with it."""
     size_bytes: int = 0
-    """Memory it counts for in grouping.capacity_bytes, cancelled members included."""
+    """Memory that it takes with its cancelled members, as grouping.capacity_bytes counts it."""
     batch_bytes: int = 0
-    """Bytes it takes in a batch, known once it is sealed."""
+    """Maximum number of bytes that it takes in a batch, known once it is sealed."""
     sealed_ms: int = -1
     fates: dict[int, str] = field(default_factory=dict)
     """Fates of members in a group that is not finished: delivered in a batch, or discarded by the maker."""
@@ -175,7 +175,7 @@ class Group:
         return None
 
     def add(self, member: Member) -> None:
-        """Add a member that is not refused."""
+        """Add a member for which `refusal` returned None."""
         rollout = member.rollout
         self.members[rollout.uid] = member
         episode = self._episodes.setdefault(episode_of(rollout), _Episode(rollout.branches, {}))
@@ -183,9 +183,9 @@ class Group:
         self.complete_episodes += episode.complete
 
     def cancel(self, uids: tuple[str, ...]) -> bool:
-        """Take the episodes of these rollouts out of the group; return False if all of them were out already.
+        """Remove the episodes of these rollouts from the group; return False if all of them had been cancelled before.
 
-        A uid that has not arrived counts as an episode of its own. The cost of a uid depends neither on their number
+        A uid that has not arrived counts as a separate episode. The cost per uid depends neither on the number of uids
         nor on the size of the group.
         """
         before = len(self.cancelled)

@@ -1,4 +1,4 @@
-"""Offsets in a task's journal that its commits point to: newest record, last snapshot, oldest record still needed."""
+"""Offsets in a task's journal that its commits point to: newest record, last snapshot, oldest record that is needed."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ class JournalPointers:
     """Offset of the newest snapshot."""
     horizon: deque[tuple[int, int, int]] = field(default_factory=deque)
     """Journal records that name remembered groups, oldest first: first and last finishing time, and first offset. Each
-    entry covers up to a second of stream time, so that there are few at any rate of transactions."""
+    entry covers up to a second of stream time, so that there are few entries however frequent transactions are."""
     leader_epoch: int = -1
     """Leader epoch of the record before the position when the task was restored; -1 if it is unknown."""
 
@@ -36,7 +36,7 @@ class JournalPointers:
         return CommitMetadata(self.newest, self.snapshot, min(oldest, self.snapshot))
 
     def add_finished_groups(self, offset: int, record: JournalRecord) -> None:
-        """Add the finished groups of the record at `offset`, and forget those that it forgets."""
+        """Add the finished groups of the record at `offset`, and forget the groups that the record forgets."""
         if record.finished_groups:
             first_ms, last_ms = record.finished_groups[0].finished_ms, record.finished_groups[-1].finished_ms
             if self.horizon and last_ms - self.horizon[-1][0] < _COARSE_MS:

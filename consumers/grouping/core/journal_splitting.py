@@ -1,8 +1,8 @@
 """Splitting of a journal record that would be too large into parts with consecutive sequences.
 
-So the records of any transaction stay far below the limit of any topic. Lists continue from part to part, in order.
-Scalars of every part are those after the transaction, except `begin`: the second part begins at the position of the
-first, so each part follows from the one before as whole records do.
+Splitting keeps the records of any transaction far below the size limit of any topic. Lists continue from part to part,
+in order. Scalars of every part have their values after the transaction, except `begin`: every part after the first
+begins at the position of the first, so that each part follows the previous part as whole records do.
 """
 
 from collections.abc import Iterable, Iterator
@@ -15,22 +15,22 @@ from rollstream.consumers.grouping.core.fate_counts import text_bytes
 from rollstream.topics.records import FinishedOffsets, Int64, JournalRecord
 
 PART_BYTES = 512 * 1024
-"""Most bytes of the lists of one part; counts and configuration come on top."""
+"""Maximum size of the lists of one part. Counts and configuration are not included."""
 LEAST_RECORD_BYTES = 1024 * 1024
-"""Least record limit: a part, twice the counts, and a configuration."""
+"""Minimum record limit: room for the lists of a part, the counts twice, and a configuration."""
 _RANGE_BYTES = 16
 _NUMBERS_BYTES = 60
-"""Most bytes of the numbers of a drop or a finished group."""
+"""Maximum number of bytes for the numbers of a drop or a finished group."""
 _RANGE_FIELDS = ("admitted", "unfinished", "delivered")
 
 Item = tuple[str, Any, int]
-"""Field, value, and the most bytes that it takes."""
+"""Field, value, and the maximum number of bytes that the value takes."""
 
 
 def split_record(record: JournalRecord, limit_bytes: int = PART_BYTES) -> tuple[JournalRecord, ...]:
     """Return the record itself if its lists take at most `limit_bytes`, else its parts.
 
-    An item that is larger than the limit has a part of its own.
+    An item that is larger than the limit gets a separate part.
     """
     if sum(size for _name, _value, size in _items(record, 2**62)) <= limit_bytes:
         return (record,)
@@ -59,7 +59,7 @@ _LISTS = (*_RANGE_FIELDS, "finished", "drops", "finished_groups", "batch_ids")
 
 
 def _items(record: JournalRecord, piece_bytes: int) -> Iterator[Item]:
-    """Yield the items of the record's lists, and ranges in pieces of about `piece_bytes`."""
+    """Yield the items of the record's lists; ranges are split into pieces of about `piece_bytes`."""
     for finished in record.finished:
         for piece in _pieces(finished.runs, piece_bytes):
             yield "finished", replace(finished, runs=piece), piece.nbytes + text_bytes(finished.fate)

@@ -15,11 +15,11 @@ class _Share:
     groups: int = 0
     held_bytes: int = 0
     open: OrderedDict[GroupKey, Group] = field(default_factory=OrderedDict)
-    """Those that collect members, oldest first."""
+    """Groups that still collect members, oldest first."""
 
 
 class LiveGroups:
-    """Groups that collect members, wait for the policy clock, or lie with the batch maker."""
+    """Groups that collect members, wait for the policy clock, or are held by the batch maker."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
@@ -32,7 +32,7 @@ class LiveGroups:
         self._by_environment: dict[str, _Share] = {}
 
     def sealed(self, key: GroupKey) -> Group | None:
-        """Return the sealed group of that key."""
+        """Return the sealed group with that key, None if there is none."""
         return self._sealed.get(key)
 
     def all_sealed(self) -> list[Group]:
@@ -45,26 +45,26 @@ class LiveGroups:
         return [group for group in of_example if group.key.policy_version < key.policy_version]
 
     def add_open(self, group: Group) -> None:
-        """Let a new group collect members."""
+        """Add a new group that collects members."""
         self.open[group.key] = group
         share = self._by_environment.setdefault(group.key.environment, _Share())
         share.groups += 1
         share.open[group.key] = group
 
     def hold(self, group: Group, size_bytes: int) -> None:
-        """Count more memory of a group."""
+        """Count `size_bytes` more memory for a group."""
         group.size_bytes += size_bytes
         self.held_bytes += size_bytes
         self._by_environment[group.key.environment].held_bytes += size_bytes
 
     def close(self, group: Group) -> None:
-        """Let an open group collect no further members."""
+        """Close an open group, so that it collects no further members."""
         del self.open[group.key]
         del self._by_environment[group.key.environment].open[group.key]
         group.stage = Stage.WAITING
 
     def beyond(self, environment: str, quota: Quota) -> tuple[Group, str] | None:
-        """Return the oldest open group of an environment, and the quota that it exceeds; None if there is neither."""
+        """Return an environment's oldest open group and the quota that the environment exceeds; None without either."""
         share = self._by_environment.get(environment)
         if share is None or not share.open:
             return None
@@ -93,7 +93,7 @@ class LiveGroups:
 
     @property
     def next_to_shed(self) -> Group | None:
-        """The oldest open group, or else the oldest one that waits for the policy clock."""
+        """The oldest open group; without open groups, the oldest group that waits for the policy clock."""
         return next(iter(self.open.values()), None) or next(iter(self._waiting.values()), None)
 
     def remove(self, group: Group) -> None:

@@ -1,7 +1,8 @@
 """Memory costs of groups, as grouping.capacity_bytes and grouping.remembered_bytes count them since core version 3.
 
 The fold drops and forgets groups by these numbers, so they are part of its behaviour: they follow from the records
-alone and are the same on every machine. Each is a little more than CPython 3.11 on 64 bits takes; tests compare.
+alone and are the same on every machine. Each cost is slightly higher than what CPython 3.11 uses on 64-bit machines;
+tests compare the two.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ MEMBER = 4_200
 TOKEN = 13
 """Token, mask, log-probability, and the advantage once the group is sealed; row_bytes counts the same in a batch."""
 REFERENCE_ARRAY = 600
-"""Reference log-probabilities, without their bytes in the record and the float32 made of them."""
+"""Reference log-probabilities, without their bytes in the record and their float32 copy."""
 TOKEN_ARRAY = 600
 """A named array of a rollout, without its bytes and its name."""
 STAMP = 100
@@ -41,7 +42,7 @@ def member_cost(rollout: Rollout) -> int:
     if reference is not None:
         arrays += REFERENCE_ARRAY + len(reference.data) + 4 * len(rollout.tokens)
     for name, array in rollout.token_arrays.items():
-        # Before core version 5 there is no other array, and no stamp.
+        # Before core version 5, there are no other arrays and no stamps.
         arrays += TOKEN_ARRAY + _text(name) + len(array.data) + 8 * len(array.shape) if name != REFERENCE else 0
     if rollout.metadata.timestamp or rollout.metadata.weight_step != -1:
         arrays += STAMP

@@ -1,6 +1,6 @@
-"""Offsets of a fold: those that are unfinished, the fates of the others, and the journal record that names both.
+"""Unfinished offsets of a fold, the fates of its finished offsets, and the journal record that names both.
 
-Every offset that is read is entered once, as unfinished or with its fate. An unfinished offset gets one fate.
+Every offset that is read is entered once, either as unfinished or with its fate. An unfinished offset gets one fate.
 """
 
 from collections import deque
@@ -75,11 +75,11 @@ class OffsetTracker:
     # ------------------------------------------------------------------ entries
 
     def count_read(self, environment: str, tokens: int) -> None:
-        """Count a record that is read as a rollout for the first time."""
+        """Count a record that is read for the first time, unless it is a valid mark or cancellation."""
         self._produced.add(clip(environment, NAME_LIMIT), READ, tokens)
 
     def admit(self, offset: int, before: Clocks) -> None:
-        """Enter an offset that opened or joined a group; `before` are the clocks before it was read."""
+        """Enter an offset that opened or joined a group; `before` holds the clocks before it was read."""
         self._unfinished[offset] = before
         self._order.append(offset)
         if len(self._order) > 64 + 4 * len(self._unfinished):
@@ -172,7 +172,7 @@ class OffsetTracker:
 
     @property
     def counts(self) -> tuple[FateCount, ...]:
-        """Records that have their fate, by environment and fate, since the start of the run."""
+        """Counts of records that have reached their fate since the start of the run, by environment and fate."""
         return self._counts.records()
 
     def prepare_commit(
@@ -184,7 +184,7 @@ class OffsetTracker:
         rates: tuple[RateLevel, ...],
         snapshot: Iterable[int] | None,
     ) -> Effects:
-        """Return the effects since the last call with their journal record or records.
+        """Return the effects since the last call, with their journal record or its parts.
 
         For a snapshot, `snapshot` holds the offsets that a batch carries though their groups are not finished.
         """

@@ -1,7 +1,8 @@
-"""Makers and estimators that a configuration may name: those that ship, and those of users that the process imports.
+"""Makers and estimators that a configuration may name: the built-in ones and the users' that the process imports.
 
-A configuration comes from the log, and nobody who may write to the log must be able to import code into a process. So
-its names are only looked up. A process imports what its own settings grouper.makers and grouper.estimators name.
+A configuration is read from the log, and permission to write to the log must not suffice to import code into a process.
+Therefore its names are only looked up. A process only imports what its settings grouper.makers and grouper.estimators
+name.
 """
 
 import math
@@ -25,20 +26,20 @@ class PlugIns(NamedTuple):
 
 
 BUILT_IN = PlugIns()
-"""The makers and estimators that ship."""
+"""The built-in makers and estimators."""
 
 
 def load_plug_ins(grouper: GrouperConfig) -> PlugIns:
-    """Import the makers and estimators that the settings of a process name, and return them with those that ship.
+    """Import the makers and estimators that the settings of a process name, and add them to the built-in ones.
 
-    Raises ConfigurationError for a name of another form, or an object that is no maker or estimator.
+    Raises ConfigurationError for a malformed name, or for an object that is not a maker or an estimator.
     """
     return PlugIns(load_makers(grouper.makers), {**ESTIMATORS, **load_estimators(grouper.estimators)})
 
 
 def load_estimators(names: Iterable[str]) -> dict[str, Estimator]:
-    """Import estimators, each named package.module:name or path/to/file.py:name: an Estimator, or a function that is
-    its first stage. Their results are checked. Raises ConfigurationError as `load_plug_ins` does."""
+    """Import estimators by name: package.module:name or path/to/file.py:name. Each object is an Estimator, or a
+    function that is its first stage. Their results are checked. Raises ConfigurationError as `load_plug_ins` does."""
     return {name: checked(name, _imported(name)) for name in names}
 
 
@@ -59,10 +60,10 @@ def checked(name: str, estimator: Estimator) -> Estimator:
 def _checked(name: str, values: Sequence[float], count: int) -> list[float]:
     numbers = [float(value) for value in values]
     if len(numbers) != count:
-        raise StateRefused(f"estimator {name} returned {len(numbers)} advantages for {count}: fix the estimator")
+        raise StateRefused(f"estimator {name} returned {len(numbers)} advantages for {count} values: fix the estimator")
     wrong = next((value for value in numbers if not abs(value) <= _LARGEST_FLOAT32), 0.0)
     if wrong or math.isnan(wrong):
-        raise StateRefused(f"estimator {name} returned {wrong}, which is no finite float32 number: fix the estimator")
+        raise StateRefused(f"estimator {name} returned {wrong}, not a finite float32 number: fix the estimator")
     return numbers
 
 

@@ -1,7 +1,7 @@
-"""Rates at which environments write, against their quotas: a token bucket for each in stream time. Pure.
+"""Limits on the rates at which environments write: a token bucket for each environment, in stream time.
 
-Numbers are integers, so the levels are the same bits after any crash. They are part of the state at the position:
-records that are read again have used up their share already.
+Levels are integers, so they are identical after any crash. They are part of the state at the position, because records
+that are read again have already used up their share.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,13 +10,13 @@ from rollstream.consumers.grouping.core.quotas import UNLIMITED, Quota
 from rollstream.topics.records import RateLevel
 
 BURST_S = 60
-"""Seconds of the rate that an environment may write at once after a pause: groups come in bursts."""
+"""How many seconds' worth of its rate an environment may write at once after a pause, because groups come in bursts."""
 _UNIT = 1000
 """Levels are in thousandths, as stream time is in thousandths of a second."""
 
 
 class Rates:
-    """Levels of the quotas of one partition, by environment."""
+    """Levels of the rate quotas of one partition, by environment."""
 
     def __init__(self, levels: Iterable[RateLevel] = ()) -> None:
         self._levels = {level.environment: level for level in levels}
@@ -52,7 +52,7 @@ class Rates:
         return ""
 
     def keep(self, quotas: Mapping[str, Quota]) -> None:
-        """Forget the levels of environments whose rate has no quota now."""
+        """Forget the levels of environments that no longer have a rate quota."""
         self._levels = {
             environment: level
             for environment, level in self._levels.items()

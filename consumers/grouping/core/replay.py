@@ -7,7 +7,7 @@ from rollstream.topics.errors import StateRefused
 
 
 class Replay:
-    """A state that is being restored, and its unfinished offsets that were not read again yet."""
+    """A state that is being restored, and its unfinished offsets that have not been read again yet."""
 
     def __init__(self, state: TaskState) -> None:
         self.ended = False
@@ -29,13 +29,13 @@ class Replay:
         return offset in self._state.skipped
 
     def meet(self, offset: int) -> bool:
-        """Return whether an offset is unfinished in the state, and await it no longer."""
+        """Return whether an offset is still awaited, and stop awaiting it."""
         awaited = offset in self._awaited
         self._awaited.discard(offset)
         return awaited
 
     def check_offset(self, offset: int) -> None:
-        """Raise StateRefused if an offset is not to be read again."""
+        """Raise StateRefused if an offset must not be read again."""
         if self.ended or offset >= self._state.position:
             raise StateRefused(
                 f"offset {offset} of {self._topic} is not to be read again: the state was taken at "
@@ -44,34 +44,34 @@ class Replay:
 
     def finished_too_early(self, offset: int) -> StateRefused:
         """Return the error for an unfinished offset that finishes when it is read again."""
-        return StateRefused(f"offset {offset} of {self._topic} was in flight, and is not any more")
+        return StateRefused(f"offset {offset} of {self._topic} was unfinished, but is finished when read again")
 
     def unexpected_effect(self, offset: int) -> StateRefused:
         """Return the error for an offset that has an effect when it is read again."""
         return StateRefused(
-            f"re-reading offset {offset} of {self._topic} had an effect it had not had before: "
-            f"the journal is not of this log, or core version {CORE_VERSION} folds it otherwise; start a new run, "
-            f"or go back to the version that wrote it"
+            f"re-reading offset {offset} of {self._topic} had an effect that it did not have before: "
+            f"the journal does not belong to this log, or core version {CORE_VERSION} folds it differently; "
+            f"start a new run, or go back to the release that wrote it"
         )
 
     def end(self, clocks: Clocks) -> int:
         """End the replay and return the position to continue from.
 
-        Raises StateRefused unless every unfinished offset was read again and `clocks` are those of the state.
+        Raises StateRefused unless every unfinished offset was read again and `clocks` agree with the state.
         """
         state = self._state
         if self._awaited:
             raise StateRefused(
                 f"{self._topic} no longer holds unfinished offsets {sorted(self._awaited)[:5]}; they were "
-                f"deleted before they were batched, restore the topic or start a new run"
+                f"deleted before they were batched; restore the topic or start a new run"
             )
         reached = (clocks.stream_time_ms, clocks.policy_version, clocks.config.generation)
         recorded = (state.stream_time_ms, state.policy_version, state.generation)
         if reached != recorded:
             raise StateRefused(
                 f"re-reading {self._topic} gave stream time, policy version and generation {reached}, "
-                f"the journal says {recorded}; the topic's records are not those the journal was written for, restore "
-                f"the topic or start a new run"
+                f"but the journal says {recorded}; the records are not the ones that the journal was written for: "
+                f"restore the topic or start a new run"
             )
         self.ended = True
         return state.position

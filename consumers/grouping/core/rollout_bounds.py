@@ -1,6 +1,7 @@
 """Bounds on the numbers of a rollout, by environment: rollouts beyond them are dropped before they are grouped.
 
-The defaults only refuse numbers that are absurd anywhere; the range of rewards and lengths depends on the environment.
+The defaults only refuse numbers that are absurd in every environment, because the range of rewards and lengths depends
+on the environment.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +19,7 @@ class Bounds(NamedTuple):
     min_reward: float
     max_reward: float
     min_temperature: float
-    """Least temperature of sampling that is not greedy; 0 is always within bounds."""
+    """Minimum temperature of sampling that is not greedy; 0 is always within bounds."""
     max_temperature: float
     vocabulary_size: int
     """Greatest token id plus one."""
@@ -28,14 +29,14 @@ class Bounds(NamedTuple):
         """Raise ConfigurationError if no rollout can lie within the bounds."""
         for low, high in ((self.min_reward, self.max_reward), (self.min_temperature, self.max_temperature)):
             if not -np.inf < low <= high < np.inf:
-                raise ConfigurationError(f"{where}: {low:g} to {high:g} is no range of finite numbers")
+                raise ConfigurationError(f"{where}: {low:g} to {high:g} is not a range of finite numbers")
         if self.min_temperature <= 0:
             raise ConfigurationError(f"{where}: min_temperature is {self.min_temperature:g}; it must be above 0")
         if self.vocabulary_size < 1 or self.max_tokens < 1:
             raise ConfigurationError(f"{where}: vocabulary_size and max_tokens must be at least 1")
 
     def excess(self, rollout: Rollout) -> str:
-        """Return which number of a valid rollout lies beyond which bound; "" if all of them are within."""
+        """Describe the number of a valid rollout that lies beyond a bound; "" if all numbers are within bounds."""
         temperature, length = rollout.sampling.temperature, len(rollout.tokens)
         most = int(np.maximum.reduce(rollout.tokens))
         if rollout.reward < self.min_reward:
@@ -60,9 +61,9 @@ BOUNDS = Bounds._fields
 
 
 def parse_bounds(texts: Iterable[str], default: Bounds) -> Mapping[str, Bounds]:
-    """Parse bounds of single environments, one each in the form `ENVIRONMENT:KEY=VALUE`.
+    """Parse bounds of single environments of the form `ENVIRONMENT:KEY=VALUE`.
 
-    Raises ConfigurationError for anything else.
+    Raises ConfigurationError for a text of any other form, and for bounds that no rollout can meet.
     """
     by_environment: dict[str, Bounds] = {}
     for text in texts:
@@ -70,7 +71,7 @@ def parse_bounds(texts: Iterable[str], default: Bounds) -> Mapping[str, Bounds]:
         key, _, value = assignment.partition("=")
         if not environment or key not in BOUNDS:
             raise ConfigurationError(
-                f"grouping.bounds: {text!r} bounds nothing; write ENVIRONMENT:KEY=VALUE, e.g. gsm8k:max_reward=1, with "
+                f"grouping.bounds: {text!r} is not a bound; write ENVIRONMENT:KEY=VALUE, e.g. gsm8k:max_reward=1, with "
                 f"one of {', '.join(BOUNDS)}"
             )
         kind = type(getattr(default, key))

@@ -1,4 +1,4 @@
-"""Offsets that a fold leaves out unread from its position on."""
+"""Offsets at or above its position that a fold leaves out unread."""
 
 from collections.abc import Mapping
 
@@ -21,10 +21,10 @@ class Skips:
         return self._skips[offset]
 
     def is_hopped(self, offset: int) -> bool:
-        """Whether an offset is left out without its record, so that its append time does not count either."""
+        """Whether an offset is left out without reading its record, so that even its append time does not count."""
         skip = self._skips.get(offset)
         return skip is not None and not skip.timed
 
     def hopped_from(self, position: int) -> list[int]:
-        """Return the offsets from `position` on that are left out without their records."""
+        """Return the offsets at or above `position` that are left out without reading their records."""
         return sorted(offset for offset in self._skips if offset >= position and self.is_hopped(offset))

@@ -1,7 +1,7 @@
 """State of a grouping task after a committed transaction: together with the log, all that a fold needs to continue.
 
-The journal holds the changes of each transaction, and a snapshot now and then; `restored_state` adds them up. The
-metadata of the committed offset names the journal record, so position and state are one fact.
+The journal holds the changes of each transaction, and occasional snapshots; `restored_state` adds them up. The metadata
+of the committed offset names the journal record, so that position and state are committed as one.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ class TaskState:
     counts: tuple[FateCount, ...] = ()
     produced: tuple[FateCount, ...] = ()
     rates: tuple[RateLevel, ...] = ()
-    """Levels of the quotas of rates at the position."""
+    """Levels of the rate quotas at the position."""
     finished_groups: tuple[FinishedGroup, ...] = ()
     """Groups that finished within the horizon, in the order in which they finished."""
 
@@ -55,11 +55,11 @@ def initial_record(
 ) -> JournalRecord:
     """Return the first journal record of a partition: an empty state under the first configuration.
 
-    Raises ConfigurationError if its generation leaves too few for later configurations.
+    Raises ConfigurationError if its generation is so high that too few remain for later configurations.
     """
     if config.generation > GENERATION_STEP:
         raise ConfigurationError(
-            f"grouping.generation is {config.generation}; a run begins with one of at most {GENERATION_STEP}"
+            f"grouping.generation is {config.generation}; a run must begin with at most {GENERATION_STEP}"
         )
     return JournalRecord(
         partition=partition,
@@ -97,11 +97,11 @@ class JournalAccumulator:
         self._counts = JournalCounts()
 
     def add(self, record: JournalRecord) -> None:
-        """Add the next record. Raises StateRefused if one is missing before it."""
+        """Add the next record. Raises StateRefused if a record before it is missing."""
         if self.last is not None and record.sequence != self.last.sequence + 1:
             raise StateRefused(
                 f"journal[{record.partition}] goes from sequence {self.last.sequence} to {record.sequence}; "
-                f"records between were deleted, start a new run"
+                f"the records between them were deleted; start a new run"
             )
         self._groups += record.finished_groups
         while self._groups and self._groups[0].finished_ms < record.remembered_since_ms:
@@ -121,14 +121,14 @@ class JournalAccumulator:
         self.last = record
 
     def state(self) -> TaskState:
-        """Return the state after the last record. Raises StateRefused if the records do not hold one."""
+        """Return the state after the last record. Raises StateRefused if the records do not contain a whole state."""
         last = self.last
         if last is None or self._unfinished is None:
             raise StateRefused("the journal holds no snapshot to restore from; it was deleted or never written")
         if last.part != last.parts - 1:
             raise StateRefused(
                 f"journal[{last.partition}] ends at sequence {last.sequence}, part {last.part + 1} of {last.parts} of "
-                f"its transaction; the rest was deleted, start a new run"
+                f"its transaction; the other parts were deleted, so start a new run"
             )
         return TaskState(
             partition=last.partition,

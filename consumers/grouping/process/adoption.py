@@ -1,7 +1,7 @@
-"""Adoption of a journal restored from an archive: it is bound to the new topics of the run.
+"""Adoption of a journal that was restored from an archive: it is bound to the new topics of the run.
 
-A journal names its topic by Kafka's id, so that grouping never continues on the rollouts of another topic. The operator
-declares that the topics are the same; everything visible in them is checked.
+A journal names its topic by Kafka's topic id, so that grouping never continues on the rollouts of another topic. The
+operator declares that the new topics have the same content as the old topics, and everything that can be is checked.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from rollstream.topics.records import NO_OFFSETS, JournalRecord, batch_numbers
 
 
 def adopted(kafka: KafkaConfig, run: str, record: JournalRecord, topic_id: str) -> JournalRecord:
-    """Return the journal record after `record`, which changes nothing but the topic's id to `topic_id`.
+    """Return the journal record that follows `record` and only changes the topic's id to `topic_id`.
 
     Raises StateRefused if the topic does not hold all offsets that the journal refers to.
     """
@@ -26,7 +26,7 @@ def adopted(kafka: KafkaConfig, run: str, record: JournalRecord, topic_id: str) 
     begin, end = topic_admin.bounds(kafka, rollouts, [partition])[partition]
     if not begin <= record.watermark <= record.position <= end:
         raise StateRefused(
-            f"{rollouts}[{partition}] holds offsets {begin} to {end - 1}, and its journal was written for "
+            f"{rollouts}[{partition}] holds offsets {begin} to {end - 1}, but its journal was written for "
             f"{record.watermark} to {record.position - 1}; restore the run from its archive"
         )
     before = record_before(kafka, rollouts, partition, record.position)
@@ -51,8 +51,10 @@ def adopted(kafka: KafkaConfig, run: str, record: JournalRecord, topic_id: str) 
 
 
 def check_nothing_beyond(kafka: KafkaConfig, run: str, journal: Mapping[int, JournalRecord]) -> None:
-    """Raise StateRefused if there are batches or dead letters that are newer than the last journal record of their
-    partition: the archive was made while a grouping process wrote, and grouping would write them a second time."""
+    """Raise StateRefused if there are batches or dead letters newer than the last journal record of their partition.
+
+    The archive was then made while a grouping process was writing, and grouping would write them a second time.
+    """
     skipped = SkippedRecords("adopt")
     for message in read_to_end(kafka, topic_name(run, "batches")):
         with skipped.passing(message):
@@ -70,6 +72,6 @@ def check_nothing_beyond(kafka: KafkaConfig, run: str, journal: Mapping[int, Jou
 
 def _beyond(run: str, what: str) -> StateRefused:
     return StateRefused(
-        f"run {run} holds {what}, of which its journal does not tell: it was archived while grouping went on. Archive "
-        f"it again when its grouping processes have ended, and restore it into a run of another name"
+        f"run {run} holds {what}, which its journal does not contain: it was archived while grouping was running. "
+        f"Archive it again after its grouping processes have ended, and restore it into a run of another name"
     )

@@ -1,7 +1,7 @@
 """Generation 0 of a run's grouping, and recovery of its committed offsets if they are lost.
 
-Both write offsets in a transaction together with, or derived from, the journal; neither ever guesses a position. Both
-fence each other under one transactional id, so that only one of them at a time can change the state that it read.
+Both commit offsets in a transaction, either together with journal records or derived from them; neither ever guesses a
+position. They share one transactional id and so fence each other: only one of them at a time can change the state.
 """
 
 import logging
@@ -37,9 +37,10 @@ from rollstream.topics.validation import decode_journal
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 WRITER = "rollstream.writer"
-"""Header of a journal record with the transactional id of its writer, which `recover` fences if it is undecided."""
+"""Header of a journal record with the transactional id of its writer, which `recover` fences if the record's
+transaction is undecided."""
 _UNWRITTEN = -1
-"""Offset of a journal record that is written in the transaction that commits it."""
+"""Stands for the offset of a journal record that the committing transaction itself writes."""
 _REST_S = (0.5, 1.5)
 """Shortest and longest pause of a fenced process before it tries again."""
 
@@ -49,9 +50,9 @@ def initialise(
 ) -> bool:
     """Write generation 0 if nothing was written yet: an empty state and committed offset 0 for each partition.
 
-    `first_batch` is the number of each partition's first batch. Returns False if the run has its state already. Raises
-    StateRefused if only one of offsets and journal exists, or if the group has members: then state was lost, and
-    guessing would lose or repeat rollouts.
+    `first_batch` is the number of each partition's first batch. Returns False if the run already has state. Raises
+    StateRefused if only one of offsets and journal exists, or if the group has members: state was then lost, and a
+    guess would lose or repeat rollouts.
     """
     group = grouper.group_id(run)
     return in_turn(
@@ -77,11 +78,11 @@ def _initialise(
     if any(tp.offset >= 0 for tp in committed) or written:
         lost = [tp.partition for tp in committed if tp.offset < 0]
         raise StateRefused(
-            f"run {run} has journal records on partitions {sorted(written)} and no offsets of group {group} on {lost}; "
+            f"run {run} has journal records on partitions {sorted(written)} but no offsets of group {group} on {lost}; "
             f"offsets were lost: commit them again with `rollstream group recover`"
         )
     if members(kafka, group):
-        raise StateRefused(f"group {group} has members and no offsets; stop them before `rollstream topics apply`")
+        raise StateRefused(f"group {group} has members but no offsets; stop them before `rollstream topics apply`")
     topic_id = topic_admin.topic_ids(kafka, [rollouts])[rollouts]
     records = [task_state.initial_record(p, partitions, topic_id, grouping, first_batch) for p in range(partitions)]
     _commit(producer, kafka, run, group, {r.partition: (r, None) for r in records})
@@ -92,13 +93,14 @@ def _initialise(
 def recover(
     kafka: KafkaConfig, run: str, grouper: GrouperConfig, patience_s: float | None = None, *, restored: bool = False
 ) -> dict[int, int]:
-    """Commit each partition's position again from the end of its journal; returns the positions.
+    """Commit each partition's position again from the end of its journal, and return the positions.
 
-    `restored` declares that the topics equal those of an archive, record for record: the same transaction adds a record
-    with their ids to each journal. Without it, grouping refuses topics that the journal was not written for.
+    `restored` declares that the topics equal the archived topics, record for record. The same transaction then adds a
+    record with the new topic id to each journal; otherwise grouping would refuse topics that the journal was not
+    written for.
 
-    A process that was paused within a transaction is fenced first, because a later commit would duplicate batches.
-    Raises StateRefused if the group has members or a partition has no journal, DeadlineExceeded if a transaction at
+    A process that was paused within a transaction is fenced first, because its later commit would duplicate batches.
+    Raises StateRefused if the group has members or a partition has no journal, and DeadlineExceeded if a transaction at
     the end of the journal stays open for `patience_s` (kafka.patience_s by default).
     """
     group = grouper.group_id(run)
@@ -151,18 +153,20 @@ def _recover(
             last[partition] = (adopted(kafka, run, record, topic_id), metadata)
 
     def unchanged() -> None:
-        # From here on, new members get no offsets before this transaction ends; an earlier one has written already.
+        # From here on, new members get no offsets before this transaction ends. A member that got them earlier is still
+        # in the group or has written to the journal.
         if members(kafka, group) or topic_admin.bounds(kafka, journal) != ends:
-            raise StateRefused(f"a process of group {group} started meanwhile; stop it, and repeat `group recover`")
+            raise StateRefused(f"a process of group {group} has started; stop it, and repeat `group recover`")
 
     _commit(producer, kafka, run, group, last, unchanged)
     return {partition: record.position for partition, (record, _metadata) in last.items()}
 
 
 def journal_record(message: KafkaRecord, skipped: SkippedRecords) -> JournalRecord | None:
-    """Decode a message of `journal`; None for foreign bytes, which are not part of the journal.
+    """Decode a message of `journal`; None for other bytes, which are not part of the journal.
 
-    Raises StateRefused if the message may be a journal record that cannot be decoded: the state would be incomplete.
+    Raises StateRefused if the message may be a journal record but cannot be decoded, because the state would be
+    incomplete without it.
     """
     if not is_frame(message.value):
         return skipped.decode(JournalRecord, message)
@@ -170,15 +174,15 @@ def journal_record(message: KafkaRecord, skipped: SkippedRecords) -> JournalReco
         return decode_journal(message.value)
     except RecordError as error:
         raise StateRefused(
-            f"journal[{message.partition}] offset {message.offset} cannot be read ({error}); where a newer release "
-            f"wrote it, run that release: grouping processes of one run must read each other's journal"
+            f"journal[{message.partition}] offset {message.offset} cannot be read ({error}); if a newer release "
+            f"wrote it, run that release: every grouping process of a run must be able to read the whole journal"
         ) from error
 
 
 def committed_offsets(
     kafka: KafkaConfig, group: str, topic: str, partitions: int, reader: Reader | None = None
 ) -> list[GroupPosition]:
-    """Committed offsets with metadata, after pending transactions end; the offset is negative if none is committed.
+    """Return the committed offsets with metadata once pending transactions end; an offset is negative if missing.
 
     An existing `reader` that names the group may be passed.
     """
@@ -190,9 +194,9 @@ def committed_offsets(
 
 
 def in_turn(kafka: KafkaConfig, run: str, group: str, work: Callable[[TransactionalProducer], T]) -> T:
-    """Return the result of `work`, given a producer whose start fenced every other one and aborted their transactions.
+    """Return the result of `work`, whose producer fenced all earlier producers and aborted their transactions.
 
-    A process that is fenced tries again later, and then finds the other's work done.
+    A process that is fenced tries again later, and then finds that the other process has done the work.
     """
     identity = transactional_id(run, "grouper", "bootstrap")
     deadline = time.monotonic() + kafka.patience_s
@@ -218,7 +222,7 @@ def in_turn(kafka: KafkaConfig, run: str, group: str, work: Callable[[Transactio
 
 
 def _assert_turn(producer: TransactionalProducer, kafka: KafkaConfig, run: str, group: str) -> None:
-    """Raise TransactionFailed if another process fenced this one: an aborted offset commit asks the coordinator."""
+    """Raise TransactionFailed if another process fenced this one, which an aborted offset commit finds out."""
     nobodys = [GroupPosition(topic_name(run, "rollouts"), 0, 0)]
     with Reader(kafka, group=group) as reader:
         try:
@@ -230,7 +234,7 @@ def _assert_turn(producer: TransactionalProducer, kafka: KafkaConfig, run: str, 
 
 
 def _fence_writers(kafka: KafkaConfig, run: str, journal: str) -> None:
-    """Abort the undecided transactions of grouping processes in the journal; the processes learn of it later."""
+    """Abort the undecided transactions of grouping processes in the journal; the processes find out later."""
     names: set[str] = set()
     for partition, part in undecided(kafka, journal).items():
         tail = read_to_end(
@@ -239,7 +243,7 @@ def _fence_writers(kafka: KafkaConfig, run: str, journal: str) -> None:
         names.update(message.header(WRITER) or "" for message in tail)
     ours = {name for name in names if name.startswith(f"{transactional_id(run, 'grouper')}/")}
     if ours != names:
-        # Earlier releases did not record the writer; ordinals usually count from 0.
+        # Earlier releases did not record the writer. Its ordinal is most likely less than the number of partitions.
         ours.update(earlier_id(run, "grouper", n) for n in range(topic_admin.partitions_of(kafka, journal)))
     for name in sorted(ours - {transactional_id(run, "grouper", "bootstrap")}):
         fence(kafka, name)
@@ -254,10 +258,11 @@ def _commit(
     records: dict[int, tuple[JournalRecord, CommitMetadata | None]],
     check: Callable[[], None] = lambda: None,
 ) -> None:
-    """Commit positions in one transaction. It also writes records without metadata, or with metadata that mark them as
-    unwritten.
+    """Commit positions in one transaction, which also writes the records that have no metadata, or whose metadata mark
+    them as unwritten.
 
-    `check` is called before the commit; its exceptions abort. Raises TransactionFailed, Stalled.
+    `check` is called before the commit; an exception from it aborts the transaction. Raises TransactionFailed or
+    Stalled.
     """
     journal, written = topic_name(run, "journal"), dict[int, int]()
 

@@ -1,7 +1,7 @@
-"""Estimate of the broker's clock, whose append times are the stream's: setting the host's clock back stops nothing.
+"""Estimate of the broker's clock, which determines stream time, so that setting the host's clock back stops nothing.
 
-The host's clock is read once. After that a monotonic clock counts, corrected by append times: a record that was read
-was appended earlier, and the append time of a record just written is the present time.
+The host's clock is read once. After that, a monotonic clock advances the estimate, and append times correct it: a
+record that was read was appended earlier, and the append time of a record just written is the present time.
 """
 
 import time
@@ -17,7 +17,7 @@ class BrokerClock:
 
     @property
     def now_ms(self) -> int:
-        """Present time. It goes back only after an answer of the broker, never because the host's clock was set."""
+        """Present time. It only goes back after a response from the broker, never because the host's clock was set."""
         return self._elapsed_ms + self._ahead_ms
 
     def passed(self, append_ms: int) -> None:

@@ -1,34 +1,38 @@
-"""The pace of transactions: one that carries a batch begins as soon as the one before has ended, others wait a while.
+"""The pace of transactions: with a batch, one begins as soon as the previous one has ended; otherwise it waits.
 
-A learner waits for batches, and nobody for the rest; so few transactions are made, and none that is waited for is late.
+Learners wait for batches, but nobody waits for other effects. This keeps the number of transactions small without
+delaying batches.
 """
 
 import time
 from collections.abc import Callable
 
 GATHER_S = 0.005
-"""How long a poll waits for further records after the first: a turn for each single record would cost too much."""
+"""How long a poll waits for further records after the first, because one poll per record would cost too much."""
 
 
 class CommitPace:
     """Says when the next transaction is due, and how long the next poll may wait for its first record."""
 
     def __init__(self, interval_s: float, most_records: int, clock: Callable[[], float] | None = None) -> None:
-        """Effects without a batch wait up to `interval_s`; `most_records` begin a transaction, whatever they led to."""
+        """Effects without a batch wait up to `interval_s`; after `most_records`, a transaction begins in any case."""
         self._interval_s, self._most, self._clock = interval_s, most_records, clock or time.monotonic
         self._records = 0
         self._since_s: float | None = None
         self._begun_s = self._clock()
 
     def passed(self, records: int) -> None:
-        """Count records that were read, and are part of no transaction yet."""
+        """Count records that were read and are not yet part of a transaction."""
         if records:
             self._records += records
             self._since_s = self._clock() if self._since_s is None else self._since_s
 
     def is_due(self, *, batches: bool, free: bool) -> bool:
-        """Whether to begin a transaction, given that there is something to commit: `batches` tells whether that is a
-        batch, `free` whether the transaction before has ended. With `most_records` read it is due even then."""
+        """Whether to begin a transaction, given that there is something to commit.
+
+        `batches` says whether that includes a batch, and `free` whether the previous transaction has ended. Once
+        `most_records` have been read, a transaction is due even if the previous one has not ended.
+        """
         if self._since_s is None:
             self._since_s = self._clock()
         if self._records >= self._most:
@@ -36,10 +40,10 @@ class CommitPace:
         return free and (batches or self._clock() - self._since_s >= self._interval_s)
 
     def wait_s(self, *, batches: bool, free: bool) -> float:
-        """How long a poll may wait for its first record; `batches` tells whether a batch waits for its transaction.
+        """How long a poll may wait for its first record; `batches` says whether a batch waits for its transaction.
 
-        While a transaction is in progress, a quarter of the time that it has taken: so the next one begins soon after
-        the end of a fast one, and one that hangs costs few polls.
+        While a transaction is in progress, the wait is a quarter of the time that it has taken so far. The next
+        transaction then begins soon after a fast one ends, and a transaction that hangs costs few polls.
         """
         now_s = self._clock()
         if self._since_s is None:
@@ -51,5 +55,5 @@ class CommitPace:
         return min(self._interval_s, max(GATHER_S, wait_s))
 
     def begun(self) -> None:
-        """Note that a transaction has begun with all that was read."""
+        """Note that a transaction has begun with all records read so far."""
         self._records, self._since_s, self._begun_s = 0, None, self._clock()

@@ -30,7 +30,7 @@ class Committer:
         return self._publisher.done
 
     def begin(self, tasks: Iterable[GroupingTask], *, closing: bool = False) -> None:
-        """Settle the last transaction, then begin one with the effects of these tasks; no task, no transaction.
+        """Settle the last transaction, then begin one with the effects of these tasks, if there are any tasks.
 
         Raises OwnershipLost or Fenced as `settle` does.
         """
@@ -43,8 +43,8 @@ class Committer:
     def settle(self) -> None:
         """Wait for the transaction in progress.
 
-        Raises OwnershipLost if it was aborted and partitions may belong to another process, Fenced if another process
-        runs under the same ordinal.
+        Raises OwnershipLost if it was aborted and partitions may belong to another process, and Fenced if another
+        process runs under the same ordinal.
         """
         commits, self._publishing = self._publishing, []
         self._publisher.settle()

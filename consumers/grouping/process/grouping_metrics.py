@@ -1,6 +1,6 @@
 """Metrics of a grouping process on the `metrics` topic: by partition, by environment for lost rollouts, and as a whole.
 
-Counts are since the process started; the journal has those of the run.
+Totals count from the start of the process; the journal has the counts of the whole run.
 """
 
 import math
@@ -33,7 +33,7 @@ class GroupingFigures:
         *,
         retention_s: float = math.inf,
     ) -> None:
-        """`retention_s` is how long brokers keep a record of `topic`, infinite for ever."""
+        """`retention_s` is how long brokers keep a record of `topic`; infinity means forever."""
         self._writer = writer
         self._labels = {"consumergroup": group, "topic": topic}
         self._interval_s = interval_s
@@ -77,8 +77,11 @@ class GroupingFigures:
         more: Mapping[str, float] = MappingProxyType({}),
         paused: Collection[int] = (),
     ) -> None:
-        """Write the metrics now. `ends` holds the known ends of partitions, `more` metrics of the whole process, and
-        `paused` the partitions that are not read for now."""
+        """Write the metrics now.
+
+        `ends` holds the known ends of partitions, `more` further metrics of the whole process, and `paused` the
+        partitions that are not being read.
+        """
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
         counts: list[FateCount] = []
@@ -126,15 +129,15 @@ class GroupingFigures:
         self._writer.write(values, self._labels)
 
     def close(self) -> None:
-        """Write that the process has ended, and send the metrics that are not sent yet."""
+        """Write a last record that the process has ended, and send all unsent metrics."""
         if self._last:
-            # Else the process seems to have fallen silent.
+            # Without this record, the process would seem to hang.
             self._writer.write({**self._last, "running": 0.0}, self._labels)
         self._writer.close()
 
 
 def _serve_fates(fold: Fold) -> None:
-    """Serve how many rollouts of a partition had each fate, summed over environments."""
+    """Set the metric that counts the rollouts of a partition by fate, summed over environments."""
     totals: Counter[str] = Counter()
     for count in fold.counts:
         totals[count.fate] += count.rollouts

@@ -1,8 +1,8 @@
 """A process of the grouping consumer group, with a task for each partition that it owns.
 
-Delivery guarantee: exactly once. A task's batches, dead letters, journal and offset commit in one transaction; a crash
-anywhere loses nothing and repeats nothing. More processes scale it; a restart under the same ordinal moves no
-partition (static membership).
+Delivery guarantee: exactly once. A task's batches, dead letters, journal and offset are committed in one transaction; a
+crash anywhere loses nothing and repeats nothing. The group scales with the number of processes. A restart under the
+same ordinal moves no partition (static membership).
 """
 
 import logging
@@ -51,7 +51,7 @@ def run_grouping(
     """Group rollouts until `stop` is set; `on_ready` is called at the first assignment.
 
     Raises Fenced if another process runs under the same ordinal, StateRefused if stored state and log disagree,
-    TopicError if a topic is missing, ConfigurationError for an estimator or maker that does not exist.
+    TopicError if a topic is missing, and ConfigurationError for an estimator or maker that does not exist.
     """
     check_names(grouping, load_plug_ins(grouper))
     check_batch_bytes(grouping, kafka.max_record_bytes)
@@ -82,7 +82,7 @@ class GroupingProcess:
         self._topic = topic_name(run, "rollouts")
         self._group = grouper.group_id(run)
         self._skipped = SkippedRecords(self._name)
-        """Records of policies and journal that could not be read."""
+        """Records of `policies` and `journal` that could not be read."""
         self._restorer = Restorer(kafka, run, grouper, self._name, self._skipped)
         self._member = self._new_member()
         self._publisher = TransactionPublisher(kafka, run, self._group, ordinal, self._member)
@@ -143,7 +143,7 @@ class GroupingProcess:
         try:
             self._manager.commit(closing=True)
         except Fenced as fenced:
-            # Without a rival nothing is lost: the next process goes on from what is committed.
+            # Without a rival, nothing is lost: the next process continues from the committed state.
             if self._publisher.has_rival:
                 raise
             event(logger, "closed_without_commit", level=logging.WARNING, error=str(fenced))
@@ -160,7 +160,7 @@ class GroupingProcess:
             end = self._member.known_end(partition)
             if end is not None:
                 ends[partition] = end
-        # Nothing is fetched of paused partitions, so the client does not learn their ends.
+        # Nothing is fetched from paused partitions, so the client does not learn their ends.
         paused = self._manager.paused
         ends |= {partition: end for partition, end in self._member.ends(paused).items() if end >= 0}
         folds = (task.fold for task in self._manager.tasks.values())
@@ -189,9 +189,11 @@ class GroupingProcess:
         return self._member.ends(partitions)
 
     def _join_anew(self, reason: str) -> None:
-        """Join again after another consumer joined under our name: that of a rival or a zombie, or our own, whose
-        session ended while no broker answered. The transactional id decides which process stays. Raises Fenced if
-        it is not this one.
+        """Join again after this process lost its membership.
+
+        Another consumer may have joined under the same name, from a rival or a zombie process; or this consumer's own
+        session ended while no broker answered. The transactional id decides which process stays. Raises Fenced if this
+        process is not the one.
         """
         event(logger, "member_fenced", level=logging.WARNING, error=reason)
         with suppress(OwnershipLost):

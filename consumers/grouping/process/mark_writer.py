@@ -1,4 +1,4 @@
-"""Writer of marks onto partitions of `rollouts`, outside every transaction: a duplicate mark is harmless."""
+"""Writer of marks to partitions of `rollouts`, outside any transaction because a duplicate mark is harmless."""
 
 import logging
 import time
@@ -38,7 +38,7 @@ class MarkWriter:
         self._on_append = on_append
 
     def write(self, partition: int, mark: Mark) -> None:
-        """Append a mark; `poll` calls `on_failure(partition)` if the broker refused it."""
+        """Append a mark; `poll` calls `on_failure(partition)` if it was not delivered."""
         value, key = self._signer.encoded(mark, partition), encode_key("mark", mark.kind)
         self._sender.send(self._topic, value, key, partition=partition, name="a mark", on_delivery=self._delivered)
         event(logger, "mark", partition=partition, kind=mark.kind, policy_version=mark.policy_version)
@@ -47,7 +47,7 @@ class MarkWriter:
         self._sender.poll()
 
     def flush(self, timeout_s: float) -> int:
-        """Wait for the marks written; return how many are not acknowledged yet."""
+        """Wait until the written marks are acknowledged; return how many are not yet."""
         return self._sender.waiting(timeout_s)
 
     def _delivered(self, delivery: Delivery) -> None:
@@ -60,9 +60,9 @@ class MarkWriter:
 
 
 def drain(kafka: KafkaConfig, run: str, grouper: GrouperConfig, timeout_s: float = 60.0) -> None:
-    """Make every partition cut its sealed groups: append drain marks and wait until the group has read past them.
+    """Have all sealed groups batched: append a drain mark to each partition and wait until grouping has read past it.
 
-    Raises DeadlineExceeded if it has not after `timeout_s` (no grouping process runs, or it is far behind).
+    Raises DeadlineExceeded if that takes longer than `timeout_s` (no grouping process runs, or it is far behind).
     """
     from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 

@@ -1,8 +1,9 @@
-"""Moves what a run has not batched to the run that goes on with another number of partitions.
+"""Moves the unfinished records of a run to its successor, a run with another number of partitions.
 
 A transaction copies unfinished records to the successor's `rollouts`, gives their offsets the fate `moved` in the
-journal of this run, and commits its position: they are in one place at any time, and a command that was killed goes on
-where the last transaction ended. Records of a group lie in one partition here and in one there, and keep their order.
+journal of this run, and commits its position. So each record is in exactly one run at any time, and a command that was
+killed can be repeated to continue after the last transaction. The records of a group are in one partition of each run,
+and keep their order.
 """
 
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from rollstream.topics.run_splits import MOVED_APPENDED, MOVED_FROM
 from rollstream.topics.validation import NAME_LIMIT
 
 TRANSACTION_BYTES = 64 * 1024 * 1024
-"""Bytes of records that a transaction moves at least, if there are as many."""
+"""Size at which a transaction is full: it moves records until they have this many bytes."""
 
 
 class CommittedState(NamedTuple):
@@ -63,7 +64,7 @@ def committed_task(kafka: KafkaConfig, run: str, grouper: GrouperConfig, partiti
     state = added.state()
     if added.last is None or state.position != committed.offset:
         raise StateRefused(
-            f"offset {committed.offset} is committed for {topic}[{partition}], its journal record says "
+            f"offset {committed.offset} is committed for {topic}[{partition}], but its journal record says "
             f"{state.position}; another program committed it: commit again with `rollstream group recover`"
         )
     return CommittedState(state, metadata, added.last.watermark_generation)
@@ -77,10 +78,10 @@ def move_unfinished(
     successor: str,
     transaction_bytes: int = TRANSACTION_BYTES,
 ) -> int:
-    """Move every unfinished record of a partition to `rollouts` of another run; return how many were left to move.
+    """Move every unfinished record of a partition to `rollouts` of another run; return the number of moved records.
 
     No grouping process of the run may be running, and `rollouts` must be closed to writers. Raises StateRefused if a
-    process joined, or if a batch carries members of an unfinished group.
+    process joins the group, or if a batch carries members of an unfinished group.
     """
     group = grouper.group_id(run)
     return in_turn(
@@ -103,7 +104,7 @@ def _move(
     task = committed_task(kafka, run, grouper, partition)
     if task.state.delivered:
         raise StateRefused(
-            f"rollouts[{partition}] of run {run} holds groups of which a batch carries only a part, the first at "
+            f"rollouts[{partition}] of run {run} holds groups of which a batch carries only some members, the first at "
             f"offset {min(task.state.delivered)}; they cannot be moved"
         )
     moved = 0
@@ -132,14 +133,14 @@ def _move(
             place = GroupPosition(topic_name(run, "rollouts"), partition, task.state.position, metadata.encode())
             transaction.send_offsets([place], reader.group_metadata())
             if members(kafka, grouper.group_id(run)):
-                raise StateRefused(f"a grouping process of run {run} started meanwhile; stop it, and split again")
+                raise StateRefused(f"a grouping process of run {run} has started; stop it, and split again")
         moved += len(taken)
         task = committed_task(kafka, run, grouper, partition)
     return moved
 
 
 def _take(kafka: KafkaConfig, run: str, state: TaskState, limit_bytes: int) -> list[KafkaRecord]:
-    """Read the first unfinished records of a partition, until they have `limit_bytes`."""
+    """Read the first unfinished records of a partition, until they reach `limit_bytes`."""
     topic, wanted = topic_name(run, "rollouts"), sorted(state.unfinished)
     taken: list[KafkaRecord] = []
     size = 0
@@ -154,14 +155,14 @@ def _take(kafka: KafkaConfig, run: str, state: TaskState, limit_bytes: int) -> l
             return taken
     if len(taken) < len(wanted):
         raise StateRefused(
-            f"{topic}[{state.partition}] holds no record at offset {wanted[len(taken)]}, which no batch has; restore "
-            f"the topic before the run is split"
+            f"{topic}[{state.partition}] holds no record at offset {wanted[len(taken)]}, which is not in any batch; "
+            f"restore the topic before the run is split"
         )
     return taken
 
 
 def _headers(run: str, message: KafkaRecord) -> Headers:
-    """The headers of a copy: those of the record, and where it comes from."""
+    """Headers of a copy: the headers of the record, its append time and its place."""
     kept = tuple(pair for pair in message.headers or () if pair[0] != MOVED_FROM)
     appended = () if message.header(MOVED_APPENDED) else ((MOVED_APPENDED, str(message.timestamp_ms).encode()),)
     place = f"{run}:{message.partition}:{message.offset}".encode()
@@ -169,13 +170,13 @@ def _headers(run: str, message: KafkaRecord) -> Headers:
 
 
 def moved_records(task: CommittedState, taken: Sequence[KafkaRecord]) -> tuple[JournalRecord, ...]:
-    """Return the journal records after which these unfinished records are moved: a snapshot, in parts if large."""
+    """Return the journal records that give these unfinished records the fate `moved`: a snapshot, in parts if large."""
     state = task.state
     offsets = {message.offset for message in taken}
     counts = FateCounts(state.counts)
     for environment, fate, tokens in map(_counted, taken):
         counts.add(environment, fate, tokens)
-    # The watermark stays where its clocks are known, also when everything is moved.
+    # The watermark stays, even if every record is moved, because the clocks are only known at this offset.
     return split_record(
         JournalRecord(
             partition=state.partition,
@@ -208,7 +209,7 @@ def moved_records(task: CommittedState, taken: Sequence[KafkaRecord]) -> tuple[J
 
 
 def _counted(message: KafkaRecord) -> tuple[str, str, int]:
-    """Environment, name of the count and tokens of a record that is moved."""
+    """Environment, fate in the counts, and number of tokens of a record that is moved."""
     value = decode(message.value)
     if isinstance(value, Rollout):
         return clip(value.environment, NAME_LIMIT), MOVED, len(value.tokens)

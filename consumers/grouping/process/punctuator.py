@@ -1,4 +1,4 @@
-"""Appends the marks that tasks ask for: an overdue deadline, a new policy version, a higher configuration."""
+"""Appends the marks that tasks ask for: for an overdue deadline, a new policy version or a higher generation."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ _FLUSH_S = 5.0
 
 
 class Punctuator:
-    """Clock, newest policy version and configuration of one process, by which its tasks ask for marks."""
+    """Clock, newest policy version and configuration of one process, which tell its tasks which marks to ask for."""
 
     def __init__(
         self, kafka: KafkaConfig, run: str, grouping: GroupingConfig, signer: MarkSigner, skipped: SkippedRecords
@@ -39,14 +39,14 @@ class Punctuator:
         """Settings of this process that differ from those of the same generation in the log."""
 
     def passed(self, records: Sequence[KafkaRecord]) -> None:
-        """Note that these records were read: it is at least as late as the latest of them was appended."""
+        """Note that these records were read: the present time is not before their latest append time."""
         if records:
             self._clock.passed(max(record.timestamp_ms for record in records))
 
     def punctuate(self, tasks: Mapping[int, GroupingTask]) -> None:
-        """Append the marks that these tasks ask for now. A mark that fails is asked for again.
+        """Append the marks that these tasks ask for now. A mark that was not delivered is asked for again.
 
-        Raises StateRefused if a task's configuration asks for signatures that this process cannot make.
+        Raises StateRefused if a task's configuration requires signatures that this process cannot make.
         """
         for task in tasks.values():
             self._signer.check(task.fold.config.mark_keys)
@@ -62,7 +62,7 @@ class Punctuator:
         self._failed.clear()
 
     def flush(self) -> None:
-        """Wait, for some seconds, until the marks are delivered."""
+        """Wait a few seconds for the marks to be delivered."""
         self._marks.flush(_FLUSH_S)
 
     def close(self) -> None:
@@ -74,8 +74,8 @@ class Punctuator:
             self._newest_version = max(self._newest_version, manifest.version)
 
     def _compare_settings(self, tasks: Mapping[int, GroupingTask]) -> None:
-        """Log a warning if settings of this process are not in force. The settings in the log are, so that all
-        processes cut the same batches; ending this process would gain nothing."""
+        """Log a warning if settings of this process are not in force. The settings in the log are in force instead, so
+        that all processes cut the same batches, and this process can continue."""
         compared = [task.ignored_settings(self._grouping) for task in tasks.values()]
         ignored = next(filter(None, compared), {})
         if not compared or ignored == self.ignored_settings:
@@ -88,5 +88,5 @@ class Punctuator:
                 level=logging.WARNING,
                 generation=self._grouping.generation,
                 settings=ignored,
-                remedy="raise grouping.generation for them to be in force, or take those in the log",
+                remedy="raise grouping.generation to put them in force, or use the settings in the log",
             )

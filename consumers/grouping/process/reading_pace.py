@@ -1,4 +1,4 @@
-"""The pace of a grouping process that is told to read at most so many records a second."""
+"""Limit on the number of records per second that a grouping process reads."""
 
 import math
 import time
@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 
 class ReadingPace:
-    """Says how many records the next poll may return, and waits while that is none."""
+    """Says how many records the next poll may return, and waits until at least one may be read."""
 
     def __init__(
         self,
@@ -15,16 +15,18 @@ class ReadingPace:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`records_per_s` of 0 sets no limit. The room of one turn of `turn_s` is all that is saved up, so that no
-        burst follows idle time."""
+        """`records_per_s` of 0 sets no limit. Unused room accumulates for at most `turn_s`, so that no burst follows
+        idle time."""
         self._rate, self._clock, self._sleep = records_per_s, clock, sleep
         self._room = max(1.0, records_per_s * turn_s)
         self._left = self._room
         self._at = clock()
 
     def most(self, limit: int) -> int:
-        """Return how many records may be read now, at least 1 and at most `limit`; waits for those of half a turn,
-        since every poll costs."""
+        """Return how many records may be read now, at least 1 and at most `limit`.
+
+        Waits until there is room for half of a turn's records, because every poll costs time.
+        """
         if not self._rate:
             return limit
         self._refill()

@@ -1,7 +1,7 @@
 """Restoring a task from Kafka: committed offset and metadata, the journal it names, then the log from the watermark.
 
 A restore runs in short steps, so that its caller can keep polling and can report progress. It refuses contradictory
-state, with the remedy, and never guesses a position.
+state with an error that names the remedy, and never guesses a position.
 """
 
 import logging
@@ -39,7 +39,7 @@ def records_of(message: KafkaRecord) -> InputRecord:
 
 @dataclass
 class RestoreProgress:
-    """Progress of a restore, in offsets; the totals are known once offsets were fetched."""
+    """Progress of a restore, in offsets; a total is 0 until it is known."""
 
     journal_read: int = 0
     journal_to_read: int = 0
@@ -49,7 +49,7 @@ class RestoreProgress:
 
 
 def reader_of_restores(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Reader:
-    """Return a reader for restores, one after the other: each client takes tens of milliseconds to connect."""
+    """Return a reader that successive restores share, because each client takes tens of milliseconds to connect."""
     return Reader(kafka, fetch_wait_ms=10, group=grouper.group_id(run))
 
 
@@ -67,7 +67,7 @@ class Restoration:
         skipped: SkippedRecords,
         reader: Reader,
     ) -> None:
-        """`reader` is one of `reader_of_restores`, which nothing else uses meanwhile."""
+        """`reader` comes from `reader_of_restores`; nothing else may use it until the restore is done."""
         self.partition = partition
         self.progress = RestoreProgress()
         self.restored: tuple[Fold, JournalPointers] | None = None
@@ -81,7 +81,7 @@ class Restoration:
     def step(self, for_s: float) -> bool:
         """Continue for about `for_s` seconds; return whether the restore is done.
 
-        Raises StateRefused when offsets, journal and log do not belong together, with the remedy.
+        Raises StateRefused, with the remedy, if offsets, journal and log do not belong together.
         """
         until = time.monotonic() + for_s
         for _ in self._reading:
@@ -135,8 +135,8 @@ class Restoration:
         ]
         if committed.offset < 0:
             raise StateRefused(
-                f"no offset is committed for {self._where}; a new run is prepared by `rollstream topics apply`, an old "
-                f"one whose offsets expired by `rollstream group recover`"
+                f"no offset is committed for {self._where}; prepare a new run with `rollstream topics apply`, and an "
+                f"old run whose offsets expired with `rollstream group recover`"
             )
         metadata = CommitMetadata.decode(committed.metadata, self._where)
         journal, added = JournalPointers(metadata.journal, metadata.snapshot), JournalAccumulator()
@@ -154,7 +154,7 @@ class Restoration:
         journal.leader_epoch = -1 if added.last is None else added.last.leader_epoch
         if added.last is not None and added.last.position != committed.offset:
             raise StateRefused(
-                f"offset {committed.offset} is committed for {self._where}, its journal record says "
+                f"offset {committed.offset} is committed for {self._where}, but its journal record says "
                 f"{added.last.position}; another program committed it: commit again with `rollstream group recover`"
             )
         return journal, added
@@ -163,22 +163,22 @@ class Restoration:
         if restored.topic_id != self._topic_id:
             raise StateRefused(
                 f"{self._rollouts} was deleted and created again since the journal was written (id {self._topic_id}, "
-                f"was {restored.topic_id}); its rollouts are gone: start a run of another name, or, where the run was "
-                f"restored from an archive, have grouping go on with `rollstream group adopt`"
+                f"was {restored.topic_id}); its rollouts are gone: start a run of another name, or, if the run was "
+                f"restored from an archive, continue grouping with `rollstream group adopt`"
             )
         if restored.partitions != self._partitions:
             raise StateRefused(
-                f"{self._rollouts} has {self._partitions} partitions, the journal was written for "
+                f"{self._rollouts} has {self._partitions} partitions, but the journal was written for "
                 f"{restored.partitions}; keys have moved: start a run of another name"
             )
         if added.last is not None and added.last.core_version > CORE_VERSION:
             raise StateRefused(
-                f"the journal of {self._where} was written by core version {added.last.core_version}, this is "
-                f"{CORE_VERSION}; upgrade rollstream"
+                f"the journal of {self._where} was written by core version {added.last.core_version}, but this release "
+                f"has {CORE_VERSION}; upgrade rollstream"
             )
 
     def _check_end(self, position: int, leader_epoch: int, left_out: Collection[int]) -> None:
-        """Refuse a log that was truncated below the read position: records written there since would never be read."""
+        """Refuse a log that was truncated below the position, because records written there since are never read."""
         begin, end = self._reader.bounds(self._rollouts, [self.partition])[self.partition]
         if leader_epoch < 0 or not begin < position <= end:
             return
@@ -188,14 +188,14 @@ class Restoration:
             return
         raise StateRefused(
             f"{self._rollouts}[{self.partition}] was cut off before offset {position} and written again since it was "
-            f"read (leader epoch {latest.leader_epoch}, {leader_epoch} when it was read); what is new there would "
+            f"read (leader epoch {latest.leader_epoch}, {leader_epoch} when it was read); the new records there would "
             f"never be read: restore the topic, or start a new run"
         )
 
     def _between(
         self, topic: str, start: int, stop: int, left_out: Collection[int] = (), *, wait: bool = True
     ) -> Generator[KafkaRecord | None]:
-        """Yield the records of the partition of a topic as `records_between` does."""
+        """Yield the records of this partition in a topic as `records_between` does."""
         return records_between(
             self._kafka, topic, self.partition, start, stop, left_out, wait=wait, reader=self._reader
         )

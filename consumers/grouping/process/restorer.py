@@ -1,4 +1,4 @@
-"""Restores the tasks of assigned partitions, one after the other, in short steps."""
+"""Restores the tasks of assigned partitions one by one, in short steps."""
 
 from collections.abc import Collection, Iterable
 
@@ -19,13 +19,13 @@ class Restorer:
     def __init__(
         self, kafka: KafkaConfig, run: str, grouper: GrouperConfig, name: str, skipped: SkippedRecords
     ) -> None:
-        """`name` is the process's, for the marks of its tasks. Raises TopicError if `rollouts` is missing."""
+        """`name` is the name of the process, for the marks of its tasks. Raises TopicError if `rollouts` is missing."""
         self._kafka, self._run, self._grouper, self._name, self._skipped = kafka, run, grouper, name, skipped
         self._topic = topic_name(run, "rollouts")
         self._partitions = topic_admin.partitions_of(kafka, self._topic)
         self._topic_id = topic_admin.topic_ids(kafka, [self._topic])[self._topic]
         self.waiting: set[int] = set()
-        """Partitions to restore, with the one of the restore in progress."""
+        """Partitions to restore, including the partition of the restore in progress."""
         self._restoration: Restoration | None = None
         self._reader: Reader | None = None
 
@@ -40,11 +40,11 @@ class Restorer:
         return {} if self._restoration is None else {self._restoration.partition: self._restoration.progress}
 
     def add(self, partitions: Iterable[int]) -> None:
-        """Have more partitions restored."""
+        """Add partitions to restore."""
         self.waiting.update(partitions)
 
     def withdraw(self, partitions: Collection[int] | None = None) -> None:
-        """Restore these partitions no more; None stands for all."""
+        """Stop restoring these partitions, or all partitions for None."""
         self.waiting.difference_update(list(self.waiting) if partitions is None else partitions)
         if self._restoration is not None and self._restoration.partition not in self.waiting:
             self._stop()
@@ -70,13 +70,13 @@ class Restorer:
         """Raise StateRefused if a partition was added to the topic since the process started."""
         if max(self.waiting) >= self._partitions:
             raise StateRefused(
-                f"{self._topic} has {topic_admin.partitions_of(self._kafka, self._topic)} partitions, and had "
+                f"{self._topic} has {topic_admin.partitions_of(self._kafka, self._topic)} partitions, but had "
                 f"{self._partitions} when this process started; keys have moved, and the new partitions have no "
                 f"journal: start a run of another name"
             )
 
     def begin(self) -> None:
-        """Begin to restore the first partition that waits."""
+        """Begin to restore the first waiting partition."""
         if self._reader is None:
             self._reader = reader_of_restores(self._kafka, self._run, self._grouper)
         self._restoration = Restoration(

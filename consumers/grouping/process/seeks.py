@@ -1,4 +1,4 @@
-"""Seeks of the client to the positions of restored tasks; records that it returns before or astray are not taken in."""
+"""Seeks of the client to the positions of restored tasks; records from before the seek or past a gap are ignored."""
 
 import logging
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Seeks:
-    """Partitions that the client has to seek, and offsets that it sought."""
+    """Partitions in which the client has to seek, and the offsets of its last seeks."""
 
     def __init__(self, kafka: KafkaConfig, topic: str, member: GroupMember) -> None:
         """`topic` is the full name of the member's topic."""
@@ -23,22 +23,22 @@ class Seeks:
         self._put_off: set[int] = set()
         """Partitions whose delayed seek was logged."""
         self._sought: dict[int, int] = {}
-        """Offset of the client's last seek, by partition, until a record or end confirms it."""
+        """Offset of the client's last seek, by partition, until a record or the partition's end confirms it."""
 
     def __contains__(self, partition: int) -> bool:
-        """Whether a partition is still to be sought; its records are ignored until then."""
+        """Whether a seek in a partition is outstanding; its records are ignored until then."""
         return partition in self._wanted
 
     def want(self, partition: int) -> None:
-        """Have a partition sought by `seek`."""
+        """Have `seek` seek in a partition."""
         self._wanted.add(partition)
 
     def forget(self, partitions: Iterable[int]) -> None:
-        """Seek no more in partitions that were taken away."""
+        """Forget outstanding seeks in partitions that were taken away."""
         self._wanted.difference_update(partitions)
 
     def seek(self, tasks: Mapping[int, GroupingTask]) -> None:
-        """Seek to the positions of these tasks where that is wanted; where it cannot be yet, the next call does."""
+        """Seek to the positions of tasks with outstanding seeks; the next call repeats seeks that came too early."""
         for partition in sorted(self._wanted):
             task = tasks.get(partition)
             try:
@@ -56,8 +56,8 @@ class Seeks:
     def confirm(self, partition: int, offset: int) -> bool:
         """Return whether no record lies between the offset of the last seek and the first offset returned after it.
 
-        A client that seeks while its own offset request (for the partition's end) is pending continues at the answer to
-        that request, and leaves out the records in between. If there are any, the client seeks again.
+        A client that seeks while its own request for the partition's end offset is pending continues at the offset in
+        the response, and leaves out the records before that offset. If there are any, the client seeks again.
         """
         sought = self._sought.pop(partition, offset)
         if offset <= sought:

@@ -1,6 +1,6 @@
-"""Approach of a restored task to the offsets that it is to leave out, before its group member seeks past them.
+"""Approach of a restored task to the offsets that it must leave out, before its group member seeks past them.
 
-Records before an offset to be left out are read here and applied like any other; the offset itself is never fetched.
+Records before such an offset are read here and applied like any other; the offset itself is never fetched.
 """
 
 import time
@@ -14,7 +14,7 @@ from rollstream.topics.kafka.skipping_reader import records_between
 
 
 class Approach:
-    """Reads a task's partition up to the last offset that is to be left out and hops over each of them."""
+    """Reads a task's partition up to the last offset that must be left out, without fetching those offsets."""
 
     def __init__(self, kafka: KafkaConfig, run: str, task: GroupingTask) -> None:
         self._kafka, self._topic, self._task = kafka, topic_name(run, "rollouts"), task

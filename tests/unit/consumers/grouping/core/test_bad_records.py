@@ -115,11 +115,11 @@ def test_a_task_writes_no_mark_that_would_be_refused() -> None:
         assert task.due_marks(0, 3 * VERSION_STEP + 1, d.fold.config) == []
         d.pipe(mark)
     assert versions == [VERSION_STEP, 2 * VERSION_STEP, 3 * VERSION_STEP, 3 * VERSION_STEP + 1]
-    with pytest.raises(ConfigurationError, match="rises by 4294967296 at most at once"):
+    with pytest.raises(ConfigurationError, match="may rise by at most 4294967296 at once"):
         task.due_marks(0, -1, GroupingConfig(generation=GENERATION_STEP + 1))
-    with pytest.raises(ConfigurationError, match="more than a record of Kafka's holds"):
+    with pytest.raises(ConfigurationError, match="more than a Kafka record can hold"):
         task.due_marks(0, -1, GroupingConfig(generation=1, batch_bytes=2**40))
-    with pytest.raises(ConfigurationError, match="a run begins with one of at most"):
+    with pytest.raises(ConfigurationError, match="a run must begin with at most"):
         driver(generation=GENERATION_STEP + 1)
 
 
@@ -191,15 +191,15 @@ def test_bounds_come_into_force_with_a_generation() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_reward": float("nan")}, "no range of finite numbers"),
-        ({"min_reward": 1.0, "max_reward": 0.0}, "1 to 0 is no range"),
+        ({"max_reward": float("nan")}, "not a range of finite numbers"),
+        ({"min_reward": 1.0, "max_reward": 0.0}, "1 to 0 is not a range"),
         ({"min_temperature": 0.0}, "must be above 0"),
         ({"vocabulary_size": 0}, "at least 1"),
-        ({"bounds": ("max_reward=1",)}, "bounds nothing; write ENVIRONMENT:KEY=VALUE"),
+        ({"bounds": ("max_reward=1",)}, "is not a bound; write ENVIRONMENT:KEY=VALUE"),
         ({"bounds": ("env:reward=1",)}, "one of min_reward, max_reward"),
         ({"bounds": ("env:max_reward=much",)}, "gives max_reward 'much', not a number"),
         ({"bounds": ("env:max_tokens=1.5",)}, "not a whole number"),
-        ({"bounds": ("env:max_reward=-2e9",)}, "grouping.bounds of env: -1e\\+09 to -2e\\+09 is no range"),
+        ({"bounds": ("env:max_reward=-2e9",)}, "grouping.bounds of env: -1e\\+09 to -2e\\+09 is not a range"),
     ],
 )
 def test_bounds_that_no_rollout_can_meet_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -202,7 +202,7 @@ def test_a_log_that_lost_an_unfinished_record_is_refused() -> None:
     d.pipe(example_rollout("x", 1.0, example_id="1"))
     d.commit()
     first, *others = d.log
-    with pytest.raises(StateRefused, match=r"was in flight, and is not any more|had an effect"):
+    with pytest.raises(StateRefused, match=r"was unfinished, but is finished when read again|had an effect"):
         restore(d, [first._replace(value=None), *others])
     with pytest.raises(StateRefused, match="no longer holds unfinished offsets"):
         restore(d, others)

@@ -273,7 +273,7 @@ def test_a_state_is_restored_from_the_parts_of_its_transactions(monkeypatch: pyt
     assert since.unfinished == task_state.restored_state(whole.journal).unfinished
     # The oldest record still needed may be a part of an older snapshot.
     assert task_state.restored_state(parted.journal[1:]).unfinished == since.unfinished
-    with pytest.raises(StateRefused, match=r"part \d+ of \d+ of its transaction; the rest was deleted"):
+    with pytest.raises(StateRefused, match=r"part \d+ of \d+ of its transaction; the other parts were deleted"):
         task_state.restored_state(parted.journal[: snapshot + 1])
 
 

@@ -70,8 +70,8 @@ def test_a_state_under_an_unknown_estimator_is_refused_before_a_record_is_read()
     ("values", "words"),
     [
         ([1.0], "returned 1 advantages for 2"),
-        ([1.0, float("nan")], "returned nan, which is no finite float32 number"),
-        ([1.0, 1e39], "returned 1e\\+39, which is no finite float32 number"),
+        ([1.0, float("nan")], "returned nan, not a finite float32 number"),
+        ([1.0, 1e39], "returned 1e\\+39, not a finite float32 number"),
     ],
 )
 def test_an_estimator_that_returns_no_advantages_stops_the_task_before_a_rollout_is_lost(

@@ -91,7 +91,7 @@ def test_quotas_are_parsed_or_refused() -> None:
         "a:open_groups=-1",
         "a:open_groups=²",
     ):
-        with pytest.raises(ConfigurationError, match=r"grouping\.quotas: .* limits nothing"):
+        with pytest.raises(ConfigurationError, match=r"grouping\.quotas: .* is not a quota"):
             GroupingConfig(quotas=(text,))
 
 
@@ -175,5 +175,5 @@ def test_rates_need_core_version_7_and_stay_few() -> None:
     with pytest.raises(ConfigurationError, match="came with core version 7"):
         GroupingConfig(core_version=6, quotas=("a:rollouts_per_s=1",))
     GroupingConfig(core_version=6, quotas=("a:open_groups=1",))
-    with pytest.raises(ConfigurationError, match="the rates of 501 environments, at most 500"):
+    with pytest.raises(ConfigurationError, match="rates of 501 environments; limit at most 500"):
         parse_quotas(f"e{number}:rollouts_per_s=1" for number in range(501))

@@ -164,7 +164,7 @@ class CallsItBatched(Loses):
         (Renames, "with other content than it was given"),
         (Rewrites, "with other content than it was given"),
         (TalksTooMuch, "characters of metadata"),
-        (TalksNonsense, "metadata that is no JSON"),
+        (TalksNonsense, "metadata that is not JSON"),
     ],
 )
 def test_a_maker_that_changes_rollouts_or_returns_bad_metadata_stops_the_task(
@@ -177,10 +177,10 @@ def test_a_maker_that_changes_rollouts_or_returns_bad_metadata_stops_the_task(
 @pytest.mark.parametrize(
     ("maker", "words"),
     [
-        (Loses, "holds 1 rollouts of 2"),
+        (Loses, "holds 1 rollouts, but 2 were"),
         (Repeats, "delivered Source"),
         (MakesNothing, "made an empty batch"),
-        (ThrowsAwayWhatItKeeps, "holds 2 rollouts of 0"),
+        (ThrowsAwayWhatItKeeps, "holds 2 rollouts, but 0 were"),
         (GivesNoReason, "discarded Source"),
         (CallsItBatched, "reason 'batched'"),
     ],
@@ -349,7 +349,7 @@ def test_a_batch_beyond_batch_bytes_stops_the_task() -> None:
     d = driver_of(MakesTooMuch, batch_rollouts=100, batch_bytes=500)
     pair(d, "0")
     pair(d, "1")
-    with pytest.raises(StateRefused, match=r"made a batch of 672 bytes, grouping\.batch_bytes is 500"):
+    with pytest.raises(StateRefused, match=r"made a batch of 672 bytes, but grouping\.batch_bytes is 500"):
         d.drain()
 
 

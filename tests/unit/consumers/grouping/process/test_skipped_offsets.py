@@ -182,7 +182,7 @@ def test_a_configuration_without_room_in_this_process_s_records_names_both_remed
     d = driver()
     large = GroupingConfig(generation=1, batch_bytes=2**30)
     record = read(Mark(kind="configuration", generation=1, configuration=large.to_json()))
-    with pytest.raises(StateRefused, match=r"room for 1000: raise it; .*group skip 0:0"):
+    with pytest.raises(StateRefused, match=r"room for 1000: raise kafka\.max_record_bytes; .*group skip 0:0"):
         task_of(d, largest_batch=1000).apply(record)
 
 
