@@ -1,6 +1,6 @@
-"""Settings of grouping: those of the fold are part of the log, those of the process are not.
+"""Settings of grouping. The settings of the fold are part of the log; the settings of the process are not.
 
-A fold never reads a file: its configuration comes with the first journal record and with configuration marks.
+A fold never reads a file: its configuration is in the first journal record and in configuration marks.
 """
 
 import dataclasses
@@ -32,18 +32,18 @@ _LONGEST_S = 1e9
 CONFIGURATION_BYTES = 128 * 1024
 """Largest configuration, as JSON."""
 GENERATION_STEP = 2**32
-"""Most by which a generation may rise at once, so that enough remain for later ones; dates and seconds fit."""
+"""Maximum rise of a generation at once, so that enough remain for later rises. Dates and Unix times still fit."""
 
 
 class ForeignConfiguration(StateRefused):
-    """Refusal of a configuration in the log that other code may run and this code cannot."""
+    """Refusal of a configuration in the log that other code may be able to run but this code cannot."""
 
     def __init__(self, message: str, core_version: int) -> None:
         super().__init__(message)
         self.core_version = core_version
 
     def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return type(self), (str(self), self.core_version)  # It may come from another process.
+        return type(self), (str(self), self.core_version)  # It may be raised in another process.
 
 
 KEYS_SINCE = {
@@ -51,7 +51,7 @@ KEYS_SINCE = {
     5: ("token_arrays",),
     6: ("keep_zero_variance", "mark_keys", "environment_keys", "quotas"),
 }
-"""Keys that a core version introduced: configurations of earlier versions do not have them."""
+"""Keys that a core version introduced; configurations of earlier versions do not have them."""
 
 EXCLUSIONS = ("exclude_environments", "exclude_workers", "exclude_offsets")
 """Settings that exclude groups."""
@@ -71,47 +71,47 @@ def _types() -> dict[str, Any]:
 class GroupingConfig:
     """Settings that decide the batches. Changing them for a running run needs a higher `generation`.
 
-    New limits apply to the groups that exist already; deadlines that were set before a change stay as they were.
+    New limits also apply to existing groups; deadlines that were set before a change stay unchanged.
     """
 
     generation: int = 0
-    """Number of the configuration; one that is not higher than the generation in force is ignored."""
+    """Number of the configuration, which is ignored unless this is higher than the generation in force."""
     core_version: int = CORE_VERSION
-    """Version of the fold's behaviour; a run keeps its first one until a higher generation names another."""
+    """Version of the fold's behaviour; a run keeps its first version until a higher generation names another."""
     estimator: str = "rloo"
-    """Advantage estimator: one of docs/grouping.md, or one of your own that grouper.estimators names."""
+    """Advantage estimator: one of docs/grouping.md, or an estimator of yours that grouper.estimators names."""
     maker: str = "fifo"
-    """Batch maker: fifo, reservoir, or one of your own that grouper.makers names."""
+    """Batch maker: fifo, reservoir, or a maker of yours that grouper.makers names."""
     seed: int = 0
     """Seed of batch makers that choose at random."""
     batch_rollouts: int = 64
     """A batch is cut when this many rollouts of whole groups are waiting."""
     batch_bytes: int = 4 * 1024 * 1024
-    """A batch is cut when this many bytes are waiting, and holds no more; must leave room in the record limit."""
+    """A batch is cut when this many bytes are waiting, and holds no more. It must leave room in the record limit."""
     max_batch_age_s: float = 30.0
     """A batch is cut when its oldest group has waited this long in stream time."""
     min_group_size: int = 0
-    """Least members that a group needs at its deadline; 0 means its declared size."""
+    """Minimum number of members that a group needs at its deadline; 0 means its declared size."""
     group_deadline_s: float = 600.0
     """Stream time after which an incomplete group seals or is dropped: the producer's episode limit plus a margin."""
     max_policy_lag: int = 4
     """Policy versions that a group may lag behind the policy clock; negative means no limit."""
     max_age_s: float = -1.0
-    """Stream time from a group's first record to its batch, at most; negative means no limit."""
+    """Maximum stream time from a group's first record to its batch; negative means no limit."""
     future_deadline_s: float = 600.0
     """Stream time that a group waits for the policy clock to reach its version."""
     capacity_bytes: int = 256 * 1024 * 1024
-    """Memory that groups of one partition may take; beyond it the oldest incomplete group is dropped. Before core
-    version 3, bytes of their records."""
+    """Memory that groups of one partition may take; beyond it, the oldest incomplete group is dropped. Before core
+    version 3, the bytes of their records count."""
     remembered_bytes: int = 64 * 1024 * 1024
-    """Memory that finished groups of one partition may take; beyond it the oldest are forgotten before `horizon_s`."""
+    """Memory that finished groups of one partition may take; beyond it, the oldest are forgotten before `horizon_s`."""
     horizon_s: float = 3600.0
     """Stream time for which finished groups are remembered."""
     keep_zero_variance: bool = False
-    """Whether groups of equal rewards are batched: for losses that learn from more than rewards, such as distillation.
-    Otherwise they are dropped, unless the estimator keeps them."""
+    """Whether groups of equal rewards are batched, for losses that learn from more than rewards, such as distillation.
+    Otherwise, they are dropped unless the estimator keeps them."""
     drop_superseded: bool = False
-    """Whether older groups of an example are dropped once a newer one sealed."""
+    """Whether groups of older versions of an example are dropped once a group of a newer version has sealed."""
     allow_filtered_sampling: bool = False
     """Whether rollouts sampled with top_p, top_k or min_p may be trained on."""
     exclude_environments: tuple[str, ...] = ()
@@ -121,31 +121,31 @@ class GroupingConfig:
     exclude_offsets: tuple[str, ...] = ()
     """Rollouts whose groups are dropped, as ranges PARTITION:FIRST-LAST of offsets, the last one included."""
     min_reward: float = -1e9
-    """Least reward of a rollout; a lower one is dropped as invalid."""
+    """Minimum reward of a rollout; a rollout with a lower reward is dropped as invalid."""
     max_reward: float = 1e9
-    """Greatest reward. The range depends on the environment, so the default only refuses absurd rewards."""
+    """Maximum reward. The range depends on the environment, so the default only refuses absurd rewards."""
     min_temperature: float = 0.01
-    """Least sampling temperature; 0, which is greedy, is always allowed."""
+    """Minimum sampling temperature; 0, which is greedy, is always allowed."""
     max_temperature: float = 100.0
-    """Greatest sampling temperature."""
+    """Maximum sampling temperature."""
     vocabulary_size: int = 2**24
-    """Upper bound of token ids, itself excluded: with the model's, no learner meets an id that it has no row for."""
+    """Exclusive upper bound of token ids. If it is the model's, no learner gets an id without an embedding."""
     max_tokens: int = 2**20
-    """Most tokens of a rollout."""
+    """Maximum number of tokens of a rollout."""
     bounds: tuple[str, ...] = ()
     """Bounds of single environments: ENVIRONMENT:KEY=VALUE with one of the six keys above, e.g. gsm8k:max_reward=1."""
     token_arrays: tuple[str, ...] = ()
     """Arrays of rollouts' `token_arrays` that batches carry, by name, e.g. weight_version. They count in batch_bytes
     and in capacity_bytes. The reference log-probabilities are always carried."""
     mark_keys: tuple[str, ...] = ()
-    """Public keys of those who may write marks, such as grouping processes; marks of others are dropped as invalid.
-    Empty: whoever may write to `rollouts`."""
+    """Public keys of the processes that may write marks, such as grouping processes; other marks are dropped as
+    invalid. If empty, whoever may write to `rollouts` may write marks."""
     environment_keys: tuple[str, ...] = ()
-    """Public keys of those who may write rollouts of an environment, as ENVIRONMENT:KEY; rollouts and cancellations of
-    others are dropped as invalid. Environments without a key: whoever may write to `rollouts`."""
+    """Public keys of the processes that may write rollouts of an environment, as ENVIRONMENT:KEY; other rollouts and
+    cancellations are dropped as invalid. Rollouts of an environment without a key need no signature."""
     quotas: tuple[str, ...] = ()
-    """Most that the groups of an environment may take on a partition, as ENVIRONMENT:KEY=NUMBER with open_groups,
-    held_bytes, rollouts_per_s or bytes_per_s; beyond it, groups of its own are dropped."""
+    """Limits for the groups of an environment on a partition, as ENVIRONMENT:KEY=NUMBER with open_groups, held_bytes,
+    rollouts_per_s or bytes_per_s. Beyond a limit, groups of this environment are dropped."""
 
     def __post_init__(self) -> None:
         for name, kind in _types().items():
@@ -170,7 +170,7 @@ class GroupingConfig:
                     f"grouping.{name} is {getattr(self, name)}; it must be 0.001 to {_LONGEST_S:g} seconds"
                 )
         if not math.isfinite(self.max_age_s):
-            raise ConfigurationError(f"grouping.max_age_s is {self.max_age_s}; no limit is a negative number")
+            raise ConfigurationError(f"grouping.max_age_s is {self.max_age_s}; use a negative number for no limit")
         for text in self.exclude_offsets:
             try:
                 OffsetRange.parse(text)
@@ -188,8 +188,8 @@ class GroupingConfig:
             )
         if (size := len(self.to_json())) > CONFIGURATION_BYTES:
             raise ConfigurationError(
-                f"grouping takes {size} bytes as JSON, as part of every journal record, at most {CONFIGURATION_BYTES}; "
-                f"exclude fewer environments, workers and ranges of offsets"
+                f"grouping takes {size} bytes as JSON, but every journal record contains it, and at most "
+                f"{CONFIGURATION_BYTES} are allowed; exclude fewer environments, workers and ranges of offsets"
             )
 
     def excludes_offset(self, partition: int, offset: int) -> bool:
@@ -204,7 +204,7 @@ class GroupingConfig:
 
     @cached_property
     def keys_by_environment(self) -> Mapping[str, tuple[str, ...]]:
-        """Public keys of those who may write rollouts, by environment."""
+        """Public keys of the processes that may write rollouts, by environment."""
         return parse_environment_keys(self.environment_keys)
 
     @cached_property
@@ -230,9 +230,9 @@ class GroupingConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "GroupingConfig":
-        """Decode a configuration; a text without a core version is of version 1, which had no such key.
+        """Decode a configuration; a text without a core version has core version 1, which had no such key.
 
-        Raises ForeignConfiguration for a text of newer code (a newer core version or unknown keys), and
+        Raises ForeignConfiguration for a text from newer code (a newer core version or unknown keys), and
         ConfigurationError if no code can have run it.
         """
         try:
@@ -287,36 +287,36 @@ def _merged(ranges: Iterable[OffsetRange]) -> dict[int, tuple[list[int], list[in
 
 
 def largest_batch_bytes(max_record_bytes: int) -> int:
-    """Return the greatest grouping.batch_bytes for records of that size: a fifth is left for the rest of the batch."""
+    """Return the largest grouping.batch_bytes for records of that size; a fifth is left for the encoding of a batch."""
     return max_record_bytes * 4 // 5
 
 
 def check_batch_bytes(grouping: GroupingConfig, max_record_bytes: int) -> None:
-    """Raise ConfigurationError if a batch may be larger than a record."""
+    """Raise ConfigurationError if a batch may exceed the record limit."""
     most = largest_batch_bytes(max_record_bytes)
     if grouping.batch_bytes > most:
         raise ConfigurationError(
             f"grouping.batch_bytes {grouping.batch_bytes} leaves no room in kafka.max_record_bytes {max_record_bytes}: "
-            f"lower it to at most {most}, or raise the other"
+            f"lower grouping.batch_bytes to at most {most}, or raise kafka.max_record_bytes"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoscaleConfig:
-    """When grouping processes are added and removed: by their lag, in `rollstream run` or on Kubernetes."""
+    """Settings for adding and removing grouping processes by their lag, in `rollstream run` or on Kubernetes."""
 
     enabled: bool = False
     """Whether `rollstream run` adds and removes grouping processes by their lag."""
     min_processes: int = 1
-    """Fewest processes."""
+    """Minimum number of processes."""
     max_processes: int = 0
-    """Most processes; 0, or more than there are partitions: as many as partitions."""
+    """Maximum number of processes. 0, like any number above the number of partitions, means one per partition."""
     lag_per_process: int = 2000
-    """Records of `rollouts` that may wait for each process; for one process more there must be as many more."""
+    """Lag on `rollouts`, in records, that one process may have. The number of processes is the lag divided by this."""
     interval_s: float = 15.0
     """Time between two decisions."""
     cooldown_s: float = 300.0
-    """Processes are removed only when so many were not needed for this long."""
+    """Time for which a process must not have been needed before it is removed."""
 
     def __post_init__(self) -> None:
         for name, least in (("min_processes", 1), ("max_processes", 0), ("lag_per_process", 1), ("cooldown_s", 0)):
@@ -329,7 +329,7 @@ class AutoscaleConfig:
         if 0 < self.max_processes < self.min_processes:
             raise ConfigurationError(
                 f"grouper.autoscale.max_processes {self.max_processes} is below min_processes {self.min_processes}: "
-                "raise the one, or lower the other"
+                "raise max_processes, or lower min_processes"
             )
 
 
@@ -343,31 +343,31 @@ class GrouperConfig:
     group: str = "grouper"
     """Consumer group, prefixed with the run's name."""
     leave_on_stop: bool = False
-    """Whether a process that is told to stop leaves the group, so that its partitions go to others at once and not
-    after kafka.session_timeout_s: for processes that others scale, and cannot know whether they come back. Each restart
-    then moves partitions twice."""
+    """Whether a process that is told to stop leaves the group, so that its partitions move to other processes at once
+    and not after kafka.session_timeout_s. This is for processes that an autoscaler stops, because they cannot know
+    whether they will be started again. Each restart then moves partitions twice."""
     commit_interval_s: float = 0.03
-    """Time that effects wait for their transaction; one with a batch begins as soon as the one before has ended."""
+    """Time that effects wait for their transaction; with a batch, it begins once the previous transaction has ended."""
     max_poll_records: int = 500
-    """Most records of one call to the Kafka client."""
+    """Maximum number of records of one call to the Kafka client."""
     records_per_s: float = 0.0
-    """Most records that a process reads in a second, to leave a machine to others or to show what a slow one does; 0:
-    as many as it can."""
+    """Maximum number of records per second that a process reads, to leave a machine to other programs or to simulate a
+    slow process; 0 means no limit."""
     snapshot_every: int = 2000
     """Records between full snapshots of a task's unfinished offsets in the journal."""
     mark_interval_s: float = 0.25
-    """Least time between two deadline marks of one task."""
+    """Minimum time between two deadline marks of one task."""
     metrics_interval_s: float = 5.0
     """Time between metrics of the process on the metrics topic; 0 writes none."""
     signing_key: str = ""
-    """Private key with which marks are signed, in PEM, as a reference: env:NAME or file:PATH. It must go with one of
+    """Private key with which marks are signed, in PEM, as a reference: env:NAME or file:PATH. It must match one of
     grouping.mark_keys once they are in force. Needs the extra `signatures`."""
     makers: tuple[str, ...] = ()
-    """Your batch makers that grouping.maker may name, as package.module:Class or path/to/file.py:Class. No others are
-    imported."""
+    """Your batch makers that grouping.maker may name, as package.module:Class or path/to/file.py:Class. No other makers
+    are imported."""
     estimators: tuple[str, ...] = ()
     """Your estimators that grouping.estimator may name, as package.module:function or path/to/file.py:function. No
-    others are imported."""
+    other estimators are imported."""
 
     def __post_init__(self) -> None:
         if not self.records_per_s >= 0:
@@ -376,7 +376,7 @@ class GrouperConfig:
             )
         if self.autoscale.enabled and not self.metrics_interval_s > 0:
             raise ConfigurationError(
-                "grouper.autoscale.enabled needs the lag that processes write, and grouper.metrics_interval_s is "
+                "grouper.autoscale.enabled needs the lag that processes write, but grouper.metrics_interval_s is "
                 f"{self.metrics_interval_s:g}; set it above 0"
             )
 

@@ -1,8 +1,8 @@
 """Selection bias of grouping: how far lost rollouts shift mean length and reward, by environment.
 
-Computed from the counts in the journal. Groups without variance carry no gradient whatever their length, so dropping
-them biases nothing. Late, stale, too large and cancelled rollouts would have been trained on: if they are longer or
-better than the rest, training drifts away from them.
+It is computed from the counts in the journal. Groups without variance carry no gradient whatever their length, so
+dropping them biases nothing. Late, stale, too large and cancelled rollouts would have been trained on: if they are
+longer or better than other rollouts, training drifts away from them.
 """
 
 import logging
@@ -22,8 +22,8 @@ TOLERANCE = 0.05
 SIGNIFICANT = 3.29
 """Standard errors by which a shift must differ from zero: one false alarm in a thousand checks, two-sided."""
 DEPENDENT = 16
-"""Rollouts that count as one observation: the members of a group share a prompt, so sixteen of them tell hardly more
-than one. Alerts on larger groups are less certain than `SIGNIFICANT` says."""
+"""Rollouts that count as one observation: the members of a group share a prompt, so sixteen of them are hardly more
+informative than one. Alerts on larger groups are less certain than `SIGNIFICANT` says."""
 
 WITHOUT_GRADIENT = tuple(dropped_for(reason) for reason in ("zero_variance", "zero_advantage", "duplicate_uid"))
 """Fates of valid rollouts that would have changed no parameter, or that were produced twice."""
@@ -113,14 +113,14 @@ class Selection:
 
     @property
     def produced(self) -> RolloutMoments:
-        """All of them."""
+        """All valid rollouts with a fate."""
         return self.batched + self.without_gradient + self.lost
 
     def shift(self, measure: str) -> float:
         """Return how far the losses moved the mean of a measure, in standard deviations of the produced rollouts.
 
-        Positive if the kept rollouts (batched or without gradient) are longer or better than the produced ones; 0 if
-        nothing can be said.
+        The shift is positive if the kept rollouts (batched or without gradient) are longer or better than the produced
+        rollouts, and 0 if it cannot be computed.
         """
         kept, produced = getattr(self.batched + self.without_gradient, measure), getattr(self.produced, measure)
         if not kept.count or not produced.deviation:
@@ -128,11 +128,11 @@ class Selection:
         return float((kept.total / kept.count - produced.total / produced.count) / produced.deviation)
 
     def standard_errors(self, measure: str) -> float:
-        """Return the shift in standard errors, under the hypothesis that kept and lost rollouts are drawn alike.
+        """Return the shift in standard errors, under the hypothesis that kept and lost rollouts have one distribution.
 
         This is a z-score with the deviation of all rollouts, in which `DEPENDENT` rollouts count as one. With k kept
-        and l lost of n, mean(kept) - mean(produced) = l/n (mean(kept) - mean(lost)), and the variance of the difference
-        of the means is that of one rollout times (1/k + 1/l) = n / (k l).
+        and l lost of n rollouts, mean(kept) - mean(produced) = l/n (mean(kept) - mean(lost)), and the variance of
+        mean(kept) - mean(lost) is the variance of one rollout times (1/k + 1/l) = n / (k l).
         """
         kept, lost = getattr(self.batched + self.without_gradient, measure).count, getattr(self.lost, measure).count
         if not kept or not lost:
@@ -159,8 +159,8 @@ class Selection:
 def selections(counts: Iterable[FateCount]) -> dict[str, Selection]:
     """Return the selections by environment, without environments that have no valid rollout.
 
-    `counts` are those of the newest journal record of each partition. Invalid records, dead letters and control records
-    belong to no selection: none of them could have been trained on.
+    `counts` are the counts in the newest journal record of each partition. Invalid records, dead letters and control
+    records are not in any selection, because none of them could have been trained on.
     """
     by_environment: dict[str, Selection] = {}
     for count in counts:
@@ -189,7 +189,8 @@ def batch_moments(batch: TrainingBatch, rows: Iterable[int]) -> dict[str, Rollou
 def with_skipped(selected: Mapping[str, Selection], skipped: Mapping[str, RolloutMoments]) -> dict[str, Selection]:
     """Return the selections with the rollouts that learners skipped, by environment, as lost instead of batched.
 
-    An environment stays as it is if the journal, begun by an earlier release, measured fewer rollouts than that.
+    An environment stays unchanged if the journal, begun by an earlier release, measured fewer rollouts than learners
+    skipped.
     """
     return {
         environment: replace(selection, batched=selection.batched - moved, lost=selection.lost + moved)
@@ -209,17 +210,17 @@ def _kind(fate: str) -> str | None:
 
 
 def warning(environment: str, measure: str, selection: Mapping[str, Any]) -> str:
-    """Return one line on an alert, from `Selection.as_dict()`."""
+    """Return a one-line warning about an alert, from `Selection.as_dict()`."""
     lost, produced = selection["lost"], selection["produced"]
     return (
-        f"environment {environment}: what was lost has mean {measure} {lost[f'mean_{measure}']:.4g} where "
-        f"{produced[f'mean_{measure}']:.4g} was produced, and shifts what is trained on by "
+        f"environment {environment}: lost rollouts have mean {measure} {lost[f'mean_{measure}']:.4g}, all "
+        f"produced rollouts {produced[f'mean_{measure}']:.4g}; this shifts the mean of the kept rollouts by "
         f"{selection[f'shift_{measure}']:+.2f} standard deviations"
     )
 
 
 class SelectionWatch:
-    """Warns once of each environment and measure whose mean was shifted."""
+    """Warns once about each environment and measure whose mean was shifted."""
 
     def __init__(self) -> None:
         self._warned: set[tuple[str, str]] = set()

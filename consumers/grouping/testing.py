@@ -1,7 +1,8 @@
 """A grouping task without a broker, for tests of batch makers, estimators and configurations.
 
-`GroupingTestDriver` runs the fold that a consumer runs: pipe records, advance stream time, publish policy versions,
-crash and restore, read batches and drops. A consumer makes the same batches and drops of the same log.
+`GroupingTestDriver` runs the same fold as a grouping process: pipe records, advance stream time, publish policy
+versions, crash and restore, read batches and drops. A grouping process makes the same batches and drops from the same
+log.
 """
 
 from collections.abc import Mapping
@@ -60,7 +61,7 @@ class GroupingTestDriver:
         estimators: Mapping[str, Estimator] | None = None,
         now_ms: int = 0,
     ) -> None:
-        """Start an empty partition. `makers` and `estimators` are your own by name, for the configuration to choose.
+        """Start an empty partition. `makers` and `estimators` are yours, by the names that a configuration may use.
 
         `policy_version` is the policy clock at the start, -1 if nothing was published yet.
         """
@@ -83,8 +84,8 @@ class GroupingTestDriver:
         """Append a record, read it, and return its offset.
 
         Rollouts, cancellations and marks are encoded with their key; bytes or None are appended as a value without a
-        key; an `InputRecord` is appended at its own offset and time. `at_ms` moves the driver's time, also to
-        earlier times (stream time never goes back). Raises ValueError for an InputRecord below the end of the log.
+        key; an `InputRecord` is appended at its own offset and time. `at_ms` sets the driver's time, which
+        may also go back (stream time never does). Raises ValueError for an InputRecord below the end of the log.
         """
         if not isinstance(record, InputRecord):
             if at_ms is not None:
@@ -97,7 +98,7 @@ class GroupingTestDriver:
         return record.offset
 
     def advance(self, ms: int) -> None:
-        """Let time pass and append a deadline mark, as a task does if a deadline is overdue."""
+        """Advance the time and append a deadline mark, as a task does when a deadline is overdue."""
         self.now_ms += ms
         self.pipe(Mark(kind="deadline"))
 
@@ -110,7 +111,7 @@ class GroupingTestDriver:
         self.pipe(Mark(kind="drain"))
 
     def skip(self, offset: int, reason: str) -> None:
-        """Leave out a record unread, unless it was read already."""
+        """Leave out a record unread, unless it was already read."""
         self._skips[offset] = OffsetSkip(reason)
 
     def configure(self, config: GroupingConfig) -> None:
@@ -142,7 +143,7 @@ class GroupingTestDriver:
         self._read_on()
 
     def _journal_needed(self) -> list[JournalRecord]:
-        """Return the least of the journal that restores: from the newest snapshot, or the oldest finished group."""
+        """Return the journal records that a restore needs: from the newest snapshot or the oldest finished group."""
         records = self._journal
         since = records[-1].remembered_since_ms
         snapshot = max(i for i, record in enumerate(records) if record.snapshot and record.part == 0)

@@ -1,7 +1,8 @@
-"""Batch makers turn sealed groups into batches: the interface, and the default, whole groups first in, first out.
+"""Batch makers, which turn sealed groups into batches: the interface, and the default maker, first in, first out.
 
-A maker is part of the pure fold: no clock, no I/O, and no randomness except what it derives from (seed, partition,
-batch number). It delivers every rollout in a batch, reports it as discarded with a reason, or still holds it.
+A maker is part of the pure fold: it has no clock, no I/O, and no randomness except what it derives from (seed,
+partition, batch number). It delivers every rollout in a batch, reports it as discarded with a reason, or still holds
+it.
 """
 
 from abc import ABC, abstractmethod
@@ -27,7 +28,7 @@ class SealedGroup:
     rewards: tuple[float, ...]
     """Rewards of the members, in the order in which they are added."""
     advantages: tuple[float, ...]
-    """Advantages of the members, same order."""
+    """Advantages of the members, in the same order."""
     sealed_ms: int
     """Stream time at which it sealed, milliseconds since the Unix epoch."""
 
@@ -37,13 +38,13 @@ class SealedGroup:
 
     @property
     def name_bytes(self) -> int:
-        """Most bytes that the group takes in a batch besides its rows."""
+        """Maximum number of bytes that the group takes in a batch in addition to its rows."""
         return group_bytes(self.environment, self.example_id, self.group_id)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MakerContext:
-    """Values that a maker may depend on besides the groups that it is given."""
+    """Values that a maker may depend on, in addition to the groups that it gets."""
 
     partition: int
     seed: int
@@ -51,20 +52,20 @@ class MakerContext:
 
 
 class BatchMaker(ABC):
-    """Makes batches of RL examples; purely in memory.
+    """Makes batches of RL examples, purely in memory.
 
-    Its batches may depend on its context, on `batch_number` and on the rollouts that it holds, and on nothing else that
-    it remembers: after a restart it is given the held rollouts again, in the same order, and must repeat its batches.
+    Its batches may only depend on its context, on `batch_number` and on the rollouts that it holds: after a restart, it
+    gets the held rollouts again, in the same order, and must repeat its batches.
 
-    A maker that defines only `create_batch` and `get_batch_metadata` finds the rollouts that it holds in `waiting`. One
-    that keeps rollouts in another way also defines `add_rollout`, `discard` and `held`.
+    A maker that defines only `create_batch` and `get_batch_metadata` finds the rollouts that it holds in `waiting`. A
+    maker that keeps rollouts in another way also defines `add_rollout`, `discard` and `held`.
     """
 
     latest_version_only: ClassVar[bool] = False
-    """Whether the fold drops groups once a newer version of their example sealed, whatever grouping.drop_superseded is.
-    This includes newer versions whose rollouts were delivered long ago."""
+    """Whether the fold drops groups once a newer version of their example has sealed, even if grouping.drop_superseded
+    is not set. This includes newer versions whose rollouts were delivered long ago."""
     batch_number: int = 0
-    """Number of the next batch, set by the fold; a part of the seed of random choices."""
+    """Number of the next batch, set by the fold; part of the seed of random choices."""
 
     def __init__(self, context: MakerContext | None = None) -> None:
         """Without a context, as in a group store, the seed is 0 and batches may have any size."""
@@ -73,7 +74,7 @@ class BatchMaker(ABC):
         """Rollouts that the maker holds, in order of arrival."""
 
     def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
-        """Add one rollout of a group that has just sealed; the members of a group come in a row."""
+        """Add one rollout of a group that has just sealed; the members of a group are added one after another."""
         self.waiting[example.source] = example
 
     def pop_waiting(self, batch: Iterable[RLExample]) -> list[RLExample]:
@@ -82,21 +83,21 @@ class BatchMaker(ABC):
 
     @abstractmethod
     def create_batch(self, batch_size: int) -> list[RLExample] | None:
-        """Remove and return the examples of the next batch, or return None if it is not time for one.
+        """Remove and return the examples of the next batch, or return None if no batch is due.
 
-        A batch holds at least one example and at most `context.batch_bytes`, counted by example_bytes and by name_bytes
-        of its groups. Rows keep the order of the list, each as it was added.
+        A batch holds at least one example and at most `context.batch_bytes`: the sum of example_bytes of its examples
+        and name_bytes of its groups. Rows keep the order of the list, and examples must be returned as they were added.
 
-        The fold calls it with the configured batch size after every sealing, and with the number of held rollouts if
-        all of them must go out, for their age or a drain.
+        The fold calls this with the configured batch size after every sealing, and with the number of held rollouts if
+        all of them must be delivered because of their age or a drain.
         """
 
     @abstractmethod
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
-        """Return metadata of a batch as JSON-compatible values, at most 4,096 characters."""
+        """Return metadata of a batch as JSON-compatible values; as JSON, they may have at most 4,096 characters."""
 
     def discard(self, sources: Iterable[Source]) -> None:
-        """Forget rollouts that the fold dropped (stale, excluded, ...); never called for delivered ones."""
+        """Forget rollouts that the fold dropped (stale, excluded, ...); never called for delivered rollouts."""
         for source in sources:
             del self.waiting[source]
 
@@ -111,22 +112,23 @@ class BatchMaker(ABC):
 
 
 def row_bytes(tokens: int, uid: str, reference: bool) -> int:
-    """Return the most bytes of a rollout in an encoded batch: 13 or, with reference log-probabilities, 17 a token."""
+    """Return the maximum size of a rollout in an encoded batch: 13 bytes per token, or 17 with reference
+    log-probabilities, plus its name."""
     return tokens * (17 if reference else 13) + 64 + len(uid.encode())
 
 
 def group_bytes(environment: str, example_id: str, group_id: str) -> int:
-    """Return the most bytes that a group takes in an encoded batch besides its rows."""
+    """Return the maximum number of bytes that a group takes in an encoded batch in addition to its rows."""
     return 64 + len(environment.encode()) + len(example_id.encode()) + len(group_id.encode())
 
 
 def array_bytes(name: str, size_bytes: int, dimensions: int) -> int:
-    """Return the most bytes that a named array of a rollout takes in an encoded batch."""
+    """Return the maximum number of bytes that a named array of a rollout takes in an encoded batch."""
     return 64 + len(name.encode()) + 10 * dimensions + size_bytes
 
 
 def example_bytes(example: RLExample) -> int:
-    """Return the most bytes that an example takes in an encoded batch, without those of its group."""
+    """Return the maximum number of bytes that an example takes in an encoded batch, without its group."""
     return (
         row_bytes(len(example.tokens), example.source.uid, example.reference_log_probs is not None)
         + (STAMP_BYTES if example.weight_step is not None else 0)
@@ -138,12 +140,12 @@ def example_bytes(example: RLExample) -> int:
 class _WaitingGroup:
     group: SealedGroup
     size_bytes: int
-    """Most bytes that it takes in a batch."""
+    """Maximum number of bytes that it takes in a batch."""
     examples: dict[Source, RLExample] = field(default_factory=dict)
 
 
 class FifoBatchMaker(BatchMaker):
-    """Whole groups, first in, first out; a batch takes groups until it is full by rollouts or by bytes."""
+    """Delivers whole groups, first in, first out; a batch is full at `batch_size` rollouts or `batch_bytes`."""
 
     def __init__(self, context: MakerContext) -> None:
         super().__init__(context)

@@ -1,7 +1,7 @@
 """A batch maker that takes groups apart: it draws batches at random from rollouts of each example's latest version.
 
-The draw is counter-based: a function of (seed, partition, batch number) and of the held rollouts in order of arrival.
-So a restarted task makes the draws of a task that never stopped.
+The draw is counter-based: it depends on (seed, partition, batch number) and on the held rollouts in order of arrival.
+Therefore a restarted task makes the same draws as a task that never stopped.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ class _Held(NamedTuple):
 
 
 class ReservoirBatchMaker(BatchMaker):
-    """Shuffles rollouts whose advantage is not zero; the fold drops those of superseded versions.
+    """Shuffles rollouts whose advantage is not zero; the fold drops rollouts of superseded versions.
 
-    The cost of a rollout does not grow with the number held, except for eight bytes of each that a removal moves.
+    The cost of a rollout does not grow with the number held, except that a removal moves eight bytes per held rollout.
     """
 
     latest_version_only = True
@@ -64,13 +64,13 @@ class ReservoirBatchMaker(BatchMaker):
                 groups.add(id(group))
                 size_bytes += group.name_bytes
             if batch and size_bytes > self.context.batch_bytes:
-                break  # A search for a smaller one that fits would favour short rollouts.
+                break  # A search for a smaller rollout that fits would favour short rollouts.
             self._remove(index)
             batch.append(example)
         return batch
 
     def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
-        """Return the batch size, and mean, population standard deviation and range of the rows' advantages."""
+        """Return the batch size, and the mean, population standard deviation and range of the rows' advantages."""
         values = [float(example.advantage[0]) if len(example.advantage) else 0.0 for example in batch]
         mean = math.fsum(values) / len(values)
         std = math.sqrt(math.fsum((v - mean) * (v - mean) for v in values) / len(values))

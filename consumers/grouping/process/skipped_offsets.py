@@ -1,8 +1,8 @@
-"""Records left out unread: the remedy if reading one of them ends the process of its partition at every start.
+"""Records left out unread: the remedy for a record that ends the process of its partition at every start.
 
-An operator requests a skip on `control`, which a task reads when it starts; it does not undo a record already read.
-The transaction that moves past the offsets writes them to the journal, as drops `skipped` with the reason. So
-restoring, replaying and verifying leave out the same offsets, whatever was requested since. None fetches the records.
+An operator requests a skip on `control`, which a task reads when it starts; a skip does not undo a record already read.
+The transaction that moves past the offsets writes them to the journal, as drops `skipped` with the reason. Restoring,
+replaying and verifying therefore leave out the same offsets, whatever was requested since, and never fetch the records.
 """
 
 import time
@@ -28,7 +28,7 @@ _TIMEOUT_S = 30.0
 REASON_LIMIT = 300
 """Largest number of characters of a reason."""
 OFFSETS_LIMIT = 100_000
-"""Largest number of offsets in one request: each is a drop in the journal."""
+"""Largest number of offsets in one request, because each offset becomes a drop in the journal."""
 
 
 def asked_for(kafka: KafkaConfig, run: str, partition: int, reader: Reader | None = None) -> dict[int, OffsetSkip]:
@@ -42,9 +42,9 @@ def asked_for(kafka: KafkaConfig, run: str, partition: int, reader: Reader | Non
 def never_fetched(kafka: KafkaConfig, run: str, *, ahead: bool = True) -> dict[int, set[int]]:
     """Return the offsets of `rollouts` that grouping left out, by partition, so that other readers do not fetch them.
 
-    `ahead` adds those that it is asked to leave out and has not come to; it may still read them if its task does not
-    start again before. A request for a record that was read already changes nothing. Nothing is left out of a run
-    without the topics `control` and `journal`.
+    `ahead` adds the requested offsets that grouping has not reached; it may still read them unless its task restarts
+    first. A request for a record that was already read changes nothing. Nothing is left out of a run without the topics
+    `control` and `journal`.
     """
     left_out: dict[int, set[int]] = {}
     with suppress(TopicError):
@@ -84,10 +84,10 @@ def note_request(message: KafkaRecord) -> dict[int, dict[int, OffsetSkip]]:
 
 
 def ask(kafka: KafkaConfig, run: str, grouper: GrouperConfig, place: str, reason: str) -> SkippedOffset:
-    """Request that the task of a partition skips records when it starts again; `place` is PARTITION:OFFSET, or
-    PARTITION:FIRST-LAST.
+    """Request that the task of a partition skips records after its next start.
 
-    Raises ConfigurationError for an invalid place or reason, StateRefused if a record was already read.
+    `place` is PARTITION:OFFSET or PARTITION:FIRST-LAST. Raises ConfigurationError for an invalid place or reason, and
+    StateRefused if a record was already read.
     """
     partition, first, last = OffsetRange.parse(place)
     if last - first >= OFFSETS_LIMIT:
@@ -101,15 +101,15 @@ def ask(kafka: KafkaConfig, run: str, grouper: GrouperConfig, place: str, reason
     )
     bounds = topic_admin.bounds(kafka, topic)
     if wanted.partition not in bounds:
-        raise ConfigurationError(f"{topic} has partitions 0 to {len(bounds) - 1}, and no {wanted.partition}")
+        raise ConfigurationError(f"{topic} has partitions 0 to {len(bounds) - 1}, but no {wanted.partition}")
     _begin, end = bounds[wanted.partition]
     if last >= end:
         raise ConfigurationError(f"{topic}[{wanted.partition}] ends at {end}; there is no record {last} yet")
     position = committed_offsets(kafka, grouper.group_id(run), topic, len(bounds))[wanted.partition].offset
     if position > wanted.offset:
         raise StateRefused(
-            f"{topic}[{wanted.partition}] was read up to {position}: what offset {wanted.offset} did is on the record. "
-            f"What it brought in leaves with `rollstream exclude --offsets {place}`"
+            f"{topic}[{wanted.partition}] was read up to {position}, so it is too late to skip {wanted.offset}; "
+            f"drop groups that contain it with `rollstream exclude --offsets {place}`"
         )
     _write(kafka, run, wanted)
     return wanted

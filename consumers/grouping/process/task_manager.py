@@ -1,9 +1,9 @@
-"""The tasks of one membership: restored when a partition is assigned, running, suspended when it is taken away.
+"""The tasks of one membership: each is restored when its partition is assigned and suspended when it is taken away.
 
-A partition that was assigned waits for its restore, approaches offsets that are to be left out, has the client seek to
-its position, and then runs. A task that was suspended runs again without a restore if no other process committed for
-its partition meanwhile. After a transaction that was aborted without ownership intact, every task is restored.
-A task whose partition an operator pauses stays as it is, reads nothing and writes no marks; it is restored afterwards.
+The task of an assigned partition waits for its restore, reads past offsets that must be left out, has the client seek
+to its position, and then runs. A suspended task runs again without a restore if no other process has committed for its
+partition in the meantime. If a transaction was aborted because ownership was lost, every task is restored. A task whose
+partition an operator pauses keeps its state, reads nothing and writes no marks; it is restored after the pause.
 """
 
 import logging
@@ -28,7 +28,7 @@ from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _SLICE_S = 0.25
-"""Duration of restores before the next poll, and of approaches; a member that does not poll loses its partitions."""
+"""Duration of restores, and of approaches, between two polls; a member that does not poll loses its partitions."""
 
 
 class TaskManager:
@@ -49,18 +49,18 @@ class TaskManager:
         self._member, self._restorer, self._committer = member, restorer, committer
         self._tasks: dict[int, GroupingTask] = {}
         self._suspended: dict[int, GroupingTask] = {}
-        """Tasks whose partition was taken away, kept in case it comes back unchanged."""
+        """Tasks whose partition was taken away, kept in case it is assigned again unchanged."""
         self._approaches: dict[int, Approach] = {}
-        """Restored tasks on their way past offsets ahead that are to be left out."""
+        """Reading of restored tasks up to the last offset that must be left out, by partition."""
         self._seeks = Seeks(kafka, self._topic, member)
         self._paused: frozenset[int] = frozenset()
-        """Partitions that are not read for now, whoever owns them."""
+        """Paused partitions, whether or not this process owns them."""
         self.tasks: Mapping[int, GroupingTask] = MappingProxyType(self._tasks)
         """Restored tasks, by partition."""
 
     @property
     def wait_s(self) -> float:
-        """How long a poll may wait for its first record. Restores do not wait for records, nor do approaches."""
+        """How long a poll may wait for its first record; 0 while there are restores or approaches to continue."""
         if self._restorer.waiting or self._approaches:
             return 0.0
         return self._pace.wait_s(batches=self._has_batches, free=self._committer.done)
@@ -95,7 +95,7 @@ class TaskManager:
             self._ownership_lost(error)
 
     def lose(self, partitions: list[int]) -> None:
-        """Drop the tasks of partitions that were taken away already; nothing can be committed for them."""
+        """Drop the tasks of partitions that were already taken away; nothing can be committed for them."""
         event(logger, "lost", level=logging.WARNING, partitions=partitions)
         for partition in partitions:
             self._tasks.pop(partition, None)
@@ -104,7 +104,7 @@ class TaskManager:
         self._stop_approaching(partitions)
 
     def abandon(self) -> None:
-        """Drop every task without a commit, and restore none."""
+        """Drop every task without a commit, and cancel all restores."""
         self._drop_tasks()
         self._restorer.withdraw()
 
@@ -137,7 +137,7 @@ class TaskManager:
         return self._tasks.keys() & self._paused
 
     def pause(self, partitions: Collection[int]) -> None:
-        """Leave exactly these partitions alone; those that are paused no more are restored, and so heed new skips."""
+        """Pause exactly these partitions; tasks of resumed partitions are restored, so that they heed new skips."""
         begun, over = set(partitions) - self._paused, self._paused - set(partitions)
         self._paused = frozenset(partitions)
         for partition in sorted(begun & self._tasks.keys()):
@@ -160,7 +160,7 @@ class TaskManager:
     def restore(self) -> bool:
         """Continue the restores for a short time; then the client is polled again, and running tasks continue.
 
-        A partition is not fetched during its restore. Returns whether there are tasks, and all of them are restored.
+        A partition is not fetched during its restore. Returns whether there are tasks and all of them are restored.
         """
         until = time.monotonic() + _SLICE_S
         while self._restorer.waiting:
@@ -180,7 +180,7 @@ class TaskManager:
             self._ownership_lost(error)
         for partition in sorted(self._restorer.waiting & self._suspended.keys()):
             if self._last_journal(partition) == self._suspended[partition].journal_offset:
-                # No other process committed in between, so the fold still agrees with the log.
+                # No other process has committed since, so the fold still agrees with the log.
                 self._restored(self._suspended[partition])
         self._suspended.clear()
         if self._restorer.waiting:
@@ -202,14 +202,14 @@ class TaskManager:
             self._send_on(task.partition)
 
     def approach(self) -> None:
-        """Continue the approaches for a while; these partitions are not fetched otherwise meanwhile."""
+        """Continue the approaches for a short time; until they end, the client does not fetch their partitions."""
         for partition, approach in list(self._approaches.items()):
             if approach.step(_SLICE_S / len(self._approaches)):
                 del self._approaches[partition]
                 self._send_on(partition)
 
     def _stop_approaching(self, partitions: Collection[int] | None = None) -> None:
-        """Stop the approaches of these partitions; None stands for all."""
+        """Stop the approaches of these partitions, or all of them for None."""
         for partition in set(self._approaches).intersection(self._approaches if partitions is None else partitions):
             self._approaches.pop(partition).close()
 
@@ -224,7 +224,7 @@ class TaskManager:
     # ------------------------------------------------------------------ records and commits
 
     def take_in(self, polled: Polled) -> None:
-        """Give the tasks that run their records, and note which of them are at their ends."""
+        """Pass records to the running tasks, and note which tasks have reached the ends of their partitions."""
         self._pace.passed(len(polled.records))
         for record in polled.records:
             task = self._reading(record.partition)
@@ -232,7 +232,7 @@ class TaskManager:
                 task.apply(records_of(record), record.leader_epoch)
         for (_topic, partition), end in polled.ends.items():
             task = self._reading(partition)
-            # A record that came after the end was reached has moved the position past it.
+            # If a record arrived after the end was reached, the position is past that end.
             at_end = self._member.positions[self._topic, partition] <= end
             if at_end and task is not None and self._seeks.confirm(partition, end):
                 task.at_end = True
@@ -243,9 +243,10 @@ class TaskManager:
         return None if elsewhere else self._tasks.get(partition)
 
     def commit(self, *, closing: bool = False) -> None:
-        """Begin a transaction with the changed tasks if one is due, one at a time; reading continues meanwhile.
+        """Begin a transaction with the changed tasks if one is due; reading continues while it is in progress.
 
-        When `closing`, every task is committed with a snapshot, and the transaction is waited for.
+        There is one transaction at a time. When `closing`, every task is committed with a snapshot, and this waits for
+        the transaction.
         """
         tasks = [task for task in self._tasks.values() if closing or task.fold.changed]
         if not closing:

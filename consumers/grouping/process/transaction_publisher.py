@@ -55,7 +55,7 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
                 entry = BatchIndexEntry.of(batch, offsets["batches", batch.batch_id])
                 key = encode_key(batch.batch_id)
                 self._send(transaction, "batch-index", encode(entry), key, 0, batch.batch_id, deliveries)
-            # The metadata of the last record counts; the list is never empty.
+            # The metadata of the last record is committed; the list is never empty.
             [*_, metadata] = [
                 commit.journal.add_written(offsets["journal", f"{record.partition}-{record.sequence}"], record)
                 for record in commit.effects.records
@@ -83,7 +83,7 @@ class TransactionPublisher(ExactlyOnce[TaskCommit]):
     ) -> None:
         if len(value) > self._kafka.max_record_bytes:
             raise RecordTooLarge(
-                f"{topic} record {name} has {len(value)} bytes, the limit is kafka.max_record_bytes "
+                f"{topic} record {name} has {len(value)} bytes, but the limit is kafka.max_record_bytes "
                 f"{self._kafka.max_record_bytes}; lower grouping.batch_bytes or raise the limit"
             )
 
