@@ -1,7 +1,7 @@
 """Archiver: reads the topics of a run from the archive's positions to their present ends, once or repeatedly.
 
-Topics that refer to others are read first, so that the archive of a live run is complete: it holds every record that
-its journal and steps name.
+Topics that refer to other topics are read first, so that the archive of a live run is complete: it holds every record
+that its journal and steps name.
 """
 
 import logging
@@ -50,7 +50,7 @@ _TIMEOUT_S = 60.0
 
 
 def group_of(run: str) -> str:
-    """Consumer group in which an archiver commits its positions, for `rollstream prune`."""
+    """Return the consumer group in which an archiver commits its positions, for `rollstream prune`."""
     return f"{run}.archive"
 
 
@@ -69,17 +69,17 @@ class _TopicReader:
     def __init__(
         self, kafka: KafkaConfig, reader: Reader, run: str, topic: str, topic_id: str, writer: ArchiveWriter
     ) -> None:
-        """`reader` is that of all topics, which are read one after the other."""
+        """`reader` is shared by all topics, which are read one after another."""
         self.topic = topic
         self._kafka, self._reader, self._name = kafka, reader, topic_name(run, topic)
         begins = {p: begin for p, (begin, _end) in reader.bounds(self._name).items()}
         self.position = writer.begin(topic, topic_id, begins)
-        """First offset that was not read yet, by partition."""
+        """First offset that has not been read yet, by partition."""
 
     def read(self, take: Callable[[KafkaRecord], None], left_out: Mapping[int, Collection[int]]) -> None:
         """Call `take` with every record up to the present end of the topic.
 
-        Offsets of `left_out`, by partition, are not fetched; the archive has a gap there.
+        The offsets in `left_out`, by partition, are not fetched; the archive has gaps there.
         """
         ends = {p: end for p, (_begin, end) in self._reader.bounds(self._name, self.position).items()}
         around = {p for p, offsets in left_out.items() if any(offset >= self.position[p] for offset in offsets)}
@@ -106,8 +106,8 @@ class _TopicReader:
                 deadline = time.monotonic() + _TIMEOUT_S
             elif time.monotonic() > deadline:
                 raise BrokerUnavailable(
-                    f"{self._name} gave nothing for {_TIMEOUT_S:g} s, and ends at {ends}; is the broker at "
-                    f"{self._kafka.bootstrap_servers} up?"
+                    f"{self._name} returned no record for {_TIMEOUT_S:g} s, but ends at {ends}; is the broker at "
+                    f"{self._kafka.bootstrap_servers} down?"
                 )
 
     def commit(self, position: Mapping[int, int]) -> None:
@@ -159,7 +159,7 @@ class Archiver(Closing):
                     self._commit_positions()
 
             rollouts = source.topic == "rollouts"
-            # Records that grouping may still read are archived, also if it is to leave them out.
+            # Records that grouping may still read are archived, even if it was asked to leave them out.
             source.read(take, never_fetched(self._kafka, self._run, ahead=False) if rollouts else {})
         if records or self._positions() != self._archived():
             self.writer.commit(self._positions())
@@ -186,8 +186,8 @@ class Archiver(Closing):
 def archived_record(message: KafkaRecord, topic: str, skipped: SkippedRecords) -> ArchivedRecord:
     """Convert a message to a record of the archive.
 
-    A message that cannot be decompressed has no key and value, one with unreadable headers has no headers; `skipped`
-    names it.
+    A message that cannot be decompressed gets no key and value, and a message with unreadable headers gets no headers;
+    `skipped` then names it.
     """
     headers: tuple[tuple[str, bytes | None], ...] = ()
     with skipped.passing(message):

@@ -1,7 +1,7 @@
 """The manifest of an archive: the files of a run, each bound to offsets of a topic.
 
 The exclusive creation of the next generation is the commit point; a file counts only if the newest manifest names it. A
-writer first takes a generation of its own, so that the previous writer can no longer commit.
+writer begins by creating a generation itself, so that the previous writer can no longer commit.
 """
 
 import json
@@ -24,7 +24,7 @@ _KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ArchivedFile:
-    """A file, made from offsets `begin` up to, not including, `end` of a partition."""
+    """A file with rows from the offsets of a partition from `begin` up to, but not including, `end`."""
 
     path: str
     table: str
@@ -63,18 +63,18 @@ class ArchiveManifest:
     files: tuple[ArchivedFile, ...] = ()
 
     def files_of(self, table: str) -> list[ArchivedFile]:
-        """Files of a table, by topic, partition and offset."""
+        """Return the files of a table, by topic, partition and offset."""
         files = (file for file in self.files if file.table == table)
         return sorted(files, key=lambda f: (f.topic, f.partition, f.begin, f.first))
 
     def rows(self, table: str) -> int:
-        """Rows of a table."""
+        """Return the number of rows of a table."""
         return sum(file.rows for file in self.files if file.table == table)
 
     def check(self) -> "ArchiveManifest":
         """Raise StateRefused unless file names are unique and files of the log cover each partition to its position.
 
-        They may neither overlap nor leave gaps: no record is missing or doubled.
+        These files may neither overlap nor leave gaps, so no record is missing or archived twice. Returns the manifest.
         """
         if len({file.path for file in self.files}) != len(self.files):
             raise StateRefused(f"generation {self.generation} of the archive of run {self.run} names a file twice")
@@ -92,13 +92,13 @@ class ArchiveManifest:
             place = (file.topic, file.partition)
             if reached.get(place) != file.begin or not file.begin <= file.first <= file.last < file.end:
                 raise StateRefused(
-                    f"{file.path} begins at {file.begin}, the files before it end at {reached.get(place)}"
+                    f"{file.path} begins at {file.begin}, but the files before it end at {reached.get(place)}"
                 )
             reached[place] = file.end
         for (name, partition), at in reached.items():
             position = self.topics[name].position[partition]
             if at > position:
-                raise StateRefused(f"files of {name}[{partition}] end at {at}, the archive's position is {position}")
+                raise StateRefused(f"files of {name}[{partition}] end at {at}, but its position is {position}")
         return self
 
     def to_json(self) -> bytes:
@@ -118,12 +118,12 @@ class ArchiveManifest:
 
 
 def folder_of(run: str) -> str:
-    """Folder of a run's files and manifests within the archive."""
+    """Return the folder of a run's files and manifests within the archive."""
     return f"run={run}"
 
 
 def _is_within(path: str, folder: str) -> bool:
-    """Whether a name lies in a folder of the store, however a file system reads it."""
+    """Whether a name lies in a folder of the store, whatever file system interprets it."""
     parts = PurePosixPath(path).parts
     return (
         parts[:1] == (folder,)
@@ -144,7 +144,7 @@ def _name(run: str, generation: int) -> str:
 
 
 def newest(store: Store, run: str) -> ArchiveManifest | None:
-    """The current manifest of a run; None if it has no archive."""
+    """Return the current manifest of a run; None if it has no archive."""
     while True:
         names = [name for name in store.names(_manifests(run)) if name.endswith(".json")]
         if not names:
@@ -156,13 +156,13 @@ def newest(store: Store, run: str) -> ArchiveManifest | None:
 
 
 def runs_of(store: Store) -> list[str]:
-    """Runs in an archive."""
+    """Return the runs in an archive."""
     heads = {name.split("/")[0] for name in store.names("") if "/_manifests/" in name}
     return sorted(head.removeprefix("run=") for head in heads)
 
 
 def take_over(store: Store, run: str) -> ArchiveManifest:
-    """Take over the current manifest with a new generation: the previous writer can no longer commit."""
+    """Take over the current manifest with a new generation, so that the previous writer can no longer commit."""
     writer = uuid.uuid4().hex[:12]
     while True:
         before = newest(store, run) or ArchiveManifest(run=run)
@@ -182,7 +182,7 @@ def commit(store: Store, manifest: ArchiveManifest) -> ArchiveManifest:
     # If the response to a successful attempt was lost, a retry finds the same data.
     if not store.create(name, data) and store.read(name) != data:
         raise Fenced(
-            f"another process archives run {mine.run} to {store.url} now; the last files of this process do not count"
+            f"another process is archiving run {mine.run} to {store.url}; the last files of this process do not count"
         )
     for old in store.names(_manifests(mine.run)):
         if old < _name(mine.run, mine.generation - _KEPT + 1):

@@ -1,7 +1,8 @@
 """Restores an archive into topics: every record at its offset, with its time, key, bytes and headers.
 
-Offsets must be the same because batches name offsets of rollouts, the index those of batches, steps those of the index.
-Gaps between records are filled with ends of transactions and aborted records, which no reader sees.
+Offsets must be the same, because batches name offsets of rollouts, the index names offsets of batches, and steps name
+offsets of the index. Gaps between records are filled with ends of transactions and aborted records, which no reader
+sees.
 """
 
 import logging
@@ -84,7 +85,7 @@ def restore(
         filling.finish()
     finally:
         filling.close()
-    # Restores log append time and compaction.
+    # This restores log append time and compaction.
     provisioning.apply(kafka, shape, into)
     _check(kafka, manifest, into)
     event(logger, "archive_restored", run=into, archived=manifest.run, records=done)
@@ -92,7 +93,7 @@ def restore(
 
 
 def _renamed(run: str, into: str) -> Callable[[ArchivedRecord], ArchivedRecord]:
-    """Return a function that replaces the archived run by the new one in the input run of steps."""
+    """Return a function that replaces the archived run by the new run as the input run of steps."""
 
     def entry_as(entry: ArchivedRecord) -> ArchivedRecord:
         if run == into or entry.topic != "steps" or codec.kind_of(entry.value) != "LearnerStep":
@@ -113,7 +114,7 @@ def _check(kafka: KafkaConfig, manifest: ArchiveManifest, into: str) -> None:
             archived = topic.position.get(partition, 0)
             if end != archived:
                 raise StateRefused(
-                    f"{into}.{name}[{partition}] ends at offset {end} and is archived up to {archived}; "
+                    f"{into}.{name}[{partition}] ends at offset {end} but is archived up to {archived}; "
                     f"something else writes to it: delete the topics and restore again"
                 )
 
@@ -165,7 +166,7 @@ class _TopicFiller:
         self._watching = Reader(kafka, isolation="read_uncommitted")
         self._wrong: list[str] = []
         self._unplaced: dict[tuple[str, int], _Cursor] = {}
-        """Partitions that acknowledged a record without its offset; their ends tell whether it is where it belongs."""
+        """Partitions that acknowledged a record without its offset; their ends show whether it has the right offset."""
         self._prefixes: dict[TopicPartitionKey, int] = {}
         with _restoring():
             self._transactional.start()
@@ -178,8 +179,8 @@ class _TopicFiller:
     def round(self, cursors: list[_Cursor]) -> int:
         """Write the next records of each partition and the gaps after them; return the number of records.
 
-        A gap of one offset is filled by the end of the transaction of the record before it. A longer gap is filled by
-        an aborted transaction: records that no reader sees, and its end.
+        A gap of one offset is filled by the end of the transaction that writes the record before it. A longer gap is
+        filled by an aborted transaction: records that no reader sees, and its end.
         """
         committed: list[tuple[_Cursor, list[ArchivedRecord]]] = []
         aborted: list[tuple[_Cursor, int]] = []
@@ -243,12 +244,12 @@ class _TopicFiller:
 
         def delivered(delivery: Delivery) -> None:
             if delivery.stamped:
-                self._wrong.append(f"{cursor.topic} stamps records instead of taking their times")
+                self._wrong.append(f"{cursor.topic} stamps records instead of keeping their times")
             elif delivery.known_offset is None:
                 self._unplaced[cursor.topic, cursor.partition] = cursor
             elif delivery.offset != expected:
                 self._wrong.append(
-                    f"{cursor.topic}[{cursor.partition}] took the record of offset {expected} at {delivery.offset}"
+                    f"{cursor.topic}[{cursor.partition}] wrote the record of offset {expected} at {delivery.offset}"
                 )
 
         if entry is None:
@@ -275,11 +276,11 @@ class _TopicFiller:
         self._check()
 
     def _check(self) -> None:
-        """Raise StateRefused unless all records that were sent, and delivered, are where they belong."""
+        """Raise StateRefused unless all delivered records have the expected offsets."""
         for (topic, partition), cursor in self._unplaced.items():
             end = self._watching.bounds(topic, [partition])[partition][1]
             if end != cursor.at:
-                self._wrong.append(f"{topic}[{partition}] ends at {end}, where {cursor.at} was expected")
+                self._wrong.append(f"{topic}[{partition}] ends at {end}, but {cursor.at} was expected")
         self._unplaced.clear()
         if self._wrong:
             raise StateRefused(
@@ -302,7 +303,7 @@ class _TopicFiller:
             end = self._watching.bounds(cursor.topic, [cursor.partition])[cursor.partition][1]
             cursor.ends_transaction = end < cursor.at
             if cursor.ends_transaction and time.monotonic() > deadline:
-                raise StateRefused(f"{cursor.topic}[{cursor.partition}] ends at {end}, {cursor.at} was expected")
+                raise StateRefused(f"{cursor.topic}[{cursor.partition}] ends at {end}, but {cursor.at} was expected")
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """SQL over the current manifests of an archive: its tables and predefined views, in an isolated DuckDB.
 
-Queries read only files that the manifests name, once their digests are the manifests', and write nothing.
+Queries only read files that the manifests name, after a check of their digests, and write nothing.
 """
 
 from collections.abc import Mapping, Sequence, Set
@@ -17,9 +17,9 @@ from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store
 from rollstream.topics.errors import ConfigurationError
 
 _ISOLATED: Mapping[str, str] = {"enable_external_access": "false"}
-"""Settings of DuckDB with which a query reaches no file."""
+"""DuckDB settings that keep queries from accessing files."""
 _STORED = "_stored"
-"""End of the names of tables as they are in the files; queries see them with further columns."""
+"""Suffix of the tables as they are in the files; queries see these tables with further columns."""
 VIEWS: Mapping[str, tuple[str, str]] = {
     "fates": (
         "each rollout with its fate: batched, dropped or not settled; its batch and advantage, or the reason",
@@ -48,7 +48,7 @@ VIEWS: Mapping[str, tuple[str, str]] = {
         """,
     ),
     "length_by_outcome": (
-        "tokens and rewards of rollouts by what became of them",
+        "tokens and rewards of rollouts by fate and reason",
         """
         select run, environment, fate, coalesce(reason, '') as reason, count(*) as rollouts, avg(length) as length,
                avg(sampled) as sampled, avg(reward) as reward, avg(truncated::int) as truncated
@@ -56,7 +56,7 @@ VIEWS: Mapping[str, tuple[str, str]] = {
         """,
     ),
     "selection": (
-        "by environment: lengths and rewards of all rollouts beside those that were batched",
+        "lengths and rewards by environment: of all rollouts, and of those that were batched",
         """
         select run, environment, count(*) as rollouts, count(batch_id) as batched,
                avg(sampled) as sampled, avg(sampled) filter (batch_id is not null) as sampled_batched,
@@ -76,11 +76,11 @@ VIEWS: Mapping[str, tuple[str, str]] = {
 
 
 _FIRST_MS, _LAST_MS = -62_135_596_800_000, 253_402_300_799_999
-"""The years 1 to 9999; other times, which any producer may send, are null."""
+"""The years 1 to 9999. Times outside this range, which any producer may send, are null in queries."""
 
 
 def times_of(table: str) -> Mapping[str, str]:
-    """Added columns of type TIMESTAMP WITH TIME ZONE of a table, by the numeric column they convert.
+    """Return the columns of type TIMESTAMP WITH TIME ZONE that a table gets, by the numeric column that each converts.
 
     For example `timestamp_at` for `timestamp_ms`, `created_at` for `created_s`.
     """
@@ -93,12 +93,12 @@ _TIMES = {"timestamp_ms": 1, "cut_ms": 1, "opened_ms": 1, "sealed_ms": 1, "finis
 
 
 def queried_type(stored: pa.DataType) -> pa.DataType:
-    """The type that a stored column has in queries: entries are maps there."""
+    """Return the type that a stored column has in queries, where lists of entries are maps."""
     return pa.map_(pa.string(), stored.value_type.field("value").type) if stored in ENTRIES else stored
 
 
 def _with_times(table: str, stored: str) -> str:
-    """The query for a table: entries as maps, and each numeric time followed by its timestamp."""
+    """Return the query for a table: with entries as maps, and each numeric time followed by its timestamp."""
     times, columns = times_of(table), []
     for name, kind in zip(SCHEMAS[table].names, SCHEMAS[table].types, strict=True):
         columns.append(f'map_from_entries("{name}") as "{name}"' if kind in ENTRIES else f'"{name}"')
@@ -122,8 +122,8 @@ class QueryResult:
 def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> QueryResult:
     """Run one SELECT over all or some runs of an archive.
 
-    Raises ConfigurationError if DuckDB is missing, the archive is empty, or the statement is invalid or not read-only;
-    StateRefused if a file that it reads is missing, or is not the one that the manifest names.
+    Raises ConfigurationError if DuckDB is missing, the archive is empty, or the statement is invalid or not read-only,
+    and StateRefused if a file that it reads is missing or differs from the manifest.
     """
     try:
         import duckdb
@@ -135,12 +135,12 @@ def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> Qu
         statements = connection.extract_statements(statement)
         reads = (duckdb.StatementType.SELECT, duckdb.StatementType.EXPLAIN)
         if len(statements) != 1 or statements[0].type not in reads:
-            raise ConfigurationError("sql takes one statement that reads, such as select * from success")
+            raise ConfigurationError("sql accepts one read-only statement, such as select * from success")
         read = _tables_read(statement)
-        # Not while the query runs: an error within the threads that scan for DuckDB may never reach it.
+        # This is not done while the query runs, because DuckDB may lose errors from the threads that scan files.
         check_digests(store, (file for manifest in current for file in manifest.files if file.table in read))
         _define(connection, _tables(store, current, read), "view")
-        # The query must reach neither files of this machine nor settings.
+        # The query must not access files of this machine or change settings.
         connection.execute("set lock_configuration = true")
         # Through Arrow, because DuckDB needs pytz to convert times to Python.
         result = connection.sql(statements[0]).to_arrow_table()
@@ -163,7 +163,7 @@ def _define(connection: Any, tables: Mapping[str, Any], kind: str) -> None:
 
 
 def _tables_read(statement: str) -> set[str]:
-    """Tables of the archive that a statement reads, directly or through views."""
+    """Return the tables of the archive that a statement reads, directly or through views."""
     import duckdb
 
     with duckdb.connect(":memory:", config=dict(_ISOLATED)) as empty:
@@ -175,7 +175,7 @@ def _tables_read(statement: str) -> set[str]:
 
 
 def _tables_in(connection: Any, statement: str) -> set[str]:
-    """The same, in a connection where the views are tables, too."""
+    """Return the tables that a statement reads, in a connection in which the views are also tables."""
     tables: set[str] = set()
     for name in connection.get_table_names(statement):
         known = name.lower().removesuffix(_STORED)
@@ -184,7 +184,7 @@ def _tables_in(connection: Any, statement: str) -> set[str]:
 
 
 def _manifests(store: Store, runs: Sequence[str] | None) -> list[ArchiveManifest]:
-    """The current manifests of all or some runs. Raises ConfigurationError if there is none."""
+    """Return the current manifests of all or some runs. Raises ConfigurationError if there is none."""
     held = manifests.runs_of(store)
     chosen = (run for run in held if runs is None or run in runs)
     current = [manifest for run in chosen if (manifest := manifests.newest(store, run))]
@@ -197,7 +197,7 @@ def _manifests(store: Store, runs: Sequence[str] | None) -> list[ArchiveManifest
 
 
 def _tables(store: Store, current: Sequence[ArchiveManifest], read: Set[str]) -> dict[str, Any]:
-    """Every table as an Arrow data set of the files in the current manifests; those that are not read are empty."""
+    """Return every table as an Arrow data set of the files in the current manifests; unread tables are empty."""
     from pyarrow import dataset, fs
 
     if isinstance(store, FsspecStore):

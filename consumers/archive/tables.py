@@ -34,13 +34,13 @@ class ArchivedRecord(NamedTuple):
     headers: tuple[tuple[str, bytes | None], ...] | None = None
 
     def message(self, run: str) -> KafkaRecord:
-        """The record as a reader of the run's topic gets it."""
+        """Return the record as a reader of the run's topic gets it."""
         name, headers = topic_name(run, self.topic), self.headers or ()
         return KafkaRecord(name, self.partition, self.offset, self.timestamp_ms, self.key, self.value, headers)
 
 
 def _entries(value: pa.DataType) -> pa.DataType:
-    """Type of a column of names with values: lists of entries, because many readers of Parquet refuse maps."""
+    """Return the type of a column of names with values: lists of entries, because many Parquet readers refuse maps."""
     return pa.list_(pa.struct([pa.field("key", pa.string(), nullable=False), ("value", value)]))
 
 
@@ -58,7 +58,7 @@ _PLACE = [
     ("offset", pa.int64()),
     ("timestamp_ms", pa.int64()),
 ]
-"""First columns of every row, which identify its record. `date` is that of the record's timestamp, UTC."""
+"""First columns of every row, which identify its record. `date` is the date of the record's timestamp, UTC."""
 _GROUP = [("example_id", pa.string()), ("policy_version", pa.int64()), ("group_id", pa.string())]
 _ROLLOUT = [
     ("uid", pa.string()),
@@ -196,12 +196,12 @@ _OWN_VALUES = ("offset", "timestamp_ms", "key", "value", "uid", "text")
 """Columns whose values repeat too rarely for a dictionary."""
 
 _OF_FILE = 3
-"""Columns whose values are those of a file."""
+"""Number of columns whose values are the same in the whole file: run, environment and date."""
 _SMALL = {
     name: [(at, field.name) for at, field in enumerate(list(schema)[_OF_FILE:]) if field.type == pa.int32()]
     for name, schema in SCHEMAS.items()
 }
-"""Places and names of the columns of 32 bits; integers of records have 64."""
+"""Indices and names of the columns with 32 bits; integers in records have 64 bits."""
 _LAST_DAY = 2_932_896
 """9999-12-31, the last valid date."""
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
@@ -214,17 +214,17 @@ Rows = Iterator[tuple[str, str, Row]]
 
 @cache
 def date_of(day: int) -> str:
-    """ISO 8601 date of a day, counted from 1970-01-01."""
+    """Return the ISO 8601 date of a day, counted from 1970-01-01."""
     return datetime.fromtimestamp(day * 86400, UTC).date().isoformat()
 
 
 def date_at(timestamp_ms: int) -> str:
-    """The date of a record, UTC; the first or last valid date for times outside their range."""
+    """Return the date of a record, UTC; for times out of range, it is 1970-01-01 or the last valid date."""
     return date_of(min(max(timestamp_ms, 0) // 86_400_000, _LAST_DAY))
 
 
 def log_row(entry: ArchivedRecord) -> Row:
-    """The row of a record in `log`."""
+    """Return the row of a record in `log`."""
     headers = None if entry.headers is None else [{"name": name, "value": value} for name, value in entry.headers]
     return (*entry[:4], codec.kind_of(entry.value), entry.key, entry.value, headers)
 
@@ -236,7 +236,7 @@ def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
     """
     kind, bytes_belong = codec.kind_of(entry.value), not spec_of(entry.topic).values
     if kind is None and entry.value is not None and not bytes_belong:
-        raise RecordError("a record of no kind that is known here")
+        raise RecordError("its kind of record is not known here")
     make = _MAKERS.get(kind or "")
     if make is None:
         return
@@ -251,7 +251,7 @@ def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
     for table, environment, row in make(entry, record, arrays):
         for at, column in _SMALL[table]:
             if not -(2**31) <= row[at] < 2**31:
-                raise RecordError(f"{column} {row[at]} has more than 32 bits, for which no table has room")
+                raise RecordError(f"{column} {row[at]} does not fit into the 32 bits of its column")
         yield table, environment, row
 
 
@@ -339,7 +339,7 @@ def _batch(entry: ArchivedRecord, b: TrainingBatch, arrays: bool) -> Rows:
                 int(b.source_offsets[row]),
                 b.uids[row],
                 float(b.rewards[row]),
-                # The advantage of the first sampled token; many estimators give all tokens of a rollout the same.
+                # The advantage of the first sampled token; many estimators give all tokens the same.
                 float(sampled[0]) if len(sampled) else None,
                 bool(b.truncated[row]),
                 int(b.lowest_versions[row]),
@@ -411,7 +411,7 @@ def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Ro
 def _array(column: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if kind not in ENTRIES:
         return pa.array(column, kind)
-    # Pairs make a map, which has the memory of a list of entries.
+    # Pairs convert to a map, whose memory layout is the same as of a list of entries.
     return pa.array(column, pa.map_(pa.string(), kind.value_type.field("value").type)).cast(kind)
 
 
@@ -443,7 +443,7 @@ def _nested(field: pa.Field) -> bool:
 
 
 def archived_records(data: bytes, topic: str, partition: int) -> Iterator[ArchivedRecord]:
-    """Yield the records of a file of `log`, in its order. Raises StateRefused if it is no such file."""
+    """Yield the records of a file of `log`, in its order. Raises StateRefused if it is not such a file."""
     import pyarrow.parquet as pq
 
     names = ["offset", "timestamp_ms", "key", "value", "headers"]
@@ -457,12 +457,12 @@ def archived_records(data: bytes, topic: str, partition: int) -> Iterator[Archiv
 
 @contextmanager
 def refusing(file: str) -> Iterator[None]:
-    """Raise StateRefused for a file that the block cannot read, though its bytes are those that the manifest names."""
+    """Raise StateRefused if the block cannot read a file although the file's digest matches the manifest."""
     try:
         yield
     except (pa.ArrowException, OSError, ValueError, KeyError, TypeError) as error:
         why = " ".join(str(error).split())
         raise StateRefused(
-            f"{file} is not one that `rollstream archive` wrote ({why}); somebody changed the archive: archive to "
+            f"{file} was not written by `rollstream archive` ({why}); somebody changed the archive: archive to "
             "another place"
         ) from error

@@ -1,7 +1,7 @@
 """ArchiveWriter: writes records to files and files to the manifest, exactly once, even if it crashes.
 
 Records are buffered until their files are written; then a manifest names the files together with the positions after
-them. A restarted writer continues from the positions in the manifest.
+these records. A restarted writer continues from the positions in the manifest.
 """
 
 import hashlib
@@ -39,17 +39,17 @@ TopicPartitionKey = tuple[str, int]
 _LONGEST_NAME = 120
 _THREADS = 2
 OWN_FILES = 16
-"""Number of environments, those with the most rows, that get files of their own in a commit; the others share one."""
+"""Number of environments that get separate files in a commit: the ones with the most rows. All others share a file."""
 SMALL_BYTES = 16 * 1024 * 1024
 """Size below which files are merged."""
 LARGE_BYTES = 128 * 1024 * 1024
 """Largest size of a merged file."""
 MOST_SMALL = 16
-"""Number of small files of one table, partition, environment and date at which an archiver merges the newest."""
+"""Number of small files of one table, partition, environment and date from which on an archiver merges the newest."""
 PIECE_BYTES = 4 * 1024 * 1024
 """Bytes of a file that are decoded at once when it is merged."""
 _GROWN_BYTES = 16 * 1024 * 1024
-"""Growth of the process at which the memory of records that are in files is given back."""
+"""Growth of the process at which it gives back the memory of records that have been written to files."""
 
 
 @dataclass(frozen=True)
@@ -111,25 +111,25 @@ class ArchiveWriter:
             if known.position[partition] < low:
                 raise StateRefused(
                     f"{self._run}.{topic}[{partition}] begins at offset {low}, and is archived up to "
-                    f"{known.position[partition]}: records between were deleted; archive to another place"
+                    f"{known.position[partition]}: the records between them were deleted; archive to another place"
                 )
         return dict(known.position)
 
     def add(self, entry: ArchivedRecord) -> None:
-        """Add a record; records of a partition must come in order."""
+        """Add a record; records of a partition must be added in order."""
         self._entries.setdefault((entry.topic, entry.partition), []).append(entry)
         self.buffered_bytes += len(entry.value or b"") + len(entry.key or b"") + 64
 
     def commit(self, positions: Mapping[TopicPartitionKey, int]) -> ArchiveManifest:
         """Commit all added records; the archive then reaches up to `positions`.
 
-        Raises Fenced if another writer took over: then the records are not in the archive.
+        Raises Fenced if another writer took over; the records are then not in the archive.
         """
         self.start(positions)
         return self.finish()
 
     def start(self, positions: Mapping[TopicPartitionKey, int]) -> None:
-        """Start to write files of all added records, after committing the files started before.
+        """Start to write files with all added records, after committing the files that were started before.
 
         Raises as `commit` does.
         """
@@ -180,7 +180,7 @@ class ArchiveWriter:
                 yield _FileSpec(table, topic, partition, environment, date, begin, end), rows_in_file
 
     def _begin(self, place: TopicPartitionKey) -> int:
-        """First offset of the next log file of a partition: the end of the last one."""
+        """Return the first offset of the next log file of a partition, which is the end of the last log file."""
         if place in self._reached:
             return self._reached[place]
         topic, partition = place
@@ -189,15 +189,15 @@ class ArchiveWriter:
 
     def _write(self, part: _FileSpec, rows: _RowsOf) -> ArchivedFile:
         tables = [table_of(part.table, self._run, environment, part.date, of_one) for environment, of_one in rows]
-        # Rows begin with topic, partition and offset, and those of an environment are in order.
+        # Rows begin with topic, partition and offset, and the rows of an environment are in order.
         first, last = min(of_one[0][2] for _e, of_one in rows), max(of_one[-1][2] for _e, of_one in rows)
         return _stored(self._store, self._run, part, tables, first, last)
 
     def compact(self, *, gradually: bool = False) -> int:
         """Merge small files of the same table, partition, environment and date; return the reduction in files.
 
-        `gradually`, only the newest of sixteen files are merged, with older ones of similar size. Replaced files are
-        deleted after the new manifest is committed.
+        If `gradually`, files are merged only once there are sixteen: the newest, with older files of similar size.
+        Replaced files are deleted after the new manifest is committed.
         """
         self.finish()
         groups: dict[tuple[str, str, int, str, str], list[list[ArchivedFile]]] = {}
@@ -214,7 +214,7 @@ class ArchiveWriter:
         chosen = [files for files in due if len(files) > 1]
         if not chosen:
             return 0
-        # One after the other: each holds a row group and the file it writes.
+        # The merges run one after another, because each holds a row group and the file that it writes in memory.
         merged = [_merged(self._store, self._run, files) for files in chosen]
         replaced = {file.path for files in chosen for file in files}
         left = tuple(file for file in self.manifest.files if file.path not in replaced)
@@ -224,9 +224,10 @@ class ArchiveWriter:
 
 
 def _shared_out(by_environment: Mapping[str, Sequence[Row]]) -> Iterator[tuple[str, _RowsOf]]:
-    """Yield the environment and the rows of each file; environment "" is that of the file that several share.
+    """Yield the environment and the rows of each file; the environment is "" for a file that several share.
 
-    A run may have thousands of environments, and a file for each of them in every commit would be mostly footers.
+    A run may have thousands of environments, and a separate file for each of them in every commit would consist mostly
+    of footers.
     """
     by_size = sorted(by_environment.items(), key=lambda item: -len(item[1]))
     for environment, rows in by_size[:OWN_FILES]:
@@ -236,11 +237,11 @@ def _shared_out(by_environment: Mapping[str, Sequence[Row]]) -> Iterator[tuple[s
 
 
 def _newest(files: Sequence[ArchivedFile]) -> Sequence[ArchivedFile]:
-    """Files that are merged next, from the newest back to one that is larger than twice all after it; none before there
-    are sixteen.
+    """Return the files to merge next; none if there are fewer than sixteen.
 
-    So the number of times that a row is written again grows with the logarithm of the rows, and so does the number of
-    files that stay.
+    These are the newest files, back to the first that is more than twice as large as all files after it together. So
+    the number of times that a row is rewritten, and the number of files that remain, grow with the logarithm of the
+    number of rows.
     """
     if len(files) < MOST_SMALL:
         return ()
@@ -264,7 +265,7 @@ def _merged(store: Store, run: str, files: Sequence[ArchivedFile]) -> ArchivedFi
 def _stored(store: Store, run: str, part: _FileSpec, tables: Iterable[pa.Table], first: int, last: int) -> ArchivedFile:
     data, rows = parquet(tables, SCHEMAS[part.table])
     folders = f"table={part.table}/environment={_folder(part.environment)}/date={part.date}"
-    # Names are unique, so that a file left by a crash is never taken for one in a manifest.
+    # Names are unique, so that a file left by a crash is never confused with a file in a manifest.
     name = f"{part.topic}-{part.partition}-{first}-{last}-{uuid.uuid4().hex[:12]}.parquet"
     path = f"{folder_of(run)}/{folders}/{name}"
     store.write(path, data)
@@ -286,7 +287,7 @@ def _stored(store: Store, run: str, part: _FileSpec, tables: Iterable[pa.Table],
 
 
 def _folder(environment: str) -> str:
-    """Hive folder name of an environment; long names are shortened, because files hold them in full."""
+    """Return the Hive folder name of an environment. Long names are shortened; the files hold them in full."""
     quoted = quote(environment, safe=" ") or "__HIVE_DEFAULT_PARTITION__"
     if len(quoted) <= _LONGEST_NAME:
         return quoted
@@ -320,7 +321,7 @@ def records(store: Store, manifest: ArchiveManifest, topic: str, partition: int)
 
 
 def check_digests(store: Store, files: Iterable[ArchivedFile]) -> None:
-    """Compare digests of files with the manifest. Raises StateRefused for the first that is missing or differs."""
+    """Compare digests of files with the manifest. Raises StateRefused for the first file that is missing or differs."""
     with ThreadPoolExecutor(_THREADS) as pool:
         for _data in pool.map(lambda file: len(checked(store, file.path, file.sha256)), files):
             pass
@@ -332,6 +333,6 @@ def check_files(store: Store, files: Iterable[ArchivedFile]) -> int:
     for file in files:
         rows = len(read_table(store, file))
         if rows != file.rows:
-            raise StateRefused(f"{store.url}/{file.path} has {rows} rows, the manifest says {file.rows}")
+            raise StateRefused(f"{store.url}/{file.path} has {rows} rows, but the manifest says {file.rows}")
         count += 1
     return count

@@ -1,1 +1,1 @@
-"""Labeling: trajectories that wait for their rewards pass through a labeler, exactly once."""
+"""Labeling: trajectories and rollouts without rewards get them from a labeler, exactly once."""

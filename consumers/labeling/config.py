@@ -20,12 +20,12 @@ Explain in a sentence, then end with a line such as "Score: 7"."""
 
 @dataclass(frozen=True, kw_only=True)
 class JudgeConfig:
-    """The labeler `judge`: a model that scores rollouts, behind an OpenAI-compatible URL."""
+    """Settings of the labeler `judge`: a model behind an OpenAI-compatible URL that scores rollouts."""
 
     url: str = ""
     """Base URL that ends in /v1."""
     model: str = "judge"
-    """Model name sent to it."""
+    """Model name sent with each request."""
     api_key: str = ""
     """Bearer token, as a reference: env:NAME or file:PATH; none if empty."""
     template: str = _TEMPLATE
@@ -39,15 +39,15 @@ class JudgeConfig:
     temperature: float = 0.0
     """Sampling temperature of the judge."""
     max_tokens: int = 256
-    """Most tokens of the judge's answer."""
+    """Maximum number of tokens of the judge's answer."""
     concurrency: int = 16
-    """Most calls at once."""
+    """Maximum number of calls at once."""
     requests_per_s: float = 0.0
-    """Most calls a second of one labeling process; 0 is no limit."""
+    """Maximum number of calls per second of one labeling process; 0 means no limit."""
     timeout_s: float = 60.0
     """Time for one call."""
     patience_s: float = 200.0
-    """Time in which failed calls are repeated; then labeling ends. All calls of one poll must take less than five
+    """Time for which a failed call is repeated before labeling ends. All calls of one poll must take less than five
     minutes."""
 
     def __post_init__(self) -> None:
@@ -59,7 +59,7 @@ class JudgeConfig:
         try:
             groups = re.compile(self.score_pattern).groups
         except re.error as error:
-            raise ConfigurationError(f"labeling.judge.score_pattern is no regular expression: {error}") from error
+            raise ConfigurationError(f"labeling.judge.score_pattern is not a regular expression: {error}") from error
         if groups != 1:
             raise ConfigurationError(f"labeling.judge.score_pattern has {groups} groups; it needs one, the score")
 
@@ -70,10 +70,10 @@ class LabelingConfig:
 
     processes: int = 0
     """Labeling processes that `rollstream run` starts: at least one if the rewards of an environment come from a
-    labeler. Without such an environment, a run with labeling processes has none of the token roles."""
+    labeler. A run with labeling processes but without such an environment has none of the token roles."""
     labeler: str = ""
-    """Function that labels, package.module:function or path/to/file.py:function, or judge, if the command line names
-    none."""
+    """Labeler if the command line names none: a function, as package.module:function or path/to/file.py:function, or
+    judge."""
     judge: JudgeConfig = field(default_factory=JudgeConfig)
     """Settings of the labeler `judge`."""
     group: str = "labeller"
@@ -81,7 +81,7 @@ class LabelingConfig:
     max_poll_records: int = 16
     """Maximum number of records labeled between two polls of Kafka; labeling them must take less than five minutes."""
     commit_interval_s: float = 0.1
-    """Longest time that labeled records wait for their transaction."""
+    """Maximum time that labeled records wait for their transaction."""
     metrics_interval_s: float = 5.0
     """Time between two records of the process on the metrics topic; 0 writes none."""
 
@@ -96,10 +96,10 @@ class LabelingConfig:
             raise ConfigurationError(f"labeling.processes is {self.processes}; it must be at least 0")
         if self.processes and not self.labeler:
             raise ConfigurationError(
-                f"labeling.processes is {self.processes}, and no labeler is named; set labeling.labeler to "
+                f"labeling.processes is {self.processes}, but no labeler is named; set labeling.labeler to "
                 "package.module:function"
             )
 
     def group_id(self, run: str) -> str:
-        """Full name of the consumer group of a run."""
+        """Return the full name of the consumer group of a run."""
         return f"{run}.{self.group}"

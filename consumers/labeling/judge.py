@@ -1,8 +1,8 @@
 """The labeler `judge`: a model behind an OpenAI-compatible URL scores rollouts.
 
-Calls of the rollouts of one poll run together, within limits on calls at once and calls a second. A refused call and an
-answer without a score that can be read refuse the rollout, with the reason: neither is ever a reward of zero. While the
-judge cannot be reached, calls are repeated; then labeling ends, and nothing is lost.
+Calls for the rollouts of one poll run concurrently, within limits on concurrent calls and calls per second. If the
+judge refuses a call, or its answer has no readable score, the rollout is refused with the reason, and never gets a
+reward of zero. If the judge cannot be reached, calls are repeated for a while; then labeling ends, and nothing is lost.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from rollstream.topics.secrets import resolve
 
 _RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_STATUS = {400, 413, 422}
-"""Refusals of this one request, such as a prompt too long; others, such as a wrong key, hold for every request."""
+"""Refusals of a single request, such as a prompt too long; other statuses, such as of a wrong key, apply to all."""
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 
@@ -35,7 +35,8 @@ class JudgeUnavailable(RollstreamError):
 def judge_prompt(template: str, rollout: Rollout) -> str:
     """Fill `{prompt}`, `{response}` and `{conversation}` of a template with texts of the rollout's turns.
 
-    The response is the assistant's last turn, the prompt all before it. Raises RecordError if there is no such turn.
+    The response is the assistant's last turn, and the prompt is all turns before it. Raises RecordError if the
+    assistant has no turn.
     """
     replies = [number for number, turn in enumerate(rollout.turns) if turn.role == "assistant"]
     if not replies:
@@ -46,26 +47,29 @@ def judge_prompt(template: str, rollout: Rollout) -> str:
         "response": rollout.turns[replies[-1]].text,
         "conversation": "\n".join(f"{turn.role}: {turn.text}" for turn in rollout.turns),
     }
-    # At once: a text may hold the name of another placeholder.
+    # All placeholders are replaced in one pass, because a text may contain another placeholder.
     return re.sub(r"\{(prompt|response|conversation)\}", lambda match: texts[match[1]], template)
 
 
 def parse_score(text: str, config: JudgeConfig) -> float:
-    """Return the last score in a judge's answer. Raises RecordError if there is none, or one out of range."""
+    """Return the last score in a judge's answer, scaled to 0 to 1.
+
+    Raises RecordError if there is no score, or if it is out of range.
+    """
     matches = re.findall(config.score_pattern, text)
     if not matches:
-        raise RecordError(f"the judge's answer {text[-200:]!r} has no score as labeling.judge.score_pattern says")
+        raise RecordError(f"the judge's answer {text[-200:]!r} has no score that labeling.judge.score_pattern matches")
     try:
         score = float(matches[-1])
     except ValueError:
-        raise RecordError(f"the judge's score {matches[-1]!r} is no number") from None
+        raise RecordError(f"the judge's score {matches[-1]!r} is not a number") from None
     if not (math.isfinite(score) and config.lowest <= score <= config.highest):
-        raise RecordError(f"the judge's score {score:g} is not from {config.lowest:g} to {config.highest:g}")
+        raise RecordError(f"the judge's score {score:g} is not between {config.lowest:g} and {config.highest:g}")
     return (score - config.lowest) / (config.highest - config.lowest)
 
 
 class RateLimit:
-    """Spaces calls evenly: `per_s` a second, 0 for no limit."""
+    """Spaces calls evenly at `per_s` calls per second; 0 means no limit."""
 
     def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._interval_s = 1 / per_s if per_s else 0.0
@@ -95,7 +99,7 @@ class Judge:
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, rollout: Rollout) -> RolloutLabel:
-        """Return the judge's label. Raises RecordError for a rollout that gets none, JudgeUnavailable."""
+        """Return the judge's label. Raises RecordError for a rollout that gets no label, and JudgeUnavailable."""
         prompt = judge_prompt(self._config.template, rollout)
         async with self._slots:
             text = await self._answer(prompt)
@@ -107,7 +111,7 @@ class Judge:
             await self._session.close()
 
     async def _answer(self, prompt: str) -> str:
-        """Return the text of the judge's answer; repeat what may pass."""
+        """Return the text of the judge's answer; repeat calls that failed temporarily."""
         config = self._config
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
@@ -136,12 +140,12 @@ class Judge:
                     pause_s = max(pause_s, _retry_after_s(response.headers.get("Retry-After", "")))
             except (aiohttp.ClientError, TimeoutError, ValueError) as error:
                 reason = repr(error)
-            # Jitter, so that calls which failed together do not come again together.
+            # Jitter keeps calls that failed together from being repeated together.
             await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
             pause_s *= 2
         raise JudgeUnavailable(
             f"the judge at {url} did not answer within {config.patience_s:g} s: {reason}; start labeling again once it "
-            "does, or raise labeling.judge.patience_s"
+            "answers, or raise labeling.judge.patience_s"
         )
 
 

@@ -1,6 +1,7 @@
 """Labeling of one record: it becomes a record of `trajectories` or `rollouts`, nothing, or a dead letter.
 
-This is a pure function if the labeler is one. It should be: after a crash it gets the same record again.
+This is a pure function if the labeler is pure. The labeler should be, because after a crash it gets the same record
+again.
 """
 
 import inspect
@@ -21,19 +22,19 @@ from rollstream.topics.validation import cancellation_problems, problems
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutLabel:
-    """The reward of a rollout; any object with these attributes is one, such as an environment's Score."""
+    """The reward of a rollout. Any object with these attributes will do, such as an environment's Score."""
 
     reward: float
     components: Mapping[str, float] = field(default_factory=dict)
 
 
 Labeler = Callable[[Any], Any]
-"""Gets a Trajectory and returns it with its rewards, or with any other array it lacks; or gets a Rollout and returns
-its RolloutLabel or its reward. An asynchronous labeler gets several records at once. None leaves a record out. Arrays
-are read-only.
+"""Gets a Trajectory and returns it with its rewards, or with any other array that it lacks; or gets a Rollout and
+returns its RolloutLabel or its reward. If it returns None, the record is left out. An asynchronous labeler gets several
+records at once. Arrays are read-only.
 
-A record for which it raises RecordError becomes a dead letter. Any other error ends the process before anything of the
-record is written, so that a repaired labeler gets the record again.
+A record for which it raises RecordError becomes a dead letter. Any other error ends the process before anything is
+written for the record, so that a repaired labeler gets the record again.
 """
 
 
@@ -41,7 +42,7 @@ class UnlabeledRecord(NamedTuple):
     """One record of `unlabelled`."""
 
     topic: str
-    """Full name."""
+    """Full name of the topic."""
     partition: int
     offset: int
     key: bytes | None
@@ -62,7 +63,7 @@ class LabelOutcome(NamedTuple):
 
     result: LabeledRecord | Refused | None
     cancellation: bytes | None = None
-    """Record for `rollouts` that cancels the member of a group which gets no reward, so that its group goes on."""
+    """Record for `rollouts` that cancels a group's member without a reward, so that the group can still seal."""
 
 
 async def label(
@@ -70,8 +71,8 @@ async def label(
 ) -> LabelOutcome:
     """Label one record. Key and value have at most `limit_bytes`; rollouts and cancellations are signed by `signer`.
 
-    Raises ConfigurationError if the labeler returns something else than a label of what it was given, and the labeler's
-    own errors.
+    Raises ConfigurationError if the labeler returns anything but a label of the record that it got, and any error of
+    the labeler except RecordError.
     """
     member: Rollout | None = None
     try:
@@ -96,7 +97,7 @@ async def label(
         size = len(record.key or b"") + len(value)
         if size > limit_bytes:
             raise RecordTooLarge(
-                f"labeled it has {size} bytes, and a record holds {limit_bytes}; make it shorter, or raise "
+                f"it has {size} bytes with its label, but a record may have {limit_bytes}; make it shorter, or raise "
                 "kafka.max_record_bytes"
             )
         topic = "rollouts" if member is not None else "trajectories"
@@ -112,7 +113,10 @@ async def _answer(labeler: Labeler, given: Rollout | Trajectory) -> Any:
 
 
 def finish(coroutine: Coroutine[Any, Any, LabelOutcome]) -> LabelOutcome:
-    """Return the outcome of a labeler that is no coroutine function, without an event loop: it may run its own."""
+    """Return the outcome of a labeler that is not a coroutine function.
+
+    This uses no event loop, because the labeler may run one itself.
+    """
     try:
         coroutine.send(None)
     except StopIteration as stopped:
@@ -123,12 +127,12 @@ def finish(coroutine: Coroutine[Any, Any, LabelOutcome]) -> LabelOutcome:
 
 
 def is_asynchronous(labeler: Labeler) -> bool:
-    """Whether the labeler is a coroutine function, or an object whose call is one."""
+    """Whether the labeler is a coroutine function, or an object whose `__call__` is a coroutine function."""
     return inspect.iscoroutinefunction(labeler) or inspect.iscoroutinefunction(getattr(labeler, "__call__", None))  # noqa: B004
 
 
 def _with_label(rollout: Rollout, label: Any) -> Rollout:
-    """Return the rollout with its reward. Raises RecordError for a reward that is no finite number: it is never 0."""
+    """Return the rollout with its reward. Raises RecordError for a reward that is not finite; it never becomes 0."""
     reward, components = getattr(label, "reward", label), getattr(label, "components", {})
     for name, value in {"reward": reward, **components}.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -136,7 +140,7 @@ def _with_label(rollout: Rollout, label: Any) -> Rollout:
                 f"the labeler returned {name} {value!r} for rollout {rollout.uid!r}; return a RolloutLabel or a number"
             )
         if not math.isfinite(value):
-            raise RecordError(f"the labeler gave {name} {value!r}, which is no finite number")
+            raise RecordError(f"the labeler gave {name} {value!r}, which is not a finite number")
     labeled = replace(
         rollout,
         reward=float(reward),
@@ -165,15 +169,15 @@ def _cancellation(rollout: Rollout | None, reason: str, signer: Signer | None) -
 
 
 def labeler_of(name: str) -> Labeler:
-    """Import the function called `name` (topics.user_code). Raises ConfigurationError if there is none."""
-    labeler = load_object(name, "the labeler is", "one is named package.module:function")
+    """Import the function with this name (topics.user_code). Raises ConfigurationError if there is none."""
+    labeler = load_object(name, "the labeler is", "a labeler is named package.module:function")
     if not callable(labeler):
-        raise ConfigurationError(f"the labeler is {name!r}, which is no function")
+        raise ConfigurationError(f"the labeler is {name!r}, which is not a function")
     return labeler  # type: ignore[no-any-return]
 
 
 def _check_same(given: Trajectory, labeled: Trajectory) -> None:
-    """Raise ConfigurationError if the labeler changed what a record's partition and its readers depend on."""
+    """Raise ConfigurationError if the labeler changed a field on which the record's partition or readers depend."""
     for name in ("uid", "environment"):
         if getattr(given, name) != getattr(labeled, name):
             raise ConfigurationError(

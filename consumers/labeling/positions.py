@@ -1,7 +1,7 @@
 """Positions of labeling: offset 0 the first time, the committed offset afterwards.
 
-A position that was lost, or that belongs to a topic since created again, is refused: with a guessed position records
-would be labeled twice or never.
+A position that was lost, or that belongs to a topic that has since been created again, is refused: with a guessed
+position, records would be labeled twice or never.
 """
 
 import logging
@@ -27,9 +27,9 @@ _PLACE = ("topic", "partition", "offset")
 
 
 def source_of(message: KafkaRecord) -> tuple[int, int] | None:
-    """Partition and offset in `unlabelled` of a labeled record's source; None if its worker knew its rewards.
+    """Return the place of a labeled record's source in `unlabelled`; None if the record was not labeled.
 
-    Raises RecordError if the header names no partition and offset.
+    The place is a partition and an offset. Raises RecordError if the header does not hold both.
     """
     source = dict(message.header_pairs()).get(SOURCE)
     if source is None:
@@ -37,14 +37,14 @@ def source_of(message: KafkaRecord) -> tuple[int, int] | None:
     text = source.decode(errors="replace")
     partition, _, offset = text.partition(":")
     if not (partition + offset).isascii() or not (partition.isdecimal() and offset.isdecimal()):
-        raise RecordError(f"its header {SOURCE} is {text[:40]!r}, which names no partition and offset in unlabelled")
+        raise RecordError(f"its header {SOURCE} is {text[:40]!r}, which is not a partition and an offset in unlabelled")
     return int(partition), int(offset)
 
 
 def refused_of(message: KafkaRecord) -> tuple[int, int] | None:
-    """Partition and offset in `unlabelled` of a dead letter; None if it comes from another topic.
+    """Return the partition and the offset in `unlabelled` of a dead letter; None if it is from another topic.
 
-    Raises RecordError if its headers name no partition and offset.
+    Raises RecordError if its headers do not hold a partition and an offset.
     """
     headers = dict(message.header_pairs())
     topic, partition, offset = (_text(headers.get(f"__streams.errors.{name}")) for name in _PLACE)
@@ -53,7 +53,7 @@ def refused_of(message: KafkaRecord) -> tuple[int, int] | None:
     try:
         return int(partition), int(offset)
     except ValueError as error:
-        raise RecordError("names no partition and offset of unlabelled") from error
+        raise RecordError("its headers do not hold a partition and an offset in unlabelled") from error
 
 
 def _text(header: str | bytes | None) -> str:
@@ -61,9 +61,9 @@ def _text(header: str | bytes | None) -> str:
 
 
 def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
-    """Commit the first positions of labeling if there are none; return the id of `unlabelled`, which commits carry.
+    """Commit the first positions of labeling if there are none; return the topic id of `unlabelled` for commits.
 
-    Raises StateRefused if positions were lost or the topic was created again, TopicError if it is missing.
+    Raises StateRefused if positions were lost or the topic was created again, and TopicError if it is missing.
     """
     topic = topic_name(run, "unlabelled")
     topic_id = topic_admin.topic_ids(kafka, [topic])[topic]
@@ -74,8 +74,8 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
         labeled = "a pruned record" if pruned else _labeled(kafka, run)
         if labeled:
             raise StateRefused(
-                f"group {group} has no positions in {topic}, but {labeled} was labeled: they were lost. Commit "
-                f"them again with `rollstream label recover`"
+                f"group {group} has no positions in {topic}, but {labeled} was labeled: the positions were lost. "
+                f"Commit them again with `rollstream label recover`"
             )
         begin = LabelingProgress(topic_id=topic_id).encode()
         try:
@@ -95,13 +95,13 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     if others:
         raise StateRefused(
             f"the positions of group {group} belong to a topic {topic} of id {', '.join(sorted(map(str, others)))}, "
-            f"which was deleted; the present one is {topic_id}. Choose another run name, or delete the group"
+            f"which was deleted; the present topic has id {topic_id}. Choose another run name, or delete the group"
         )
     return topic_id
 
 
 def _labeled(kafka: KafkaConfig, run: str) -> str:
-    """Source of one labeled record; empty if there is none."""
+    """Return the source of one labeled record; empty if there is none."""
     for name in ("trajectories", "rollouts"):
         for message in read_to_end(kafka, topic_name(run, name)):
             source = message.header(SOURCE)

@@ -1,8 +1,8 @@
 """One labeling process of a consumer group: it reads `unlabelled` and writes `trajectories` and `rollouts`.
 
 Delivery guarantee: exactly once. Labeled records, cancellations of members without a reward, dead letters and the
-resulting positions commit in one transaction, on the partition and in the order of their sources. To scale out, start
-more processes; a restart under the same ordinal moves no partition.
+resulting positions are committed in one transaction. Labeled records keep the partitions and the order of their
+sources. To scale out, start more processes; a restart under the same ordinal moves no partition.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ _OVERHEAD_BYTES = 1024
 
 
 class LabelingCounts(NamedTuple):
-    """Outcomes of the records read, as far as they are committed."""
+    """Number of records by outcome, as far as the outcomes are committed."""
 
     labeled: int = 0
     left_out: int = 0
@@ -66,8 +66,10 @@ class PartitionOutcomes(NamedTuple):
     """Key and value of each record for `rollouts` that cancels a member without a reward."""
 
     def after(self, before: LabelingProgress, written: int) -> LabelingProgress:
-        """Progress to commit with the position, following `before`; `written` is the offset after the newest record of
-        these outcomes on `rollouts`, 0 if there is none."""
+        """Return the progress to commit with the position, after the progress `before`.
+
+        `written` is the offset after the newest record of these outcomes on `rollouts`, 0 if there is none.
+        """
         return replace(
             before,
             labeled=before.labeled + len(self.labeled),
@@ -90,7 +92,7 @@ def run_labeling(
     """Label until `stop` is set; call `on_ready` at the first assignment.
 
     Raises Fenced if another process runs under the same ordinal, StateRefused if positions were lost or the topic was
-    created again, TopicError if a topic is missing, and any error of the labeler but RecordError.
+    created again, TopicError if a topic is missing, and any error of the labeler except RecordError.
     """
     clients.check_broker(kafka)
     return LabelingProcess(labeler, kafka, run, config or LabelingConfig(), ordinal, on_ready).run(stop)
@@ -128,12 +130,12 @@ class LabelingProcess:
         """Event loop of an asynchronous labeler, which keeps its connections from one poll to the next."""
 
     def run(self, stop: threading.Event) -> LabelingCounts:
-        """Run until `stop` is set, then leave the group; no work is pending between two transactions."""
+        """Run until `stop` is set, then leave the group; between two transactions, no work is pending."""
         try:
             self._publisher.start()
             self._member.join(self._on_assign, self._on_revoke, self._on_revoke)
             while not stop.is_set():
-                self._write_figures()  # first of all: the first labels may take for ever
+                self._write_figures()  # This comes first, because the first labels may take arbitrarily long.
                 try:
                     self._label(self._consume())
                 except OwnershipLost as lost:
@@ -152,13 +154,13 @@ class LabelingProcess:
         return self._counts
 
     def _consume(self) -> list[KafkaRecord]:
-        """Fetch records, without those of partitions that were revoked meanwhile."""
+        """Fetch records, without records of partitions that were revoked during the poll."""
         try:
             records = self._member.poll(self._config.max_poll_records, self._config.commit_interval_s).records
         except MembershipLost as lost:
             if lost.fenced:
                 raise Fenced(
-                    f"another process labels under the name {self._name}; only one may run under an ordinal"
+                    f"another process labels under the name {self._name}; only one process may run under an ordinal"
                 ) from lost
             raise BrokerUnavailable(f"reading {self._topic}: {lost}; start this process again") from lost
         return [record for record in records if record.partition in self._owned]
@@ -176,7 +178,7 @@ class LabelingProcess:
         self._commit(waiting)
 
     def _outcomes(self, records: Sequence[KafkaRecord]) -> Iterator[tuple[UnlabeledRecord, LabelOutcome]]:
-        """Label the records: all at once with an asynchronous labeler, else one after the other."""
+        """Label the records: concurrently with an asynchronous labeler, otherwise one after another."""
         sources = [
             (UnlabeledRecord(self._topic, record.partition, record.offset, record.key, record.value), record.readable)
             for record in records
@@ -213,7 +215,7 @@ class LabelingProcess:
             )
 
     def _write_figures(self, *, last: bool = False) -> None:
-        """Write counts and lag to the metrics topic, once every interval and at the end."""
+        """Write counts and lag to the metrics topic, once per interval and at the end."""
         interval_s = self._config.metrics_interval_s
         if interval_s <= 0 or (not last and time.monotonic() - self._written < interval_s):
             return
@@ -244,7 +246,7 @@ class LabelingProcess:
             self._member.go_back(self._committed(sorted(self._owned)))
 
     def _committed(self, partitions: list[int]) -> dict[int, int]:
-        """Committed offsets; also updates the progress of these partitions."""
+        """Return the committed offsets; also update the progress of these partitions."""
         if not partitions:
             return {}
         committed = self._member.committed(self._topic, partitions, "reading committed offsets")
@@ -280,7 +282,7 @@ class _UncommittedOutcomes:
             self._cancellations.setdefault(record.partition, []).append((record.key, outcome.cancellation))
 
     def by_partition(self) -> list[PartitionOutcomes]:
-        """Outcomes to commit, by partition."""
+        """Return the outcomes to commit, by partition."""
         return [
             PartitionOutcomes(
                 p,
@@ -294,7 +296,7 @@ class _UncommittedOutcomes:
         ]
 
     def counts(self) -> LabelingCounts:
-        """Number of records by outcome."""
+        """Return the number of records by outcome."""
         return LabelingCounts(
             sum(map(len, self._labeled.values())), self._left_out.total(), sum(map(len, self._refused.values()))
         )
@@ -332,11 +334,11 @@ class _Publisher(ExactlyOnce[PartitionOutcomes]):
                     on_delivery=deliveries.append,
                 )
             for key, value in part.cancellations:
-                # Without the source: what is labeled is counted by that header.
+                # A cancellation gets no source header, because records with that header count as labeled.
                 transaction.send(self._rollouts, value, key, partition=part.partition, on_delivery=deliveries.append)
             for refused in part.refused:
                 self._send_dead_letter(transaction, refused)
-        # The offsets of the records belong to the progress.
+        # The progress includes the offsets of the records, which are known after the flush.
         self._flush(transaction)
         ends: dict[int, int] = {}
         for delivery in deliveries:

@@ -1,7 +1,7 @@
 """Recovery of lost labeling positions from the outcomes on the log, never from a guess.
 
-Labeled trajectories and dead letters name their source. Records that the labeler left out after the last of these are
-given to it again, and left out again.
+Labeled records and dead letters name their source. If the labeler left out records after the last of these sources, it
+gets them again, and leaves them out again.
 """
 
 from contextlib import closing
@@ -29,10 +29,10 @@ _OUTPUTS = {"trajectories": source_of, "rollouts": source_of, "dead-letters": re
 def recover(kafka: KafkaConfig, run: str, config: LabelingConfig, patience_s: float | None = None) -> dict[int, int]:
     """Commit lost positions of labeling again; return the positions of all partitions.
 
-    Committed positions stay if they belong to this topic and are not lower. Processes of as many ordinals as there are
-    partitions are fenced first: one that was paused within a transaction would commit later. Raises StateRefused if
-    the group has members, DeadlineExceeded if open transactions with labeled trajectories do not end within
-    `patience_s` (kafka.patience_s by default), BrokerUnavailable.
+    Committed positions stay if they belong to this topic and are not lower. One ordinal per partition is fenced first,
+    because a process that was paused within a transaction would commit later. Raises StateRefused if the group has
+    members, DeadlineExceeded if open transactions in the output topics do not end within `patience_s`
+    (kafka.patience_s by default), and BrokerUnavailable.
     """
     group = config.group_id(run)
     _refuse_members(kafka, group)
@@ -78,11 +78,11 @@ def _recover(
         positions.append(place)
     with Reader(kafka, group=group) as reader, producer.transaction() as transaction:
         transaction.send_offsets(positions, reader.group_metadata())
-        # From here on no member sees a position before this transaction ends. An earlier member is refused here, or has
-        # already written the records that the second check finds.
+        # From here on, no member sees a position before this transaction ends. A member that saw one earlier is either
+        # still in the group, or has written records that the second check finds.
         _refuse_members(kafka, group)
         if {name: _sources(kafka, run, name, begins) for name in _OUTPUTS} != made:
-            raise StateRefused("a process labeled meanwhile; end it, and repeat `rollstream label recover`")
+            raise StateRefused("a process has labeled records; stop it, and repeat `rollstream label recover`")
     return {place.partition: place.offset for place in positions}
 
 
@@ -95,7 +95,7 @@ def _refuse_members(kafka: KafkaConfig, group: str) -> None:
 
 
 def _sources(kafka: KafkaConfig, run: str, name: str, begins: dict[int, int]) -> dict[int, set[int]]:
-    """By partition of `unlabelled`: offsets of records that still exist and whose outcome is in topic `name`."""
+    """Return the offsets, by partition of `unlabelled`, of existing records whose outcome is in topic `name`."""
     offsets: dict[int, set[int]] = {p: set() for p in begins}
     skipped = SkippedRecords("label-recover")
     for message in read_to_end(kafka, topic_name(run, name)):

@@ -1,4 +1,4 @@
-"""Weights through the log: the publisher of policy versions, and the follower, which never returns a torn version."""
+"""Weights through the log: the publisher of policy versions, and the follower, which only returns whole versions."""
 
 import lazy_loader
 

@@ -1,6 +1,6 @@
-"""ArrivalDigests: digests the tensors of a version while its chunks arrive: after the last one little is left to do.
+"""ArrivalDigests: digests the tensors of a version while its chunks arrive, so that little is left after the last one.
 
-A shard of a tensor is digested by another thread once every byte up to its end is there.
+A shard of a tensor is digested by another thread once every byte up to its end has arrived.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ class _Span(NamedTuple):
 
 
 class ArrivalDigests:
-    """Digests of tensors whose bytes are put into a content by one or several threads, each byte once."""
+    """Digests of tensors whose bytes one or several threads write into a content, each byte once."""
 
     def __init__(self, tensors: Iterable[Tensor], content: memoryview) -> None:
-        """`tensors` are those given whole; one that does not lie within the content has no digest here."""
+        """`tensors` are the tensors that the content holds whole; a tensor that exceeds the content gets no digest."""
         self._content = content
         within = (t for t in tensors if t.start >= 0 and 0 < t.size_bytes <= len(content) - t.start)
         self._waiting = deque(sorted(span for tensor in within for span in _spans(tensor)))
@@ -35,12 +35,12 @@ class ArrivalDigests:
         self._shards: dict[str, list[Future[bytes]]] = {}
         self._lock = threading.Lock()
         self._complete_to = 0
-        """End of the bytes that are there without a gap."""
+        """End of the bytes that have arrived without a gap."""
         self._ahead: dict[int, int] = {}
-        """Ends of what arrived behind a gap, by its begin."""
+        """Ends of the byte ranges that arrived after a gap, by their begins."""
 
     def arrived(self, begin: int, end: int) -> None:
-        """Note that these bytes are there, and begin to digest the shards that are complete by them."""
+        """Note that these bytes have arrived, and begin to digest the shards that are now complete."""
         if begin == end:
             return
         with self._lock:
@@ -52,7 +52,7 @@ class ArrivalDigests:
                 self._shards.setdefault(span.tensor, []).append(self._pool.submit(self._digest, span))
 
     def result(self) -> dict[str, str]:
-        """Wait for the digests, and return those of the tensors that have arrived whole, by name."""
+        """Wait for the digests, and return the digests of the tensors that have arrived whole, by name."""
         with self._lock:
             waiting = {span.tensor for span in self._waiting}
         whole = {name: shards for name, shards in self._shards.items() if name not in waiting}

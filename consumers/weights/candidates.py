@@ -3,7 +3,7 @@
 from rollstream.topics.records import PolicyManifest
 
 _MOST = 8
-"""Maximum number of candidates; publishers keep few versions, so the chunks of older ones are gone."""
+"""Maximum number of candidates; publishers keep few versions, so the chunks of older versions are gone."""
 _FIRST_DELAY_S = 0.5
 _LONGEST_DELAY_S = 30.0
 
@@ -22,7 +22,7 @@ class VersionCandidates:
         return min(self._manifests, default=-1)
 
     def add(self, manifest: PolicyManifest) -> None:
-        """Add a version, due at once; with too many versions the oldest is dropped."""
+        """Add a version that is due at once; if there are too many versions, the oldest is dropped."""
         self._manifests[manifest.version] = manifest
         self._due[manifest.version] = 0.0
         self._delays[manifest.version] = _FIRST_DELAY_S
@@ -30,12 +30,12 @@ class VersionCandidates:
             self.drop(min(self._manifests))
 
     def next(self, now: float) -> PolicyManifest | None:
-        """The newest version that is due."""
+        """Return the newest version that is due, None if there is none."""
         due = [version for version, at in self._due.items() if at <= now]
         return self._manifests[max(due)] if due else None
 
     def delay(self, version: int, now: float) -> float:
-        """Delay a version, longer each time; return the delay in seconds."""
+        """Delay a version, each time for longer; return the delay in seconds."""
         delay_s = self._delays[version]
         self._due[version] = now + delay_s
         self._delays[version] = min(2 * delay_s, _LONGEST_DELAY_S)

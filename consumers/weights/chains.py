@@ -13,7 +13,7 @@ class ChainBroken(RollstreamError):
 def links(
     manifests: Mapping[int, PolicyManifest], version: int, held: int = -1, refused: Collection[int] = ()
 ) -> list[PolicyManifest]:
-    """Versions to fetch, in order, to hold `version`: deltas after `held` if they lead there, else from a full version.
+    """Return the versions to fetch for `version`, in order: deltas on `held` if possible, else from a full version on.
 
     Raises ChainBroken if there is no such chain, or if one of its versions is `refused`.
     """
@@ -32,7 +32,7 @@ def links(
 
 
 def needed(manifests: Mapping[int, PolicyManifest], versions: int) -> set[int]:
-    """The newest `versions` versions and all that they build on."""
+    """Return the newest `versions` versions and all versions that they build on."""
     kept: set[int] = set()
     for version in sorted(manifests)[-versions:]:
         try:
@@ -43,7 +43,7 @@ def needed(manifests: Mapping[int, PolicyManifest], versions: int) -> set[int]:
 
 
 def forget(manifests: MutableMapping[int, PolicyManifest], oldest: int) -> None:
-    """Remove the versions that no version from `oldest` on builds on."""
+    """Remove the versions that `oldest` and later versions do not build on."""
     anchor = max((v for v, manifest in manifests.items() if v <= oldest and manifest.kind == "full"), default=-1)
     for version in [version for version in manifests if version < anchor]:
         del manifests[version]

@@ -1,7 +1,7 @@
 """Compression of chunks: zstd at its lowest level, only where it pays. No I/O.
 
-Trained parameters are nearly random bits, of which zstd saves a fifth, at the speed of a network. So the bytes of a
-version are compressed only if a sample of them becomes smaller by a quarter or more.
+Trained parameters are nearly random bits. Zstd saves a fifth of their bytes, but is no faster than a network. Therefore
+the bytes of a version are compressed only if a sample of them shrinks by at least a quarter.
 """
 
 import math
@@ -18,24 +18,24 @@ _SAMPLE_BYTES = 64 * 1024
 
 
 class NotCompressed(RollstreamError):
-    """Bytes that are no compressed content of the size they should have."""
+    """Bytes that do not decompress to content of the expected size."""
 
 
 def compress(content: bytes) -> bytes:
-    """Return the content compressed."""
-    import pyarrow  # Not at the top: followers of uncompressed versions do without it.
+    """Return the compressed content."""
+    import pyarrow  # Imported here, because followers of uncompressed versions do not need it.
 
     return bytes(pyarrow.Codec(ZSTD, compression_level=_LEVEL).compress(content, asbytes=True))
 
 
 def decompress(stored: bytes, content_bytes: int) -> bytes:
-    """Return the content of that size. Raises NotCompressed; never takes more memory than the content."""
+    """Return the content, which has that size. Raises NotCompressed; never takes more memory than the content."""
     import pyarrow
 
     try:
         content = pyarrow.decompress(stored, decompressed_size=content_bytes, codec=ZSTD, asbytes=True)
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise NotCompressed(f"{len(stored)} bytes are no zstd of {content_bytes} bytes: {error}") from error
+        raise NotCompressed(f"{len(stored)} bytes are not zstd of {content_bytes} bytes: {error}") from error
     return bytes(content)
 
 
@@ -46,7 +46,7 @@ def pays(views: Sequence[memoryview]) -> bool:
 
 
 def _sample(views: Sequence[memoryview]) -> bytes:
-    """At most _SAMPLES pieces of _SAMPLE_BYTES, at equal distances."""
+    """Return at most _SAMPLES pieces of _SAMPLE_BYTES, at equal distances."""
     distance = max(_SAMPLE_BYTES, math.ceil(sum(map(len, views)) / _SAMPLES))
     pieces, begins, wanted = [], 0, 0
     for view in views:

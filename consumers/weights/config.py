@@ -8,7 +8,7 @@ from rollstream.consumers.files.stores import shown
 from rollstream.topics.errors import ConfigurationError
 
 CHUNKS_AT_ONCE = 16
-"""Records of `weights` that a reader of the whole topic holds: each may have a MiB."""
+"""Number of `weights` records that a reader of the whole topic holds at once, because each may have a MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,37 +16,38 @@ class WeightsConfig:
     """Settings for policy versions on the log."""
 
     dtype: Literal["bfloat16", "float32", "model"] = "bfloat16"
-    """Dtype that a learner publishes its float32 parameters in; "model" is that of config.json of learner.pretrained.
-    Trainers of other kinds publish what they give."""
+    """Dtype in which a learner publishes its float32 parameters; "model" means the dtype in the config.json of
+    learner.pretrained. Trainers of other kinds choose the dtype themselves."""
     chunk_bytes: int = 1024 * 1024
     """Largest chunk; well below KafkaConfig.max_record_bytes."""
     keep_versions: int = 4
-    """Newest versions whose chunks are kept, with all versions they build on; chunks of older ones are tombstoned, and
-    all manifests are kept."""
+    """Number of newest versions whose chunks are kept, with all versions that they build on. Chunks of older versions
+    are tombstoned; all manifests are kept."""
     anchor_every: int = 10
-    """Versions from one full version to the next; those between are deltas of the version before, if these are at most
-    half as large. 1 publishes every version in full."""
+    """Number of versions from one full version to the next. The versions between them are published as deltas of the
+    previous version, if a delta is at most half as large. 1 publishes every version in full."""
     fetch_timeout_s: float = 60.0
-    """Longest wait of a follower for the next chunk of a version, with all retries of a store of files; afterwards it
-    retries the version with growing delays."""
+    """Maximum time that a follower waits for the next chunk of a version, including retries at a store of files. After
+    that, it retries the version with growing delays."""
     transport: Literal["auto", "log", "files"] = "auto"
-    """Place of the bytes of a version: the topic, files at url, or either, by its size: files if url is set and it has
-    more than files_above_bytes."""
+    """Place of the bytes of a version: "log" means the topic, "files" means files at url, and "auto" means files if url
+    is set and the version has more than files_above_bytes, otherwise the topic."""
     url: str = ""
-    """Directory, or URL of fsspec's, for the bytes of versions: the publisher and all readers must reach it under this
-    name. Credentials come from the environment."""
+    """Directory, or fsspec URL, for the bytes of versions. The publisher and all readers must reach it under this name.
+    Credentials are read from the environment."""
     files_above_bytes: int = 64 * 1024 * 1024
-    """Largest version, or delta, that transport "auto" leaves on the topic if url is set; bytes before compression."""
+    """Largest version, or delta, that transport "auto" leaves on the topic if url is set, in bytes before
+    compression."""
     file_bytes: int = 16 * 1024 * 1024
     """Largest chunk in a file, before compression."""
     files_at_once: int = 8
-    """Files that a publisher writes, or a reader reads, at a time; each is in memory meanwhile."""
+    """Number of files that a publisher writes, or a reader reads, at a time; all of them are in memory."""
     store_timeout_s: float = 120.0
-    """Longest time in which a publisher tries to write the next file, or waits for the brokers to have the chunks sent;
-    afterwards it ends with an error."""
+    """Maximum time that a publisher tries to write the next file, or waits for the brokers to acknowledge chunks; after
+    that, it ends with an error."""
     shards_timeout_s: float = 600.0
-    """Longest wait of a learner's processes for each other at a policy version, once their own part is stored;
-    afterwards they end with an error that names who is missing. Only with learner.processes above 1."""
+    """Maximum time that a learner's processes wait for each other at a policy version, after their parts are stored.
+    After that, they end with an error that names the missing processes. Only used if learner.processes is above 1."""
     orphan_hours: float = 24.0
     """Age at which files that no manifest names are removed by `rollstream prune`."""
 
@@ -66,13 +67,13 @@ class WeightsConfig:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be above 0")
         if self.transport == "files" and not self.url:
             raise ConfigurationError(
-                'learner.weights.transport is "files", and no learner.weights.url says where they go: set it to a '
-                "directory or a URL such as s3://bucket/weights"
+                'learner.weights.transport is "files", but learner.weights.url is empty: set it to a directory or a '
+                "URL such as s3://bucket/weights"
             )
         if _holds_secret(self.url):
             raise ConfigurationError(
                 f"learner.weights.url {shown(self.url)} holds a password or a query, which everybody who reads the log "
-                "would see: give credentials in the environment, as the file system of fsspec's wants them"
+                "would see: give credentials in the environment, as the fsspec file system expects them"
             )
 
 

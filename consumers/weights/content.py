@@ -16,11 +16,11 @@ class WeightsRefused(RollstreamError):
 
 
 class ChunksGone(RollstreamError):
-    """Chunks that a manifest names are no longer where it says, and will not come back."""
+    """Chunks that a manifest names no longer exist, and will not reappear."""
 
 
 class ChunksLate(RollstreamError):
-    """Chunks that a manifest names did not arrive in time; they still may."""
+    """Chunks that a manifest names did not arrive in time, but may still arrive."""
 
 
 class Content(NamedTuple):
@@ -28,9 +28,9 @@ class Content(NamedTuple):
 
     tensors: tuple[Tensor, ...]
     views: tuple[memoryview, ...]
-    """The bytes, in order; they are those of the arrays themselves and must not change before they are sent."""
+    """The bytes, in order. They share the memory of the arrays, which must not change before the bytes are sent."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the content."""
+        """Number of bytes of the content."""
         return sum(map(len, self.views))

@@ -12,7 +12,7 @@ _FLOATS = {"float32": "<f4", "float16": "<f2", "bfloat16": "bfloat16"}
 
 
 def converted(arrays: Mapping[str, NDArray[Any]], dtype: str) -> Mapping[str, NDArray[Any]]:
-    """Return the parameters with those of float64 and float32 in `dtype`; the mapping itself if none changes.
+    """Return the parameters, with float64 and float32 arrays converted to `dtype`; the same mapping if none changes.
 
     Values are rounded to the nearest, ties to even.
     """

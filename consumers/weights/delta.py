@@ -1,8 +1,8 @@
-"""Deltas: the elements of a version that differ in bits from the version before, as their places and new values.
+"""Deltas: the elements of a version that differ in bits from the previous version, as their places and new values.
 
 The part of a tensor holds the gaps between the places of its changed elements (int32, the first one counted from 0),
-then the new values. Both are in byte planes, all first bytes before all second ones, because zstd shrinks planes that
-hardly vary. Values overwrite, so no bit pattern is special. Needs numpy only.
+then the new values. Both are stored in byte planes, all first bytes before all second bytes, because zstd shrinks
+planes that hardly vary. New values replace old values, so no bit pattern is special. This module only needs numpy.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from rollstream.topics.params_digest import TensorDigest
 from rollstream.topics.records import PolicyManifest, Tensor
 
 LARGEST_SHARE = 0.5
-"""A version is published in full if its delta has more than this share of the bytes, both before compression."""
+"""A version is published in full if its delta exceeds this share of the full bytes, both before compression."""
 _PLACE_BYTES = 4
 _INDEXABLE = 2**31
 
@@ -25,9 +25,9 @@ _INDEXABLE = 2**31
 def delta_content(
     before: Arrays, arrays: Arrays, digests: Sequence[TensorDigest], *, largest_share: float = LARGEST_SHARE
 ) -> Content | None:
-    """Return what a reader of `before` needs to make `arrays`; None if the full version is to be published.
+    """Return the delta from `before` to `arrays`; None if the full version should be published.
 
-    `digests` are those of `arrays`. A tensor whose delta is no smaller than its bytes is given whole.
+    `digests` are the digests of `arrays`. A tensor whose delta would not be smaller than its bytes is included whole.
     """
     if before.keys() != arrays.keys():
         return None
@@ -50,7 +50,7 @@ def delta_content(
 
 
 def _difference(before: memoryview, after: memoryview, itemsize: int) -> tuple[int, list[memoryview]]:
-    """Number of changed elements, and their places and values; -1 and all bytes if that is no more."""
+    """Return the number of changed elements, and their places and values; or -1 and all bytes if that is not larger."""
     old, new = _elements(before, itemsize), _elements(after, itemsize)
     unlike = old != new
     places = np.flatnonzero(unlike if unlike.ndim == 1 else unlike.any(axis=1))
@@ -69,14 +69,14 @@ def apply_delta(manifest: PolicyManifest, tensor: Tensor, data: memoryview, base
     if base.dtype != dtype or base.shape != tensor.shape:
         raise _refused(manifest, tensor, f"does not fit the one of version {manifest.base}")
     if len(data) != tensor.changed * (_PLACE_BYTES + dtype.itemsize):
-        raise _refused(manifest, tensor, "has not as many bytes as changes")
+        raise _refused(manifest, tensor, "has too many or too few bytes for its changes")
     if not tensor.changed:
         return base
     end = tensor.changed * _PLACE_BYTES
     gaps = _from_planes(data[:end], _PLACE_BYTES).view("<i4").reshape(-1)
     places = np.cumsum(gaps, dtype=np.int64)
     if gaps[0] < 0 or (gaps[1:] <= 0).any() or places[-1] >= base.size:
-        raise _refused(manifest, tensor, "has changes that lie nowhere in it")
+        raise _refused(manifest, tensor, "has changes outside its elements")
     result = np.array(base, order="C")
     elements = _elements(memoryview(result.reshape(-1).view(np.uint8)), dtype.itemsize)  # type: ignore[arg-type]
     values = _from_planes(data[end:], dtype.itemsize)
@@ -90,7 +90,7 @@ def _refused(manifest: PolicyManifest, tensor: Tensor, why: str) -> WeightsRefus
 
 
 def _elements(data: memoryview, itemsize: int) -> NDArray[Any]:
-    """Bits of the elements: one unsigned integer each or, for sizes that no integer has, a row of bytes."""
+    """Return the bits of the elements: an unsigned integer each, or a row of bytes if no integer has that size."""
     if itemsize in (1, 2, 4, 8):
         return np.frombuffer(data, f"<u{itemsize}")
     return np.frombuffer(data, np.uint8).reshape(-1, max(itemsize, 1))

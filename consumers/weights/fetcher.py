@@ -1,6 +1,6 @@
 """Fetches the chunks of a policy version from the offsets and files in its manifest, or reports that they are gone.
 
-It reads uncommitted records: chunks are sent outside transactions, and the committed manifest vouches for them.
+It reads uncommitted records, because chunks are sent outside transactions and the committed manifest vouches for them.
 """
 
 import logging
@@ -45,7 +45,7 @@ class ChunkFetcher(Closing):
     def fetch(
         self, manifest: PolicyManifest, *, timeout_s: float = 60.0, stop: threading.Event | None = None
     ) -> list[bytes]:
-        """Return the chunks in order. Takes the arguments, and raises the errors, of `stream`."""
+        """Return the chunks in order. The arguments and the errors are the same as for `stream`."""
         chunks: dict[int, bytes] = {}
         self.stream(manifest, lambda chunk, data: chunks.__setitem__(chunk.index, data), timeout_s=timeout_s, stop=stop)
         return [chunks[chunk.index] for chunk in manifest.chunks]
@@ -60,9 +60,9 @@ class ChunkFetcher(Closing):
     ) -> None:
         """Pass each chunk to `take` as it arrives, in any order, and keep none. The caller checks their digests.
 
-        `take` is called by several threads at a time for chunks in files. Raises ChunksGone if a chunk no longer
-        exists, WeightsRefused if a file is damaged, ChunksLate if no chunk arrived for `timeout_s`, no broker answered,
-        or `stop` was set; what `take` raises ends it, too.
+        Several threads at a time may call `take` for chunks in files. Raises ChunksGone if a chunk no longer exists,
+        WeightsRefused if a file is damaged, and ChunksLate if no chunk arrived for `timeout_s`, no broker answered, or
+        `stop` was set. An error from `take` also ends the fetch and is raised.
         """
         progress = _Progress(manifest)
         logged = [chunk for chunk in manifest.chunks if not chunk.url]
@@ -97,7 +97,7 @@ class ChunkFetcher(Closing):
             while left:
                 if time.monotonic() > deadline or (stop is not None and stop.is_set()):
                     raise ChunksLate(
-                        f"{left} of {len(chunks)} chunks of version {manifest.version} are missing, and none came for "
+                        f"{left} of {len(chunks)} chunks of version {manifest.version} are missing; none arrived for "
                         f"{timeout_s:g} s"
                     )
                 try:
@@ -121,7 +121,10 @@ class ChunkFetcher(Closing):
             self._reader.unassign()
 
     def _next_chunk(self, missing: Mapping[int, deque[Chunk]], record: KafkaRecord) -> Chunk | None:
-        """Return the chunk that a record is, now no longer missing, or None. Raises ChunksGone if one was passed."""
+        """Return the chunk that a record holds, and remove it from `missing`; None for other records.
+
+        Raises ChunksGone if the record is beyond the next missing chunk.
+        """
         chunks = missing.get(record.partition)
         if not chunks or record.offset < chunks[0].offset:
             return None
@@ -135,7 +138,7 @@ class ChunkFetcher(Closing):
     def _check_begins(self, missing: dict[int, int], gone: OffsetGone) -> None:
         """Raise ChunksGone if a partition no longer holds the missing chunks.
 
-        The error alone does not show that: it may concern the previous version, which was just abandoned.
+        The error alone does not show that, because it may concern the version fetched before, which was just abandoned.
         """
         for partition, (begin, _end) in self._reader.bounds(self._topic, missing, timeout_s=0.0).items():
             if missing[partition] < begin:
@@ -143,7 +146,7 @@ class ChunkFetcher(Closing):
 
 
 class _Progress:
-    """Says every few seconds how much of a version has come."""
+    """Logs every few seconds how much of a version has arrived."""
 
     def __init__(self, manifest: PolicyManifest) -> None:
         self._manifest, self._said_at = manifest, time.monotonic()
@@ -156,7 +159,7 @@ class _Progress:
         self.report()
 
     def report(self) -> None:
-        """Log the progress, if it is time to."""
+        """Log the progress if it is due."""
         if time.monotonic() - self._said_at > _SAY_EVERY_S:
             self._said_at = time.monotonic()
             chunks = {"fetched": self._chunks, "of": len(self._manifest.chunks)}
@@ -164,7 +167,7 @@ class _Progress:
 
 
 def _by_partition(chunks: Iterable[Chunk]) -> dict[int, deque[Chunk]]:
-    """The chunks of each partition in the order of their offsets."""
+    """Return the chunks of each partition in the order of their offsets."""
     queues: dict[int, deque[Chunk]] = {}
     for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
         queues.setdefault(chunk.partition, deque()).append(chunk)
@@ -172,7 +175,7 @@ def _by_partition(chunks: Iterable[Chunk]) -> dict[int, deque[Chunk]]:
 
 
 def _lowest(missing: Mapping[int, deque[Chunk]]) -> dict[int, int]:
-    """The lowest offset in each partition with missing chunks."""
+    """Return the lowest offset in each partition with missing chunks."""
     return {partition: chunks[0].offset for partition, chunks in missing.items() if chunks}
 
 

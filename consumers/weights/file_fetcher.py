@@ -1,7 +1,7 @@
-"""Fetches chunks that lie in files, several at a time, with patience for a store that fails for a while.
+"""Fetches chunks from files, several at a time, and waits for a store that fails temporarily.
 
-A file is read again, later and later, until it comes or nothing came for the time limit. One that is missing, or whose
-size or digest is wrong in the store, is not: no reading mends it.
+A failed read is repeated with growing delays until it succeeds, or until no file has arrived within the time limit. A
+file that is missing, or whose size or digest in the store is wrong, is given up, because another read does not help.
 """
 
 import threading
@@ -23,8 +23,8 @@ _HEALED = (
     "`rollstream weights rollback` publishes an earlier one at once"
 )
 _AGAIN = (
-    "look at the store, and at the credentials in this process's environment; raise learner.weights.fetch_timeout_s if "
-    "it is slow"
+    "check the store, and the credentials in this process's environment; raise learner.weights.fetch_timeout_s if the "
+    "store is slow"
 )
 
 
@@ -39,12 +39,12 @@ def fetch_files(
     on_chunk: Callable[[Chunk], object] = lambda _chunk: None,
     on_wait: Callable[[], object] = lambda: None,
 ) -> None:
-    """Pass each chunk to `take`, on the thread that read it, in any order; it checks the digest.
+    """Pass each chunk to `take`, on the thread that read it, in any order; `take` checks the digest.
 
-    `on_chunk` is called for each chunk that came, `on_wait` while none comes, both on the caller's thread.
+    `on_chunk` is called for each chunk that arrives, and `on_wait` while none arrives, both on the caller's thread.
 
-    Raises ChunksGone if a file is missing, WeightsRefused if it is damaged, ChunksLate if none came for `timeout_s` or
-    `stop` was set; what `take` raises ends it, too. Each names the URL.
+    Raises ChunksGone if a file is missing, WeightsRefused if it is damaged, and ChunksLate if none arrived for
+    `timeout_s` or `stop` was set. These errors name the URL. An error from `take` also ends the fetch and is raised.
     """
     reading = _Reading(manifest, take, _stores(chunks), threading.Event(), {})
     left, deadline = len(chunks), time.monotonic() + timeout_s
@@ -55,7 +55,7 @@ def fetch_files(
         if stopped or time.monotonic() > deadline:
             problem = next(iter(list(reading.problems.values())), f"{shown(chunks[0].url)}: no answer")
             raise ChunksLate(
-                f"{left} of {len(chunks)} files of policy version {manifest.version} are missing, and none came for "
+                f"{left} of {len(chunks)} files of policy version {manifest.version} are missing; none arrived for "
                 f"{timeout_s:g} s; {problem}; {_AGAIN}"
             )
 
@@ -67,11 +67,11 @@ def fetch_files(
 
 
 def _stores(chunks: Sequence[Chunk]) -> Mapping[str, Store]:
-    """Open the store of every chunk, in the caller's thread: file systems keep connections for each thread."""
+    """Open the store of every chunk in the caller's thread, because file systems keep connections for each thread."""
     try:
         return {root: open_store(root) for root in {place_of(chunk.url)[0] for chunk in chunks}}
     except ConfigurationError as error:
-        # The fault is this process's, not the version's: with the package installed it can be read.
+        # The fault is in this process, not in the version, which can be read once the missing package is installed.
         raise ChunksLate(str(error)) from error
 
 
@@ -83,17 +83,17 @@ class _Reading(NamedTuple):
     stores: Mapping[str, Store]
     ended: threading.Event
     problems: dict[str, str]
-    """The last fault of each file, by URL."""
+    """Last problem of each file, by URL."""
 
     def fetch(self, chunk: Chunk) -> Chunk:
-        """Read a file until it is whole, and pass it on."""
+        """Read a file until it is whole, and pass it to `take`."""
         delay_s, mismatched = FIRST_DELAY_S, False
         while not self.ended.is_set():
             try:
                 data = self._read(chunk)
             except (ChunksGone, WeightsRefused):
                 raise
-            except Exception as error:  # Each file system has errors of its own.
+            except Exception as error:  # Each file system raises different errors.
                 self.problems[chunk.url] = shown(f"{chunk.url}: {brief(error)}")
             else:
                 try:
@@ -103,14 +103,14 @@ class _Reading(NamedTuple):
                 except WeightsRefused as refused:
                     if mismatched:
                         raise WeightsRefused(f"{shown(chunk.url)} is damaged: {refused}; {_HEALED}") from refused
-                    # Once more: the bytes may have changed on their way.
+                    # Read it once more, because the bytes may have been damaged in transit.
                     mismatched = True
             self.ended.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
         return chunk
 
     def _read(self, chunk: Chunk) -> bytes:
-        """Raises ChunksGone, WeightsRefused, or any error of the file system."""
+        """Read a file. Raises ChunksGone, WeightsRefused, or any error of the file system."""
         root, name = place_of(chunk.url)
         store, version = self.stores[root], self.manifest.version
         try:
@@ -129,4 +129,4 @@ class _Reading(NamedTuple):
                 f"{shown(chunk.url)}, chunk {chunk.index} of policy version {version}, has {stored} bytes "
                 f"instead of {chunk.size_bytes}; {_HEALED}"
             )
-        raise OSError(f"{len(data)} of {chunk.size_bytes} bytes came")
+        raise OSError(f"{len(data)} of {chunk.size_bytes} bytes arrived")

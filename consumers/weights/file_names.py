@@ -1,7 +1,8 @@
-"""Names of the files that hold chunks of policy versions, and the rule that decides when there are any. No I/O.
+"""Names of the files that hold chunks of policy versions, and the rule for when chunks go to files. No I/O.
 
-A name has the run, the version, the number of the chunk and the SHA-256 of the bytes. So two publishers never write
-different bytes under one name, a file belongs to one version, and whoever finds one can prove what it holds.
+A name contains the run, the version, the number of the chunk and the SHA-256 of the bytes. Therefore two publishers
+never write different bytes under one name, a file belongs to one version, and its bytes can be checked against its
+name.
 """
 
 import re
@@ -21,23 +22,23 @@ class ChunkFile(NamedTuple):
     digest: str
     """SHA-256 of the bytes as stored, hexadecimal."""
     whole: bool = True
-    """False for what a killed publisher left half written, which nobody reads."""
+    """False for a file that a killed publisher left half written, which nobody reads."""
 
 
 def in_files(config: WeightsConfig, size_bytes: int) -> bool:
-    """Whether the content of a version, of that size before compression, goes to files."""
+    """Whether the content of a version goes to files, given its size before compression."""
     if config.transport == "auto":
         return bool(config.url) and size_bytes > config.files_above_bytes
     return config.transport == "files"
 
 
 def file_name(run: str, version: int, index: int, digest: str) -> str:
-    """Name of the file of a chunk, below the URL of the files."""
+    """Return the name of a chunk's file, relative to learner.weights.url."""
     return f"{run}/{version:08d}/{index:06d}-{digest}"
 
 
 def parsed(run: str, name: str) -> ChunkFile | None:
-    """Return what a name says; None if it is none that `file_name` makes for the run."""
+    """Return the parts of a name; None unless it is a name that `file_name` makes for the run."""
     match = _NAME.fullmatch(name.removeprefix(f"{run}/")) if name.startswith(f"{run}/") else None
     return None if match is None else ChunkFile(int(match[1]), int(match[2]), match[3], match[4] is None)
 
@@ -49,6 +50,6 @@ def place_of(url: str) -> tuple[str, str]:
 
 
 def root_of(run: str, url: str) -> str | None:
-    """Return the URL of the store in which a file lies; None if its name is none that `file_name` makes for the run."""
+    """Return the URL of the store in which a file lies; None unless `file_name` makes the file's name for the run."""
     root, name = place_of(url)
     return None if parsed(run, name) is None else root

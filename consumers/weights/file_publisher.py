@@ -1,7 +1,7 @@
-"""FilePublisher: writes the chunks of policy versions to files, and removes the files that nobody needs any more.
+"""FilePublisher: writes the chunks of policy versions to files, and removes the files that are no longer needed.
 
-A file counts once a committed manifest names it. A file that a killed publisher left without one is used again if the
-next publisher has the same bytes to write, and removed if not.
+A file counts once a committed manifest names it. A file that a killed publisher left without a manifest is reused if
+the next publisher has to write the same bytes, and removed otherwise.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ class FileWriter:
     def write(self, version: int, content: Content, first: int = 0) -> tuple[Chunk, ...]:
         """Write the content in chunks, numbered from `first`, and return them once all are stored.
 
-        They are compressed if that pays. Raises DeliveryError if the store does not take a file in time.
+        The chunks are compressed if that pays. Raises DeliveryError if the store does not accept a file in time.
         """
         codec, config = ZSTD if pays(content.views) else "", self._config
         writing = _Writing(self, version, codec, threading.Event(), {})
@@ -52,9 +52,9 @@ class FileWriter:
                 problem = next(iter(list(writing.problems.values())), "no answer")
                 raise DeliveryError(
                     f"policy version {version} was not written to {shown(self._store.url)} within "
-                    f"learner.weights.store_timeout_s {config.store_timeout_s:g}: {problem}; look at the store, the "
-                    "space and the credentials in this process's environment, then start the learner again: it "
-                    "publishes the version anew"
+                    f"learner.weights.store_timeout_s {config.store_timeout_s:g}: {problem}; check the store, its "
+                    "free space and the credentials in this process's environment, then start the learner again: it "
+                    "publishes the version again"
                 )
 
         chunks = []
@@ -65,11 +65,11 @@ class FileWriter:
         return tuple(sorted(chunks, key=lambda chunk: chunk.index))
 
     def url(self, name: str) -> str:
-        """URL of a file, as in manifests."""
+        """Return the URL of a file, as in manifests."""
         return f"{self._store.url.rstrip('/')}/{name}"
 
     def store(self, name: str, data: bytes, digest: str) -> None:
-        """Store a file, unless it is there already with these bytes. Raises any error of the file system."""
+        """Store a file, unless it already exists with these bytes. Raises any error of the file system."""
         before = self._reusable.get(name)
         if before is not None and before.size_bytes == len(data) and self._holds(name, digest):
             return
@@ -80,7 +80,7 @@ class FileWriter:
     def _holds(self, name: str, digest: str) -> bool:
         try:
             return hashlib.sha256(self._store.read(name)).hexdigest() == digest
-        except Exception:  # Each file system has errors of its own; then it is written.
+        except Exception:  # Each file system raises different errors. After any of them, the file is written.
             return False
 
     @property
@@ -90,16 +90,16 @@ class FileWriter:
 
 
 class FilePublisher(FileWriter):
-    """The files of one publisher of a run. Build it once no other publisher can commit."""
+    """The files of one publisher of a run. Build it only when no other publisher can commit any more."""
 
     def __init__(self, run: str, config: WeightsConfig, manifests: Mapping[int, PolicyManifest]) -> None:
-        """Look for files that earlier publishers left. Raises ConfigurationError if the URL cannot be opened."""
+        """Find files that earlier publishers left. Raises ConfigurationError if the URL cannot be opened."""
         super().__init__(run, config)
         self._latest = max(manifests, default=-1)
         self._find_left_behind(manifests)
 
     def committed(self, manifest: PolicyManifest) -> None:
-        """Note that a version is committed: files left behind for its number, which it does not name, are removed."""
+        """Note that a version is committed, and remove files left behind for its number that it does not name."""
         named = {chunk.url for chunk in manifest.chunks}
         self._latest = max(self._latest, manifest.version)
         over = [name for name in self._reusable if self._version(name) <= manifest.version]
@@ -108,14 +108,14 @@ class FilePublisher(FileWriter):
             del self._reusable[name]
 
     def _find_left_behind(self, manifests: Mapping[int, PolicyManifest]) -> None:
-        """Remove what earlier publishers left, but files that this one may use again."""
+        """Remove the files that earlier publishers left, except files that this publisher may reuse."""
         url, timeout_s = self._store.url, self._config.store_timeout_s
         listed = listed_files(self._run, [url], timeout_s=timeout_s)[url]
         if isinstance(listed, str):
             event(logger, "weight_files_left", level=logging.WARNING, reason=f"{shown(url)}: not listed: {listed}")
             return
         left = left_behind(self._run, listed, manifests, self._config.keep_versions, url)
-        # Young enough that `rollstream prune` will not take it away before it is used.
+        # A file must be so young that `rollstream prune` does not remove it before it is reused.
         youngest = time.time() - self._config.orphan_hours * 3600 / 2
         for name in left:
             file, written = parsed(self._run, name), listed[name].modified
@@ -136,7 +136,7 @@ class _Writing(NamedTuple):
     codec: str
     ended: threading.Event
     problems: dict[int, str]
-    """The last fault of each chunk, by its number."""
+    """Last problem of each chunk, by number."""
 
     def chunk(self, numbered: tuple[int, bytes]) -> Chunk:
         """Write a piece of the content until the store has it."""
@@ -152,7 +152,7 @@ class _Writing(NamedTuple):
                 break
             except ConfigurationError:
                 raise
-            except Exception as error:  # Each file system has errors of its own.
+            except Exception as error:  # Each file system raises different errors.
                 self.problems[index] = shown(f"chunk {index}: {brief(error)}")
             self.ended.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)

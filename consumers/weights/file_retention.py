@@ -1,6 +1,7 @@
-"""Retention of files of policy versions: those stay that a kept version or one it builds on names.
+"""Retention of files of policy versions: a file stays if a kept version, or a version that it builds on, names it.
 
-Files that no manifest names may belong to a version that is being published. Only age tells, or the right to publish.
+A file that no manifest names may belong to a version that is being published. It may only be removed if it is old
+enough, or by the publisher itself.
 """
 
 import logging
@@ -23,26 +24,26 @@ logger = logging.getLogger(__name__)
 
 
 class FilesToPrune(NamedTuple):
-    """The files of a run at one URL, and what may go."""
+    """The files of a run at one URL, and which of them may be removed."""
 
     url: str
     files: int
-    """All files of the run there."""
+    """Number of files of the run at the URL."""
     removable: tuple[str, ...]
-    """URLs."""
+    """URLs of the files that may be removed."""
     size_bytes: int
-    """Bytes of those that may go."""
+    """Total size of the removable files."""
     problem: str = ""
-    """Why nothing may go."""
+    """Why no file may be removed."""
 
 
 def left_behind(
     run: str, listed: Iterable[str], manifests: Mapping[int, PolicyManifest], keep_versions: int, url: str
 ) -> list[str]:
-    """Return the listed files of a run that no kept version needs; `url` is where they lie.
+    """Return the listed files of a run that no kept version needs; `url` is the URL of their store.
 
-    Files with other names are not ours, and files of a version whose manifest is missing among others may be those of
-    a manifest that this release cannot read: neither is returned.
+    Files with other names are not returned, because they do not belong to the run. Files of an earlier version without
+    a manifest are not returned either, because this release may be unable to read its manifest.
     """
     latest = max(manifests, default=-1)
     named = {
@@ -63,7 +64,7 @@ def left_behind(
 
 
 def roots(run: str, config: WeightsConfig, manifests: Iterable[PolicyManifest]) -> list[str]:
-    """URLs below which files of a run lie: that of the settings, and those in manifests."""
+    """Return the URLs below which files of a run lie: the configured URL, and the URLs in manifests."""
     urls = {config.url: None} if config.url else {}
     for manifest in manifests:
         for chunk in manifest.chunks:
@@ -73,7 +74,7 @@ def roots(run: str, config: WeightsConfig, manifests: Iterable[PolicyManifest]) 
 
 
 def listed_files(run: str, urls: Iterable[str], *, timeout_s: float) -> dict[str, Mapping[str, StoredFile] | str]:
-    """Files of a run at each URL, or why they cannot be listed within `timeout_s` each."""
+    """Return the files of a run at each URL, or why they cannot be listed within `timeout_s` per URL."""
     return {url: _listed(run, url, timeout_s) for url in urls}
 
 
@@ -88,7 +89,7 @@ def _listed(run: str, url: str, timeout_s: float) -> Mapping[str, StoredFile] | 
         store = open_store(url)
         [files] = in_parallel([run], store.listing, 1, check=check, ended=threading.Event())
         return files
-    except Exception as error:  # Each file system has errors of its own.
+    except Exception as error:  # Each file system raises different errors.
         return shown(brief(error))
 
 
@@ -101,9 +102,10 @@ def prunable(
     unreadable: int = 0,
     now_s: float | None = None,
 ) -> list[FilesToPrune]:
-    """Return which of the files may go: no kept version needs them, and they are older than `orphan_hours`.
+    """Return the files that may be removed: no kept version needs them, and they are older than `orphan_hours`.
 
-    The files must be listed before the manifests are read. None may go if a manifest is unreadable: it may name them.
+    The files must be listed before the manifests are read. If a manifest is unreadable, no file may be removed, because
+    the manifest may name it.
     """
     oldest = (time.time() if now_s is None else now_s) - config.orphan_hours * 3600
     plans = []
@@ -123,7 +125,7 @@ def prunable(
 
 
 def remove_files(urls: Iterable[str], *, at_once: int, timeout_s: float) -> tuple[int, str]:
-    """Delete files; return how many are gone, and what was wrong with the first of the others, if any."""
+    """Delete files; return the number of deleted files, and the problem of the first file that was not deleted."""
     chosen, problems = list(urls), dict[str, str]()
     if not chosen:
         return 0, ""
@@ -150,7 +152,7 @@ def remove_files(urls: Iterable[str], *, at_once: int, timeout_s: float) -> tupl
 
 
 def remove_expired(urls: Iterable[str], config: WeightsConfig) -> None:
-    """Delete files of a publisher; those that cannot be are logged, and left to `rollstream prune`."""
+    """Delete files of a publisher; log failures, and leave the files that remain to `rollstream prune`."""
     removed, problem = remove_files(urls, at_once=config.files_at_once, timeout_s=config.store_timeout_s)
     if removed:
         event(logger, "weight_files_removed", files=removed)

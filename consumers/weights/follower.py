@@ -1,7 +1,7 @@
-"""WeightsFollower: holds one whole policy version whose digests match, and swaps to a newer one when that is complete.
+"""WeightsFollower: holds one whole policy version whose digests match, and swaps to a newer one once it is complete.
 
-Needs no JAX. A version that cannot be fetched is retried until it or a newer one is held; a version whose chunks are
-gone is skipped. The follower never goes back to an older version.
+It does not need JAX. A version that cannot be fetched is retried until it or a newer version is held; a version whose
+chunks are gone is skipped. The follower never goes back to an older version.
 """
 
 import logging
@@ -77,7 +77,7 @@ class WeightsFollower:
             return self._manifest
 
     def get_state(self, version: int) -> State | None:
-        """(version, arrays by name) if the version held is not `version`, else None.
+        """Return the held version and its arrays by name, or None if the held version is `version`.
 
         The arrays are read-only and stay valid for as long as they are referenced. Raises the error that ended the
         background thread, if any.
@@ -90,8 +90,8 @@ class WeightsFollower:
             return self._manifest.version, self._arrays
 
     def wait_for(self, version_at_least: int, timeout_s: float) -> State:
-        """Wait until the version is at least this, and return the state. Raises DeadlineExceeded, or the error
-        that ended the thread."""
+        """Wait until the version is at least `version_at_least`, and return the state. Raises DeadlineExceeded, or the
+        error that ended the thread."""
         with self._changed:
             reached = self._changed.wait_for(
                 lambda: (

@@ -1,6 +1,6 @@
-"""Layout of policy versions: arrays to chunks of bytes and back, with digests over tensors and the whole.
+"""Layout of policy versions: from arrays to chunks of bytes and back, with digests of each tensor and of the whole.
 
-Bytes that do not match their digests are refused. Needs numpy; knows neither Kafka nor JAX.
+Bytes that do not match their digests are refused. This module needs numpy, but neither Kafka nor JAX.
 """
 
 import hashlib
@@ -29,12 +29,11 @@ from rollstream.topics.params_digest import (
 from rollstream.topics.records import Chunk, PolicyManifest, Tensor
 
 _MOST_NAMED = 8
-"""Chunks that a message names one by one."""
+"""Maximum number of chunks that a message names one by one."""
 
 
 def full_content(arrays: Arrays, digests: Sequence[TensorDigest] = ()) -> Content:
-    """Return every byte of the arrays, in name order; `digests` are those of `tensor_digests(arrays)`, if they are
-    known already."""
+    """Return every byte of the arrays, in name order; `digests` is the result of `tensor_digests(arrays)`, if known."""
     tensors, views, start = [], [], 0
     for name, dtype, shape, digest in digests or described(arrays):
         view = little_endian_view(np.asarray(arrays[name]))
@@ -45,9 +44,9 @@ def full_content(arrays: Arrays, digests: Sequence[TensorDigest] = ()) -> Conten
 
 
 def split(views: Iterable[memoryview], chunk_bytes: int) -> Iterator[bytes]:
-    """Yield consecutive pieces of `chunk_bytes`, the last one of at least one byte; no bytes have one empty piece.
+    """Yield consecutive pieces of `chunk_bytes`; the last may be shorter. No bytes give one empty piece.
 
-    Holds one piece at a time.
+    Only one piece is held at a time.
     """
     parts: list[memoryview] = []
     room = chunk_bytes
@@ -74,8 +73,8 @@ def assemble(
 ) -> dict[str, NDArray[Any]]:
     """Return the arrays of a version from its stored chunks, in order; read-only.
 
-    `base` are the arrays of the version that a delta applies to. Raises WeightsRefused unless every tensor and the
-    whole match the manifest's digests, which is left to a later version of the chain if not `checked`.
+    `base` holds the arrays of the version to which a delta applies. If `checked`, raises WeightsRefused unless every
+    tensor and the whole match the manifest's digests; otherwise, a later version of the chain must be checked.
     """
     buffer = ContentBuffer(manifest, checked=checked)
     for chunk, data in zip(manifest.chunks, chunks, strict=True):
@@ -84,14 +83,14 @@ def assemble(
 
 
 class ContentBuffer:
-    """The content of one version, filled and digested as its chunks arrive: no chunk is held beside it."""
+    """The content of one version, filled and digested as its chunks arrive, so that no chunk is held separately."""
 
     def __init__(self, manifest: PolicyManifest, *, checked: bool = True) -> None:
         """`checked` is as in `assemble`. Raises WeightsRefused if memory cannot hold the content."""
         self._manifest, self._checked = manifest, checked
         self._places, end = places_of(manifest)
         try:
-            # Not a bytearray: numpy asks for huge pages, and leaves the bytes unwritten until their chunk comes.
+            # Unlike a bytearray, numpy uses huge pages, and leaves the bytes unwritten until their chunk arrives.
             self._data = memoryview(np.empty(end, np.uint8))  # type: ignore[arg-type]
         except (MemoryError, OverflowError, ValueError) as error:
             raise WeightsRefused(f"policy version {manifest.version} needs {end} bytes of memory") from error
@@ -100,7 +99,7 @@ class ContentBuffer:
         self._digests = ArrivalDigests(whole, self._data) if digested else None
 
     def put(self, chunk: Chunk, data: bytes) -> None:
-        """Add a stored chunk. Raises WeightsRefused if it is not that of the manifest."""
+        """Add a stored chunk. Raises WeightsRefused if it differs from the manifest."""
         content = content_of(self._manifest, chunk, data)
         start = self._places[chunk]
         self._data[start : start + len(content)] = content
@@ -108,7 +107,7 @@ class ContentBuffer:
             self._digests.arrived(start, start + len(content))
 
     def arrays(self, base: Mapping[str, NDArray[Any]] | None = None) -> dict[str, NDArray[Any]]:
-        """Return the arrays once all chunks are there, read-only views of the content. As `assemble` otherwise."""
+        """Return the arrays, read-only views of the content, once all chunks are added. Otherwise as `assemble`."""
         content, base = self._data.toreadonly(), base or {}
         arrays = {
             tensor.name: array_of(
@@ -122,7 +121,7 @@ class ContentBuffer:
 
 
 def places_of(manifest: PolicyManifest) -> tuple[dict[Chunk, int], int]:
-    """Return where the content of each chunk begins in that of the version, and where the last one ends."""
+    """Return where the content of each chunk begins in the content of the version, and where the last chunk ends."""
     places, end = {}, 0
     for chunk in manifest.chunks:
         places[chunk] = end
@@ -131,7 +130,7 @@ def places_of(manifest: PolicyManifest) -> tuple[dict[Chunk, int], int]:
 
 
 def array_of(manifest: PolicyManifest, tensor: Tensor, view: memoryview, base: NDArray[Any] | None) -> NDArray[Any]:
-    """Return a tensor from its part of the content; `base` is that of the version before. Raises WeightsRefused."""
+    """Return a tensor from its part of the content; `base` is the tensor before a delta. Raises WeightsRefused."""
     name = _named(manifest, tensor)
     if len(view) != tensor.size_bytes:
         raise WeightsRefused(f"{name} has too few bytes")
@@ -144,15 +143,15 @@ def array_of(manifest: PolicyManifest, tensor: Tensor, view: memoryview, base: N
             raise WeightsRefused(f"{error}; {_lies(manifest, tensor)}") from error
     dtype = dtype_of(tensor.dtype)
     if tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
-        raise WeightsRefused(f"{name} has no room for its shape")
+        raise WeightsRefused(f"{name} has too many or too few bytes for its shape")
     return np.frombuffer(view, dtype).reshape(tensor.shape)
 
 
 def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
-    """Return the content of a stored chunk. Raises WeightsRefused unless the chunk is that of the manifest."""
+    """Return the content of a stored chunk. Raises WeightsRefused if the chunk differs from the manifest."""
     differs = f"chunk {chunk.index} of policy version {manifest.version}, {_place(chunk)}, differs from its manifest: "
     if len(data) != chunk.size_bytes:
-        raise WeightsRefused(f"{differs}{len(data)} bytes of {chunk.size_bytes}")
+        raise WeightsRefused(f"{differs}it has {len(data)} bytes instead of {chunk.size_bytes}")
     if chunk.digest and hashlib.sha256(data).hexdigest() != chunk.digest:
         raise WeightsRefused(f"{differs}its {len(data)} bytes have another digest")
     if not chunk.codec:
@@ -160,7 +159,7 @@ def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
     if chunk.codec != ZSTD:
         raise WeightsRefused(
             f"chunk {chunk.index} of policy version {manifest.version} is compressed by {chunk.codec!r}, which this "
-            "release does not know; upgrade it"
+            "release does not know; upgrade rollstream"
         )
     try:
         return decompress(data, chunk.content_bytes)
@@ -171,7 +170,7 @@ def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
 def check(manifest: PolicyManifest, arrays: Arrays, known: Mapping[str, str] | None = None) -> None:
     """Raise WeightsRefused unless the arrays of a version match the digests in its manifest.
 
-    `known` are digests of their bytes that were computed already, by name.
+    `known` holds digests that were already computed, by name.
     """
     if manifest.digest.endswith(TREE):
         check_digests(manifest, _completed(known or {}, arrays))
@@ -182,7 +181,7 @@ def check(manifest: PolicyManifest, arrays: Arrays, known: Mapping[str, str] | N
 
 
 def check_digests(manifest: PolicyManifest, digests: Iterable[TensorDigest]) -> None:
-    """Raise WeightsRefused unless the digests of all tensors, and so of the whole, are those in a manifest."""
+    """Raise WeightsRefused unless the digests of all tensors, and hence of the whole, match a manifest."""
     known = tuple(digests)
     _check_tensors(manifest, {tensor.name: tensor.digest for tensor in known})
     _check_whole(manifest, tree_digest(known))
@@ -200,7 +199,7 @@ def _check_whole(manifest: PolicyManifest, digest: str) -> None:
 
 
 def _completed(known: Mapping[str, str], arrays: Arrays) -> tuple[TensorDigest, ...]:
-    """Digests of all arrays; those that are not known are computed."""
+    """Return the digests of all arrays; unknown digests are computed."""
     missing = tensor_digests({name: array for name, array in arrays.items() if name not in known})
     rest = described({name: array for name, array in arrays.items() if name in known})
     return (*(tensor._replace(digest=known[tensor.name]) for tensor in rest), *missing)
@@ -215,7 +214,7 @@ def _place(chunk: Chunk) -> str:
 
 
 def _lies(manifest: PolicyManifest, tensor: Tensor) -> str:
-    """Name the chunks that hold the bytes of a tensor, or those of its changes."""
+    """Name the chunks that hold the bytes of a tensor or of its changes."""
     ends = itertools.accumulate(chunk.content_bytes if chunk.codec else chunk.size_bytes for chunk in manifest.chunks)
     begin, end = tensor.start, tensor.start + tensor.size_bytes
     chunks = [

@@ -23,15 +23,15 @@ def load_version(
     timeout_s: float = 60.0,
     stop: threading.Event | None = None,
 ) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a version. If deltas lead to it from the version `held`, only those are fetched.
+    """Return the arrays of a version. If deltas lead to it from the version `held`, only these deltas are fetched.
 
-    Nothing is fetched if one of the versions it builds on is `refused`: the digests would not match again.
+    Nothing is fetched if a version that it builds on is `refused`, because the digests would mismatch again.
     `timeout_s` and `stop` apply to each version of the chain. Raises ChainBroken, ChunksGone, ChunksLate or
     WeightsRefused.
     """
     arrays: dict[str, NDArray[Any]] = dict(held[1])
     for link in links(manifests, version, held[0], refused):
-        # The digests of a version prove all that it builds on.
+        # The digests of the last version also prove the versions that it builds on.
         buffer = ContentBuffer(link, checked=link.version == version)
         fetcher.stream(link, buffer.put, timeout_s=timeout_s, stop=stop)
         arrays = buffer.arrays(arrays)

@@ -1,6 +1,7 @@
-"""Work on many items at a time, on threads that a call which never returns cannot keep alive.
+"""Work on several items at a time, on daemon threads.
 
-Stores of others may hang. Their calls run on daemon threads, and whoever waits for them can give up.
+A call to an external store may never return. On a daemon thread, it does not keep the process alive, and the caller can
+give up waiting for it.
 """
 
 import queue
@@ -17,10 +18,10 @@ _NONE_LEFT = object()
 def in_parallel(
     items: Iterable[T], work: Callable[[T], R], threads: int, *, check: Callable[[], None], ended: threading.Event
 ) -> Iterator[R]:
-    """Yield the results of `work` as they come; at most `threads` items are in work, and none is taken before its turn.
+    """Yield the results of `work` as they arrive. Each of the `threads` takes an item when it begins to work on it.
 
-    Errors of `work` and of the items are raised here. `check` is called while no result comes, and its error ends the
-    iteration. `ended` is set at the end, whatever its reason: work that lasts looks at it.
+    Errors of `work` and of the items are raised here. `check` is called while no result arrives, and an error from it
+    ends the iteration. `ended` is set at the end, whatever the reason; long-running work must check it.
     """
     source, taking = iter(items), threading.Lock()
     results: queue.SimpleQueue[tuple[R | None, BaseException | None, bool]] = queue.SimpleQueue()

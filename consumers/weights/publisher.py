@@ -1,8 +1,8 @@
 """WeightsPublisher: sends chunks outside transactions, then the manifest, which is the commit point of the version.
 
-The manifest commits in the transaction of its step. A version number is never reused; chunks left by a crash are
-tombstoned at the next start, and files used again or removed. In a learner of several processes the lead has it: the
-others send their tensors themselves, and the manifest waits for all of them.
+The manifest is committed in the transaction of its step. A version number is never reused. At the next start, chunks
+left by a crash are tombstoned, and files left by a crash are reused or removed. In a learner of several processes, only
+the lead has a WeightsPublisher: every other process sends its tensors itself, and the manifest waits for all of them.
 """
 
 import logging
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 def read_manifests(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> dict[int, PolicyManifest]:
-    """Every committed manifest of a run from an offset of `policies` on, by version; unreadable records are skipped."""
+    """Return all committed manifests at or above an offset of `policies`, by version; skip unreadable records."""
     topic = topic_name(run, "policies")
     records = SkippedRecords("policies").records(PolicyManifest, read_to_end(kafka, topic, start=start))
     return {manifest.version: manifest for _message, manifest in records}
@@ -56,7 +56,7 @@ class WeightsPublisher:
         *,
         channel: Channel | None = None,
     ) -> None:
-        """`channel` leads to the other processes of the learner, each of which has a ShardMember."""
+        """`channel` connects to the other processes of the learner, each of which has a ShardMember."""
         self._config = config
         self._learner = learner
         self._model = model
@@ -72,12 +72,12 @@ class WeightsPublisher:
         self._base: tuple[PolicyManifest, Arrays] | None = None
         """The latest version, if this publisher made it, and the arrays of this process."""
         self._tombstone_unnamed(kafka)
-        # Last: from now on the other processes may send chunks.
+        # This comes last, because the other processes may send chunks from now on.
         self._barrier = LeadBarrier(channel, self._epoch, config.shards_timeout_s)
 
     @property
     def versions(self) -> dict[int, int]:
-        """Learner step of every published version; may be called from another thread."""
+        """Learner step of every published version; may be read from another thread."""
         return {version: manifest.step for version, manifest in list(self._manifests.items())}
 
     @property
@@ -86,13 +86,13 @@ class WeightsPublisher:
         return max(self._manifests, default=-1)
 
     def manifest(self, version: int) -> PolicyManifest | None:
-        """Manifest of a published version; None if there is no version of that number."""
+        """Return the manifest of a published version; None if no version has that number."""
         return self._manifests.get(version)
 
     def published(self, step: int, digest: str) -> PolicyManifest | None:
-        """Manifest of the version this learner published after `step`, if its parameters have that digest.
+        """Return the manifest of the version that this learner published after `step`, if `digest` matches.
 
-        The digest is that of the learner's parameters, before any conversion.
+        `digest` is the digest of the learner's parameters before any conversion.
         """
         of_step = [m for m in self._manifests.values() if m.learner == self._learner and m.step == step]
         newest = max(of_step, key=lambda manifest: manifest.version, default=None)
@@ -109,13 +109,13 @@ class WeightsPublisher:
     ) -> PolicyManifest:
         """Send the chunks of a new version, wait until broker or store has them, and return the manifest to commit.
 
-        `arrays` are numpy arrays by name, which must not change afterwards: the next version is compared with them. If
-        they were converted to `dtype`, `params_digest` is the digest of the parameters before. `figures` are those of
-        earlier stages. Nobody reads the chunks before the manifest is committed. Raises DeliveryError if the broker
-        or the store does not accept them.
+        `arrays` are numpy arrays by name, which must not change afterwards, because the next version is compared with
+        them. If they were converted to `dtype`, `params_digest` is the digest of the parameters before the conversion.
+        `figures` are the figures of earlier stages. Nobody reads the chunks before the manifest is committed. Raises
+        DeliveryError if the broker or the store does not accept them.
 
-        With several processes, `arrays` are the tensors of this one, `params_digest` must be given, and the manifest is
-        returned once all of them have stored theirs; otherwise ShardMissing is raised.
+        In a learner of several processes, `arrays` are the tensors of this process, and `params_digest` must be given.
+        Raises ShardMissing unless all processes store their tensors in time.
         """
         clock, version, alone = _Stages(figures or {}), self.latest_version + 1, self._barrier.processes == 1
         before = self._before()
@@ -151,9 +151,9 @@ class WeightsPublisher:
         self._barrier.skip()
 
     def _before(self) -> tuple[PolicyManifest, Arrays] | None:
-        """The latest version, if the next one may be a delta; that is the case if its bytes are fewer by half.
+        """Return the latest version if the next version may be a delta of it, otherwise None.
 
-        It may not at the start of a publisher, and every `anchor_every` versions.
+        The first version of a publisher, and every `anchor_every`-th version, must be full.
         """
         if self._base is None:
             return None
@@ -182,11 +182,11 @@ class WeightsPublisher:
         )
 
     def record(self, manifest: PolicyManifest) -> tuple[str, bytes, bytes]:
-        """Topic, key and value of the manifest's record."""
+        """Return the topic, key and value of the manifest's record."""
         return self._policies_topic, encode_key(manifest.version), encode(manifest)
 
     def committed(self, manifest: PolicyManifest) -> None:
-        """Note that the manifest is committed, and remove the chunks of versions that no kept one builds on."""
+        """Note that the manifest is committed, and remove the chunks of versions that no kept version builds on."""
         self._manifests[manifest.version] = manifest
         self._live.add(manifest.version)
         staged, self._staged = self._staged, None
@@ -201,14 +201,14 @@ class WeightsPublisher:
                 else:
                     self._writer.tombstone(encode_key(expired.version, expired.epoch, chunk.index), chunk.partition)
             self._live.remove(version)
-            # Nobody asks for its tensors and chunks any more, and of a large model they are many.
+            # Its tensors and chunks are no longer needed, and a large model has many of them.
             self._manifests[version] = replace(expired, tensors=(), chunks=())
         if self._files is not None:
             self._files.committed(manifest)
         remove_expired(files, self._config)
 
     def close(self) -> None:
-        """Wait until the broker has every tombstone."""
+        """Wait until the broker has received every tombstone."""
         self._writer.close()
 
     def _tombstone_unnamed(self, kafka: KafkaConfig) -> None:
@@ -231,7 +231,7 @@ class WeightsPublisher:
 
 
 def params_digest_of(manifest: PolicyManifest) -> str:
-    """Digest of the learner's parameters that a version was published from, before any conversion."""
+    """Return the digest of the learner's parameters from which a version was published, before any conversion."""
     return manifest.params_digest or manifest.digest
 
 
@@ -243,7 +243,7 @@ class _Stages:
         self._began = time.monotonic()
 
     def ended(self, stage: str) -> None:
-        """A stage may have several parts."""
+        """Add the time since the last call to a stage, which may have several parts."""
         now = time.monotonic()
         self.figures[stage] = self.figures.get(stage, 0.0) + now - self._began
         self._began = now
@@ -261,7 +261,7 @@ def _sizes(shards: Sequence[Shard]) -> dict[str, float]:
 
 
 def _live_keys(messages: Iterable[KafkaRecord]) -> dict[bytes, int]:
-    """Keys whose last record is not a tombstone, with their partition."""
+    """Return the keys whose last record is not a tombstone, with their partitions."""
     live: dict[bytes, int] = {}
     for message in messages:
         key, partition = message.key, message.partition

@@ -1,7 +1,7 @@
 """Rollback: publishes the parameters of an earlier policy version under the next number, on the record.
 
-Numbers are never used again, so every follower swaps forward to it. The headers of the manifest's record say who did
-it, and why.
+Version numbers are never reused, so every follower swaps forward to the new version. The headers of the manifest's
+record say who rolled back, and why.
 """
 
 import getpass
@@ -23,21 +23,21 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import PolicyManifest
 
 PUBLISHER = "rollback"
-"""Name under which a rollback asks for the right to publish; the version keeps the name of its learner."""
+"""Name under which a rollback acquires the right to publish; the version keeps the name of its learner."""
 _OF, _BY, _REASON = "rollstream.rollback.of", "rollstream.rollback.by", "rollstream.rollback.reason"
 
 
 class RollbackNote(NamedTuple):
-    """The note of a rollback on the record of the version that it published."""
+    """A rollback's note in the record of the version that it published."""
 
     source: int
-    """Version whose parameters it has."""
+    """Version whose parameters were published again."""
     by: str
     reason: str
 
 
 def note_of(record: KafkaRecord) -> RollbackNote | None:
-    """Return what the record of a manifest says of a rollback; None if a learner published it."""
+    """Return the rollback's note in the record of a manifest; None if a learner published the manifest."""
     source = record.header(_OF)
     if source is None or not (source.isascii() and source.isdecimal()):
         return None
@@ -56,8 +56,8 @@ def roll_back(
 ) -> PolicyManifest:
     """Publish the parameters of `version` as the next version, and return its manifest.
 
-    `by` is the user and host of this process by default. `take_over` fences the learner that publishes into the run;
-    without it a rollback is refused unless that learner is retired. Raises ConfigurationError if there is no such
+    `by` defaults to the user and host of this process. `take_over` fences the learner that publishes into the run;
+    without it, a rollback is refused unless that learner is retired. Raises ConfigurationError if there is no such
     version, TopicError if it cannot be fetched whole, StateRefused, Fenced, DeliveryError and BrokerUnavailable.
     """
     config = config or WeightsConfig()
@@ -65,14 +65,14 @@ def roll_back(
     if version not in manifests:
         raise ConfigurationError(f"run {run} has no policy version {version}; `rollstream weights ls` lists them")
     source = manifests[version]
-    # Fetched before anybody is fenced.
+    # The version is fetched before any learner is fenced.
     with ChunkFetcher(kafka, run, files_at_once=config.files_at_once) as fetcher:
         try:
             arrays = load_version(fetcher, manifests, version, timeout_s=config.fetch_timeout_s)
         except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
             raise TopicError(f"policy version {version} cannot be published again: {error}") from error
     with ExitStack() as stack:
-        # In this order: building the log fences the learner.
+        # The log must be built first, because building it fences the learner.
         log = stack.enter_context(closing(StepLog(kafka, run, PUBLISHER, take_over=take_over)))
         publisher = WeightsPublisher(kafka, run, source.learner, source.model, config)
         stack.enter_context(closing(publisher))

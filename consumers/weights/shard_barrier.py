@@ -1,7 +1,8 @@
 """The barrier of a learner's processes at each policy version: all shards are stored, or no manifest is written.
 
-The lead says which version begins, each process says how much it has, the lead plans, each sends and reports its
-chunks. Every message names the lead's incarnation: what a process of an earlier one says is never heard.
+The lead announces a version, each process says how many bytes it has, the lead plans, and each process sends and
+reports its chunks. The key of every message contains the lead's incarnation, so that messages to an earlier incarnation
+are never read.
 """
 
 import time
@@ -30,10 +31,10 @@ class Channel(Protocol):
     processes: int
 
     def publish(self, key: str, value: bytes) -> None:
-        """Publish a value to the others, under a new key."""
+        """Publish a value to the other processes under a new key."""
 
     def receive(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Wait for the value of a key. Raises DeadlineExceeded, or an error of its own if the team is gone."""
+        """Wait for the value of a key. Raises DeadlineExceeded, or another error if the other processes are gone."""
 
     def forget(self, key: str) -> None:
         """Delete a value that every process has read."""
@@ -41,53 +42,53 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The beginning of a version, or the word that there is none."""
+    """Announcement of a version, or that none is published after this step."""
 
     version: int
-    """-1 if nothing is published after this step."""
+    """Number of the version; -1 if nothing is published after this step."""
     base: int = -1
-    """The version that this one may be a change of; -1 if it is to be full."""
+    """Version on which this version may be a delta; -1 if it must be full."""
 
 
 class LeadBarrier:
-    """The lead's side; alone without a channel."""
+    """The lead's side; without a channel, the lead is the only process."""
 
     def __init__(self, channel: Channel | None, epoch: str, timeout_s: float) -> None:
         self._channel, self._epoch, self._timeout_s = channel, epoch, timeout_s
         self._others = () if channel is None else tuple(range(1, channel.processes))
         self._round, self._version = 0, -1
         self._told: list[str] = []
-        """Keys that the others may not have read yet."""
+        """Keys that can be deleted once all processes have read them."""
         if channel is not None and self._others:
             channel.publish(_EPOCH, epoch.encode())
 
     @property
     def processes(self) -> int:
-        """Number of processes, this one included."""
+        """Number of processes, including this one."""
         return 1 + len(self._others)
 
     def skip(self) -> None:
-        """Tell the others that nothing is published after this step."""
+        """Tell the other processes that nothing is published after this step."""
         self._begin(Beginning(version=-1))
 
     def begin(self, version: int, base: int) -> None:
-        """Tell the others which version begins."""
+        """Tell the other processes which version begins."""
         self._version = version
         self._begin(Beginning(version=version, base=base))
 
     def offers(self, own: Offer) -> list[Offer]:
-        """Return the offer of each process, in their order. Raises ShardMissing."""
+        """Return the offers of all processes, in order. Raises ShardMissing."""
         return [own, *self._hear("offer", Offer)]
 
     def plan(self, plan: Plan) -> None:
-        """Tell the others how to send the version."""
+        """Tell the other processes how to send the version."""
         self._tell("plan", plan)
 
     def shards(self, own: Shard) -> list[Shard]:
-        """Return the shard of each process, in their order, once all have sent theirs. Raises ShardMissing."""
+        """Return the shards of all processes, in order, once all are sent. Raises ShardMissing."""
         shards = [own, *self._hear("shard", Shard)]
         if self._channel is not None:
-            # A process that reported its shard has read everything before.
+            # A process that reported its shard has read all earlier messages.
             for key in self._told:
                 self._channel.forget(key)
         self._told.clear()
@@ -104,7 +105,7 @@ class LeadBarrier:
             self._told.append(key)
 
     def _hear(self, what: str, kind: type[T]) -> list[T]:
-        """Messages of all other processes. Raises ShardMissing, which names the processes without one."""
+        """Return the messages of all other processes. Raises ShardMissing, which names processes without a message."""
         messages: list[T] = []
         missing: list[int] = []
         deadline = time.monotonic() + self._timeout_s
@@ -121,20 +122,20 @@ class LeadBarrier:
             if message is None:
                 raise ShardMissing(
                     f"policy version {self._version} is not published: process {process} of the learner failed to "
-                    f"send its tensors: {problem}; mend that, then start all processes again"
+                    f"send its tensors: {problem}; fix that, then start all processes again"
                 )
             messages.append(message)
         if missing:
             raise ShardMissing(
                 f"policy version {self._version} is not published: {_processes(missing)} of {self.processes} of the "
-                f"learner did not {_DONE[what]} within learner.weights.shards_timeout_s {self._timeout_s:g}; look at "
-                "the log of that process and at its way to the brokers or the store, then start all of them again"
+                f"learner did not {_DONE[what]} within learner.weights.shards_timeout_s {self._timeout_s:g}; "
+                "check its log and its connection to the brokers or the store, then start all processes again"
             )
         return messages
 
 
 class MemberBarrier:
-    """The side of a process that does not lead."""
+    """The side of a process that is not the lead."""
 
     def __init__(self, channel: Channel, timeout_s: float) -> None:
         self._channel, self._timeout_s = channel, timeout_s
@@ -153,7 +154,7 @@ class MemberBarrier:
         return self._epoch
 
     def begin(self) -> Beginning:
-        """Wait until the lead begins a version, or none. Raises ShardMissing."""
+        """Wait until the lead begins or skips a version. Raises ShardMissing."""
         self._epoch = self._epoch or self._receive(_EPOCH).decode()
         self._round += 1
         beginning = msgspec.json.decode(self._hear("begin"), type=Beginning)
@@ -167,12 +168,12 @@ class MemberBarrier:
         return msgspec.json.decode(self._hear("plan"), type=Plan)
 
     def report(self, shard: Shard) -> None:
-        """Report what was sent: the lead may commit it from now on."""
+        """Report what was sent, which the lead may commit from now on."""
         self._tell(shard)
         self._due = ""
 
     def fail(self, problem: str) -> None:
-        """Report that this process cannot do its part, if the lead waits for it."""
+        """Report that this process cannot do its part, if the lead is waiting for it."""
         if self._due:
             self._tell(None, problem)
             self._due = ""
@@ -189,8 +190,8 @@ class MemberBarrier:
             return self._channel.receive(key, self._timeout_s)
         except DeadlineExceeded as late:
             raise ShardMissing(
-                f"process {self.process} of the learner heard nothing of the next policy version from its lead, "
-                f"process 0, within learner.weights.shards_timeout_s {self._timeout_s:g}; look at the lead's log, then "
+                f"process {self.process} of the learner got no message about the next policy version from its lead, "
+                f"process 0, within learner.weights.shards_timeout_s {self._timeout_s:g}; check the lead's log, then "
                 "start all processes again"
             ) from late
 

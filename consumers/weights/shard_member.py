@@ -1,6 +1,6 @@
-"""ShardMember: the part of policy versions that a process of a learner sends which does not lead.
+"""ShardMember: sends the shards of a learner's process that is not the lead.
 
-It writes chunks only. The lead decides whether they become part of a version.
+It only writes chunks. The lead decides whether they become part of a version.
 """
 
 import contextlib
@@ -24,19 +24,19 @@ class ShardMember(Closing):
     """A process that sends its tensors of each version; the lead's WeightsPublisher has the other end of `channel`."""
 
     def __init__(self, kafka: KafkaConfig, run: str, config: WeightsConfig, channel: Channel) -> None:
-        """The settings must be those of the lead."""
+        """The settings must equal the lead's settings."""
         self._config = config
         self._writer = ShardWriter(kafka, run, config, FileWriter(run, config) if config.url else None)
         self._barrier = MemberBarrier(channel, config.shards_timeout_s)
         self._sent: tuple[int, Arrays] = (-1, {})
-        """The version sent last and the arrays of this process: the lead says whether it was committed."""
+        """The last version that was sent and the arrays of this process; the lead says whether it was committed."""
 
     def contribute(self, arrays: Arrays) -> int:
-        """Send the arrays of this process as its share of the version that the lead begins, and return its number.
+        """Send the arrays of this process as its share of the version that the lead begins; return the version.
 
-        It returns -1, and sends nothing, if the lead publishes nothing after this step. The arrays must not change
-        afterwards. Raises ShardMissing if the lead is silent, DeliveryError if broker or store does not accept chunks,
-        which the lead hears of, too.
+        If the lead publishes nothing after this step, sends nothing and returns -1. The arrays must not change
+        afterwards. Raises ShardMissing if the lead sends no message in time, and DeliveryError if broker or store does
+        not accept chunks. Errors are also reported to the lead.
         """
         beginning = self._barrier.begin()
         if beginning.version < 0:
@@ -44,14 +44,14 @@ class ShardMember(Closing):
         try:
             self._send(beginning, arrays)
         except Exception as error:
-            # The error counts that kept this process from its part, not one that keeps it from saying so.
+            # Raise the error that stopped this process, not an error from reporting it to the lead.
             with contextlib.suppress(Exception):
                 self._barrier.fail(brief(error))
             raise
         return beginning.version
 
     def close(self) -> None:
-        """Wait until the broker has all that was sent."""
+        """Wait until the broker has received everything that was sent."""
         self._writer.close()
 
     def _send(self, beginning: Beginning, arrays: Arrays) -> None:

@@ -1,7 +1,8 @@
 """ShardWriter: makes the bytes of a process's share of a version, and sends them to the topic or to files.
 
 Chunks are sent outside transactions, under keys with the publisher's incarnation. They are part of a version only once
-a committed manifest names them. Tensors are digested while they are compared and sent: only the manifest needs digests.
+a committed manifest names them. Tensors are digested while they are compared and sent, because only the manifest needs
+the digests.
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,7 +29,7 @@ from rollstream.topics.records import Chunk, Tensor
 _RECORD_OVERHEAD_BYTES = 1024
 _ATTEMPTS = 3
 _QUEUE_BYTES = 16 * 1024 * 1024
-"""Copies of chunks on their way to the broker, which are in memory beside the versions, unless chunks are large."""
+"""Memory for copies of chunks that are being sent, in addition to the versions; larger if chunks are large."""
 
 
 class Draft(NamedTuple):
@@ -38,24 +39,24 @@ class Draft(NamedTuple):
     digests: Future[tuple[TensorDigest, ...]]
     """Digests of the arrays, which are being computed."""
     delta: Content | None
-    """The changes since the version before, if they are known and were not too many."""
+    """The changes since the previous version, if that version is held and the changes are not too many."""
 
     @property
     def offer(self) -> Offer:
-        """The bytes that can be sent."""
+        """Number of bytes that can be sent, in full and as changes."""
         full_bytes = sum(array.nbytes for array in self.arrays.values())
         return Offer(full_bytes=full_bytes, delta_bytes=-1 if self.delta is None else self.delta.size_bytes)
 
     def tensors(self, content: Content) -> tuple[Tensor, ...]:
-        """Wait for the digests, and return the tensors of a content of these arrays with them."""
+        """Wait for the digests, and return the tensors of a content of these arrays, with their digests."""
         known = self.digests.result()
         return tuple(replace(tensor, digest=its.digest) for tensor, its in zip(content.tensors, known, strict=True))
 
 
 def draft(arrays: Arrays, before: Arrays | None, *, alone: bool) -> Draft:
-    """Begin to digest arrays, and compare them with those of the version before, if there is one to compare with.
+    """Begin to digest arrays, and compare them with the arrays of the previous version, if given.
 
-    Unless this process is `alone`, all shares together decide whether changes are sent.
+    Unless this process is `alone`, the size of all shares together decides whether changes are sent.
     """
     digesting = ThreadPoolExecutor(1, thread_name_prefix="digest-weights")
     digests = digesting.submit(tensor_digests, arrays)
@@ -66,26 +67,26 @@ def draft(arrays: Arrays, before: Arrays | None, *, alone: bool) -> Draft:
 
 
 class ShardWriter(Closing):
-    """The shares of one process in the versions of a run."""
+    """Writes the shares of one process in the versions of a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str, config: WeightsConfig, files: FileWriter | None) -> None:
         """`files` is needed if learner.weights.url is set."""
         if config.chunk_bytes + _RECORD_OVERHEAD_BYTES > kafka.max_record_bytes:
             raise ConfigurationError(
-                f"learner.weights.chunk_bytes {config.chunk_bytes} does not fit kafka.max_record_bytes "
-                f"{kafka.max_record_bytes}; lower the one or raise the other"
+                f"learner.weights.chunk_bytes {config.chunk_bytes} does not fit into kafka.max_record_bytes "
+                f"{kafka.max_record_bytes}; lower chunk_bytes or raise max_record_bytes"
             )
         self._config, self._files = config, files
         self._topic = topic_name(run, "weights")
         self._partitions = topic_admin.partitions_of(kafka, self._topic)
-        # Chunks are compressed where it pays, before they are sent.
+        # The producer does not compress, because chunks are compressed before they are sent if that pays.
         queue_bytes = max(_QUEUE_BYTES, 4 * config.chunk_bytes)
         limits = {"compression.type": "none", "queue.buffering.max.kbytes": queue_bytes // 1024}
         producer = clients.producer(kafka, **limits)
-        self._sender = Sender(producer, remedy="start the learner again, it publishes the version anew")
+        self._sender = Sender(producer, remedy="start the learner again: it publishes the version again")
 
     def send(self, draft: Draft, plan: Plan, process: int, version: int, epoch: str) -> Shard:
-        """Send the share of a process as planned, and return it once broker or store has it. Raises DeliveryError."""
+        """Send the share of a process as planned, and return it once it is stored. Raises DeliveryError."""
         content = draft.delta if plan.delta and draft.delta is not None else full_content(draft.arrays)
         first = plan.first_chunks[process]
         if plan.files and self._files is not None:
@@ -95,11 +96,11 @@ class ShardWriter(Closing):
         return Shard(tensors=draft.tensors(content), chunks=chunks, full_bytes=draft.offer.full_bytes)
 
     def _send_content(self, content: Content, version: int, epoch: str, first: int) -> tuple[Chunk, ...]:
-        """Send the content in chunks, compressed if that pays, and return them once the broker has them."""
+        """Send the content in chunks, compressed if that pays, and return the chunks once the broker has them."""
         codec = ZSTD if pays(content.views) else ""
         places: dict[int, tuple[int, int]] = {}
         sizes: dict[int, tuple[int, int]] = {}
-        # A broker that received a chunk twice may acknowledge it without its offset: the key gets one more record.
+        # A broker that received a chunk twice may acknowledge it without its offset. The chunk is then sent once more.
         for _attempt in range(_ATTEMPTS):
             for index, piece in enumerate(split(content.views, self._config.chunk_bytes), first):
                 if index not in places:
@@ -112,7 +113,7 @@ class ShardWriter(Closing):
         else:
             raise DeliveryError(
                 f"{self._topic}: the broker acknowledged {len(sizes) - len(places)} chunks of version {version} "
-                f"without their offsets, {_ATTEMPTS} times; start the learner again, it publishes the version anew"
+                f"without their offsets, {_ATTEMPTS} times; start the learner again: it publishes the version again"
             )
         return tuple(
             Chunk(
@@ -132,11 +133,11 @@ class ShardWriter(Closing):
         self._send(key, None, partition)
 
     def flush(self) -> None:
-        """Wait until the broker has all that was sent. Raises DeliveryError or DeadlineExceeded."""
+        """Wait until the broker has everything that was sent. Raises DeliveryError or DeadlineExceeded."""
         self._sender.flush(self._config.store_timeout_s)
 
     def close(self) -> None:
-        """Wait until the broker has all that was sent."""
+        """Wait until the broker has everything that was sent."""
         self.flush()
 
     def _send(

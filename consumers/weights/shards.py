@@ -1,7 +1,7 @@
 """Shards of a policy version: the tensors that each process of a learner publishes, and how they make one version.
 
-A process owns whole tensors. The digest of a version is made from those of its tensors, so it is the same whoever
-published which, and nobody needs the bytes of others for it. No I/O.
+A process owns whole tensors. The digest of a version is computed from the digests of its tensors, so it does not depend
+on which process published which tensor, and no process needs the bytes of another process for it. No I/O.
 """
 
 import math
@@ -18,12 +18,12 @@ from rollstream.topics.records import Chunk, Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Offer:
-    """The bytes that a process can send of a version."""
+    """Number of bytes of a version that a process can send."""
 
     full_bytes: int
     """Bytes of its tensors."""
     delta_bytes: int = -1
-    """Bytes of their changes since the version before; -1 if it cannot send changes."""
+    """Bytes of their changes since the previous version; -1 if it cannot send changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +31,9 @@ class Plan:
     """How the processes send a version."""
 
     delta: bool
-    """Whether each sends the changes since the version before."""
+    """Whether each process sends the changes since the previous version."""
     files: bool
-    """Whether chunks are files, not records."""
+    """Whether chunks are stored in files and not in records."""
     first_chunks: tuple[int, ...]
     """Number of the first chunk of each process."""
 
@@ -57,8 +57,8 @@ class Shard:
 def owners(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
     """Return the process that publishes each tensor; `sizes` are their bytes by name.
 
-    Every process finds the same answer. The largest tensor goes first, each to the process with the fewest bytes so
-    far, the lead last among equals: no process has more than the average and one tensor.
+    Every process gets the same result. Tensors are assigned by descending size, each to the process with the fewest
+    bytes so far, and to the lead last among equals. Therefore no process has more than the average plus one tensor.
     """
     loads = [0] * processes
     owned = {}
@@ -70,7 +70,7 @@ def owners(sizes: Mapping[str, int], processes: int) -> dict[str, int]:
 
 
 def planned(offers: Sequence[Offer], config: WeightsConfig) -> Plan:
-    """Decide how the processes send a version, by what all of them together have to send."""
+    """Decide how the processes send a version, by the total number of bytes that they have to send."""
     full_bytes = sum(offer.full_bytes for offer in offers)
     delta_bytes = sum(offer.delta_bytes for offer in offers)
     delta = all(offer.delta_bytes >= 0 for offer in offers) and delta_bytes <= LARGEST_SHARE * full_bytes
@@ -84,9 +84,9 @@ def planned(offers: Sequence[Offer], config: WeightsConfig) -> Plan:
 
 
 def joined(shards: Iterable[Shard]) -> tuple[tuple[Tensor, ...], tuple[Chunk, ...], str]:
-    """Return the tensors, in name order, the chunks, and the digest of the version that shards make, in their order.
+    """Join shards to a version: return its tensors in name order, its chunks in order of the shards, and its digest.
 
-    Raises StateRefused if two of them have a tensor.
+    Raises StateRefused if two shards have the same tensor.
     """
     tensors: dict[str, Tensor] = {}
     chunks: list[Chunk] = []

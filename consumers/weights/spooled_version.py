@@ -1,6 +1,7 @@
 """SpooledVersion: a whole policy version in temporary files, whose tensors are read one at a time.
 
-For tools that write a version on: memory holds one tensor and its changes, however large the model is.
+It is for tools that write a version to another place: memory only holds one tensor and its changes, however large the
+model is.
 """
 
 import os
@@ -50,7 +51,7 @@ class SpooledTensor:
 
 
 class SpooledVersion(Closing):
-    """A version that matches its digests. Its files have no names, and go when it is closed, or with the process."""
+    """A version that matches its digests. Its files have no names, and vanish when it is closed or the process ends."""
 
     def __init__(
         self,
@@ -61,9 +62,9 @@ class SpooledVersion(Closing):
         *,
         timeout_s: float = 60.0,
     ) -> None:
-        """Fetch a version, and what it builds on, into files in `directory`, or the next one above it that exists.
+        """Fetch a version, and the versions it builds on, into files in `directory` or its nearest existing parent.
 
-        Raises ChainBroken, ChunksGone, ChunksLate and WeightsRefused as `load_version`, and SpoolFailed.
+        Raises ChainBroken, ChunksGone, ChunksLate and WeightsRefused as `load_version` does, and SpoolFailed.
         """
         chain = links(manifests, version)
         self.manifest = chain[-1]
@@ -92,7 +93,7 @@ class SpooledVersion(Closing):
             names = (tensor.name for tensor in self.manifest.tensors)
             check_digests(self.manifest, (tensor_digests({name: self.read(name)})[0] for name in names))
         else:
-            # Earlier releases made a digest in one pass over all tensors.
+            # Earlier releases computed one digest in a pass over all tensors.
             check(self.manifest, {tensor.name: self.read(tensor.name) for tensor in self.manifest.tensors})
 
 
@@ -111,7 +112,7 @@ class _Spool(Closing):
             raise self._failed(error) from error
 
     def put(self, chunk: Chunk, data: bytes) -> None:
-        """Add a stored chunk; several threads may. Raises WeightsRefused and SpoolFailed."""
+        """Add a stored chunk; may be called by several threads. Raises WeightsRefused and SpoolFailed."""
         content, at = memoryview(content_of(self.manifest, chunk, data)), self._places[chunk]
         try:
             while content:
@@ -121,7 +122,7 @@ class _Spool(Closing):
             raise self._failed(error) from error
 
     def array(self, name: str, base: NDArray[Any] | None) -> NDArray[Any]:
-        """Return a tensor; `base` is that of the version before. Raises WeightsRefused."""
+        """Return a tensor; `base` is the tensor of the previous version. Raises WeightsRefused."""
         tensor = self._tensors.get(name)
         if tensor is None:
             raise WeightsRefused(f"policy version {self.manifest.version} has no tensor {name}")
@@ -136,7 +137,7 @@ class _Spool(Closing):
     def _read(self, at: int, size_bytes: int) -> memoryview:
         view = memoryview(np.empty(size_bytes, np.uint8))  # type: ignore[arg-type]
         done = 0
-        # One call reads 2 GiB at most.
+        # One call reads at most 2 GiB.
         while done < size_bytes and (count := os.preadv(self._file.fileno(), [view[done:]], at + done)):
             done += count
         return view[:done].toreadonly()
@@ -144,5 +145,5 @@ class _Spool(Closing):
     def _failed(self, error: OSError) -> SpoolFailed:
         return SpoolFailed(
             f"policy version {self.manifest.version} of {self._size_bytes} bytes could not be written to temporary "
-            f"files in {self._directory}: {error.strerror or error}; make room, or give another directory"
+            f"files in {self._directory}: {error.strerror or error}; free space, or choose another directory"
         )

@@ -1,4 +1,4 @@
-"""State managers: trainers update the weights, and actors get the newest ones if theirs is a different version.
+"""State managers: trainers update the weights, and actors get the newest weights if they hold a different version.
 
 StateManager works between processes, over the log; LocalStateManager works within one process, for notebooks. The
 first update is version 0 and each update adds one. Each actor says which version it holds, so actors are independent.
@@ -29,15 +29,15 @@ class PolicyStates(Protocol):
     def update_state(self, params: Tree) -> int:
         """Make these parameters the newest version, and return its number.
 
-        They are arrays, JAX arrays included, in mappings of any depth, with names without `/`. They are copied, so the
+        They are arrays, including JAX arrays, in mappings of any depth, with names without `/`. They are copied, so the
         caller may change them afterwards.
         """
 
     def get_state(self, version: int = -1) -> State | None:
-        """The newest state, or None if its version is `version` or there is none. Callers without a state pass -1."""
+        """Return the newest state; None if its version is `version` or there is none. Without a state, pass -1."""
 
     def wait_for(self, version_at_least: int, timeout_s: float) -> State:
-        """The newest state, once its version is at least that. Raises DeadlineExceeded."""
+        """Return the newest state once its version is at least `version_at_least`. Raises DeadlineExceeded."""
 
 
 class LocalStateManager:
@@ -48,7 +48,7 @@ class LocalStateManager:
         self._state: State = (-1, {})
 
     def update_state(self, params: Tree) -> int:
-        """See PolicyStates. Raises RecordError if a name contains `/`."""
+        """Update the state as in PolicyStates. Raises RecordError if a name contains `/`."""
         flatten(params)
         copied = map_leaves(_read_only, params)
         with self._changed:
@@ -75,8 +75,9 @@ class LocalStateManager:
 class StateManager(Closing):
     """A state manager over the topics `weights` and `policies` of a run, for processes that train, act, or do both.
 
-    A process that updates is the learner `name` of the run, its one publisher: an earlier publisher gets Fenced at its
-    next update. A process that only gets needs no right to write. One thread may update; any thread may get.
+    A process that updates is the learner `name` of the run, and its only publisher: an earlier publisher gets Fenced at
+    its next update. A process that only gets states needs no permission to write. One thread may update; any thread may
+    get.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class StateManager(Closing):
     ) -> None:
         """Connect at the first use.
 
-        `model` describes the parameters to readers of the manifest; `take_over` allows updates although a learner of
+        `model` describes the parameters to readers of the manifest. `take_over` allows updates even if a learner of
         another name published last.
         """
         self._take_over = take_over
@@ -105,12 +106,12 @@ class StateManager(Closing):
     def update_state(self, params: Tree) -> int:
         """See PolicyStates; the version is committed when this returns. The first call fences the earlier publisher.
 
-        Raises Fenced if another process took over, StateRefused if a learner of another name publishes, DeliveryError
-        and BrokerUnavailable if it cannot be published; then the version does not exist.
+        Raises Fenced if another process took over, StateRefused if a learner of another name publishes, and
+        DeliveryError or BrokerUnavailable if the version cannot be published; the version then does not exist.
         """
         arrays = {path: np.array(leaf) for path, leaf in flatten(params).items()}
         log, publisher = self._writers()
-        # Each update counts as a step; learners with steps of their own do not use this class.
+        # Each update counts as a step. Learners that count their steps themselves do not use this class.
         manifest = publisher.stage(publisher.latest_version + 1, arrays)
         log.commit([publisher.record(manifest)])
         publisher.committed(manifest)
@@ -134,7 +135,7 @@ class StateManager(Closing):
     def _writers(self) -> tuple[StepLog, WeightsPublisher]:
         with self._opening:
             if self._writing is None:
-                # In this order: building the log fences the earlier publisher.
+                # The log must be built first, because building it fences the earlier publisher.
                 log = StepLog(self._kafka, self._run, self._name, take_over=self._take_over)
                 self._stack.enter_context(closing(log))
                 publisher = WeightsPublisher(self._kafka, self._run, self._name, self._model, self._config)

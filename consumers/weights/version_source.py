@@ -1,7 +1,7 @@
-"""VersionSource: fetches whole policy versions as they appear on the log, each newer than the one before.
+"""VersionSource: fetches whole policy versions as they appear on the log, each newer than the previous version.
 
-A version that cannot be fetched is retried until it or a newer one is fetched; a version whose chunks are gone is
-skipped. The source holds the version returned last, because the next one may build on it.
+A version that cannot be fetched is retried until it or a newer version is fetched; a version whose chunks are gone is
+skipped. The source holds the version that it returned last, because the next version may build on it.
 """
 
 import logging
@@ -41,7 +41,7 @@ class WholeVersion(NamedTuple):
 
 
 class VersionSource(Closing):
-    """The newest whole version of a run, whenever there is a newer one; for one thread."""
+    """Returns the newest whole version of a run whenever there is a newer one. Only one thread may use it."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class VersionSource(Closing):
         self._stop = stop or threading.Event()
         self._candidates = VersionCandidates()
         self._published: dict[int, PolicyManifest] = {}
-        """Manifests that a version to come may build on."""
+        """Manifests on which a future version may build."""
         self._refused: set[int] = set()
-        """Versions that do not match their manifests: what builds on them is skipped, up to the next full one."""
+        """Versions that do not match their manifests; versions that build on them are skipped."""
         self._held: tuple[int, dict[str, NDArray[Any]]] = (-1, {})
         with ExitStack() as stack:
             self._policies = stack.enter_context(TopicFollower(kafka, {policies: BEGINNING}))
@@ -77,19 +77,19 @@ class VersionSource(Closing):
         self._stack.close()
 
     def poll(self, wait_s: float = 0.05) -> WholeVersion | None:
-        """Return a version newer than all returned before, if one can be fetched now; waits for a manifest that long.
+        """Return a version newer than all returned before, if one can be fetched; wait up to `wait_s` for a manifest.
 
-        The first is the newest of those on the log by then. A fetch has no time limit while its chunks arrive. Raises
-        TopicError or BrokerUnavailable.
+        The first version returned is the newest on the log at that time. A fetch has no time limit while its chunks
+        arrive. Raises TopicError or BrokerUnavailable.
         """
         self._add_candidates(self._policies.poll(500, wait_s))
         if self._place not in self._policies.caught_up:
-            return None  # Manifests may arrive one by one, and versions before the newest would be fetched for nothing.
+            return None  # Manifests may arrive one by one, and fetching versions before the newest would be useless.
         candidate = self._candidates.next(time.monotonic())
         return None if candidate is None else self._fetch(candidate)
 
     def _add_candidates(self, messages: Sequence[KafkaRecord]) -> None:
-        """Add versions that are newer than the last one to the candidates."""
+        """Add versions that are newer than the held version to the candidates."""
         held = self._held[0]
         for _message, manifest in self._skipped.records(PolicyManifest, messages):
             if manifest.kind == "external":

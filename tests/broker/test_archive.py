@@ -185,7 +185,7 @@ def test_a_broker_that_acknowledges_without_offsets_is_believed_if_the_partition
     restore(run.kafka, run.topics, store, current, again)
     assert of_topics(run, again) == steps_as(of_topics(run, run.name), again)
     intruders.append("of another process")
-    with pytest.raises(StateRefused, match=r"rollouts\[\d\] ends at \d+, where \d+ was expected"):
+    with pytest.raises(StateRefused, match=r"rollouts\[\d\] ends at \d+, but \d+ was expected"):
         restore(run.kafka, run.topics, store, current, f"{run.name}-disturbed")
 
 

@@ -368,7 +368,7 @@ def test_a_configuration_is_written_for_its_owner_alone(tmp_path: Path) -> None:
         ("collect.processes=1", "collect.processes is 1, and no player is named; set collect.player"),
         ("collect.processes=-1", "collect.processes -1"),
         ("collect.steps=0", "collect.steps 0 at least 1"),
-        ("labeling.processes=2", "labeling.processes is 2, and no labeler is named; set labeling.labeler"),
+        ("labeling.processes=2", "labeling.processes is 2, but no labeler is named; set labeling.labeler"),
         ("labeling.processes=-1", "labeling.processes is -1; it must be at least 0"),
         ("fill.max_bytes=-1", "fill.max_bytes -1 must be at least 0"),
     ],

@@ -391,7 +391,7 @@ def test_a_file_that_is_no_parquet_though_its_digest_is_the_manifests_is_refused
     (tmp_path / file.path).write_bytes(data)
     changed = replace(file, sha256=hashlib.sha256(data).hexdigest())
     manifest = replace(current, files=tuple(changed if other == file else other for other in current.files))
-    with pytest.raises(StateRefused, match="is not one that `rollstream archive` wrote") as refused:
+    with pytest.raises(StateRefused, match="was not written by `rollstream archive`") as refused:
         check_files(store, manifest.files)
     assert "\n" not in str(refused.value)
     with pytest.raises(StateRefused, match="a file of the log of"):

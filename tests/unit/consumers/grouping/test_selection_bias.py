@@ -186,7 +186,7 @@ def test_a_warning_names_environment_measure_and_both_means() -> None:
     sample = [(10 + n % 5, 0.5) for n in range(4_000)]
     selected = selection(batched=sample, dropped_late=[(40, 0.5)] * 500)
     text = selection_text({"env": selected.as_dict()})
-    assert "WARNING: environment env: what was lost has mean length 40 where" in text
+    assert "WARNING: environment env: lost rollouts have mean length 40, all" in text
     assert max(map(len, text.splitlines()[:-1])) <= 100
     assert "shifts no mean" in selection_text({"env": selection(batched=sample, dropped_late=sample[:500]).as_dict()})
 

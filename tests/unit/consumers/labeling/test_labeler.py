@@ -82,7 +82,7 @@ def scrawled(trajectory: Trajectory) -> Trajectory:
         (double, given(hostile(dtype="<U", shape=(4, 2), data=b"")), "'<U' is no dtype"),
         (double, given(number=155), "number 155 cannot be judged"),
         (unsound, given(), r"rewards has shape \(3, 2\)|begin with \[3, 2\]"),
-        (large, given(), "labeled it has .* bytes"),
+        (large, given(), "it has .* bytes with its label"),
     ],
 )
 def test_what_cannot_be_judged_is_a_dead_letter_with_the_reason(
@@ -166,9 +166,9 @@ def failing(_rollout: Rollout) -> float:
     ("labeler", "refused"),
     [
         (failing, "the answer has no score"),
-        (lambda _rollout: float("nan"), "reward nan, which is no finite number"),
+        (lambda _rollout: float("nan"), "reward nan, which is not a finite number"),
         (lambda _rollout: 1e300, "reward is 1e+300"),
-        (lambda _rollout: RolloutLabel(reward=1.0, components={"a": float("inf")}), "a inf, which is no finite number"),
+        (lambda _rollout: RolloutLabel(reward=1.0, components={"a": float("inf")}), "a inf, which is not a finite"),
         (lambda _rollout: None, None),
     ],
 )

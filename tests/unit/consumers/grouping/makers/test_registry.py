@@ -73,7 +73,7 @@ def test_the_log_cannot_have_a_module_imported(my_makers: Path) -> None:
         ("my_makers:Hardest.First", "is named package.module:Class"),
         ("my_makers:Easiest", "has no attribute 'Easiest'"),
         ("no_such_module:Maker", "No module named 'no_such_module'.*path/to/file.py:Name"),
-        ("my_makers:fmean", "no subclass of BatchMaker"),
+        ("my_makers:fmean", "not a subclass of BatchMaker"),
     ],
 )
 def test_an_object_that_is_no_maker_is_refused_by_name(my_makers: Path, name: str, words: str) -> None:
