@@ -82,5 +82,5 @@ def test_a_directory_that_cannot_be_written_is_named(
     run: RealRun, manifests: dict[int, PolicyManifest], tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
-    with closing(ChunkFetcher(run.kafka, run.name)) as fetcher, pytest.raises(SpoolFailed, match=r"file.* make room"):
+    with closing(ChunkFetcher(run.kafka, run.name)) as fetcher, pytest.raises(SpoolFailed, match=r"file.* free space"):
         SpooledVersion(fetcher, manifests, 0, tmp_path / "file")

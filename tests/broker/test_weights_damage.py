@@ -107,7 +107,7 @@ def test_a_damaged_full_version_is_refused_by_its_place_and_the_next_version_is_
     assert refused == 1
     assert f"chunk {DAMAGED} " in reason
     assert place in reason
-    assert ("tensor table of policy version 1" if damage is flipped else "999 bytes of 1000") in reason
+    assert ("tensor table of policy version 1" if damage is flipped else "999 bytes instead of 1000") in reason
 
 
 def test_what_builds_on_a_damaged_delta_is_skipped_unread_until_the_next_full_version(

@@ -132,7 +132,7 @@ def test_who_was_displaced_cannot_commit(store: Store) -> None:
     first.add(entry(0, 0))
     second = ArchiveWriter(store, "main")
     second.begin("rollouts", "id", {0: 0, 1: 0})
-    with pytest.raises(Fenced, match="another process archives run main"):
+    with pytest.raises(Fenced, match="another process is archiving run main"):
         first.commit({("rollouts", 0): 1})
     second.add(entry(0, 0))
     second.commit({("rollouts", 0): 1})

@@ -122,7 +122,7 @@ def test_a_name_of_no_labeler_is_refused(name: str) -> None:
 
 
 def test_a_name_of_something_else_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match="no function"):
+    with pytest.raises(ConfigurationError, match="not a function"):
         labeler_of("tests.unit.consumers.labeling.test_labeler:LIMIT")
 
 

@@ -150,5 +150,5 @@ def test_a_delta_is_refused_on_any_other_base(base: Arrays, why: str) -> None:
 def test_a_delta_with_fewer_bytes_than_changes_is_refused() -> None:
     manifest, pieces = delta()
     lying = replace(manifest, tensors=(replace(manifest.tensors[0], changed=4),))
-    with pytest.raises(WeightsRefused, match="has not as many bytes as changes"):
+    with pytest.raises(WeightsRefused, match="has too many or too few bytes for its changes"):
         assemble(lying, pieces, BEFORE)

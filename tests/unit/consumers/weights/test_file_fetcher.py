@@ -109,7 +109,7 @@ def test_a_file_with_other_bytes_is_named_after_a_second_look(store: type[Faulty
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"), [(SLOW_DOWN, "503 Slow Down"), (SHORT, "50 of 100 bytes came"), (HANG, "no answer")]
+    ("fault", "message"), [(SLOW_DOWN, "503 Slow Down"), (SHORT, "50 of 100 bytes arrived"), (HANG, "no answer")]
 )
 def test_a_store_that_stays_unable_is_named_with_what_was_wrong_and_the_remedy(
     store: type[FaultyFiles], fault: str, message: str
@@ -121,7 +121,7 @@ def test_a_store_that_stays_unable_is_named_with_what_was_wrong_and_the_remedy(
     text = str(late.value)
     assert message in text
     assert "faulty://bucket/w/main/" in text
-    assert "look at the store, and at the credentials" in text
+    assert "check the store, and the credentials" in text
     assert "\n" not in text
     assert "password" not in text
     assert "secret" not in text

@@ -53,7 +53,7 @@ def test_by_default_what_is_beyond_64_mib_goes_to_files_at_the_url() -> None:
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"transport": "files"}, "no learner.weights.url"),
+        ({"transport": "files"}, "learner.weights.url is empty"),
         ({"url": "s3://key:verysecret@bucket/x"}, "credentials in the environment"),
         ({"url": "https://store.example/x?sig=verysecret"}, "credentials in the environment"),
         ({"file_bytes": 0}, "file_bytes 0"),

@@ -78,7 +78,7 @@ def test_the_lead_hears_at_once_why_a_process_failed() -> None:
 
 
 def test_a_process_names_the_lead_that_says_nothing() -> None:
-    with pytest.raises(ShardMissing, match=r"process 1 of the learner heard nothing .* from its lead, process 0"):
+    with pytest.raises(ShardMissing, match=r"process 1 of the learner got no message .* from its lead, process 0"):
         MemberBarrier(memory_channels(2)[1], SHORT_S).begin()
 
 

@@ -159,10 +159,10 @@ def test_an_answer_is_a_table_or_csv(archive: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("create table x as select 1",), "one statement that reads"),
-        (("copy rollouts to 'x.csv'",), "one statement that reads"),
-        (("select 1; drop table rollouts",), "one statement that reads"),
-        (("set enable_external_access = true",), "one statement that reads"),
+        (("create table x as select 1",), "one read-only statement"),
+        (("copy rollouts to 'x.csv'",), "one read-only statement"),
+        (("select 1; drop table rollouts",), "one read-only statement"),
+        (("set enable_external_access = true",), "one read-only statement"),
         (("select * from read_text('/etc/hostname')",), "disabled by configuration"),
         (("select * from '/etc/hostname'",), "cannot be answered"),
         (("select nosuch from rollouts",), "nosuch"),
