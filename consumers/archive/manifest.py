@@ -98,7 +98,7 @@ class ArchiveManifest:
         for (name, partition), at in reached.items():
             position = self.topics[name].position[partition]
             if at > position:
-                raise StateRefused(f"files of {name}[{partition}] end at {at}, but its position is {position}")
+                raise StateRefused(f"files of {name}[{partition}] end at {at}, but the manifest says {position}")
         return self
 
     def to_json(self) -> bytes:

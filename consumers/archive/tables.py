@@ -411,7 +411,7 @@ def table_of(name: str, run: str, environment: str, date: str, rows: Sequence[Ro
 def _array(column: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if kind not in ENTRIES:
         return pa.array(column, kind)
-    # Pairs convert to a map, whose memory layout is the same as of a list of entries.
+    # Pairs convert to a map, which has the same memory layout as a list of entries.
     return pa.array(column, pa.map_(pa.string(), kind.value_type.field("value").type)).cast(kind)
 
 

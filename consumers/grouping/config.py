@@ -129,7 +129,7 @@ class GroupingConfig:
     max_temperature: float = 100.0
     """Maximum sampling temperature."""
     vocabulary_size: int = 2**24
-    """Exclusive upper bound of token ids. If it is the model's, no learner gets an id without an embedding."""
+    """Exclusive upper bound of token ids. With the model's vocabulary size, no learner gets an unknown id."""
     max_tokens: int = 2**20
     """Maximum number of tokens of a rollout."""
     bounds: tuple[str, ...] = ()

@@ -85,7 +85,7 @@ class RateLimit:
 
 
 class Judge:
-    """Labels rollouts; all calls come from one event loop."""
+    """Labels rollouts. All calls must be made from one event loop."""
 
     def __init__(self, config: JudgeConfig) -> None:
         """Raises ConfigurationError if the key cannot be resolved, or no URL is set."""

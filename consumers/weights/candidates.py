@@ -47,6 +47,6 @@ class VersionCandidates:
             by_version.pop(version, None)
 
     def drop_up_to(self, version: int) -> None:
-        """Remove a version and all older ones."""
+        """Remove a version and all older versions."""
         for older in [other for other in self._manifests if other <= version]:
             self.drop(older)

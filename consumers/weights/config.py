@@ -46,8 +46,9 @@ class WeightsConfig:
     """Maximum time that a publisher tries to write the next file, or waits for the brokers to acknowledge chunks; after
     that, it ends with an error."""
     shards_timeout_s: float = 600.0
-    """Maximum time that a learner's processes wait for each other at a policy version, after their parts are stored.
-    After that, they end with an error that names the missing processes. Only used if learner.processes is above 1."""
+    """Maximum time that a process of a learner waits for the other processes at a policy version, after its own part is
+    stored. After that, it ends with an error that names the missing processes. Only used if learner.processes is
+    above 1."""
     orphan_hours: float = 24.0
     """Age at which files that no manifest names are removed by `rollstream prune`."""
 

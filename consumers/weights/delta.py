@@ -63,7 +63,7 @@ def _difference(before: memoryview, after: memoryview, itemsize: int) -> tuple[i
 def apply_delta(manifest: PolicyManifest, tensor: Tensor, data: memoryview, base: NDArray[Any]) -> NDArray[Any]:
     """Return a tensor of the base with the changes in `data`; the base itself if there are none.
 
-    Raises WeightsRefused if base and delta do not fit each other.
+    Raises WeightsRefused if base and delta do not match.
     """
     dtype = dtype_of(tensor.dtype)
     if base.dtype != dtype or base.shape != tensor.shape:

@@ -1,4 +1,4 @@
-"""Makers and estimators that a configuration may name: the built-in ones and the users' that the process imports.
+"""Makers and estimators that a configuration may name: the built-in ones, and users' code that the process imports.
 
 A configuration is read from the log, and permission to write to the log must not suffice to import code into a process.
 Therefore its names are only looked up. A process only imports what its settings grouper.makers and grouper.estimators

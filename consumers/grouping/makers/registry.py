@@ -1,4 +1,4 @@
-"""Batch makers that a configuration may name: the built-in ones and the users' that the process imports.
+"""Batch makers that a configuration may name: the built-in makers, and users' makers that the process imports.
 
 A configuration is read from the log, and permission to write to the log must not suffice to import code into a process.
 Therefore its names are only looked up. A process only imports the makers that its setting grouper.makers names.
