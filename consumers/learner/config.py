@@ -1,7 +1,7 @@
-"""Settings of the learner, without JAX. The defaults are the recipe that trains the model of the demo.
+"""Settings of the learner; imports no JAX. The defaults train the model of the demo.
 
-The recipe: RLOO advantages over the standard deviation of the group, PPO clipping with separate bounds, a warm start
-for the format, AdamW with a cosine schedule.
+They are RLOO advantages divided by the standard deviation of the group, PPO clipping with separate bounds, a warm start
+that teaches the answer format, and AdamW with a cosine schedule.
 """
 
 import math
@@ -36,7 +36,7 @@ class WarmStartConfig:
     sequences_per_step: int = 128
     """Examples in one update, drawn with replacement."""
     learning_rate: float = 2e-3
-    """Learning rate of the AdamW of the warm start; 1e-5 if it is not set and learner.pretrained is."""
+    """Learning rate of AdamW in the warm start; if unset, it is 1e-5 with learner.pretrained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,7 @@ class RolloutBufferConfig:
     """The rollout buffer of `learner.source = "rollout_buffer"`."""
 
     capacity: int = 4096
-    """Maximum number of rollouts held of one environment; the newest stay."""
+    """Maximum number of rollouts held for each environment; the newest are kept."""
     alpha: float = 3.0
     """Exponent of recency: rollout i of an environment, where the oldest is 0, has weight (i + 1)**alpha."""
     max_samples: int = 1
@@ -69,7 +69,7 @@ class RolloutBufferConfig:
     max_rollout_timestamp_delay: float = 3600.0
     """Seconds of stream time after which a rollout is too old; negative: no limit."""
     balanced: bool = False
-    """Draw equally from all environments; otherwise in proportion to the rollouts held of each."""
+    """Draw equally from all environments; otherwise in proportion to the number of rollouts held for each."""
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -84,7 +84,7 @@ class RolloutBufferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
-    """Mesh of the devices of all processes; data x fsdp x sequence x tensor is their number."""
+    """Mesh of the devices of all processes; data x fsdp x sequence x tensor is the number of devices."""
 
     data: int = 0
     """Copies of the parameters, each trained on its share of the rows; 0 uses the devices left by the other axes."""
@@ -93,8 +93,8 @@ class MeshConfig:
     tensor: int = 1
     """Devices that share each matrix product (Megatron, arXiv:1909.08053)."""
     sequence: int = 1
-    """Devices that share the tokens of each row, for rows whose activations are too many for one; attention gathers
-    keys and values. Row lengths must be multiples of it."""
+    """Devices that share the tokens of each row, for rows whose activations are too large for one device; attention
+    gathers keys and values. Row lengths must be multiples of this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,13 +114,13 @@ class LearnerConfig:
     max_steps: int = 600
     """Last step of the learner; also the length of the learning-rate schedule."""
     max_policy_lag: int = 4
-    """Highest age in steps of the lowest policy version of a batch; an older batch is skipped, on record."""
+    """Highest age in steps of the lowest policy version of a batch; an older batch is recorded as skipped."""
     publish_every_steps: int = 1
     """Steps between published policy versions."""
     source: Literal["batches", "rollout_buffer"] = "batches"
     """Source of the rollouts of a step: the batches of `input_run` in index order, or a buffer of their rollouts."""
     buffer: RolloutBufferConfig = field(default_factory=RolloutBufferConfig)
-    """The rollout buffer. `max_policy_lag` then limits only production by workers, not training."""
+    """The rollout buffer. With it, `max_policy_lag` limits only production by workers, not training."""
     epochs: int = 1
     """Passes of a step over its rollouts."""
     minibatches: int = 1
@@ -132,46 +132,46 @@ class LearnerConfig:
     length_buckets: tuple[int, ...] = ()
     """Up to two shorter row lengths, for rollouts that fit; each length is compiled once."""
     too_long: Literal["refuse", "skip", "truncate", "error"] = "refuse"
-    """Handling of rollouts longer than sequence_length: "refuse" to start if the settings allow longer ones, and leave
-    out any that come nevertheless; "skip" leaves them out, on record; "truncate" cuts them at the end; "error" ends the
-    learner."""
+    """Handling of rollouts longer than sequence_length: "refuse" does not start if the settings allow longer rollouts,
+    and leaves out any that arrive nevertheless; "skip" leaves them out and records this; "truncate" cuts them at the
+    end; "error" ends the learner."""
     advantage_limit: float = 100.0
-    """Highest absolute advantage; a rollout beyond it is left out, on record. Prefer grouping.bounds with the range of
+    """Highest absolute advantage; a rollout beyond it is recorded as left out. Prefer grouping.bounds with the range of
     rewards of your environment: it is tighter, and applies before a reward affects the baseline of its group."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of activations and of the parameter copies in a step; master parameters and optimizer are float32."""
     reduce_dtype: Literal["compute", "float32"] = "compute"
-    """Dtype in which gradients are summed over devices: that of compute_dtype, or float32, which moves twice the bytes
-    of bfloat16 and rounds no sum."""
+    """Dtype in which gradients are summed over devices: "compute" is compute_dtype; "float32" moves twice the bytes of
+    bfloat16 but rounds no sum."""
     remat: bool = False
     """Recompute the activations of a block in the backward pass instead of keeping them."""
     vocabulary_chunk: int = 0
-    """Vocabulary entries whose logits are held at once, which avoids [rows, tokens, vocabulary]; 0 holds all."""
+    """Vocabulary entries whose logits are held at once, to avoid an array [rows, tokens, vocabulary]; 0 holds all."""
     attention: Literal["auto", "plain", "blocks", "splash"] = "auto"
     """Implementation of attention: auto holds scores [tokens, tokens] only for short rows; splash is for TPUs."""
     layers: Literal["auto", "unrolled", "scanned"] = "auto"
-    """Program of the layers: scanned compiles one for all of them, and copies their parameters in a step; auto scans
-    more than four."""
+    """Compilation of the layers: scanned compiles one program for all layers, and copies their parameters in each step;
+    auto scans a model of more than four layers."""
     pretrained: str = ""
     """Directory of the Hugging Face checkpoint (config.json, safetensors, tokenizer.json) that the run starts from. A
-    LearnerConfig that your own code makes has the learning rates of the small model even so: set them."""
+    LearnerConfig made in code keeps the default learning rates, which suit the small model: set them too."""
     reference: str = ""
     """Reference of the KL term: "carried" log-probabilities, the "initial" parameters, or a checkpoint directory."""
     teacher: str = ""
-    """Directory of the Hugging Face checkpoint whose log-probabilities the learner is taught; any supported model with
-    the vocabulary of the policy (learner.loss.distillation_coefficient)."""
+    """Directory of the teacher's Hugging Face checkpoint, for distillation (learner.loss.distillation_coefficient); any
+    supported model with the vocabulary of the policy."""
     processes: int = 1
     """Processes of this learner, which train together; process 0 leads."""
     coordinator: str = ""
-    """host:port at which the lead coordinates them; if it is empty a supervised run chooses a free port."""
+    """host:port at which the lead coordinates the processes; if empty, a supervised run chooses a free port."""
     mesh: MeshConfig = field(default_factory=MeshConfig)
     """Mesh of the devices."""
     compile_cache: str = ""
-    """Directory of compiled programs, which a learner that starts again on the same software and devices reads instead
-    of compiling; empty: cache/jax in data_dir. JAX_COMPILATION_CACHE_DIR in the environment takes precedence."""
+    """Directory of compiled programs. A learner restarted on the same software and devices reads them instead of
+    compiling; empty: cache/jax in data_dir. JAX_COMPILATION_CACHE_DIR in the environment takes precedence."""
     replay_tolerance: float = -1.0
     """Largest relative difference of loss, entropy and gradient norm by which a step executed again may differ from its
-    record under the same settings; 0: it must have the same bits; negative: 0.001 on GPUs, 0 elsewhere."""
+    record under the same settings; 0 requires the same bits; negative: 0.001 on GPUs, 0 elsewhere."""
     threads: int = 2
     """CPU threads of XLA (NPROC), set before JAX is imported; another number changes the last bits of results."""
     model: DecoderConfig = field(default_factory=DecoderConfig)
@@ -208,13 +208,13 @@ class LearnerConfig:
                 raise ConfigurationError(f"learner.{name} is {value}; it must be at least 1")
         if self.source == "rollout_buffer" and self.buffer.capacity < self.rollouts_per_step:
             raise ConfigurationError(
-                f"learner.buffer.capacity {self.buffer.capacity} holds fewer than the learner.rollouts_per_step "
-                f"{self.rollouts_per_step} a step draws; raise the one or lower the other"
+                f"learner.buffer.capacity {self.buffer.capacity} is below learner.rollouts_per_step "
+                f"{self.rollouts_per_step}, which every step draws; raise the capacity or lower rollouts_per_step"
             )
         if not 0 < self.advantage_limit <= _LARGEST_ADVANTAGE:
             raise ConfigurationError(
                 f"learner.advantage_limit is {self.advantage_limit}; give more than 0 and at most "
-                f"{_LARGEST_ADVANTAGE:g}, and scale larger rewards down: gradients are float32"
+                f"{_LARGEST_ADVANTAGE:g}, because gradients are float32, and scale larger rewards down"
             )
         if needs_reference(self.loss) and not self.reference:
             raise ConfigurationError(

@@ -1,8 +1,8 @@
 """The learner: trains on batches in index order and publishes policy versions.
 
-A step goes on record, with its version, while the next one trains; on a single device its parameters are copied
-meanwhile too, and the next update waits for the copies. After any crash, a restarted learner ends with the
-bits of an uninterrupted one: the checkpoint holds the position, and steps executed again must have the digests on
+A step and its version are recorded while the next step trains. On a single device, the parameters are also copied
+during that time, and the next update waits for the copies. After any crash, a restarted learner ends with the same bits
+as an uninterrupted one, because the checkpoint holds the position and steps executed again must have the digests on
 record.
 """
 
@@ -71,13 +71,13 @@ def learn(
     on_ready: Callable[[], None] = lambda: None,
     on_progress: Callable[[str], object] = lambda _what: None,
 ) -> int:
-    """Train until `max_steps`, the step after which operators want it to end, the last batch of a drained run, or until
-    `stop` is set; return the last completed step.
+    """Train until `max_steps`, the last step that operators want, the last batch of a drained run, or until `stop` is
+    set; return the last completed step.
 
     `warm_start_examples` is called if no checkpoint exists. `on_ready` is called once step 0 (version 0), or the step
     of the checkpoint, is on record; before that `on_progress` receives the progress of the warm start. On return, a
-    checkpoint of the last step is on disk. With several processes, each calls this with the `team` it joined; `stop` is
-    read by the lead, and the others follow it.
+    checkpoint of the last step is on disk. With several processes, each calls this with the `team` it joined; only
+    the lead reads `stop`, and the other processes follow the lead.
 
     Raises Fenced if another learner takes over, StateRefused if a step executed again differs from its record, TeamLost
     if another process of the learner is gone.
@@ -126,7 +126,7 @@ class _Learner:
         self._ended = time.monotonic()
 
     def start(self, warm_start_examples: Callable[[], Sequence[Example]], on_progress: Callable[[str], object]) -> None:
-        """Restore the newest checkpoint, or make one of step 0; then put that step and its version on record."""
+        """Restore the newest checkpoint, or create one of step 0; then put that step and its version on record."""
         restored = self._checkpoints.restore(self._state)
         metrics: Metrics = {}
         rules = NEWEST
@@ -214,14 +214,14 @@ class _Learner:
         return step
 
     def _wanted(self) -> Callable[[], DesiredState]:
-        """Return what tells what operators want; the lead alone is told."""
+        """Return a function that returns the state operators want; outside the lead it returns the default state."""
         if self._recorder is None:
             return DesiredState
         steering = self._stack.enter_context(SteeringFollower(self._kafka, self._run))
         return lambda: steering.state
 
     def _wait(self, loader: StepLoader, source: StepSource) -> LoadedStep | None:
-        """Wait for the next step, None after the last; put skipped batches on record meanwhile."""
+        """Wait for the next step, and record skipped batches during the wait; return None after the last step."""
         began = time.monotonic()
         while True:
             beat("training")
@@ -233,7 +233,7 @@ class _Learner:
                 return loaded
 
     def _put_on_record(self, source: StepSource) -> None:
-        """Put batches on record that were skipped and wait for their step; raise the error of recording."""
+        """Record the skipped batches of a step that waits for rollouts; raise the error of a failed recording."""
         if self._recording is None:
             return
         self._recording.check()
@@ -254,7 +254,7 @@ class _Learner:
         outcomes = self._add_up(step, loaded)
         self._report_left_out(step, outcomes)
         self._refuse_empty(step, loaded, metrics, outcomes)
-        # Before the snapshot, so that the host has two versions at most: this one, and the one it is compared with.
+        # Before the snapshot, so that the host holds at most two versions: this one, and the one it is compared with.
         waited_s = 0.0 if self._recording is None else self._recording.wait()
         take = self._taking(step)
         plan, ended = loaded.plan, time.monotonic()
@@ -276,7 +276,7 @@ class _Learner:
             self._warn_of_mismatch(step, metrics)
 
     def _rules_of_step_0(self) -> StepRules:
-        """Rules of the warm start: those on record, if this learner has lost its checkpoints, or the newest."""
+        """Rules of the warm start: the recorded rules if this learner has lost its checkpoints, else the newest."""
         if self._recorder is None:
             return msgspec.json.decode(self._team.receive(_RULES_OF_STEP_0), type=StepRules)
         rules = rules_of(self._recorder.recorded(0))
@@ -284,7 +284,7 @@ class _Learner:
         return rules
 
     def _share_rules(self) -> None:
-        """Let every process know for which steps all of them copy the parameters to compare them with the record."""
+        """Tell every process until which step all of them copy the parameters to compare them with the record."""
         if self._recorder is not None:
             self._compares_arrays_until = self._recorder.compares_arrays_until
             self._team.publish(_COMPARES_ARRAYS, str(self._compares_arrays_until).encode())
@@ -292,9 +292,9 @@ class _Learner:
             self._compares_arrays_until = int(self._team.receive(_COMPARES_ARRAYS))
 
     def _taking(self, step: int) -> Callable[[], StepParams]:
-        """Return what takes the parameters after a step: beside the next step if a single device has them.
+        """Return a function that takes the parameters after a step; on a single device it may run during the next step.
 
-        Several devices would have to agree on the order of its sums and those of the step, so there it is done at once.
+        Several devices would have to agree on the order of the sums in both, so on them the parameters are taken now.
         """
         take = partial(self._params_after, step, self._state.params)
         if self._train_step.mesh.size == 1:
@@ -304,12 +304,12 @@ class _Learner:
         return lambda: params
 
     def _wait_for_snapshot(self) -> None:
-        """Wait until the parameters are copied whose buffers the update is to reuse."""
+        """Wait until the parameters whose buffers the update will reuse have been copied."""
         if self._recording is not None:
             self._waited_for_snapshot_s = self._recording.wait_until_taken()
 
     def _params_after(self, step: int, params: Params) -> StepParams:
-        """Digest of the parameters after a step, with copies if that step publishes them or is compared by copies."""
+        """Digest of the parameters after a step, with copies if the step publishes them or is compared by copies."""
         began = time.monotonic()
         compared, arrays = None, None
         if step <= self._compares_arrays_until:
@@ -347,12 +347,12 @@ class _Learner:
         causes = "; ".join(f"{rows} {reason}" for reason, rows in reasons.most_common())
         raise ConfigurationError(
             f"step {step} of learner {self._config.name!r} has no token to train on: of its rollouts, {causes}. "
-            "Nothing of it was published; change the setting that leaves them out, or `rollstream exclude` the batches "
-            f"({', '.join(use.batch_id for use in loaded.plan.uses[:_MOST_NAMED])})"
+            "Nothing of the step was published; change the setting that leaves its rollouts out, or `rollstream exclude` "
+            f"the batches ({', '.join(use.batch_id for use in loaded.plan.uses[:_MOST_NAMED])})"
         )
 
     def _warn_of_mismatch(self, step: int, metrics: Metrics) -> None:
-        """Log a warning when sampler and learner begin to disagree, and from time to time while that lasts."""
+        """Log a warning when sampler and learner begin to disagree, and from time to time while they do."""
         warning = mismatch_warning(metrics, self._config.loss)
         if warning is not None and step >= self._warn_again_at:
             event(logger, "mismatch", level=logging.WARNING, step=step, warning=warning)
@@ -361,9 +361,9 @@ class _Learner:
             self._warn_again_at = 0
 
     def _add_up(self, step: int, loaded: LoadedStep) -> StepTotals:
-        """Return the totals over all processes, in the lead.
+        """Return the totals over all processes in the lead, and the process's own totals elsewhere.
 
-        Raises StateRefused if processes that each packed the whole step did not pack the same.
+        Raises StateRefused if processes that each packed the whole step have different totals.
         """
         outcomes = loaded.outcomes
         if self._team.process:
@@ -380,8 +380,8 @@ class _Learner:
         for process, other in zip(others, theirs, strict=True):
             if other.counts() != outcomes.counts():
                 raise StateRefused(
-                    f"process {process} of learner {self._config.name!r} made of step {step} {other.counts()}, the "
-                    f"lead {outcomes.counts()}; give all processes the same release and settings"
+                    f"process {process} of learner {self._config.name!r} packed {other.counts()} in step {step}, but "
+                    f"the lead packed {outcomes.counts()}; give all processes the same release and settings"
                 )
         return outcomes
 
@@ -395,10 +395,10 @@ class _Learner:
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> None:
-        """Begin to put the step on record, in the lead, once the step before is on record.
+        """In the lead, begin to record the step once the previous step is on record.
 
-        The other processes begin to send their tensors. The position is that after the step as soon as nothing is being
-        recorded.
+        The other processes begin to send their tensors. `_position` is the position after the step once the recording
+        has ended.
         """
         recorder, sinks, recording = self._recorder, self._sinks, self._recording
         if recorder is None or sinks is None or recording is None:
@@ -424,7 +424,7 @@ class _Learner:
         recording.start(take, record)
 
     def _contribute(self, take: Callable[[], StepParams]) -> None:
-        """Begin to send this process's tensors of the version after a step, if that publishes one."""
+        """Begin to send this process's tensors of the version that a step publishes, if it publishes one."""
         member = self._member
 
         def contribute(params: StepParams) -> None:
@@ -435,7 +435,7 @@ class _Learner:
             self._recording.start(take, contribute)
 
     def _open_sinks(self, recorder: StepRecorder) -> MetricSinks:
-        """Open the sinks and write the steps on record that they lack."""
+        """Open the sinks and write the recorded steps that they lack."""
         config = self._config
         sinks = open_sinks(config.sinks, self._kafka, self._run, config.name, recorder.last_recorded)
         self._stack.callback(sinks.close)
@@ -444,8 +444,8 @@ class _Learner:
         return sinks
 
     def _changed_since(self, saved: dict[str, str]) -> bool:
-        """Whether hardware or software differs from that of the checkpoint, so that the same settings may give other
-        bits."""
+        """Whether hardware or software has changed since the checkpoint, but not the settings or the code, so that
+        different bits are possible."""
         changed = {
             name: {"saved": saved.get(name), "now": self._fingerprint.get(name)}
             for name in sorted({*saved, *self._fingerprint})
@@ -456,12 +456,12 @@ class _Learner:
         return bool(changed) and not changed.keys() & {"configuration", "code"}
 
     def _tolerance_since(self, saved: dict[str, str]) -> float:
-        """Tolerance for steps executed again; 0 after a change of settings or code, which are no matter of rounding."""
+        """Tolerance for steps executed again; 0 after a change of settings or code, which is not rounding."""
         same = all(saved.get(name) == self._fingerprint.get(name) for name in ("configuration", "code"))
         return replay_tolerance(self._config) if same else 0.0
 
     def _checkpoint(self) -> None:
-        """Start to save a checkpoint of what is on record; recent steps count from it."""
+        """Start to save a checkpoint of the last recorded step, and start a new list of recent steps."""
         if self._recording is not None:
             self._recording.wait()
         self._checkpoints.save(self._state, self._position, self._fingerprint)

@@ -1,4 +1,4 @@
-"""Selection of the batches of each step: whole batches in index order; excluded and stale ones are skipped on record.
+"""Selects the batches of each step: whole batches in index order. Excluded and stale batches are recorded as skipped.
 
 The selection depends on the index, the manifests, the settings and the excluded batches. A step executed again follows
 its record instead, so it takes the same batches.
@@ -42,7 +42,7 @@ class StepPlan:
     position: int
     """Next offset of batch-index."""
     wait_s: float
-    """Time spent waiting for the index to name them."""
+    """Seconds spent waiting for the batches to appear in the index."""
     rows: tuple[tuple[int, ...] | None, ...] = ()
     """Rows of each trained batch that are trained on, ascending, None for all rows; empty if all batches are whole."""
     oldest: int = -1
@@ -71,11 +71,11 @@ class BatchSelection:
 
     `read_version_steps` returns the learner step of every published version; it is called when a batch names an unknown
     version. `skipped` receives skipped batches that have waited for their step to fill up. `decided` returns the uses
-    of a batch in a step on record, or nothing; in that case `excluded` returns the reason to leave a batch out
-    regardless of its version, "" if there is none. `last_of` returns the index offset of the last batch of a step on
-    record, None for other steps. `nothing_after` tells whether the index will have nothing from an offset on: then a
-    step may have fewer rollouts, and none follows it. `own_versions` tells whether this learner publishes the versions
-    of the batches; the steps of the learner that does are not comparable with those of another.
+    of a batch in a step on record, or nothing. If it returns nothing, `excluded` gives the reason to leave the batch
+    out regardless of its version, or "". `last_of` returns the index offset of the last batch of a step on record, None
+    for a step that is not on record. `nothing_after` tells whether the index will have no entry from an offset on: a
+    step may then have fewer rollouts, and no step follows it. `own_versions` tells whether this learner publishes the
+    policy versions of the batches: its steps are not comparable with those of the learner that does.
     """
 
     def __init__(
@@ -106,8 +106,7 @@ class BatchSelection:
         self._last_of, self._nothing_after = last_of, nothing_after
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
-        """Batches with enough rollouts for the step after `step` steps; None if `stop` is set first, or if there will
-        be none."""
+        """Plan the step after `step` steps, with enough rollouts; None if `stop` is set first or no batch follows."""
         started = time.monotonic()
         uses: list[BatchUse] = []
         trained: list[IndexedBatch] = []
@@ -116,7 +115,7 @@ class BatchSelection:
         checked = False
         rows = 0
         report_at: float | None = None
-        # A step that was cut short by the end of a run remains what it was, also when the run went on.
+        # A step that the end of a run cut short keeps its batches when it is executed again, even if the run went on.
         last = self._last_of(step + 1)
         while rows < self._rollouts_per_step if last is None else self._index.position <= last:
             if stop.is_set():
@@ -200,11 +199,11 @@ def _whole(read: IndexedBatch, skip: Skip | None) -> BatchUse:
 
 
 def share_of(trained: Sequence[IndexedBatch], process: int, processes: int) -> tuple[IndexedBatch, ...]:
-    """The batches that one of several processes checks, in index order; shares have about equally many tokens.
+    """The batches that one of several processes checks, in index order; shares have about the same number of tokens.
 
-    A process packs and trains on these alone if the step is shared by batches.
+    If the step is shared by batches, a process packs and trains on its own share only.
 
-    Batches go, largest first, to the process with the fewest tokens so far: the same assignment on every process.
+    Batches go, largest first, to the process with the fewest tokens so far, so every process finds the same assignment.
     """
     load = [0] * processes
     owner = {}
@@ -216,7 +215,7 @@ def share_of(trained: Sequence[IndexedBatch], process: int, processes: int) -> t
 
 @dataclass(frozen=True, kw_only=True)
 class StepTotals:
-    """Sums over the trained rollouts that one process packs; where processes pack shares, they add up."""
+    """Sums over the trained rollouts that one process packs; the totals of shares are added."""
 
     rollouts: int = 0
     reward: float = 0.0
@@ -237,7 +236,7 @@ class StepTotals:
         )
 
     def counts(self) -> dict[str, int]:
-        """The sums of whole numbers, which processes that trained on the same rollouts have in common."""
+        """The integer sums, which are equal in all processes that trained on the same rollouts."""
         left_out = sum(use.rows for use in self.left_out)
         return {
             "rollouts": self.rollouts,

@@ -10,9 +10,9 @@ Layout = list[tuple[NDArray[np.int64], NDArray[np.int64]]]
 
 
 def layout(lengths: NDArray[np.int64], shapes: Mapping[int, int]) -> Layout:
-    """Place items of `lengths` into rows. `shapes` are rows of a microbatch by row length, longest first.
+    """Place items of `lengths` into rows. `shapes` gives the rows of a microbatch by row length, longest first.
 
-    An item belongs in the shortest rows that hold it, but first fills room left in microbatches of longer rows.
+    An item belongs in the shortest rows that it fits into, but room left in microbatches of longer rows is used first.
     """
     waiting = np.argsort(-lengths, kind="stable")
     placed: Layout = []
@@ -36,7 +36,7 @@ def first_fit(
     """Return the first bin with room for each item, -1 if there is none, and the room left in each bin.
 
     `lengths` is descending, `room` is the free space of each bin; bins from `used` on are empty. Items of equal length
-    are placed together, with the same result as one after the other.
+    are placed together; the result is the same as if they were placed one by one.
     """
     bins, room = np.full(len(lengths), -1, np.int64), room.copy()
     values, counts = np.unique(lengths, return_counts=True)

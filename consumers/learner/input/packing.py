@@ -1,4 +1,4 @@
-"""Packs ragged rollouts into arrays of a few fixed shapes, so that a training step compiles once for each (numpy only).
+"""Packs ragged rollouts into arrays of a few fixed shapes, so that a step compiles once for each shape (numpy only).
 
 First-fit decreasing, deterministic: the same rollouts in the same order give the same arrays, bit for bit.
 """
@@ -35,7 +35,7 @@ class TrainingSequence:
     generator_log_probs: NDArray[np.float32]
     """Log-probability of each token under the policy that sampled it."""
     temperature: float = 1.0
-    """Temperature at which the generator's log-probabilities hold."""
+    """Temperature for which the generator's log-probabilities were computed."""
     truncated: bool = False
     """Whether it was cut off before it ended; the loss may leave such sequences out."""
     reference_log_probs: NDArray[np.float32] | None = None
@@ -126,7 +126,7 @@ class PackedStep:
 def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
     """The rows of a batch as sequences, whose arrays are views of the batch.
 
-    Log-probabilities recorded before temperature ("raw"), and greedy ones, hold at temperature 1.
+    Log-probabilities recorded before the temperature was applied ("raw") or under greedy sampling are at temperature 1.
     """
     per_token = batch.advantages
     if len(per_token) != len(batch.tokens):
@@ -169,8 +169,8 @@ def pack_for(
         sequence_length=config.sequence_length,
         length_buckets=config.length_buckets,
         minibatches=config.minibatches,
-        # In a step on record, leave out rollouts that are too long even though settings that allow them are refused at
-        # the start.
+        # "refuse" checks the settings at the start; a step on record may still have rollouts that are too long, which
+        # are left out.
         too_long="skip" if config.too_long == "refuse" else config.too_long,
         loss=config.loss,
         carried_reference=config.reference == "carried",
@@ -200,9 +200,9 @@ def pack(
     a microbatch of their own bucket is started. `loss` gives the weights of tokens, and whether truncated sequences
     are trained on.
 
-    Minibatches are contiguous ranges of the `rollouts` of the whole step; `numbers` are the numbers of the given
-    sequences among them (the others are left out, or other processes have them). So the input of an update does not
-    depend on which process packs it.
+    Minibatches are contiguous ranges of the `rollouts` of the whole step; `numbers` are the positions of the given
+    sequences among these rollouts; a rollout without a sequence is left out, or another process has it. So the input of
+    an update does not depend on which process packs it.
 
     A sequence longer than `sequence_length` is left out or cut, and counted, or raises ConfigurationError.
     """
@@ -216,8 +216,8 @@ def pack(
         )
     if carried_reference and any(sequence.reference_log_probs is None for sequence in sequences):
         raise ConfigurationError(
-            'learner.reference is "carried", but rollouts come without reference log-probabilities; let the workers '
-            'send them, or set learner.reference to "initial" or a directory'
+            'learner.reference is "carried", but some rollouts have no reference log-probabilities; configure the '
+            'workers to send them, or set learner.reference to "initial" or a directory'
         )
     total = len(sequences) if rollouts is None else rollouts
     shares: list[list[TrainingSequence]] = [[] for _ in range(minibatches)]

@@ -1,4 +1,4 @@
-"""Prefetching: results are made ahead of their use, in a background thread."""
+"""Prefetching: computes results in a background thread before they are needed."""
 
 import queue
 import threading
@@ -19,7 +19,7 @@ class Prefetcher(Closing, Generic[T]):
     def __init__(
         self, produce: Callable[[int, threading.Event], T | None], first: int, last: int, *, depth: int = 1
     ) -> None:
-        """Numbers from `first` to `last`, inclusive."""
+        """Call `produce` for the numbers from `first` to `last`, inclusive."""
         self._produce = produce
         self._numbers = range(first, last + 1)
         self._ready: queue.Queue[T | BaseException | None] = queue.Queue(depth)

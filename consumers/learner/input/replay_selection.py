@@ -96,8 +96,8 @@ class ReplaySelection:
     """Draws the rollouts of each step from the batches it reads.
 
     `fetch` returns a batch, `read_version_steps` the learner step of every published version, `recorded` the record of
-    a step, and `excluded` the reason to leave a batch out. `nothing_after` tells whether the index will have nothing
-    from an offset on: then no step follows the one that read its last batch. `skipped` receives skipped rollouts that
+    a step, and `excluded` the reason to leave a batch out. `nothing_after` tells whether the index will have no entry
+    from an offset on: then no step follows the step that read the last batch. `skipped` receives skipped rollouts that
     have waited for their step to fill up.
     """
 
@@ -136,7 +136,7 @@ class ReplaySelection:
         self._nothing_after = nothing_after
         self._learner = config
         self._unfit: dict[BatchRow, Skip] = {}
-        """Rows held that cannot be trained on but that steps on record did not leave out, with the reason."""
+        """For each held row that cannot be trained on but that no step on record left out: the reason."""
         self._batches: dict[int, IndexedBatch] = {}
         self._now_ms = -1
 
@@ -151,14 +151,14 @@ class ReplaySelection:
         return set(self._batches)
 
     def restore(self, uses: PastUses, entries: Sequence[IndexedBatch], recorded: Sequence[LearnerStep]) -> None:
-        """Restore the contents after the last of the steps of `uses`.
+        """Restore the buffer as it was after the last step of `uses`.
 
-        `entries` are the index from `uses.first` to `uses.position`, `recorded` those steps.
+        `entries` are the index entries from `uses.first` to `uses.position`; `recorded` are the records of the steps.
         """
         self._now_ms = uses.stream_time_ms
         positions = sorted((record.position, record.step) for record in recorded)
         for read in entries:
-            # A version of another run's learner may be ahead: it counts as current when its batch is read.
+            # The learner of another run may be ahead of this one; its version then counts as current at this step.
             step = next((step - 1 for position, step in positions if position > read.index_offset), 0)
             rows = [BatchRow(read.index_offset, number) for number in range(read.entry.rollouts)]
             alive = {row for row in rows if row not in uses.gone and not self._used_up(uses.counts.get(row, 0))}
@@ -173,10 +173,10 @@ class ReplaySelection:
             self._shelf.put_back(held)
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
-        """Plan of the step after `step` steps; None if `stop` is set first, or if there will be none.
+        """Plan the step after `step` steps; None if `stop` is set first, or if no step follows.
 
-        Reads the index to its present end or, for a step on record, to the end it had then. Raises StateRefused if a
-        step on record draws other rollouts than it did.
+        Reads the index to its present end or, for a step on record, to the recorded position. Raises StateRefused if a
+        step on record draws other rollouts than its record names.
         """
         began = time.monotonic()
         report_at: float | None = None
@@ -214,8 +214,8 @@ class ReplaySelection:
     # ------------------------------------------------------------------ within
 
     def _ends_at(self, begin: int, enough: bool) -> bool:
-        """Whether no step follows: the index has ended, and this step, which began there, has read nothing new of it or
-        cannot be filled."""
+        """Whether no step follows: the index has ended, and this step has read nothing from it since position `begin`
+        or cannot be filled."""
         position = self._index.position
         return (position == begin or not enough) and self._nothing_after(position)
 
@@ -244,7 +244,7 @@ class ReplaySelection:
     def _entries(self, read: IndexedBatch, batch: TrainingBatch, step: int) -> list[ShelfEntry[BatchRow]]:
         """Entries of a batch read after `step` steps, with the stamps of their rollouts.
 
-        A row without a weight step has that of its lowest version, -1 if the version is not on record.
+        A row without a weight step gets the step of its lowest version, -1 if that version is not on record.
         """
         entries = []
         for number, version in enumerate(batch.lowest_versions.tolist()):
@@ -263,7 +263,7 @@ class ReplaySelection:
         return Skip(EXCLUDED, reason) if reason else None
 
     def _leave_out(self, forced: Mapping[BatchRow, Skip] | None) -> list[Removal[BatchRow]]:
-        """Remove rollouts excluded since their admission, and unfit ones that only a step on record admitted."""
+        """Remove rollouts excluded since their admission, and unfit rollouts that only a step on record admitted."""
         if forced is not None:
             return self._shelf.remove(lambda entry: forced.get(entry.item))
         excluded = {at: self._exclusion(read) for at, read in self._batches.items()}
@@ -309,10 +309,10 @@ class ReplaySelection:
             return
         was, now = (sum(map(len, trained_rows(used).values())) for used in (recorded.uses, uses))
         first = next((a for a, b in zip(recorded.uses, uses, strict=False) if a != b), None)
-        where = "" if first is None else f", first at batch {first.batch_id}"
+        where = "" if first is None else f"; the first difference is at batch {first.batch_id}"
         raise StateRefused(
-            f"step {recorded.step} of learner {recorded.learner!r}, executed again, draws other rollouts than it did "
-            f"({now} of {len(uses)} uses; on record are {was} of {len(recorded.uses)}{where}). Restore the settings of "
+            f"step {recorded.step} of learner {recorded.learner!r}, executed again, draws other rollouts than before "
+            f"({now} in {len(uses)} uses; on record are {was} in {len(recorded.uses)}{where}). Restore the settings of "
             "learner.buffer, learner.rollouts_per_step and learner.seed, or give another learner.name"
         )
 

@@ -34,7 +34,7 @@ class ReplaySource(LogSource[ReplaySelection]):
         recorder: StepRecorder | None = None,
         drained: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With a `recorder`, in the lead, restore the buffer after `step` and read on from `position`."""
+        """With a `recorder`, which only the lead has, restore the buffer after `step` and read on from `position`."""
         super().__init__(config, kafka, run, position, process, recorder, drained)
         if recorder is not None:
             self._step = step
@@ -62,8 +62,8 @@ class ReplaySource(LogSource[ReplaySelection]):
         entries = index_between(kafka, input_run, uses.first, uses.position)
         if uses.first not in entries:
             raise TopicError(
-                f"batch-index of run {input_run} no longer holds offset {uses.first}, from which the rollout buffer "
-                f"held rollouts after step {step}; begin at a later checkpoint"
+                f"batch-index of run {input_run} no longer holds offset {uses.first}, the first whose rollouts the "
+                f"rollout buffer held after step {step}; start from a later checkpoint"
             )
         self._selection.restore(uses, [IndexedBatch(entry, at) for at, entry in sorted(entries.items())], past)
         event(logger, "rollout_buffer_restored", step=step, rollouts=self._selection.size, position=uses.position)

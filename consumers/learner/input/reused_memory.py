@@ -1,4 +1,4 @@
-"""ReusedMemory: memory of arrays that are made again and again, in a size that changes little."""
+"""ReusedMemory: memory for arrays that are allocated again and again in similar sizes."""
 
 import threading
 import weakref
@@ -7,35 +7,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ALIGNED_BYTES = 64
-"""XLA on a CPU takes an array that begins on such a boundary as it is, and copies others."""
+"""XLA on a CPU uses an array in place if it begins on such a boundary, and copies it otherwise."""
 _MOST_FREE_BYTES = 256 * 1024 * 1024
 
 
 class ReusedMemory:
-    """Blocks of memory that are used again once no array of theirs is left.
+    """Blocks of memory that are reused once no array refers to them.
 
-    The system hands out memory page by page, and cleared; on a virtual machine that takes longer than to fill it.
-    Threads may share it.
+    The operating system allocates and clears memory page by page; on a virtual machine this takes longer than filling
+    it. Threads may share an instance.
     """
 
     def __init__(self, most_free_bytes: int = _MOST_FREE_BYTES) -> None:
-        """Keep up to so many bytes in free blocks, those that became free last."""
+        """Keep at most `most_free_bytes` in free blocks: the blocks that became free last."""
         self._most_free_bytes = most_free_bytes
         self._free: list[NDArray[np.uint8]] = []
-        # Blocks come back whenever an array ends, also while its thread takes one.
+        # Reentrant: an array may be garbage-collected, which returns its block, while its thread holds the lock.
         self._lock = threading.RLock()
 
     @property
     def free_bytes(self) -> int:
-        """Size of the blocks that wait to be used again."""
+        """Total size of the free blocks."""
         return sum(block.nbytes for block in self._free)
 
     def lanes(self, count: int, size_bytes: int) -> list[NDArray[np.uint8]]:
-        """Return `count` arrays of so many bytes with arbitrary values, each on a boundary of 64 bytes."""
+        """Return `count` arrays of `size_bytes` bytes with arbitrary values, each on a boundary of 64 bytes."""
         each = -(-size_bytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
         block = self._block(count * each + _ALIGNED_BYTES)
-        # Each array refers to `whole`, and that to the block. Were it a slice of the block, arrays would refer to the
-        # block itself: numpy leaves out views between.
+        # Each array refers to `whole`, which refers to the block. If `whole` were a slice of the block, numpy would let
+        # the arrays refer to the block directly, and the block would count as free too early.
         whole = np.frombuffer(block.data, np.uint8)
         weakref.finalize(whole, self._give_back, block).atexit = False
         first = -block.ctypes.data % _ALIGNED_BYTES

@@ -1,4 +1,4 @@
-"""Checks that find the rows of a batch a learner cannot train on, so that a bad rollout does not end its step.
+"""Finds the rows of a batch that a learner cannot train on, so that a bad rollout does not end its step.
 
 The rows left out depend on the batch and the settings alone, so a step executed again leaves out the same rows; a step
 on record follows its record.
@@ -14,13 +14,13 @@ from rollstream.topics.records import TrainingBatch
 from rollstream.topics.skip_reasons import Skip
 
 LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
-"""Range of temperatures that are trained on: they divide the logits, and the gradient of every token."""
+"""Range of temperatures that are trained on: a temperature divides the logits and the gradient of every token."""
 _FINITE = float(np.finfo("<f4").min), float(np.finfo("<f4").max)
-"""Least and greatest log-probability that is a finite number."""
+"""Lowest and highest finite log-probability."""
 
 
 def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[Skip, tuple[int, ...]]:
-    """Rows that cannot be trained on, by reason: each row under the first reason that applies. Codes are those of
+    """Rows that cannot be trained on, by reason: each row under the first reason that applies. The codes are in
     `ROW_CODES`."""
     unfit: dict[Skip, tuple[int, ...]] = {}
     known = np.zeros(len(batch), bool)
@@ -46,10 +46,10 @@ def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str,
         by_token = advantages if len(advantages) == len(batch.tokens) else np.repeat(advantages, lengths)
         return any_trained(~(np.abs(by_token) <= config.advantage_limit))
 
-    # Greedy sampling is written as temperature 0 and trained at 1; raw log-probabilities hold at 1.
+    # Greedy sampling is written as temperature 0 and trained at 1; raw log-probabilities are at temperature 1.
     temperatures = np.where(batch.logprobs_processed & (batch.temperatures != 0), batch.temperatures, 1.0)
     vocabulary, limit = config.model.vocab_size, config.advantage_limit
-    # Nearly always a whole batch is within its bounds, which its least and greatest values show.
+    # Nearly every batch is within all bounds; its least and greatest values show this without a check of each row.
     checks = [
         (
             "vocabulary",

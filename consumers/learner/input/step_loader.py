@@ -1,4 +1,4 @@
-"""Loading of steps, one step ahead: the lead plans each step, and every process fetches and packs it.
+"""Loads steps one step ahead: the lead plans each step, and every process fetches and packs it.
 
 A plan is final: a step that one process gets is delivered to all of them.
 """
@@ -49,13 +49,13 @@ class LoadedStep:
     """One step, ready to train on."""
 
     plan: StepPlan
-    """Its batches, the same in every process."""
+    """Batches of the step, the same in every process."""
     packed: PackedStep
     """The whole step, or this process's share."""
     outcomes: StepTotals
-    """Sums over what is packed."""
+    """Sums over the packed rollouts."""
     load_s: float
-    """Time to fetch, pack and place it."""
+    """Seconds spent fetching, packing and placing the step."""
     placed: PlacedStep | None = None
     """This process's rows on its devices, if they were placed ahead."""
 
@@ -64,7 +64,7 @@ class StepSource(Protocol):
     """Source of rollouts: the lead plans steps, and every process loads what it needs."""
 
     skips: tuple[int, tuple[BatchUse, ...]] | None
-    """Number of a step and its skipped batches, which have waited for the step to fill up."""
+    """Number of a step that waits for rollouts, and its skipped batches, which are to be recorded before the step."""
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
         """Plan of the step after `step` steps; None if `stop` is set first."""
@@ -73,11 +73,11 @@ class StepSource(Protocol):
         """Fetch and pack what this process needs."""
 
     def close(self) -> None:
-        """Close its consumers."""
+        """Close the consumers."""
 
 
 class ShareLoader:
-    """Fetches and packs what one process needs of a step: the whole step, or its share where batches are shared."""
+    """Fetches and packs the part of a step that one process needs: all of it, or a share if batches are shared."""
 
     def __init__(self, config: LearnerConfig, kafka: KafkaConfig, run: str, process: int = 0) -> None:
         self._config = config
@@ -113,8 +113,8 @@ class ShareLoader:
                 batches[read.index_offset] = self.fetch(read)
                 continue
             batches[read.index_offset] = batch = self._fetcher.fetch(read.entry)
-            # Each batch is checked by one process; if it finds a fault, all end. A thread for it would take turns with
-            # packing, whose operations are short, and that costs more than hashing in between.
+            # One process checks each batch; if the check fails, all processes end. The check does not run in a separate
+            # thread: switching between that thread and the short operations of packing would cost more than it saves.
             if read.index_offset in checked:
                 self._fetcher.check(read.entry, batch)
         packed, outcomes = packed_step(config, plan, batches)
@@ -128,11 +128,12 @@ class ShareLoader:
 def packed_step(
     config: LearnerConfig, plan: StepPlan, batches: Mapping[int, TrainingBatch]
 ) -> tuple[PackedStep, StepTotals]:
-    """Pack the `batches` of a plan, by index offset: all of them, or a process's share; return also the sums over them.
+    """Pack the `batches` of a plan, by index offset: all of them, or a process's share. Also return the sums over them.
 
-    It depends on nothing else. Rows that cannot be trained on are left out. Raises ConfigurationError from packing.
+    The result depends on the arguments only. Rows that cannot be trained on are left out. Raises ConfigurationError
+    from packing.
     """
-    # Rows left out keep their numbers, because a process may not know the rows that others leave out.
+    # Rows left out keep their numbers, because a process may not know which rows other processes leave out.
     counts = [
         read.entry.rollouts if rows is None or not plan.drawn else len(rows)
         for read, rows in zip(plan.trained, plan.rows_of_batches, strict=True)
@@ -167,13 +168,13 @@ def _size(batch: TrainingBatch) -> int:
 
 
 class IndexEnd:
-    """Whether the index of a run will have nothing from an offset on."""
+    """Tells whether the index of a run will have no entry from an offset on."""
 
     def __init__(self, kafka: KafkaConfig, run: str, drained: Callable[[], bool]) -> None:
         self._kafka, self._topic, self._drained = kafka, topic_name(run, "batch-index"), drained
 
     def __call__(self, position: int) -> bool:
-        """Look at the log only when the run is drained. False while brokers do not answer."""
+        """Whether no entry follows; False while brokers do not answer. Reads the log only once the run is drained."""
         if not self._drained():
             return False
         try:
@@ -183,7 +184,7 @@ class IndexEnd:
 
 
 class StepSelection(Protocol):
-    """Selection of what a step trains on."""
+    """Selects the rollouts that a step trains on."""
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
         """Plan of the step after `step` steps; None if `stop` is set first."""
@@ -205,13 +206,13 @@ class LogSource(ABC, Generic[S]):
         recorder: StepRecorder | None = None,
         drained: Callable[[], bool] = lambda: False,
     ) -> None:
-        """With a `recorder`, in the lead, read the index of the input run from `position` on. `drained` tells whether
-        it gets no further entry."""
+        """With a `recorder`, which only the lead has, read the index of the input run from `position` on. `drained`
+        tells whether the index gets no further entry."""
         self._stack = ExitStack()
         self._loader = self._stack.enter_context(closing(ShareLoader(config, kafka, run, process)))
         self._step = -1
         self.skips: tuple[int, tuple[BatchUse, ...]] | None = None
-        """Number of a step and its skipped batches, which have waited for the step to fill up."""
+        """See `StepSource.skips`."""
         self._recorded: Callable[[int], LearnerStep | None] = lambda _step: None
         if recorder is not None:
             self._recorded = recorder.recorded
@@ -225,7 +226,7 @@ class LogSource(ABC, Generic[S]):
     def _new_selection(
         self, config: LearnerConfig, index: IndexReader, exclusions: Exclusions, recorder: StepRecorder
     ) -> S:
-        """Return the selection of the lead, which calls `_skipped` with what has waited."""
+        """Return the lead's selection, which calls `_skipped` with skipped batches whose step waits for rollouts."""
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
         """Plan of the step after `step` steps; None if `stop` is set first."""
@@ -266,7 +267,7 @@ class BatchSource(LogSource[BatchSelection]):
 
 
 class StepLoader(Closing):
-    """Loads the steps of a learner in order, each while the step before it is trained."""
+    """Loads the steps of a learner in order, each while the previous step trains."""
 
     def __init__(
         self,
@@ -278,11 +279,11 @@ class StepLoader(Closing):
         place: Callable[[PackedStep], PlacedStep] | None = None,
         last_wanted: Callable[[], int | None] = lambda: None,
     ) -> None:
-        """Load steps `first` to `last`. Once `stop` is set in the lead, no further step is planned, and none after
-        `last_wanted`, which the lead asks again and again while it waits for a step to fill up.
+        """Load steps `first` to `last`. The lead plans no further step once `stop` is set, and no step after the one
+        that `last_wanted` returns; it calls `last_wanted` repeatedly while it waits for a step to fill up.
 
-        `place` puts packed arrays on the devices. It is not called for shares of a step: to place these, processes wait
-        for each other.
+        `place` puts packed arrays on the devices. It is not called for shares of a step, because placing shares makes
+        processes wait for each other.
         """
         self._source = source
         self._team = team
@@ -330,7 +331,7 @@ class StepLoader(Closing):
 
 
 class _Either(threading.Event):
-    """An event that is set when one of several is."""
+    """An event that is set when any of several events is set."""
 
     def __init__(self, *events: threading.Event) -> None:
         super().__init__()
@@ -341,7 +342,7 @@ class _Either(threading.Event):
 
 
 class _Beyond(threading.Event):
-    """An event that is set while a step comes after the last that is wanted."""
+    """An event that is set while a step is later than the last step that is wanted."""
 
     def __init__(self, step: int, last_wanted: Callable[[], int | None]) -> None:
         super().__init__()
