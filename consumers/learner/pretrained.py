@@ -33,7 +33,7 @@ def resolved(config: LearnerConfig) -> LearnerConfig:
 
 
 def published_dtype(config: LearnerConfig) -> str:
-    """Dtype in which parameters are published. Raises ConfigurationError for a model of another than is published."""
+    """Dtype in which parameters are published. Raises ConfigurationError if the model's dtype cannot be."""
     if config.weights.dtype != "model":
         return config.weights.dtype
     return huggingface.load_dtype(config.pretrained) if config.pretrained else "float32"
@@ -49,8 +49,8 @@ def initial_params(
 ) -> dict[str, "jax.Array"]:
     """Load the parameters of a checkpoint as float32, on the device or split by `shardings`, by parameter name.
 
-    It has no adapters. Reads only the parts that this process's devices hold: beside them, memory has one tensor at a
-    time. Raises ConfigurationError or CheckpointRefused.
+    Adapters are not included. Reads only the parts that this process's devices hold; besides these, memory holds one
+    tensor at a time. Raises ConfigurationError or CheckpointRefused.
     """
     import jax
     import jax.numpy as jnp
@@ -61,7 +61,7 @@ def initial_params(
         placed = jax.make_array_from_callback(
             stored.shape, shardings[name], lambda index: stored[index].astype(np.float32)
         )
-        # Copies are made in the background; several at once are several tensors.
+        # Wait, because copies run in the background, and several at once would hold several tensors in memory.
         jax.block_until_ready(placed)  # type: ignore[no-untyped-call]
         release(stored)
         return placed

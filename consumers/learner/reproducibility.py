@@ -20,7 +20,7 @@ _NO_YNN = "--xla_cpu_experimental_ynn_fusion_type="
 _YNN_SINCE = (0, 10, 1)
 _GPU_PLUGINS = ("jax_cuda12_plugin", "jax_cuda13_plugin", "jax_rocm60_plugin", "jax_rocm7_plugin")
 _DETERMINISTIC = {"--xla_gpu_deterministic_ops=": "true", "--xla_gpu_autotune_level=": "0"}
-"""Operations of GPUs that give the same bits, and the same kernels at every start: timings do not choose them."""
+"""Flags for deterministic operations on GPUs, and for the same kernels at every start, not chosen by timings."""
 GPU_TOLERANCE = 1e-3
 """Default of `learner.replay_tolerance` on GPUs: kernels outside of XLA may add in any order."""
 
@@ -28,7 +28,7 @@ GPU_TOLERANCE = 1e-3
 def prepare_environment(config: LearnerConfig) -> None:
     """Prepare the process for JAX: XLA's CPU threads and kernels, and a compile cache that keeps small functions too.
 
-    Raises ConfigurationError if JAX is already imported with another number of threads, which it cannot change.
+    Raises ConfigurationError if JAX is already imported with another number of threads, which can no longer change.
     """
     threads = str(config.threads)
     if "jax" in sys.modules and os.environ.get("NPROC") != threads:
@@ -78,13 +78,13 @@ def replay_tolerance(config: LearnerConfig) -> float:
 
 
 def _mesh(mesh: MeshConfig) -> str:
-    """The mesh as checkpoints name it: without `sequence` if it is not used, as releases before that axis did."""
+    """The mesh as named in checkpoints: without `sequence` if unused, as before the axis existed."""
     earlier = f"MeshConfig(data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor})"
     return earlier if mesh.sequence == 1 else repr(mesh)
 
 
 def _expects_gpu() -> bool:
-    """Whether JAX, which is not to be imported yet, has a plug-in for GPUs that it may use."""
+    """Whether JAX has a plug-in for GPUs that it may use; does not import JAX."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     wanted = not platforms or any(name in platforms for name in ("gpu", "cuda", "rocm"))
     return wanted and any(importlib.util.find_spec(name) for name in _GPU_PLUGINS)

@@ -1,6 +1,6 @@
-"""Start of a learner: the parameters of step 0, of the reference of the KL term, and of the teacher.
+"""Parameters that a learner starts with: the state of step 0, the reference of the KL term, and the teacher.
 
-Used by the learner and by retraining.
+The learner and retraining use this module.
 """
 
 import logging
@@ -49,19 +49,19 @@ def _check_lengths(config: LearnerConfig, examples: Sequence[Example]) -> None:
     lengths = [len(tokens) for tokens, _mask in examples]
     long, longest = sum(length > room for length in lengths), max(lengths, default=0)
     what = (
-        f"{long} of {len(examples)} examples of the warm start are longer than learner.sequence_length {room}, the "
+        f"{long} of {len(examples)} examples of the warm start are longer than learner.sequence_length {room}; the "
         f"longest has {longest} tokens"
     )
     if long and config.too_long in ("refuse", "error"):
         raise ConfigurationError(
-            f'{what}; set it to at least {longest}, learner.too_long to "skip" or "truncate", or '
+            f'{what}. Set learner.sequence_length to at least {longest}, learner.too_long to "skip" or "truncate", or '
             "learner.warm_start.steps to 0"
         )
     kept = [mask for _tokens, mask in examples if len(mask) <= room or config.too_long == "truncate"]
     if examples and not any(mask[1:room].any() for mask in kept):
         raise ConfigurationError(
-            f"the warm start has no token to train on: {what}; set it to at least {longest}, or "
-            "learner.warm_start.steps to 0"
+            f"the warm start has no token to train on: {what}. Set learner.sequence_length to at "
+            f"least {longest}, or learner.warm_start.steps to 0"
         )
     if long:
         event(logger, "warm_start_too_long", level=logging.WARNING, what=what, too_long=config.too_long)
@@ -82,21 +82,21 @@ def load_reference(train_step: TrainStep, checkpoints: Checkpoints) -> Params | 
 def load_teacher(train_step: TrainStep) -> Params | None:
     """Return the parameters of the teacher; None without one.
 
-    Raises ConfigurationError unless its vocabulary holds that of the policy, and CheckpointRefused.
+    Raises ConfigurationError if its vocabulary differs from the policy's, and CheckpointRefused.
     """
     config, teacher = train_step.config, train_step.teacher
     if teacher is None:
         return None
     if not _same_vocabulary(load_tokenizer(config.teacher), tokenizer_of(config)):
         raise ConfigurationError(
-            f"learner.teacher {config.teacher} has another vocabulary than the policy: the tokens that the policy "
-            "samples would mean something else to it; choose a teacher of the same family"
+            f"learner.teacher {config.teacher} has another vocabulary than the policy, so the tokens that the "
+            "policy samples would mean something else to the teacher; choose a teacher of the same family"
         )
     return train_step.frozen(initial_params(config.teacher, teacher.model, teacher.shardings), teacher.shardings)
 
 
 def _same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers have the same tokens, as far as their size, end, characters and a spread of ids tell."""
+    """Whether two tokenizers agree in size, end token, printable characters and about a thousand tokens."""
     ids = range(0, one.vocab_size, max(1, one.vocab_size // 1000))
     return (
         (one.vocab_size, one.eos_id) == (other.vocab_size, other.eos_id)

@@ -1,4 +1,4 @@
-"""Rules by which a step is computed. They are on record with it, so that it is computed by the same ones again."""
+"""Rules by which a step is computed. They are recorded with the step, so that a replay uses the same rules."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -10,26 +10,26 @@ from rollstream.topics.records import LearnerStep
 
 @dataclass(frozen=True, kw_only=True)
 class StepRules:
-    """The rules of one step. Defaults are those of releases that recorded no rules."""
+    """The rules of one step. The defaults are the rules of releases that recorded none."""
 
     sharing: Literal["batches", "rows"] = "batches"
-    """How processes share a step: by whole batches, each packed by one process; or every process lays out the whole
-    step as a single one would, and trains on its rows of each microbatch."""
+    """How processes share a step: by whole batches, each packed by one process; or by rows, where every process lays
+    out the whole step as a single process would, and trains on its rows of each microbatch."""
 
     attention: Literal["whole_rows", "causal"] = "whole_rows"
-    """Keys that a block of queries is compared with, in rows too long for their scores: those of the whole row, or only
-    those that one of the queries sees."""
+    """Keys that a block of queries is compared with, in rows whose scores are too many to hold at once: all keys of the
+    row, or only the keys that at least one query sees."""
 
     layers: Literal["unrolled", "configured"] = "unrolled"
-    """Program of the layers: each of its own, or as learner.layers says."""
+    """Program of the layers: each compiled by itself, or as learner.layers sets."""
 
     reduction: Literal["compiler", "shares"] = "compiler"
-    """How gradients are summed over the devices of a mesh: as the compiler lays it out; or each device gathers the
-    parameters of a layer while it computes it, and receives the sum of its share."""
+    """How gradients are summed over the devices of a mesh: as the compiler decides; or each device gathers the
+    parameters of a layer while it computes the layer, and receives the sum of its share."""
 
     @classmethod
     def recorded(cls, rules: Mapping[str, str]) -> "StepRules":
-        """Return the rules in the record of a step. Raises StateRefused for those that this release does not know."""
+        """Return the rules in the record of a step. Raises StateRefused for rules that this release does not know."""
         known = {name: get_args(hint) for name, hint in get_type_hints(cls).items()}
         unknown = [f"{name}={value}" for name, value in rules.items() if value not in known.get(name, ())]
         if unknown:

@@ -1,7 +1,7 @@
-"""Checks of a loss of your own, without a model, a broker or a run: call `check_loss` in a test.
+"""Checks your own loss without a model, a broker or a run: call `check_loss` in a test.
 
-It imports JAX, this module does not. The loss is computed in float64 as the learner computes it, on made-up sequences
-with known log-probabilities.
+The function imports JAX; this module does not. The loss is computed in float64 as the learner computes it, on made-up
+sequences with known log-probabilities.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 def check_loss(loss: "UserLoss | str", *, on_policy: bool = True, seed: int = 0, **settings: Any) -> None:
     """Check a loss, a function or its name, under the settings of a loss; raise AssertionError if a check fails.
 
-    - Its gradient is that of its value, by central differences; what `jax.lax.stop_gradient` holds constant is held.
-    - Tokens that are not trained have no gradient, and what stands there has no effect.
+    - Its gradient agrees with central differences of its value, in which `jax.lax.stop_gradient` holds values constant.
+    - Tokens that are not trained have no gradient, and the values at these tokens have no effect.
     - How an update is split into microbatches and rows changes neither value nor gradient.
     - With `on_policy`, its gradient at ratio 1 is the policy gradient: -A for each token's log-probability. Give False
-      for a loss that does not claim to be one. Terms beside the surrogate are left out of this check.
+      for a loss that is not meant to have it. Terms other than the surrogate are left out of this check.
     """
     from rollstream.consumers.learner.training.loss_checks import check_all
 

@@ -1,6 +1,6 @@
 """Sharding of activations on a learner's mesh: rows split over data and fsdp, and their tokens over sequence.
 
-It is independent of the parameters: without it the compiler may follow their sharding, and move activations instead.
+Without this sharding, the compiler may move activations to match the sharding of the parameters.
 """
 
 import jax
@@ -12,10 +12,10 @@ SEQUENCE = "sequence"
 
 def split_rows(x: jax.Array, *, columns: bool = False) -> jax.Array:
     """Split `x` [rows, ...] over its rows, [rows, tokens, ...] also over `sequence`, and with `columns` the last
-    dimension over `tensor` if that divides it.
+    dimension over `tensor` if `tensor` divides it.
 
     Returns `x` unchanged unless a mesh of several devices is set (jax.sharding.use_abstract_mesh). Axes over which `x`
-    is split already, within jax.shard_map, are left out.
+    is already split, within jax.shard_map, are left out.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.size == 1 or any(axis not in mesh.shape for axis in ROW_AXES):
@@ -34,7 +34,7 @@ def split_rows(x: jax.Array, *, columns: bool = False) -> jax.Array:
 
 
 def sequence_parts(length: int) -> int:
-    """Return the number of devices over which the compiler splits rows of `length` tokens; 1 if it splits none."""
+    """Return the number of devices over which the compiler splits rows of `length` tokens; 1 if it does not."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = 1 if SEQUENCE in mesh.manual_axes else int(mesh.shape.get(SEQUENCE, 1))
     return 1 if length % parts else parts

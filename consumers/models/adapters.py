@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): their names, merging them into the projections, and PEFT's files; no JAX.
 
-A projection W [out, in] is computed as W + alpha / rank B A, with A [rank, in] and B [out, rank]. Adapters stand beside
-the parameters that they adapt, so a version is whole in itself; between full versions only they are sent.
+A projection W [out, in] is computed as W + alpha / rank B A, with A [rank, in] and B [out, rank]. A full
+version holds the adapters and the parameters that they adapt; between full versions, only the adapters are sent.
 """
 
 from collections.abc import Mapping
@@ -24,14 +24,14 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def without_adapters(config: DecoderConfig) -> DecoderConfig:
-    """Return the same model without adapters: its shape once they are merged, and that of its checkpoint."""
+    """Return the same model without adapters, which is the shape of the merged model and of its checkpoint."""
     return replace(config, lora=LoraConfig())
 
 
 def merged(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters with the adapters in them, as the model without adapters has them.
+    """Return the parameters of the model without adapters, into whose projections the adapters are merged.
 
-    Arrays of numpy or JAX; sums are float32, and results have the dtype of the projection. Without adapters the
+    Arrays are numpy's or JAX's; sums are float32, and results have the dtype of the projection. Without adapters the
     parameters are returned as they are.
     """
     whole = {name: array for name, array in params.items() if not is_adapter(name)}
@@ -57,7 +57,7 @@ def save_merged(
 ) -> None:
     """Write a checkpoint with the adapters merged, and with the tokenizer and further files of another checkpoint.
 
-    `companions` is that checkpoint's directory; empty for none. Raises as `huggingface.save` does.
+    `companions` is the directory of the other checkpoint; empty: no further files. Raises as `huggingface.save` does.
     """
     huggingface.save(directory, config, merged(config, params), dtype=dtype)
     if companions:
@@ -74,8 +74,8 @@ def save_peft(
 ) -> None:
     """Write the adapters alone as PEFT's files, which PeftModel.from_pretrained and vLLM read.
 
-    `base` names the checkpoint that they adapt. adapter_config.json is written last. Raises ConfigurationError for a
-    model without adapters.
+    `base` names the checkpoint that the adapters belong to. adapter_config.json is written last. Raises
+    ConfigurationError for a model without adapters.
     """
     if not config.lora.rank:
         raise ConfigurationError("this version has no adapters; set learner.model.lora.rank, or export the whole model")

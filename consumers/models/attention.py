@@ -1,7 +1,7 @@
 """Causal attention within the segments of packed rows, in three implementations that agree up to rounding.
 
-`plain` holds scores [T, T]; `blocks` and `splash` do not, forward or backward, and skip what no token sees. Rows may
-consist of padding only.
+`plain` holds scores [T, T]; `blocks` and `splash` do not, forward or backward, and skip blocks that no token sees. Rows
+may consist of padding only.
 """
 
 import jax
@@ -14,7 +14,7 @@ from rollstream.consumers.models.causal_blocks import causal_blocks
 PLAIN_TOKENS = 1024
 """Longest rows for `plain`: in such rows a block of queries would cover most of the row."""
 QUERY_BLOCK = 256
-"""Queries, and keys, whose scores are held at once by `blocks`."""
+"""Number of queries, and of keys, whose scores `blocks` holds at once."""
 _EARLIER = {"auto": "auto_whole_rows", "blocks": "whole_rows"}
 
 
@@ -29,8 +29,8 @@ def attend(
 ) -> jax.Array:
     """Attention of q [B, T, heads, head_dim] over k and v [B, T, kv heads, head_dim], in q's shape and dtype.
 
-    A token attends to itself and to earlier tokens of its own segment (`segment_ids` int32 [B, T]), with a `window` to
-    that many at most (arXiv:2310.06825). Scores and their softmax are float32. `auto` is `plain` for short rows, or
+    A token attends to itself and to earlier tokens of its own segment (`segment_ids` int32 [B, T]), with a `window`,
+    to at most that many (arXiv:2310.06825). Scores and their softmax are float32. `auto` is `plain` for short rows, or
     else `splash` if JAX's default backend is a TPU and the shape allows it, or else `blocks`. The choice is made when
     the function is traced: to compile for a device other than the default one, name the implementation.
 
@@ -59,8 +59,8 @@ def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
 def attend_once(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, window: int = 0) -> jax.Array:
     """Attention of one query a row, q [B, heads, head_dim], over the first `positions` + 1 of k and v [B, S, kv heads,
-    head_dim], or the last `window` of these; `positions` are int32 [B]. In q's shape and dtype; scores and their
-    softmax are float32."""
+    head_dim], or the last `window` of these; `positions` are int32 [B]. The result has q's shape and dtype; scores
+    and their softmax are float32."""
     rows, heads, head_dim = q.shape
     grouped = q.reshape(rows, k.shape[2], -1, head_dim)
     scores = jnp.einsum("bkgd,bskd->bkgs", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5
@@ -72,7 +72,7 @@ def attend_once(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, 
 
 
 def choose_implementation(length: int) -> str:
-    """Return the implementation that "auto" takes for rows of `length` tokens on this backend."""
+    """Return the implementation that "auto" chooses for rows of `length` tokens on this backend."""
     if length <= PLAIN_TOKENS:
         return "plain"
     return "splash" if jax.default_backend() == "tpu" and length % 128 == 0 else "blocks"
@@ -139,7 +139,7 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 def _whole_rows(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, window: int) -> jax.Array:
     """Attend one block of queries after another to whole rows; the backward pass recomputes the scores of each block.
 
-    Steps on record that were computed by it are computed by it again.
+    Steps that were recorded with this implementation are executed again with it.
     """
     rows, length, *head_shape = q.shape
     count = -(-length // QUERY_BLOCK)
@@ -166,7 +166,7 @@ def splash_attention(
     and fsdp, and heads over tensor if it divides the key and value heads; within jax.shard_map, over its other axes.
     """
     if q.shape[1] % 128:
-        raise ValueError(f"splash attention takes rows of a multiple of 128 tokens, not {q.shape[1]}: use blocks")
+        raise ValueError(f"splash attention needs rows of a multiple of 128 tokens, not {q.shape[1]}: use blocks")
 
     def local(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
         return _splash_kernel(q, k, v, ids, window, interpret)

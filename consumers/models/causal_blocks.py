@@ -1,6 +1,7 @@
-"""Causal attention in blocks of queries and keys, forward and backward, that computes only blocks in which tokens meet.
+"""Causal attention in blocks of queries and keys, forward and backward, that skips blocks in which no query sees a key.
 
-Memory is linear in the length of rows (FlashAttention-2, arXiv:2307.08691): scores of one block pair are held at once.
+Memory is linear in the length of rows (FlashAttention-2, arXiv:2307.08691): only the scores of one pair of blocks are
+held at once.
 """
 
 from functools import partial
@@ -25,10 +26,10 @@ def causal_blocks(
 ) -> jax.Array:
     """Attention of q [B, T, heads, head_dim] over k and v [B, S, kv heads, head_dim], in q's shape and dtype.
 
-    Rows have S tokens, with `segment_ids` int32 [B, S]; the queries are those of T tokens from token `start` on. A
-    token attends to itself and to earlier tokens of its own segment; segments are contiguous. With a `window` it
-    attends to that many at most. Blocks of keys after a block of queries are skipped, and so are those before the first
-    token that one of its rows sees.
+    Rows have S tokens, with `segment_ids` int32 [B, S]; the queries are the T tokens from token `start` on. A token
+    attends to itself and to earlier tokens of its own segment; segments are contiguous. With a `window`, it attends to
+    at most that many tokens. Blocks of keys after a block of queries are skipped, and so are blocks before the first
+    token that any of the queries sees.
     """
     return _forward(q, k, v, segment_ids, start, block, window)[0]
 
@@ -55,7 +56,7 @@ def _forward(
             return total * scale[..., None] + added, norm * scale + weights.sum(-1), now
 
         begin = (jnp.zeros(query.shape, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.full(shape, _LOWEST))
-        # The diagonal comes first. A query that meets none of its keys there weighs what it met by zero later.
+        # The diagonal comes first. If a query sees no key there, its sums get the factor 0 once it sees one.
         begin = with_keys(places.last[number], begin)
         total, norm, highest = jax.lax.fori_loop(places.first[number], places.last[number], with_keys, begin)
         return (total / norm[..., None]).astype(q.dtype), highest + jnp.log(norm)
@@ -107,11 +108,11 @@ def _backward(
 causal_blocks.defvjp(_forward, _backward)
 
 _LOWEST = np.float32(-1e30)
-"""Score of keys that a query does not see: finite, so that differences are no NaN."""
+"""Score of keys that a query does not see: finite, so that differences are not NaN."""
 
 
 class _Places(NamedTuple):
-    """Places of blocks of queries in their rows, and the blocks of keys that they meet."""
+    """Places of blocks of queries in their rows, and the blocks of keys that they attend to."""
 
     start: jax.Array | int
     """Token of the first query."""
@@ -120,13 +121,13 @@ class _Places(NamedTuple):
     key_ids: jax.Array
     """Segments of keys, [blocks, B, block]."""
     first: jax.Array
-    """First block of keys that each block of queries meets, int32 [blocks]."""
+    """First block of keys that each block of queries attends to, int32 [blocks]."""
     last: jax.Array
-    """Last block of keys that each block of queries meets, int32 [blocks]."""
+    """Last block of keys that each block of queries attends to, int32 [blocks]."""
 
 
 def _places(segment_ids: jax.Array, start: jax.Array | int, blocks: int, block: int, window: int) -> _Places:
-    """Places of so many `blocks` of queries, from token `start` of rows with these `segment_ids` on."""
+    """Places of the given number of `blocks` of queries, which begin at token `start` of the rows."""
     rows, length = segment_ids.shape
     padded = jnp.pad(segment_ids, ((0, 0), (0, -length % block)))
     of_queries = jax.lax.dynamic_slice_in_dim(jnp.pad(padded, ((0, 0), (0, blocks * block))), start, blocks * block, 1)
@@ -172,5 +173,5 @@ def _query_blocks(x: jax.Array, kv_heads: int, block: int) -> jax.Array:
 
 
 def _joined(blocks: jax.Array, rows: int, heads: int, head_dim: int) -> jax.Array:
-    """The opposite of `_query_blocks`, with the padding of the last block."""
+    """The inverse of `_query_blocks`, with the padding of the last block."""
     return jnp.transpose(blocks, (1, 0, 4, 2, 3, 5)).reshape(rows, -1, heads, head_dim)

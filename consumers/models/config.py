@@ -1,4 +1,4 @@
-"""Shape of a decoder, without JAX, shared by configuration files, weights manifests and the model.
+"""Shape of a decoder, shared by configuration files, weights manifests and the model. Needs no JAX.
 
 The defaults are the model of the demo: 105 thousand parameters over a character vocabulary.
 """
@@ -37,9 +37,9 @@ class LoraConfig:
     rank: int = 0
     """Rank of the adapters; 0: none, the whole model is trained."""
     alpha: float = 16.0
-    """Their product is multiplied by alpha / rank."""
+    """The product of the two adapters of a projection is multiplied by alpha / rank."""
     targets: tuple[str, ...] = PROJECTIONS
-    """Projections of every block that have one."""
+    """Projections that have adapters, in every block."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.targets if name not in PROJECTIONS]
@@ -101,7 +101,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = True
     """Use the embedding as the output head; otherwise `lm_head.weight` is its own tensor."""
     sliding_window: int = 0
-    """Most tokens that a token attends to, itself among them, as in Mistral; 0: all earlier ones."""
+    """Most tokens that a token attends to, itself included, as in Mistral; 0: no limit."""
     num_experts: int = 0
     """Experts in each block in place of its feed-forward layer, as in Qwen3-MoE; 0: no experts."""
     num_experts_per_tok: int = 0
@@ -111,7 +111,7 @@ class DecoderConfig:
     norm_topk_prob: bool = False
     """Whether the weights of a token's experts are scaled to a sum of 1."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Adapters that are trained instead."""
+    """Adapters that are trained instead of the model."""
 
     def __post_init__(self) -> None:
         if self.num_experts and not (
@@ -132,7 +132,7 @@ class DecoderConfig:
                 f"sliding_window is {self.sliding_window}; give at least 1 token, or 0 for no window"
             )
         if self.head_dim % 2:
-            raise ConfigurationError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even one")
+            raise ConfigurationError(f"head_dim {self.head_dim} is odd; rotary embeddings need an even number")
         if self.rope_high_freq_factor <= self.rope_low_freq_factor or self.rope_scaling_factor < 1:
             raise ConfigurationError(
                 f"rope_scaling_factor {self.rope_scaling_factor} must be at least 1, and rope_low_freq_factor "
@@ -141,7 +141,7 @@ class DecoderConfig:
 
 
 def decoder_config(text: str) -> DecoderConfig:
-    """Return the decoder that a manifest names in JSON. Raises ConfigurationError if it names none of ours."""
+    """Return the decoder that a manifest describes in JSON. Raises ConfigurationError if it describes none."""
     try:
         settings = json.loads(text)
         if not settings:
@@ -149,11 +149,11 @@ def decoder_config(text: str) -> DecoderConfig:
         lora = settings.pop("lora", {})
         return DecoderConfig(**settings, lora=LoraConfig(**lora | {"targets": tuple(lora["targets"])} if lora else {}))
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"{text[:100]!r} names no model of ours: {error}") from error
+        raise ConfigurationError(f"{text[:100]!r} does not describe a supported model: {error}") from error
 
 
 def manifest_model(config: DecoderConfig) -> str:
-    """Return a decoder as a manifest names it in JSON; parts that earlier releases do not know only if it has them."""
+    """Return a decoder in JSON for a manifest; parts unknown to earlier releases appear only if used."""
     settings: Mapping[str, Any] = asdict(config)
     experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
     unknown_to_some = {

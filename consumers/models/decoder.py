@@ -43,9 +43,9 @@ class KeyValueCache(NamedTuple):
 def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
     """Random float32 parameters.
 
-    Projections are normal with variance 1/fan-in, those that write to the residual stream divided by the root of
-    their number (GPT-2); embeddings have standard deviation 0.02; norms are one and biases zero. Adapters begin as
-    PEFT's do: A uniform within the inverse root of its fan-in, B zero, so that they change nothing.
+    Projections are normal with variance 1/fan-in, and those that write to the residual stream are divided by the root
+    of their number (GPT-2); embeddings have standard deviation 0.02; norms are one and biases zero. Adapters begin as
+    in PEFT: A is uniform within the inverse root of its fan-in and B is zero, so that they change nothing.
     """
     residual_scale = (2 * config.num_hidden_layers) ** -0.5
     params = {}
@@ -109,12 +109,12 @@ def hidden(
 ) -> jax.Array:
     """Final normalized states [B, T, hidden_size] of packed sequences.
 
-    `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to earlier tokens of its own segment.
-    With `remat`, only the residual stream between blocks is kept for the backward pass; `attention` is the
-    implementation (rollstream.consumers.models.attention). Blocks that are `scanned` are compiled once, whatever their
-    number; their parameters are stacked for that, which copies them. The parameters of blocks may be shares, of which
-    `whole` makes whole ones; those outside of blocks are whole. Adapters are applied beside their projections; all
-    other functions take parameters in which they are merged.
+    `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to earlier tokens of its own segment. With
+    `remat`, only the residual stream between blocks is kept for the backward pass; `attention` is the implementation
+    (rollstream.consumers.models.attention). Blocks that are `scanned` are compiled once for all layers; their
+    parameters are stacked for this, which copies them. The parameters of blocks may be shares, from which `whole` makes
+    whole parameters; parameters outside of blocks are whole. Adapters are applied in addition to their projections; all
+    other functions take parameters into which the adapters are merged.
     """
     if config.lora.rank:
         params = {n: config.lora.scale * value if n.endswith(ADAPTER_B) else value for n, value in params.items()}
@@ -174,7 +174,7 @@ def token_logprobs(
     """
     weight = head_weight(params, config)
     at_once = not 0 < chunk < config.vocab_size
-    # XLA crashes where it picks logits that are split over tokens and over the vocabulary; a single chunk picks none.
+    # XLA crashes if it gathers from logits split over tokens and over the vocabulary; `chunked` does not gather.
     if at_once and sequence_parts(states.shape[1]) == 1:
         return vocabulary.whole(states, weight, targets, temperatures)
     return vocabulary.chunked(states, weight, targets, temperatures, config.vocab_size if at_once else chunk)
@@ -265,7 +265,7 @@ def _block(
 
 
 def _stacked(params: Params, config: DecoderConfig) -> dict[str, jax.Array]:
-    """The parameters of all blocks [layers, ...], under the names of those of the first."""
+    """The parameters of all blocks [layers, ...], under the names of the first block's parameters."""
     first, layers = "model.layers.0.", range(config.num_hidden_layers)
     names = [name.removeprefix(first) for name in params if name.startswith(first)]
     return {f"{first}{name}": jnp.stack([params[f"model.layers.{layer}.{name}"] for layer in layers]) for name in names}

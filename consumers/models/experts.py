@@ -1,6 +1,6 @@
-"""A mixture of experts in place of a block's feed-forward layer, as in Qwen3-MoE: each token is computed by a few.
+"""A mixture of experts in place of a block's feed-forward layer, as in Qwen3-MoE: a few experts compute each token.
 
-Every expert is tensors of its own, under Hugging Face's names, so they are split, gathered, published and exported as
+Every expert has separate tensors, under Hugging Face's names, so they are split, gathered, published and exported like
 all other parameters. No token is dropped, whatever an expert's load.
 """
 
@@ -12,9 +12,9 @@ from rollstream.consumers.models.sharded import Params
 
 
 def mixture(params: Params, mlp: str, config: DecoderConfig, x: jax.Array) -> jax.Array:
-    """Output of the experts under the name `mlp` for `x` [B, T, width], weighed by the router.
+    """Output of the experts under the name `mlp` for `x` [B, T, width], weighted by the router.
 
-    Rows are sorted by expert, so that each expert multiplies its own alone.
+    Rows are sorted by expert, so that each expert multiplies only its own rows.
     """
     tokens = x.reshape(-1, x.shape[-1])
     weights, chosen = routed(tokens, params[f"{mlp}.gate.weight"], config)

@@ -38,7 +38,7 @@ COMPANIONS = (
 _QKV_BIAS = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False, "mistral": False}
 """Whether a family has biases on queries, keys and values if config.json has no attention_bias."""
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-"""Settings of a mixture of experts, of the same names here."""
+"""Settings of a mixture of experts; DecoderConfig has the same names."""
 _NEVER_USED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that old checkpoints contain and no model reads."""
 
@@ -49,7 +49,7 @@ def checkpoint_model(directory: Path | str) -> str:
 
 
 def load_config(directory: Path | str) -> DecoderConfig:
-    """Read the decoder's shape from config.json. Raises ConfigurationError naming a key that is not supported."""
+    """Read the decoder's shape from config.json. Raises ConfigurationError for a key that is not supported."""
     path = Path(directory) / CONFIG
     settings = read_json(path)
     family = settings.get("model_type")
@@ -114,7 +114,7 @@ def _refuse_unsupported(path: Path, settings: Mapping[str, Any]) -> None:
     for key, unsupported in refused.items():
         if unsupported:
             raise ConfigurationError(
-                f"{path}: {key} {settings.get(key)!r} is not supported; choose a full model without it"
+                f"{path}: {key} {settings.get(key)!r} is not supported; choose a model without it"
             )
 
 
@@ -195,8 +195,8 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
 def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str, NDArray[Any]]:
     """Load the parameters of a checkpoint by name, in their stored dtype: read-only views of its files.
 
-    `config` defaults to that of the directory. Raises CheckpointRefused, naming the tensors, unless they are exactly
-    those of the decoder; a head stored beside a tied embedding is ignored.
+    `config` defaults to the config.json of the directory. Raises CheckpointRefused, which names missing, unknown and
+    misshapen tensors, unless the tensors are exactly the decoder's; a head is ignored if the embedding is tied.
     """
     directory = Path(directory)
     wanted = base_shapes(config or load_config(directory))
@@ -282,15 +282,15 @@ def _write(
 ) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     if (directory / INDEX).exists() or any(directory.glob("*.safetensors")):
-        raise CheckpointRefused(f"{directory} already holds a model; give a directory that does not")
+        raise CheckpointRefused(f"{directory} already holds a model; give a directory without one")
     problems = [f"{name} is missing" for name in wanted if name not in params]
-    problems += [f"{name} is none of its tensors" for name in params if name not in wanted]
+    problems += [f"{name} is not one of its tensors" for name in params if name not in wanted]
     problems += [
         f"{name} has shape {list(params[name].shape)}, not {list(shape)}"
         for name, shape in wanted.items()
         if name in params and tuple(params[name].shape) != shape
     ]
-    _refuse(problems, "the parameters are not those of the model")
+    _refuse(problems, "the parameters do not match the model")
     tensors = {name: _LazyArray(params[name], dtype) for name in wanted}
     shards: list[dict[str, _LazyArray]] = [{}]
     filled = 0

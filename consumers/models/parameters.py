@@ -8,7 +8,7 @@ FINAL_NORM = "model.norm.weight"
 
 
 ADAPTER_A, ADAPTER_B = ".lora_A.weight", ".lora_B.weight"
-"""Ends of the names of adapters, which begin with that of their projection (PEFT's names without its prefix)."""
+"""Suffixes that name the adapters of a projection (PEFT's names without its prefix)."""
 
 
 def is_adapter(name: str) -> bool:
@@ -17,12 +17,12 @@ def is_adapter(name: str) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a parameter is part of an expert, which only some tokens are computed with."""
+    """Whether a parameter is part of an expert, which computes only some tokens."""
     return ".mlp.experts." in name
 
 
 def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter, in the order of the network, then those of the adapters."""
+    """Name and shape of every parameter, in the order of the network, then of the adapters."""
     return base_shapes(config) | adapter_shapes(config)
 
 
@@ -40,7 +40,7 @@ def adapter_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
 
 
 def base_shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter but adapters, in the order of the network."""
+    """Name and shape of every parameter except adapters, in the order of the network."""
     width, ff = config.hidden_size, config.intermediate_size
     q_width = config.num_attention_heads * config.head_dim
     kv_width = config.num_key_value_heads * config.head_dim

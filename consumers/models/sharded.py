@@ -1,4 +1,4 @@
-"""Access to whole parameters where a decoder's are shares."""
+"""Access to whole parameters if a decoder's parameters are shares."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,13 +14,13 @@ GATHERED = "gathered"
 
 
 def as_given(params: Params) -> Params:
-    """Return parameters that are whole."""
+    """Return the parameters as they are, because they are whole."""
     return params
 
 
 def keep_all_but_gathered(primitive: Any, *_avals: Any, **settings: Any) -> bool:
     """Checkpoint policy that keeps activations, and gathers parameters again in the backward pass.
 
-    A transposed parameter is as large as the parameter.
+    Transposed parameters are not kept either, because they are as large as the parameters.
     """
     return primitive.name != "transpose" and settings.get("name") != GATHERED

@@ -1,7 +1,7 @@
 """Decoding in slots, compiled: prompts are put into slots of a cache, and all slots decode some steps together.
 
-Each of D groups of devices holds the parameters and its own slots, and computes without the others. Within a group the
-compiler splits matrix products and the cache's heads over the axis `tensor`.
+Each of D groups of devices holds the parameters and its own slots, and computes independently of other groups. Within a
+group the compiler splits matrix products and the cache's heads over the axis `tensor`.
 """
 
 from functools import partial
@@ -28,13 +28,13 @@ class SlotTable(NamedTuple, Generic[Array]):
     tokens: Array
     """int32 [S]: the last token, not yet in the cache."""
     positions: Array
-    """int32 [S]: its position."""
+    """int32 [S]: position of the last token."""
     indices: Array
     """int32 [S]: tokens sampled."""
     remaining: Array
-    """int32 [S]: most tokens still to be sampled."""
+    """int32 [S]: maximum number of tokens still to be sampled."""
     stop_ids: Array
-    """int32 [S, ids], filled up with -1: tokens that end the row."""
+    """int32 [S, ids], padded with -1: tokens that end the row."""
     sampling: SamplingArrays[Array]
 
 
@@ -63,7 +63,7 @@ def empty_slots(config: DecoderConfig, mesh: Mesh, slots: int, length: int, dtyp
 
 
 def _split_heads(cache: KeyValueCache) -> KeyValueCache:
-    """Split the heads over `tensor`, in arguments and results alike: another sharding would be compiled again."""
+    """Split the heads over `tensor`, in arguments and results alike: another sharding would compile again."""
     heads = PartitionSpec(None, None, TENSOR, None)  # type: ignore[no-untyped-call]
     split: KeyValueCache = jax.lax.with_sharding_constraint(cache, heads)  # type: ignore[no-untyped-call]
     return split
@@ -145,14 +145,15 @@ def decode_slots(
 ) -> tuple[KeyValueCache, SlotTokens]:
     """Decode up to `steps` tokens of each row, all within the first `context` positions.
 
-    `table` is of the first slots of each group of devices. `filtering` says whether any row has top_p, top_k or min_p.
+    `table` describes the first slots of each group of devices. `filtering` says whether any row has top_p, top_k or
+    min_p.
     """
 
     def local(params: Params, cache: KeyValueCache, table: SlotTable[jax.Array]) -> tuple[KeyValueCache, SlotTokens]:
         rows = table.tokens.shape[0]
 
         def unfinished(carry: tuple[_Decoding, KeyValueCache]) -> jax.Array:
-            # Devices that exchange activations must never disagree on the end of the loop: they make every step.
+            # Devices that exchange activations must never disagree on the end of the loop, so they run every step.
             every_step: bool = mesh.shape[TENSOR] > 1
             return (carry[0].step < steps) & (jnp.any(carry[0].active) | every_step)
 

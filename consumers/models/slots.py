@@ -1,7 +1,7 @@
-"""Decoding in slots: each row has a slot of the cache of keys and values, and joins or leaves while others decode.
+"""Decoding in slots: each row has a slot of the cache of keys and values, and joins or leaves while other rows decode.
 
 Shapes are fixed, so nothing compiles again in steady state. A row's tokens depend on its prompt, its seed, its
-parameters and the weights, not on the rows beside it.
+parameters and the weights, not on the other rows.
 """
 
 import heapq
@@ -36,7 +36,7 @@ MAX_STOP_IDS = 40
 _PROMPTS = 8
 """Prompts of one prefill on each group of devices."""
 _SMALLEST_BUCKET = 16
-"""Least slots, prompt tokens and positions that are compiled for."""
+"""Smallest number of slots, prompt tokens or positions that is compiled."""
 
 FinishReason = Literal["stop", "length"]
 _Prompts = list[tuple[tuple[int, ...], list[int]]]
@@ -57,17 +57,17 @@ class Row:
     top_k: int = 0
     min_p: float = 0.0
     stop_ids: Sequence[int] = ()
-    """Tokens that end the row, which keeps the one that ended it."""
+    """Tokens that end the row; the result includes the stop token."""
 
 
 class RowTokens(NamedTuple):
-    """Tokens sampled of one row."""
+    """Tokens sampled for one row."""
 
     slot: int
     tokens: list[int]
     """Token ids, including the stop token, if any."""
     logprobs: list[float]
-    """Their log-probabilities under the distribution sampled from; of a greedy row, at temperature 1."""
+    """Log-probabilities of the tokens under the sampling distribution; for a greedy row, at temperature 1."""
     finish_reason: FinishReason | None
     """Reason why the row ended and left its slot; None while it goes on."""
 
@@ -145,7 +145,7 @@ class SlotDecoder:
         return sum(map(len, self._free))
 
     def place(self, arrays: Mapping[str, NDArray[np.generic] | jax.Array]) -> Params:
-        """Put the tensors of a version on the devices once, adapters merged, in the decoder's dtype."""
+        """Put the tensors of a version on the devices once, with adapters merged, in the decoder's dtype."""
         arrays = merged(self._published, arrays)
         specs = pspecs(arrays, {TENSOR: self._mesh.shape[TENSOR]})
         return {
@@ -154,7 +154,7 @@ class SlotDecoder:
         }
 
     def warm_up(self, params: Params, on_progress: Callable[[str], object] = lambda _progress: None) -> None:
-        """Compile every shape now, instead of at the first request that has it; filters are compiled when asked for.
+        """Compile every shape now instead of at its first use; filters are compiled when a row first uses them.
 
         `on_progress` is called before each length and number of rows, which take seconds each.
         """
@@ -166,9 +166,9 @@ class SlotDecoder:
                 self._decode(params, rows, length, filtering=False)
 
     def start(self, params: Params, rows: Sequence[Row]) -> list[int]:
-        """Give each of some rows a slot and prefill its prompt; return the slots.
+        """Give each row a slot and prefill its prompt; return the slots.
 
-        Raises PromptRefused, and starts none, if a row does not fit. At least as many slots must be free.
+        Raises PromptRefused, and starts no row, if a row does not fit. There must be a free slot for every row.
         """
         for row in rows:
             self._check(row)
@@ -258,7 +258,7 @@ class SlotDecoder:
             raise PromptRefused(f"{len(row.stop_ids)} stop tokens; at most {MAX_STOP_IDS} are supported")
 
     def _enter(self, rows: Sequence[Row], slots: list[int]) -> None:
-        """Write the rows' lines of the table."""
+        """Write the rows into their slots of the table."""
         table, sampling = self._table, self._table.sampling
         table.tokens[slots] = [row.prompt[-1] for row in rows]
         table.positions[slots] = [len(row.prompt) - 1 for row in rows]
@@ -318,7 +318,7 @@ class SlotDecoder:
 
 
 def check_devices(config: DecoderConfig, *, slots: int, devices: int, tensor_parallel: int, local: int) -> None:
-    """Raise ConfigurationError if `devices` of the `local` ones cannot share the model, or the slots equally."""
+    """Raise ConfigurationError if `devices` of the `local` devices cannot share the model, or the slots equally."""
     if config.num_key_value_heads % tensor_parallel:
         raise ConfigurationError(
             f"{config.num_key_value_heads} key and value heads of the model cannot be split over {tensor_parallel} "
@@ -326,8 +326,8 @@ def check_devices(config: DecoderConfig, *, slots: int, devices: int, tensor_par
         )
     if devices > local or devices % tensor_parallel:
         raise ConfigurationError(
-            f"inference.devices {devices} of {local} here cannot form groups of inference.tensor_parallel "
-            f"{tensor_parallel}: set inference.devices to a multiple of it, and to no more than there are"
+            f"inference.devices {devices} (of {local} available) cannot form groups of inference.tensor_parallel "
+            f"{tensor_parallel}: set inference.devices to a multiple of it, and to no more than are available"
         )
     if slots % (devices // tensor_parallel):
         raise ConfigurationError(

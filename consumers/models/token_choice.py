@@ -1,6 +1,7 @@
-"""Choice of the next token from logits: temperature, min_p, top_k and top_p, with noise of the row's own.
+"""Choice of the next token from logits: temperature, min_p, top_k and top_p, with separate noise for each row.
 
-A token depends on its row's logits, seed and index only. Its log-probability is of the distribution it was drawn from.
+A token depends on its row's logits, seed and index only. Its log-probability is under the distribution it was drawn
+from.
 """
 
 from typing import Generic, NamedTuple, TypeVar
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 Array = TypeVar("Array")
-"""numpy's on the host, JAX's in compiled functions."""
+"""A numpy array on the host, a JAX array in compiled functions."""
 
 
 class SamplingArrays(NamedTuple, Generic[Array]):
@@ -33,8 +34,8 @@ def choose(
     """Return a token, int32 [B], and its log-probability, float32 [B], for every row.
 
     `logits` are float32 [B, vocabulary]; `indices` int32 [B] count the tokens that a row sampled before. top_k, top_p
-    and min_p are applied with `filtering` only: they sort the vocabulary. Log-probabilities are at the sampling
-    temperature and after the filters; of greedy rows, at temperature 1 and without filters.
+    and min_p are applied only with `filtering`, because they sort the vocabulary. Log-probabilities are at the sampling
+    temperature and after the filters; for greedy rows, at temperature 1 and without filters.
     """
     greedy = sampling.temperatures == 0.0
     scaled = logits / jnp.where(greedy, 1.0, sampling.temperatures)[:, None]
@@ -48,11 +49,11 @@ def choose(
 
 
 def _kept(scaled: jax.Array, sampling: SamplingArrays[jax.Array]) -> jax.Array:
-    """Tokens that the filters leave, bool [B, vocabulary], in vLLM's order: min_p, then top_k, then top_p."""
+    """Tokens that the filters keep, bool [B, vocabulary], in vLLM's order: min_p, then top_k, then top_p."""
     order = jnp.argsort(scaled, axis=-1, descending=True)
     ranked = jnp.take_along_axis(scaled, order, axis=-1)
     ranks = jnp.arange(scaled.shape[-1])
-    # A probability over the highest one is the exponential of the difference of their logits.
+    # The ratio of a probability to the highest is the exponential of the difference of their logits.
     kept = (ranked - ranked[:, :1]) >= jnp.log(sampling.min_p)[:, None]
     kept &= (sampling.top_k[:, None] <= 0) | (ranks < sampling.top_k[:, None])
     probabilities = jax.nn.softmax(jnp.where(kept, ranked, -jnp.inf))

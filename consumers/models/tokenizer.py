@@ -50,7 +50,7 @@ class CharacterTokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids, the two special ones included."""
+        """Number of token ids, including padding and end."""
         return len(self.vocabulary) + 2
 
     def encode(self, text: str) -> list[int]:

@@ -1,6 +1,6 @@
 """The tokenizer in a model's files: tokenizer.json, and the end tokens of the model's configuration.
 
-Text is encoded as it is: special tokens written in it are recognized, and none is added.
+Text is encoded as it is: special tokens in the text are recognized, and no special token is added.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ class TokenizerFile:
     """Text to token ids and back, with the model's own tokenizer."""
 
     def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
-        """`tokenizer` is one of the package tokenizers; the first of `eos_ids` ends a text, and each of them ends a
-        completion."""
+        """`tokenizer` is a Tokenizer of the package tokenizers; the first of `eos_ids` ends a text, and each of them
+        ends a completion."""
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
@@ -64,7 +64,7 @@ def load_tokenizer(path: Path | str) -> TokenizerFile:
         import tokenizers
     except ImportError as error:
         raise ConfigurationError(
-            "reading a tokenizer.json takes the package tokenizers: pip install 'rollstream[hf]'"
+            "reading a tokenizer.json needs the package tokenizers: pip install 'rollstream[hf]'"
         ) from error
     file = Path(path) if Path(path).name == TOKENIZER else Path(path) / TOKENIZER
     directory = file.parent
@@ -73,7 +73,7 @@ def load_tokenizer(path: Path | str) -> TokenizerFile:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # The package raises nothing more specific.
-        raise ConfigurationError(f"{file} is not a tokenizer the package tokenizers reads: {error}") from error
+        raise ConfigurationError(f"{file} is not a tokenizer that the package tokenizers can read: {error}") from error
     loaded = TokenizerFile(tokenizer, _end_tokens(directory, tokenizer))
     rows = _optional(directory / CONFIG).get("vocab_size", loaded.vocab_size)
     if rows < loaded.vocab_size:
@@ -82,7 +82,7 @@ def load_tokenizer(path: Path | str) -> TokenizerFile:
 
 
 def _end_tokens(directory: Path, tokenizer: Any) -> list[int]:
-    """Ids that end a text, without repetition; the first is that of the generation configuration."""
+    """Ids that end a text, without repetition; the first is from the generation configuration if it has one."""
     end_ids: list[int] = []
     for name in (_GENERATION_CONFIG, CONFIG):
         ids = _optional(directory / name).get("eos_token_id")
@@ -94,7 +94,7 @@ def _end_tokens(directory: Path, tokenizer: Any) -> list[int]:
         end_ids = [] if identifier is None else [identifier]
     if not end_ids:
         raise ConfigurationError(
-            f"no end token in {directory}: set eos_token_id in {_GENERATION_CONFIG}, or nothing sampled would ever end"
+            f"no end token in {directory}: set eos_token_id in {_GENERATION_CONFIG}, otherwise sampling never ends"
         )
     return list(dict.fromkeys(end_ids))
 

@@ -29,9 +29,9 @@ def chunked(
 ) -> tuple[jax.Array, jax.Array]:
     """Log-probability of `targets` and entropy, both float32 [...], holding logits for at most `chunk` entries.
 
-    `states` [..., H] and `weight` [V, H] have one dtype; `targets` int32 [...]; `temperatures` float32 [...] divide
-    the logits. The log-sum-exp is accumulated over the chunks (arXiv:1805.02867); the backward pass recomputes the
-    logits of each chunk, and casts gradients to the dtype of states and weights.
+    `states` [..., H] and `weight` [V, H] have the same dtype; `targets` int32 [...]; `temperatures` float32 [...]
+    divide the logits. The log-sum-exp is accumulated over the chunks (arXiv:1805.02867); the backward pass recomputes
+    the logits of each chunk, and casts gradients to the dtype of states and weights.
     """
     return _forward(states, weight, targets, temperatures, chunk)[0]
 
@@ -105,7 +105,7 @@ def chunks_of(entries: int, chunk: int) -> int:
 def _view(weight: jax.Array, count: int) -> jax.Array:
     """[V, H] as [chunk, count, H]: chunk `index` is `[:, index]`, every count-th entry.
 
-    Interleaved, so that entries split over devices stay in place during the loop over chunks.
+    Chunks are interleaved, so that entries split over devices stay in place during the loop over chunks.
     """
     entries, width = weight.shape
     size = -(-entries // count)

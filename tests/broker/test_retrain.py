@@ -172,7 +172,7 @@ def test_without_a_checkpoint_it_begins_with_the_initial_parameters_and_only_the
 
     line = refused(answers["too early"])
     assert "no checkpoint at or before step 4" in line
-    assert "there are those of steps [6, 8]" in line
+    assert "there are checkpoints of steps [6, 8]" in line
     assert f"learner 'default' of run {source.name} has steps 0 to 8 on record" in refused(answers["too late"])
 
 

@@ -1,7 +1,7 @@
 """Gathers parameters where they are used, and scatters their gradients: fully sharded training (arXiv:1910.02054).
 
-Left to the compiler, each device receives the sum of a whole matrix and keeps its share of it; here it receives the sum
-of its share alone. A layer is whole on a device only while it is computed, forward and again backward.
+If the compiler decides, each device receives the summed gradient of a whole matrix and keeps its share; here it gets
+only the sum of its share. A layer is whole on a device only while it is computed, in the forward and the backward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ class Gathering(NamedTuple):
     """Dtype in which gradients are summed over devices."""
 
     def shares(self, params: Params) -> dict[str, jax.Array]:
-        """Shares of parameters in the dtype that their gradients have, and are summed in."""
+        """Shares of parameters, in the dtype in which their gradients are computed and summed."""
         return {name: value.astype(self.reduce_dtype) for name, value in params.items()}
 
     def whole(self, shares: Params) -> dict[str, jax.Array]:
@@ -50,7 +50,7 @@ class Gathering(NamedTuple):
         return named
 
     def summed(self, gradients: Params) -> dict[str, jax.Array]:
-        """Gradients of shares, summed over the axes over which `whole` did not sum them."""
+        """Gradients of shares, summed over the row axes that `whole` does not sum over."""
         several = [axis for axis in ROW_AXES if axis_sizes(self.mesh)[axis] > 1]
 
         def total(name: str, gradient: jax.Array) -> jax.Array:
@@ -60,7 +60,7 @@ class Gathering(NamedTuple):
         return {name: total(name, gradient) for name, gradient in gradients.items()}
 
     def by_rows(self, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        """Return `function` computed by each device on its rows and shares; the compiler splits over the other axes."""
+        """Return `function` computed by each device on its rows and shares; the compiler splits the other axes."""
         sizes = axis_sizes(self.mesh)
         manual = {axis for axis in sizes if axis in ROW_AXES or sizes[axis] == 1}
         mapped: Callable[..., Any] = jax.shard_map(
@@ -80,7 +80,7 @@ def gathering_of(
     """How parameters of these shardings are gathered; None if rows are not split, or the compiler decides."""
     if row_shares(mesh) == 1 or rules.reduction == "compiler":
         return None
-    # XLA's compiler for CPUs crashes on sums of bfloat16 over some axes of several.
+    # XLA's CPU compiler crashes on bfloat16 sums over only some of the axes of a mesh.
     sizes = axis_sizes(mesh)
     crashes = mesh.devices.flat[0].platform == "cpu" and sizes["sequence"] * sizes["tensor"] > 1
     reduce = "float32" if crashes or config.reduce_dtype == "float32" else config.compute_dtype
@@ -93,7 +93,7 @@ def over_devices(
 ) -> Callable[..., Any]:
     """Return `gradient` as a function of parameters, batch and denominators, summed over all devices.
 
-    It returns the gradients in the `trained` parameters, and metrics.
+    The function returns the gradients with respect to the `trained` parameters, and metrics.
     """
     if gathering is None:
         return lambda params, batch, denominators: gradient(params, batch=batch, denominators=denominators)
@@ -109,7 +109,7 @@ def over_devices(
 
 
 def of_rows(function: Callable[..., jax.Array], gathering: Gathering | None) -> Callable[..., jax.Array]:
-    """A function of parameters and batch, with a value for each row."""
+    """Return `function` as a function of parameters and batch that returns a value for each row."""
     if gathering is None:
         return lambda params, batch: function(params, batch=batch)
     rows = PartitionSpec(ROW_AXES)  # type: ignore[no-untyped-call]
@@ -142,7 +142,7 @@ _gathered.defvjp(_forward, _backward)
 
 
 def _over_tensor(function: Callable[..., jax.Array], spec: PartitionSpec | None) -> Callable[..., jax.Array]:
-    """Return `function` computed on each part over `tensor`; the compiler would gather the parts before it."""
+    """Return `function` computed on each part over `tensor`; by itself the compiler would gather the parts first."""
     if spec is None:
         return function
     parts: Callable[..., jax.Array] = jax.shard_map(

@@ -24,7 +24,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
     """Build a mesh of all `devices`, by default those of all processes.
 
     Raises ConfigurationError if the product of the axes is not the number of devices, or if processes would have to
-    share rows: each process packs its own.
+    share rows, because each process packs its own rows.
     """
     devices = jax.devices() if devices is None else devices
     split = config.fsdp * config.sequence * config.tensor
@@ -33,7 +33,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
         sizes = " x ".join(f"{axis} {size}" for axis, size in zip(AXES, shape, strict=True))
         raise ConfigurationError(
             f"learner.mesh lays out {sizes} = {np.prod(shape)} devices, but there are {len(devices)} "
-            f"({_kinds(devices)}); change it, or the devices each process sees"
+            f"({_kinds(devices)}); change learner.mesh, or the devices that each process sees"
         )
     # JAX orders devices by their network; use process order if processes would have to share rows.
     mesh = jax.make_mesh(shape, AXES, (AxisType.Auto,) * len(AXES), devices=devices)
@@ -42,8 +42,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
         mesh = Mesh(np.array(ordered).reshape(shape), AXES)
     if not _each_row_has_one_process(mesh):
         raise ConfigurationError(
-            f"learner.mesh.sequence {config.sequence} x tensor {config.tensor} spans processes; let the product divide "
-            "the devices of each process"
+            f"learner.mesh.sequence {config.sequence} x tensor {config.tensor} spans processes; choose them so that "
+            "their product divides the number of devices of each process"
         )
     return mesh
 
@@ -92,7 +92,7 @@ def of_params(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]
 
 
 def of_optimizer(mesh: Mesh, shapes: Mapping[str, Any], optimizer_shapes: Any) -> Any:
-    """Sharding of each leaf of an optimizer's state: that of the parameter of its name and shape, else replicated."""
+    """Sharding of each leaf of an optimizer's state: as the parameter of its name and shape, or else replicated."""
     params = of_params(mesh, shapes)
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:

@@ -1,7 +1,7 @@
 """Agreement of a learner's processes before a step: the microbatches of each update, and the trained tokens.
 
-Every process runs every microbatch of every update, with padding if it packed a share that has no rows for it, and
-divides by the same denominators.
+Every process runs every microbatch of every update, with padding where its share has no rows, and divides by the
+same denominators.
 """
 
 from collections.abc import Sequence
@@ -41,8 +41,8 @@ class AgreedStep:
 def agree(step: PackedStep, lengths: Sequence[int]) -> AgreedStep:
     """Return the counts of a packed step over all processes; `lengths` are the possible row lengths.
 
-    They are its own if every process has the whole step. Shares of a step are exchanged: all processes must call it
-    together.
+    If every process has the whole step, these are the counts of `step` itself. Otherwise the processes exchange the
+    counts of their shares, so they must all call this together.
     """
     own = np.array(
         [

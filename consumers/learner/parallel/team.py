@@ -1,4 +1,4 @@
-"""The team of a learner's processes: the lead plans each step, the others follow.
+"""The team of a learner's processes: the lead plans each step, and the other processes follow.
 
 Messages go through JAX's coordination service, which the lead runs; a process that loses its team ends with TeamLost.
 Arrays are exchanged within the step itself.
@@ -37,7 +37,7 @@ class Team(Protocol):
     processes: int
 
     def publish(self, key: str, value: bytes) -> None:
-        """Publish a value to the others, under a new key."""
+        """Publish a value to the other processes, under a new key."""
 
     def receive(self, key: str, timeout_s: float | None = None) -> bytes:
         """Wait for the value of a key. Raises TeamLost if the lead is gone, DeadlineExceeded after `timeout_s`."""
@@ -73,7 +73,7 @@ class JaxTeam:
         self._client: Any = distributed.global_state.client
 
     def publish(self, key: str, value: bytes) -> None:
-        """Publish a value to the others."""
+        """Publish a value to the other processes."""
         try:
             self._client.key_value_set_bytes(key, value)
         except jax.errors.JaxRuntimeError as error:
@@ -101,19 +101,19 @@ class JaxTeam:
 def join(config: LearnerConfig, process: int) -> Team:
     """Join the other processes of the learner; call before anything else uses JAX.
 
-    Raises ConfigurationError if `process` is not below `learner.processes`, TeamLost if the others do not appear.
+    Raises ConfigurationError if `process` is not below `learner.processes`, TeamLost if other processes do not join.
     """
     if not 0 <= process < config.processes:
         raise ConfigurationError(
-            f"--process {process} of learner.processes {config.processes}: give a number from 0 to "
+            f"--process is {process}, but learner.processes is {config.processes}; give a number from 0 to "
             f"{config.processes - 1}, or raise learner.processes"
         )
     if config.processes == 1:
         return Alone()
     if not config.coordinator:
         raise ConfigurationError(
-            "learner.coordinator is not set: several processes of a learner need host:port of the lead "
-            "(`rollstream run` chooses one where all are on this machine)"
+            "learner.coordinator is not set; set it to the host:port of the lead, which all processes need "
+            "(`rollstream run` chooses it if all processes are on this machine)"
         )
     try:
         jax.distributed.initialize(
@@ -126,21 +126,21 @@ def join(config: LearnerConfig, process: int) -> Team:
         )
     except (RuntimeError, ValueError) as error:
         raise TeamLost(
-            f"process {process} of the learner did not find the others at {config.coordinator} within "
-            f"{_JOIN_TIMEOUT_S} s: {error}; start all {config.processes} of them"
+            f"process {process} of the learner did not find the other processes at {config.coordinator} within "
+            f"{_JOIN_TIMEOUT_S} s: {error}; start all {config.processes} processes"
         ) from error
     return JaxTeam(process, config.processes)
 
 
 def leave(team: Team) -> None:
-    """Leave the other processes once all have done their work; every process calls it, and waits for the others."""
+    """Leave the team once all work is done; every process calls this, and waits for the other processes."""
     if team.processes > 1:
         jax.distributed.shutdown()  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def raising_team_lost(team: Team) -> Iterator[None]:
-    """Convert errors that a joint computation raises when another process is lost to TeamLost."""
+    """Raise TeamLost instead of the errors that a joint computation raises when another process is lost."""
     try:
         yield
     except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -148,6 +148,6 @@ def raising_team_lost(team: Team) -> Iterator[None]:
             raise
         reason = str(error).partition("\n")[0]
         raise TeamLost(
-            f"process {team.process} of the learner lost another one ({reason}); start all {team.processes} again: "
-            "they resume from the checkpoint"
+            f"process {team.process} of the learner lost another process ({reason}); start all {team.processes} "
+            "processes again: they resume from the checkpoint"
         ) from error

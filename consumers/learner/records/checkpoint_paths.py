@@ -10,11 +10,11 @@ from typing import cast
 from rollstream.topics.errors import ConfigurationError
 
 META = "meta/metadata"
-"""File of the metadata that orbax writes, below the folder of a step."""
+"""Metadata file that orbax writes, below the folder of a step."""
 COMMITTED = "commit_success.txt"
-"""Last file of a checkpoint in an object store, which has no atomic rename."""
+"""File that orbax writes last to an object store, which has no atomic rename."""
 SCHEME = "gs://"
-"""The scheme of URLs that orbax can also write arrays to."""
+"""The only URL scheme to which orbax can write arrays."""
 _LEARNER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -23,18 +23,18 @@ def is_remote(directory: str | Path) -> bool:
     scheme, separator, _rest = str(directory).partition("://")
     if separator and f"{scheme}://" != SCHEME:
         raise ConfigurationError(
-            f"learner.checkpoint.directory is {directory}; checkpoints lie in a local or mounted folder, or "
-            f"at {SCHEME}BUCKET/FOLDER"
+            f"learner.checkpoint.directory is {directory}; give a local or mounted folder, or "
+            f"{SCHEME}BUCKET/FOLDER"
         )
     return bool(separator)
 
 
 def check_learner_name(name: str) -> None:
-    """Raise ConfigurationError unless a learner's name can be that of a folder: names on the log may be paths."""
+    """Raise ConfigurationError unless a learner's name can name a folder; a name read from the log may be a path."""
     if not _LEARNER.fullmatch(name):
         raise ConfigurationError(
-            f"learner.name is {name!r}; give 1 to 100 letters, digits, '.', '_' and '-', the first a letter or a "
-            "digit: it names the folder of the checkpoints"
+            f"learner.name is {name!r}; give 1 to 100 letters, digits, '.', '_' and '-', starting with a letter or "
+            "a digit, because the folder of the checkpoints has this name"
         )
 
 
@@ -59,15 +59,15 @@ def directory_of(directory: str) -> Path:
         fsspec.get_filesystem_class("gcs")
     except ImportError as error:
         raise ConfigurationError(
-            f"learner.checkpoint.directory is {directory}, and a package for that is missing ({error}); "
+            f"learner.checkpoint.directory is {directory}, but a package that it needs is missing ({error}); "
             "pip install 'rollstream[learner]' gcsfs google-cloud-storage"
         ) from error
-    # It has the methods of pathlib.
+    # An epath path has the methods of a pathlib path.
     return cast(Path, epath.Path(directory))
 
 
 def checkpoint_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints of a learner, ascending; unfinished ones have another name, or no last file."""
+    """Steps of the complete checkpoints of a learner, ascending; an unfinished one has another name or no last file."""
     last = COMMITTED if is_remote(directory) else META
     folders = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in folders if path.name.isdecimal() and (path / last).exists())

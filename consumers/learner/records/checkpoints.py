@@ -43,7 +43,7 @@ class RestoredCheckpoint:
 
 
 class Checkpoints:
-    """The checkpoints of one learner. Saves run in the background; call `wait` before relying on one."""
+    """The checkpoints of one learner. Saves run in the background; call `wait` before relying on a save."""
 
     def __init__(self, config: CheckpointConfig, run: str, learner: str) -> None:
         self.directory = learner_directory(config.directory, run, learner)
@@ -61,8 +61,8 @@ class Checkpoints:
     def save(self, state: TrainState, position: LearnerPosition, fingerprint: dict[str, str]) -> None:
         """Start to save; the arrays are copied before this returns. An existing checkpoint of the step is kept.
 
-        Several processes call it together; the position is the lead's. Raises CheckpointFailed, also for the save
-        before this one.
+        Several processes call it together; the position is the lead's. Raises CheckpointFailed, also if the
+        previous save failed.
         """
         step = int(state.step)
         if step in self._manager.all_steps():
@@ -91,21 +91,21 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # the library's for what an operating system refuses
+        except (OSError, ValueError) as error:  # orbax raises both if the system refuses
             raise CheckpointFailed(
-                f"no checkpoint could be written to {self.directory} ({brief(error)}); make room there, or name "
-                f"another disk in learner.checkpoint.directory, with the checkpoints there are; a learner that starts "
-                f"again goes on from the newest of these"
+                f"no checkpoint could be written to {self.directory} ({brief(error)}); make room there, or "
+                f"move the checkpoints to another disk and set learner.checkpoint.directory to it; a restarted learner "
+                f"resumes from the newest checkpoint"
             ) from error
 
     def restore(self, like: TrainState, step: int | None = None) -> RestoredCheckpoint | None:
-        """Restore the newest complete checkpoint, None before the first, or the checkpoint of `step`.
+        """Restore the checkpoint of `step`, by default the newest complete one; return None if there is none yet.
 
         `like` is an abstract state, or one with arrays: it gives shapes and shardings. The number of processes and
-        devices may differ from that of the save. Raises StateRefused if there is no checkpoint of `step`.
+        devices may differ from those of the save. Raises StateRefused if there is no checkpoint of `step`.
         """
         if step is not None and step not in self.steps:
-            raise StateRefused(f"no checkpoint of step {step} in {self.directory}; there are {self.steps}")
+            raise StateRefused(f"no checkpoint of step {step} in {self.directory}; there are steps {self.steps}")
         step = self._manager.latest_step() if step is None else step
         if step is None:
             return None
@@ -128,7 +128,7 @@ class Checkpoints:
         )
 
     def save_reference(self, params: Mapping[str, jax.Array]) -> None:
-        """Save reference parameters beside the checkpoints; complete when this returns.
+        """Save reference parameters next to the checkpoints; the save is complete when this returns.
 
         Several processes call it together. Raises CheckpointFailed.
         """
@@ -139,8 +139,8 @@ class Checkpoints:
         """Restore the reference parameters; `like` gives shapes and shardings. Raises StateRefused without them."""
         if not self._reference.exists():
             raise StateRefused(
-                f'learner.reference is "initial", but {self._reference} is gone or was never kept: this learner began '
-                "without it; give another learner.name, or the directory of a checkpoint"
+                f'learner.reference is "initial", but {self._reference} does not exist: it was deleted, or this '
+                "learner began with another reference; give another learner.name, or the directory of a checkpoint"
             )
         with ocp.StandardCheckpointer() as checkpointer:
             params: dict[str, jax.Array] = checkpointer.restore(self._reference, dict(like))

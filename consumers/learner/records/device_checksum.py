@@ -1,6 +1,6 @@
-"""Computes the digest of parameters where they lie: each device sums over its shards, and 16 bytes a tensor leave it.
+"""Computes the digest of parameters on their devices: each sums over its shards, and 16 bytes a tensor leave it.
 
-The rule is that of `topics.params_checksum`.
+The rule is the one in `topics.params_checksum`.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,15 @@ from rollstream.topics.params_checksum import FACTORS, WORD_BYTES, checksum_dige
 
 _WORDS = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
 _WIDE: dict[str, Any] = {"xla_cpu_prefer_vector_width": 512}
-"""XLA takes half of AVX-512's vectors by default; sums with whole ones take a third of the processor time."""
+"""By default XLA uses half the width of AVX-512 vectors; with the full width, sums take a third of the CPU time."""
 
 
 def device_checksum(params: Mapping[str, jax.Array]) -> str:
-    """Return what `params_checksum` returns of the same parameters; all processes that share them call it together.
+    """Return the same digest as `params_checksum`; all processes that share the parameters call this together.
 
     Compiles once for each shape, dtype and sharding. Raises ValueError for values of more than four bytes.
     """
-    # Each is started before the first is awaited.
+    # All sums are started before the first result is awaited.
     sums = {name: _summing(params[name].sharding)(params[name]) for name in sorted(params)}
     return checksum_digest(
         {
@@ -54,7 +54,7 @@ def _sums(tensor: jax.Array) -> jax.Array:
     for axis in reversed(range(tensor.ndim)):
         places += jax.lax.broadcasted_iota(jnp.uint32, tensor.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= tensor.shape[axis]
-    # One pass over the tensor: four sums of their own take thirty times as long on a CPU.
+    # One pass over the tensor: four separate sums take thirty times as long on a CPU.
     zeros = (jnp.uint32(0),) * len(FACTORS)
     add = partial(jax.tree.map, jnp.add)
     return jnp.stack(jax.lax.reduce(terms(words, places), zeros, add, tuple(range(tensor.ndim))))

@@ -18,10 +18,10 @@ from rollstream.topics.errors import ConfigurationError, StateRefused
 def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, int] = MappingProxyType({})) -> None:
     """Copy the checkpoint of a step, without its recent steps, and the reference parameters, if any.
 
-    `places` replace its position in the index, and others by their names, where the copy reads another index.
+    `places` replaces places in the index, by the names that `places_in` returns, if the copy reads another index.
 
     Copying twice has no further effect. Raises StateRefused, naming the available steps, if there is no checkpoint of
-    this step, ConfigurationError if the target holds another one.
+    this step, ConfigurationError if the target holds another checkpoint.
     """
     available = checkpoint_steps(source)
     if step not in available:
@@ -30,7 +30,7 @@ def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, 
     if held:
         if held != [step]:
             raise ConfigurationError(
-                f"{target} holds checkpoints of steps {held} already; give another run, or another learner.name"
+                f"{target} already holds checkpoints of steps {held}; give another run, or another learner.name"
             )
         return
     if is_remote(target):
@@ -38,7 +38,7 @@ def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, 
         _copy_to_store(source / str(step), target / str(step), places)
         return
     target.mkdir(parents=True, exist_ok=True)
-    # Beside the target, where no learner looks: the rename is atomic.
+    # Copied next to the target, where no learner reads; the rename to the target is atomic.
     copy = target.parent / f".fork-{target.name}-{uuid.uuid4().hex[:8]}"
     try:
         _copy_reference(source, target)
@@ -70,13 +70,13 @@ def _without_steps(meta: Path, places: Mapping[str, int]) -> str:
 
 
 def places_in(source: Path, step: int) -> dict[str, int]:
-    """The places in the index that a checkpoint names: `position`, and `oldest` where it reads batches again."""
+    """The places in the index that a checkpoint names: `position`, and `oldest` if batches may be read again."""
     meta = json.loads((source / str(step) / META).read_text())
     return {name: int(meta[name]) for name in ("position", "oldest") if meta.get(name, -1) >= 0}
 
 
 def _copy_reference(source: Path, target: Path) -> None:
-    """Copy the reference parameters of the KL term, which lie beside the checkpoints, if there are any."""
+    """Copy the reference parameters of the KL term, which are next to the checkpoints, if there are any."""
     before, after = (directory.with_name(f"{directory.name}.reference") for directory in (source, target))
     if not before.exists():
         return
@@ -88,4 +88,4 @@ def _copy_reference(source: Path, target: Path) -> None:
 
 
 def _there_are(steps: list[int]) -> str:
-    return f"there are those of steps {steps}" if steps else "there is none; learner.checkpoint.directory says where"
+    return f"there are checkpoints of steps {steps}" if steps else "there is none; check learner.checkpoint.directory"

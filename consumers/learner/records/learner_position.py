@@ -1,4 +1,4 @@
-"""Position of a learner in the log, stored in its checkpoint beside the arrays."""
+"""Position of a learner in the log, stored in its checkpoint with the arrays."""
 
 from dataclasses import dataclass, replace
 
@@ -18,10 +18,10 @@ class LearnerPosition:
     oldest: int = -1
     """First offset before `position` whose batch may be used again; -1 if there is none."""
     recent_steps: tuple[LearnerStep, ...] = ()
-    """Records of the steps since the previous checkpoint, which a resumed learner sends again."""
+    """Records of the steps since the previous checkpoint, which a resumed learner writes again."""
 
     def after(self, record: LearnerStep) -> "LearnerPosition":
-        """The position once a step is on record."""
+        """The position after a step is recorded."""
         return LearnerPosition(
             position=record.position,
             trained_total=record.trained_total,

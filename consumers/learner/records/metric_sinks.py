@@ -115,7 +115,7 @@ class TopicSink:
 
     def write(self, step: LearnerStep) -> None:
         VALUES.record("learn", {"step": step.step, "policy_version": step.policy_version})
-        # A step names the reasons that it had; what an earlier one left out is over.
+        # Drop the reasons of earlier steps that this step does not name.
         VALUES.keep("learn", "reason", {name.removeprefix("left_out/") for name in step.metrics})
         self._writer.write(step.metrics, {"policy_version": str(step.policy_version)}, step=step.step)
 
@@ -160,7 +160,7 @@ def _cut_and_read_last(path: Path) -> int:
     with path.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
         start, tail = size, b""
-        # Read back until the tail holds a whole line: two line ends, or the beginning.
+        # Read backward until the tail holds a whole line: it has two line ends, or begins at the start of the file.
         while start and tail.count(b"\n") < 2:
             start = max(0, start - TAIL_BYTES)
             file.seek(start)
@@ -209,8 +209,8 @@ class TensorBoardSink:
 class WeightsAndBiasesSink:
     """A run of Weights & Biases with one id for each learner, which a resumed learner continues.
 
-    The state file names a step before the step is logged: logged metrics cannot be withdrawn, so a crash in between
-    loses the metrics of the step here and does not repeat them.
+    The state file names a step before the step is logged: logged metrics cannot be withdrawn, so a crash between
+    the two loses the metrics of the step in this sink, but never repeats them.
     """
 
     def __init__(self, wandb: ModuleType, config: SinksConfig, run: str, learner: str, last_recorded_step: int) -> None:
@@ -222,7 +222,7 @@ class WeightsAndBiasesSink:
         if self.last > last_recorded_step:
             _put_aside(self._path, self.last, last_recorded_step)
             state, self.last = {}, -1
-        # Random, because the service must see another run if the same names are used on another machine, or after a run
+        # Random, because the service must see a new run if the same names are used on another machine, or after a run
         # was deleted.
         self._id = str(state.get("id") or hashlib.sha256(os.urandom(16)).hexdigest()[:12])
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")

@@ -1,4 +1,4 @@
-"""Settings of the sinks for copies of a learner's metrics, without JAX or the packages of the sinks."""
+"""Settings of the sinks for copies of a learner's metrics; imports neither JAX nor the packages of the sinks."""
 
 from dataclasses import dataclass
 from typing import Literal

@@ -22,10 +22,10 @@ _MOST_NAMED = 5
 
 
 def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) -> dict[int, StepPlan]:
-    """Plans of consecutive steps on record, by step; `position` is the index position before the first of them.
+    """Plans of consecutive steps on record, by step; `position` is the index position before the first.
 
-    Raises TopicError naming batches that are gone or changed and, unless a rollout buffer may still hold them, batches
-    that no step names although it read past them.
+    Raises TopicError, which names batches that are gone or have changed, and batches that the steps read past but do
+    not name; the latter are allowed with a rollout buffer, which may still hold them.
     """
     if not steps:
         return {}
@@ -49,7 +49,7 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
             elif entry.batch_id != use.batch_id or not _fits(use, entry):
                 wrong.append(
                     f"{name} had {use.rows} rollouts; at offset {use.index_offset} of batch-index is {entry.batch_id} "
-                    f"with {entry.rollouts}"
+                    f"with {entry.rollouts} rollouts"
                 )
             elif use.index_offset in rows and not entry.run and entry.offset < beginnings[entry.partition]:
                 wrong.append(f"{name} was deleted from batches[{entry.partition}]")
@@ -79,7 +79,7 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
 
 
 def _fits(use: BatchUse, entry: BatchIndexEntry) -> bool:
-    """Whether a batch has the rows that a use names: all of them, or some by number."""
+    """Whether a batch has the rows that a use names, either all rows or some by number."""
     if not use.row_numbers:
         return use.rows == entry.rollouts
     return use.rows == len(use.row_numbers) and use.row_numbers[-1] < entry.rollouts

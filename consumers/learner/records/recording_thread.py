@@ -1,7 +1,7 @@
-"""RecordingThread: takes what a step left, and puts the step on record, while the next one trains.
+"""RecordingThread: takes the parameters after a step and records the step while the next step trains.
 
-One step at a time, in order: what it runs sees the effects of the step before, and nobody else uses the log meanwhile.
-An error ends the learner at the next call.
+Steps are recorded one at a time, in order: each recording sees the effects of the previous one, and nothing else uses
+the log during it. An error ends the learner at the next call.
 """
 
 import logging
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 class RecordingThread(Closing):
-    """A thread with at most one step in flight. Used by one thread."""
+    """A thread with at most one step in flight. Only one thread may call its methods."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="record-step")
@@ -27,9 +27,9 @@ class RecordingThread(Closing):
         self._running: Future[object] | None = None
 
     def start(self, take: Callable[[], T], record: Callable[[T], object]) -> None:
-        """Call `take`, then `record` with what it took, once the step before has ended.
+        """Wait for the previous step; then have the thread call `take`, and `record` with its result.
 
-        Raises the error of that step, and then calls neither.
+        Raises the error of the previous step if it has one, and then calls neither function.
         """
         self.wait()
         self._taking = taking = self._pool.submit(take)
@@ -52,14 +52,14 @@ class RecordingThread(Closing):
         return time.monotonic() - began
 
     def check(self) -> None:
-        """Raise the error of a step that has ended with one; waits for none."""
+        """Raise the error of a step that has failed; does not wait for a step in flight."""
         if self._running is not None and self._running.done():
             self.wait()
 
     def close(self) -> None:
-        """Wait until no step is in flight. Its error is logged, because another one has ended the learner already."""
+        """Wait until no step is in flight. Its error is only logged, to keep the error that ends the learner."""
         try:
             self.wait()
-        except Exception as error:  # whatever it is, what ended the learner is raised
+        except Exception as error:  # of any kind: it must not hide the error that ends the learner
             event(logger, "recording_failed", level=logging.WARNING, error=repr(error))
         self._pool.shutdown()

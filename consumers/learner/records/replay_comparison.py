@@ -1,6 +1,6 @@
-"""Compares a step executed again with its record: by bits, or within a tolerance where bits cannot be had.
+"""Compares a step executed again with its record: by bits, or within a tolerance where equal bits cannot be expected.
 
-The record keeps a digest of the parameters, which says nothing about the size of a difference: measures do.
+The record keeps a digest of the parameters, which says nothing about the size of a difference; the MEASURES do.
 """
 
 import math
@@ -14,7 +14,7 @@ from rollstream.topics.records import BatchUse, LearnerStep
 MEASURES = ("loss", "entropy/mean", "optim/grad_norm")
 """Metrics of a step that are compared."""
 _LEAST = 1e-3
-"""Absolute values below which differences are not relative: losses are about 0."""
+"""Least divisor of a relative difference, because losses are close to 0."""
 
 
 def difference_from(
@@ -25,16 +25,16 @@ def difference_from(
     same_bits: bool,
     tolerance: float,
 ) -> float:
-    """Return the relative difference of a step from its record: 0 for the same bits, more for others.
+    """Return the relative difference of a step from its record: 0 only for the same bits, or if a measure is missing.
 
-    `same_bits` says whether the devices and the software are those of the record. Raises StateRefused for other
-    batches, and for other bits where they must be the same, unless the measures are within the tolerance.
+    `same_bits` says whether the devices and the software are the same as on record. Raises StateRefused if the batches
+    differ, or if `same_bits` is set, the bits differ and the measures differ by more than the tolerance.
     """
     if (recorded.params_digest, recorded.uses) == (digest, uses):
         return 0.0
     difference = replay_difference(recorded.metrics, metrics)
     if recorded.uses == uses and (not same_bits or 0 < tolerance >= difference):
-        # Other bits may leave the measures as they were, and without measures there is no number.
+        # Other bits with equal measures still give more than 0; without measures there is no difference to return.
         return max(difference, sys.float_info.min) if math.isfinite(difference) else 0.0
     raise StateRefused(
         f"step {recorded.step} of learner {recorded.learner!r}, executed again, gives parameters {digest[:16]} from "
@@ -45,9 +45,9 @@ def difference_from(
 
 
 def replay_difference(recorded: Mapping[str, float], again: Mapping[str, float]) -> float:
-    """Largest relative difference of the measures of a step and of the same step executed again.
+    """Largest relative difference between the measures of a step on record and of the step executed again.
 
-    Infinite if one of them is missing or not finite.
+    Infinite if a measure is missing or not finite.
     """
     return max(_difference(recorded.get(name, math.nan), again.get(name, math.nan)) for name in MEASURES)
 

@@ -1,4 +1,4 @@
-"""Retraining: recorded steps are executed again from a checkpoint and the log, and their parameters compared.
+"""Retraining: executes recorded steps again from a checkpoint and the log, and compares their parameters.
 
 The record of a step names its batches by index offset; only these are fetched, and nothing is written. Missing batches
 are reported before training starts.
@@ -66,7 +66,7 @@ class Retraining:
 
     learner: str
     checkpoint: int | None
-    """The checkpoint it started from; None if the initial parameters were generated again."""
+    """Step of the checkpoint it started from; None if the initial parameters were generated again."""
     last: int
     """The last step to execute."""
     steps: tuple[RetrainedStep, ...]
@@ -95,8 +95,8 @@ def retrain(
 
     Starts from the newest checkpoint at or before `from_step`; for step 0 without a checkpoint, from the initial
     parameters and the warm start on `warm_start_examples`. `on_step` is called with each step. All processes of a
-    `team` (default: this one alone) call it together, and get the same result. Raises ConfigurationError or
-    StateRefused if there is no checkpoint or no such step, TopicError naming missing batches.
+    `team` (default: this process alone) call this together, and get the same result. Raises ConfigurationError or
+    StateRefused if there is no checkpoint or no such step, TopicError that names missing batches.
     """
     config, team = resolved(config), team or Alone()
     recorded = {step: record for step, record in read_steps(kafka, run, config.name).items() if record.params_digest}
@@ -121,7 +121,7 @@ def retrain(
             if not done[-1].same:
                 break
     changed = {} if saved is None else differences(saved, fingerprint(config))
-    # The steps name the code themselves: a checkpoint may be older than it, or missing.
+    # Code is compared with the records of the steps, because a checkpoint may be older than the code, or missing.
     changed |= differences(_code_on_record(recorded, begins + 1, last), code_of(config))
     return Retraining(
         learner=config.name,
@@ -133,7 +133,7 @@ def retrain(
 
 
 def differences(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Differences of two fingerprints but for users' code, each setting under its own name; "" if it is missing."""
+    """Differences of two fingerprints except users' code, with one entry for each setting; "" for a missing value."""
     before, after = _flat(then), _flat(now)
     return {
         name: (before.get(name, ""), after.get(name, ""))
@@ -143,7 +143,7 @@ def differences(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tu
 
 
 def _code_on_record(recorded: Mapping[int, LearnerStep], first: int, last: int) -> dict[str, str]:
-    """Users' code that steps were computed with, by setting; if it changed among them, all of it."""
+    """Users' code that the steps were computed with, by setting; every version in order if it changed."""
     code: dict[str, dict[str, None]] = {}
     for step in range(first, last + 1):
         for setting, name in recorded[step].code.items() if step in recorded else ():
@@ -168,10 +168,10 @@ def _flat(fingerprint: Mapping[str, str]) -> dict[str, str]:
 def _check_range(
     recorded: Mapping[int, LearnerStep], run: str, learner: str, from_step: int, to_step: int | None
 ) -> int:
-    """The last step to execute."""
+    """Return the last step to execute. Raises ConfigurationError if there is no such range of steps."""
     if not recorded:
         raise ConfigurationError(
-            f"run {run} has no steps of a learner {learner!r}; set learner.name to the one you mean"
+            f"run {run} has no steps of a learner {learner!r}; set learner.name to a learner of this run"
         )
     last = max(recorded) if to_step is None else to_step
     if not 0 <= from_step < last <= max(recorded):
@@ -183,7 +183,7 @@ def _check_range(
 
 
 def _agreed(team: Team, last: int) -> int:
-    """The last step of the lead, for all processes of a team: a learner that trains meanwhile makes more."""
+    """Return the lead's `last` in every process: a learner may add steps before another process reads the log."""
     if team.process:
         return int(team.receive("retrain/last", _AGREEMENT_TIMEOUT_S))
     team.publish("retrain/last", str(last).encode())
@@ -199,7 +199,7 @@ def _begun(
 ) -> tuple[TrainState, Params | None, dict[str, str] | None]:
     """Return the newest state at or before a step, its reference parameters, and its fingerprint.
 
-    The fingerprint is None if there is no checkpoint of step 0 and its state was made again.
+    The fingerprint is None if there is no checkpoint of step 0 and its state was computed again.
     """
     with Checkpoints(config.checkpoint, run, config.name) as checkpoints:
         before = [step for step in checkpoints.steps if step <= from_step]
@@ -208,10 +208,10 @@ def _begun(
             assert restored is not None, "a listed checkpoint exists"
             return restored.state, load_reference(train_step, checkpoints), restored.fingerprint
         if from_step > 0:
-            available = f"there are those of steps {checkpoints.steps}" if checkpoints.steps else "there is none"
+            available = f"there are checkpoints of steps {checkpoints.steps}" if checkpoints.steps else "there is none"
             raise StateRefused(
                 f"no checkpoint at or before step {from_step} in {checkpoints.directory}: {available}; begin at a "
-                "later step, or with --from-step 0 at the initial parameters"
+                "later step, or at the initial parameters with --from-step 0"
             )
         state, _metrics = begin(train_step, warm_start_examples())
         if config.reference == "initial":
@@ -231,7 +231,7 @@ def _next(prefetched: Prefetcher[LoadedStep]) -> LoadedStep:
         loaded = prefetched.next(_POLL_S)
         if loaded is not None:
             return loaded
-        assert not prefetched.ended, "the loader makes every step that is asked for"
+        assert not prefetched.ended, "the loader loads every requested step"
 
 
 def _beside(record: LearnerStep, state: TrainState) -> RetrainedStep:

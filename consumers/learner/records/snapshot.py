@@ -1,8 +1,8 @@
-"""Snapshots of parameters in the memory of the host, in the dtype they are published in.
+"""Snapshots of parameters in the memory of the host, in the dtype in which they are published.
 
-Rounding happens where the parameters lie, so half the bytes leave the devices, and the host never holds them in
-float32. A snapshot shares no memory with the parameters, whose buffers the next step reuses, and none with another
-snapshot that anything still refers to.
+Parameters are rounded on their devices, so only half the bytes leave the devices, and the host never holds float32
+copies. A snapshot shares no memory with the parameters, whose buffers the next step reuses, or with an earlier snapshot
+that is still in use.
 """
 
 import weakref
@@ -18,21 +18,21 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
 _AHEAD = 2
-"""Tensors whose copies are under way while the host takes one."""
+"""Number of tensors being copied while the host takes one."""
 HELD = _AHEAD + 1
-"""Tensors that are whole on each device at a time, beside the parameters."""
+"""Number of whole tensors on each device at a time, in addition to the parameters."""
 
 
 class Snapshots:
-    """Snapshots of one learner, which take turns with the same memory where the device is the host.
+    """Snapshots of one learner, which reuse the memory of earlier snapshots if the device is the host.
 
-    New memory takes longer than the copies that fill it, and what is freed may stay with the process.
+    Allocating memory takes longer than filling it, and freed memory may stay with the process.
     """
 
     def __init__(self, dtype: str = "") -> None:
-        """Parameters of float32 are rounded if `dtype` is bfloat16.
+        """Round float32 parameters if `dtype` is bfloat16.
 
-        Rounding is that of `weights.conversion.converted`, in every bit; other dtypes are left for that function.
+        The result has the bits of `weights.conversion.converted`, which is left to convert to other dtypes.
         """
         self._rounds = dtype == "bfloat16"
         self._memory: dict[str, list[_Copy]] = {}
@@ -40,8 +40,9 @@ class Snapshots:
     def take(self, params: Mapping[str, jax.Array], *, keep: Container[str] | None = None) -> dict[str, NDArray[Any]]:
         """Copy whole parameters to the host.
 
-        All processes that share them call it together, whatever the sharding. Each gets those that it is to `keep`, by
-        default all; the others never leave its devices, which hold a few of them at a time beside the parameters.
+        All processes that share the parameters call this together, whatever the sharding. Each process gets those named
+        in `keep`, by default all; other parameters never leave its devices, which hold a few whole tensors at a time in
+        addition to their shares.
         """
         copies: dict[str, NDArray[Any]] = {}
         waiting: deque[tuple[str, jax.Array, bool]] = deque()
@@ -61,14 +62,14 @@ class Snapshots:
         return {name: copies[name] for name in params if name in copies}
 
     def _rounded_into_memory(self, name: str, value: jax.Array) -> NDArray[Any]:
-        """Round a tensor into the memory of an earlier copy of it that nothing refers to any more, or into new one."""
+        """Round a tensor into the memory of an earlier copy that nothing refers to any more, or into new memory."""
         earlier = self._memory.setdefault(name, [])
         free = next((copy for copy in earlier if copy.free), None)
         if free is None:
             bits = _ROUNDED(value)
         else:
             earlier.remove(free)
-            # If anything did refer to it, JAX would take new memory.
+            # If anything still referred to the old copy, JAX would allocate new memory.
             bits = _ROUNDED_INTO(value, free.bits)
         copy = _Copy(bits.block_until_ready())
         earlier.append(copy)
@@ -76,7 +77,7 @@ class Snapshots:
 
 
 class _Copy:
-    """A rounded tensor in memory of JAX, of which it is told whether numpy still shows it."""
+    """A rounded tensor in memory of JAX, which knows whether a numpy array still refers to it."""
 
     def __init__(self, bits: jax.Array) -> None:
         self.bits = bits
@@ -84,11 +85,11 @@ class _Copy:
 
     @property
     def free(self) -> bool:
-        """Whether the array that showed it is gone, and with it all views of that."""
+        """Whether the numpy array that `shown` made is gone, and with it every view of the array."""
         return self._shown is not None and self._shown() is None
 
     def shown(self) -> NDArray[Any]:
-        """Return the tensor as numpy has it, without another copy."""
+        """Return the tensor as a numpy array, without another copy."""
         bits: Any = self.bits
         array: NDArray[Any] = np.from_dlpack(bits)
         self._shown = weakref.ref(array)
@@ -98,19 +99,19 @@ class _Copy:
 def snapshot(
     params: Mapping[str, jax.Array], dtype: str = "", *, keep: Container[str] | None = None
 ) -> dict[str, NDArray[Any]]:
-    """Take one snapshot, in memory of its own."""
+    """Take one snapshot, in new memory."""
     return Snapshots(dtype).take(params, keep=keep)
 
 
 def _on_host(value: jax.Array) -> bool:
-    """Whether the tensor lies in the memory of the host, in one piece."""
+    """Whether the tensor is in the memory of the host, in one piece."""
     devices: Any = value.sharding.device_set
     return len(devices) == 1 and value.is_fully_addressable and all(device.platform == "cpu" for device in devices)
 
 
 def _take(copies: dict[str, NDArray[Any]], name: str, copy: jax.Array, kept: bool) -> None:
     if kept:
-        # Without another copy where host and device have one memory: nothing else refers to this one.
+        # Needs no second copy if host and device share memory, because nothing else refers to `copy`.
         copies[name] = np.asarray(copy if copy.is_fully_addressable else copy.addressable_data(0))
     else:
         copy.block_until_ready()
@@ -118,7 +119,7 @@ def _take(copies: dict[str, NDArray[Any]], name: str, copy: jax.Array, kept: boo
 
 @cache
 def _copying(sharding: Sharding, rounds: bool) -> "jax.stages.Wrapped":
-    """The compiled copy of tensors of a sharding; where several processes share them, every process gets all."""
+    """Compiled function that copies tensors of a sharding; every process gets whole tensors if processes share them."""
     copying = _rounded if rounds else jnp.copy
     if isinstance(sharding, NamedSharding) and not sharding.is_fully_addressable:
         return jax.jit(copying, out_shardings=NamedSharding(sharding.mesh, PartitionSpec()))  # type: ignore[no-untyped-call]
@@ -133,7 +134,7 @@ def _rounded(values: jax.Array) -> jax.Array:
 def _rounded_bits(values: jax.Array) -> jax.Array:
     """Return the bits of float32 values in bfloat16 (uint16), to the nearest, ties to even.
 
-    With integers, because conversions of devices may flush subnormal numbers to zero.
+    It uses integers, because the conversions of devices may flush subnormal numbers to zero.
     """
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     nearest = (bits + jnp.uint32(0x7FFF) + ((bits >> 16) & jnp.uint32(1))) >> 16
@@ -144,4 +145,4 @@ def _rounded_bits(values: jax.Array) -> jax.Array:
 
 _ROUNDED = jax.jit(_rounded_bits)
 _ROUNDED_INTO = jax.jit(lambda values, _memory: _rounded_bits(values), donate_argnums=1, keep_unused=True)
-"""Rounds values into memory that is given for it."""
+"""Rounds values into the memory of the second argument."""

@@ -36,29 +36,29 @@ class StepParams(NamedTuple):
     """The parameters after a step."""
 
     digest: str
-    """Their checksum, computed where they lie."""
+    """Checksum of the parameters, computed on their devices."""
     arrays: Arrays | None
-    """Copies to publish of those that this process owns, in the published dtype or to be converted to it; None if the
-    step publishes no version."""
+    """Copies of the parameters that this process publishes, in the published dtype or to be converted to it; None if
+    the step publishes no version."""
     compared: Arrays | None = None
-    """Copies of all of them as they are, in the lead, if the record of the step has a digest by another rule."""
+    """In the lead, unconverted copies of all parameters, if the step is on record with a digest by an older rule."""
     seconds: float = 0.0
-    """Time that digest and copies took."""
+    """Seconds spent on the digest and the copies."""
 
 
 class StepRecorder(Closing):
-    """Records the steps of one learner. Building it fences every earlier learner of the run."""
+    """Records the steps of one learner. Creating it fences every earlier learner of the run."""
 
     def __init__(
         self, config: LearnerConfig, kafka: KafkaConfig, run: str, model: str, channel: Channel | None = None
     ) -> None:
-        """`channel` leads to the learner's other processes, which send their tensors of each version."""
+        """`channel` connects to the learner's other processes, which send their tensors of each version."""
         self._config = config
         self._kafka = kafka
         self._run = run
         self._input_run = config.input_run or run
         self._stack = ExitStack()
-        # The log comes first: it fences every earlier learner of the run, after which the topics are final.
+        # Open the log first: this fences every earlier learner of the run, so the topics no longer change.
         self._log = self._stack.enter_context(closing(StepLog(kafka, run, config.name, take_over=config.take_over)))
         self._dtype = published_dtype(config)
         self._code = code_of(config)
@@ -70,9 +70,9 @@ class StepRecorder(Closing):
         self._recorded = {step: record for step, record in recorded.items() if record.params_digest}
         self._made = -1
         self.same_bits = True
-        """Whether steps executed again must have the digests on record; not on other hardware."""
+        """Whether steps executed again must have the digests on record; False on other hardware."""
         self.tolerance = 0.0
-        """Largest difference of a step executed again from its record where bits cannot be had."""
+        """Largest difference of a step executed again from its record if equal bits cannot be expected."""
 
     @property
     def last_recorded(self) -> int:
@@ -91,8 +91,8 @@ class StepRecorder(Closing):
 
     @property
     def compares_arrays_until(self) -> int:
-        """The last step whose digest on record is that of copies of the parameters, as earlier releases made; -1 if
-        there is none."""
+        """The last step whose recorded digest was computed from copies of the parameters, as in earlier releases; -1
+        if there is none."""
         others = [step for step, record in self._recorded.items() if not record.params_digest.endswith(CHECKSUM)]
         return max(others, default=-1)
 
@@ -107,14 +107,14 @@ class StepRecorder(Closing):
         return self._recorded.get(step)
 
     def last_batch(self, step: int) -> int | None:
-        """Index offset of the last batch of a step on record; None if the step is not, or used none."""
+        """Index offset of the last batch of a step on record; None if it is not on record or used none."""
         recorded = self._recorded.get(step)
         return None if recorded is None else max((use.index_offset for use in recorded.uses), default=None)
 
     def decided(self, step: int, batch_id: str) -> tuple[BatchUse, ...]:
         """Uses of a batch in a step on record; empty if there are none.
 
-        Exclusions and publications since then do not change them.
+        Later exclusions and publications do not change them.
         """
         recorded = self._recorded.get(step)
         return () if recorded is None else tuple(use for use in recorded.uses if use.batch_id == batch_id)
@@ -141,10 +141,10 @@ class StepRecorder(Closing):
         oldest: int = -1,
         stream_time_ms: int = -1,
     ) -> LearnerStep:
-        """Commit the record of a step just made, together with a new policy version if one is due.
+        """Commit the record of a step just completed, together with a new policy version if one is due.
 
         `rules`, `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and
-        differs by more than the tolerance; a smaller difference is on record as `replay/difference`.
+        differs by more than the tolerance; a smaller difference is recorded as `replay/difference`.
         """
         started, again = time.monotonic(), step in self._recorded
         began_ns = time.time_ns() - int((metrics.get("time/step", 0.0) + params.seconds) * 1e9)
@@ -202,7 +202,7 @@ class StepRecorder(Closing):
         return record
 
     def _as_recorded(self, step: int, params: StepParams) -> str:
-        """Digest of the parameters after a step, by the rule of its record if an earlier release made that."""
+        """Digest of the parameters after a step, by the rule of its record if that is an older rule."""
         recorded = self._recorded.get(step)
         if recorded is None or recorded.params_digest.endswith(CHECKSUM) or params.compared is None:
             return params.digest
@@ -228,9 +228,9 @@ class StepRecorder(Closing):
     def record_skips(self, step: int, uses: tuple[BatchUse, ...], before: LearnerPosition) -> None:
         """Put skipped batches on record before their step is complete.
 
-        Workers wait until their rollouts are trained or skipped: a learner that skipped every batch and recorded that
-        only with its next step would wait forever. This record has no digest, and the record of the step replaces it.
-        Nothing is written for a completed step, whose record already includes its skips.
+        Workers wait until their rollouts are trained or skipped: a learner that skipped every batch and recorded the
+        skips only with its next step would wait forever. This record has no digest, and the record of the step replaces
+        it. Nothing is written for a completed step, whose record already includes its skips.
         """
         if step in self._recorded or step <= self._made:
             return
@@ -250,7 +250,7 @@ class StepRecorder(Closing):
         self._log.commit([self._log.record(record)])
 
     def compare(self, step: int, params: StepParams, uses: tuple[BatchUse, ...]) -> None:
-        """Raise StateRefused if the parameters after a step are not those on record; publish nothing."""
+        """Raise StateRefused if the parameters after a step differ from its record; publish nothing."""
         self._compare(step, self._as_recorded(step, params), uses)
         self._skip(step)
 

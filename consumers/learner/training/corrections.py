@@ -25,11 +25,12 @@ def log_ratio(log_probs: jax.Array, against: jax.Array, mask: jax.Array) -> jax.
 def importance_weights(
     config: LossConfig, log_ratios: jax.Array, mask: jax.Array, segment_ids: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Weights, and which were limited, both [rows, tokens], for `log_ratios` of proximal over generating policy.
+    """Weights, and which of them are limited, both [rows, tokens], for `log_ratios` of proximal to generating policy.
 
-    Truncated weights are min(w, importance_high) (V-trace, arXiv:1802.01561); masked ones w within importance_low and
-    importance_high and 0 outside (IcePop, arXiv:2510.18855). w is the ratio of the token, the product of ratios over
-    the trained tokens of its sequence, or their geometric mean. No gradient flows through the weights.
+    Truncated weights are min(w, importance_high) (V-trace, arXiv:1802.01561); masked weights are w within
+    importance_low and importance_high, and 0 outside (IcePop, arXiv:2510.18855). w is the ratio of the token, the
+    product of ratios over the trained tokens of its sequence, or their geometric mean. No gradient flows through the
+    weights.
     """
     recipe = config.recipe
     log_weights = jax.lax.stop_gradient(log_ratios)
@@ -52,8 +53,9 @@ def rejected(
     """Tokens beyond the bounds of each configured level, bool [rows, tokens], for `log_ratios` of learner over
     generator.
 
-    By the ratio of the token itself, or of its sequence: the product over its trained tokens, or their geometric mean.
-    Unlike masked importance weights, what is kept is not weighted (hard trust region, richardli.xyz/rl-collapse-3).
+    A level bounds the ratio of the token itself, or of its sequence: the product over its trained tokens, or their
+    geometric mean. Unlike with masked importance weights, tokens that are kept are not weighted (hard trust region,
+    richardli.xyz/rl-collapse-3).
     """
     held = jax.lax.stop_gradient(log_ratios) * mask
     beyond = {}
@@ -86,8 +88,8 @@ def off_policy_mask(
 ) -> jax.Array:
     """Tokens that off-policy sequence masking leaves out, bool [rows, tokens] (DeepSeek-V3.2, arXiv:2512.02556, 3.1).
 
-    Those with a negative advantage in sequences whose mean of -`log_ratios`, of the learner over the generator, is
-    above sequence_mask_limit: bad answers that the policy has left behind teach nothing about it.
+    They have a negative advantage, in sequences whose mean of -`log_ratios`, of the learner over the generator, is
+    above sequence_mask_limit: bad answers that the policy no longer gives teach nothing about it.
     """
     means = sequence_means(jax.lax.stop_gradient(-log_ratios), mask, segment_ids)
     return (advantages < 0) & (means > config.sequence_mask_limit) & (mask > 0)

@@ -14,7 +14,7 @@ class Gradient(NamedTuple):
     """Jitted functions that sum gradients and metrics over microbatches."""
 
     zeros: Any
-    """Initial sums, so that the first microbatch is computed like the others."""
+    """Initial sums, so that the first microbatch is computed like every other."""
     add: Any
     """Adds one microbatch to the sums so far, whose buffers it reuses."""
 

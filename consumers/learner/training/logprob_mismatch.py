@@ -1,7 +1,7 @@
-"""Check, from the metrics of a step, that recorded log-probabilities belong to the sampling policy; no JAX.
+"""Check, from the metrics of a step, that recorded log-probabilities belong to the sampling policy; needs no JAX.
 
-Samplers of another precision or kernel differ a little. A wrong declaration of the recorded values differs a lot, and
-trains without an error.
+Samplers of another precision or kernel differ a little. Wrongly declared values differ a lot, but they train without an
+error.
 """
 
 import math
@@ -13,9 +13,9 @@ from rollstream.consumers.learner.training.objective import LossConfig
 def mismatch_warning(metrics: Mapping[str, float], config: LossConfig) -> str | None:
     """Return a warning that names the likely cause, or None if sampler and learner agree within the limits.
 
-    `metrics` are those of one step: mismatch_kl/mean, mismatch_log_ratio/mean and off_policy/staleness. The first two
+    `metrics` are from one step: mismatch_kl/mean, mismatch_log_ratio/mean and off_policy/staleness. The first two
     are zero up to rounding for a policy compared with itself. For different policies the mean log ratio is minus their
-    divergence, so negative, if the recorded probabilities are those the tokens were drawn with.
+    divergence, so negative, if the tokens were drawn with the recorded probabilities.
     """
     divergence, log_ratio = metrics.get("mismatch_kl/mean", 0.0), metrics.get("mismatch_log_ratio/mean", 0.0)
     staleness = metrics.get("off_policy/staleness", 0.0)
@@ -24,10 +24,10 @@ def mismatch_warning(metrics: Mapping[str, float], config: LossConfig) -> str | 
     if divergence <= limit:  # False for NaN.
         return None
     if not math.isfinite(divergence):
-        cause = "log-probabilities that are not numbers were recorded, or the learner's parameters are not"
+        cause = "recorded log-probabilities or parameters of the learner that are not numbers"
     elif log_ratio > 0:
         cause = (
-            "the tokens were likelier than recorded: log-probabilities from before temperature (raw) declared as "
+            "tokens that were likelier than recorded: log-probabilities from before temperature (raw) declared as "
             "processed, or sampling cut by top_p, top_k or min_p"
         )
     elif fresh:
@@ -38,10 +38,10 @@ def mismatch_warning(metrics: Mapping[str, float], config: LossConfig) -> str | 
     else:
         cause = (
             "rollouts too old for how fast the policy moves (learner.max_policy_lag, learner.optimizer.learning_rate), "
-            "or the recorded values are wrong: check whether this also occurs at staleness 0"
+            "or wrong recorded values: check whether this also occurs at staleness 0"
         )
     return (
         f"mismatch_kl/mean {divergence:.3g} at staleness {staleness:.3g} is above {limit:.3g}, of "
         f"learner.loss.mismatch_limit {config.mismatch_limit:g} and stale_mismatch_limit "
-        f"{config.stale_mismatch_limit:g} a step (mean log ratio {log_ratio:.3g}); likely {cause}"
+        f"{config.stale_mismatch_limit:g} a step (mean log ratio {log_ratio:.3g}); likely cause: {cause}"
     )

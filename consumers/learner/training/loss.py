@@ -49,8 +49,8 @@ def policy_loss(
     """The configured policy-gradient loss, to be minimized, and its metrics.
 
     `batch` holds the arrays of a PackedBatch, [rows, sequence_length]; `denominators` are the numbers of trained
-    "tokens" and of "sequences" with any, of the whole update over all processes, float32 and at least 1. `params` may
-    be shares, of which `whole` makes whole ones in the compute dtype. See `policy_loss_of`.
+    "tokens" and of "sequences" with a trained token, over the whole update in all processes, float32 and at least 1.
+    `params` may be shares, from which `whole` makes whole parameters in the compute dtype. See `policy_loss_of`.
     """
     logprobs, entropy = _next_token_logprobs(params, model, compute, batch, whole)
     return policy_loss_of(logprobs, entropy, config, batch, denominators)
@@ -66,17 +66,18 @@ def policy_loss_of(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss given the learner's log-probabilities of tokens 1 onwards and entropies, [rows, sequence_length - 1].
 
-    A token's loss is w L - entropy_coefficient H + kl_coefficient D. L is the surrogate (`surrogates`) of the ratio of
-    the learner to the generator, and w = 1; or, with importance sampling, of the learner to the proximal policy, and w
-    weighs that against the generator (decoupled PPO, arXiv:2110.00641 and 2505.24298). The proximal policy is the
-    learner before the step: `proximal_log_probs`, or the learner itself if a step has one update. H is the entropy, D
-    the divergence from the reference. `surrogate` replaces that of the configured name. With kl_place "advantage" or
-    "return" D is not in the loss, but held constant in the advantages, and so is the teacher's log-probability less
-    that of the policy before the step (on-policy distillation).
+    A token's loss is w L - entropy_coefficient H + kl_coefficient D. L is the surrogate (`surrogates`) of a ratio.
+    Without importance sampling, this is the ratio of the learner to the generator, and w = 1. With it, this is the
+    ratio of the learner to the proximal policy, and w weighs the proximal policy against the generator (decoupled PPO,
+    arXiv:2110.00641 and 2505.24298). The proximal policy is the learner before the step: `proximal_log_probs`, or the
+    learner itself if a step has one update. H is the entropy, D the divergence from the reference. `surrogate` replaces
+    the surrogate of the configured name. With kl_place "advantage" or "return", D is not a term of the loss but a
+    constant part of the advantages. The teacher's log-probability minus that of the policy before the step is always
+    such a part (on-policy distillation).
 
-    Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics called
-    `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that sums over
-    microbatches and processes are those of the update. Raises ConfigurationError if kl_coefficient is set without
+    Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics named by
+    `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that their sums over
+    microbatches and processes are the values of the update. Raises ConfigurationError if kl_coefficient is set without
     `reference_log_probs`, or distillation_coefficient without `teacher_log_probs`.
     """
     if needs_reference(config) and "reference_log_probs" not in batch:
@@ -132,7 +133,7 @@ def policy_loss_of(
     if decoupled or config.rejections:
         metrics |= dict(zip(WEIGHT_MOMENTS, (mean(weights), mean(jnp.square(weights))), strict=True))
     if config.sequence_mask_limit:
-        # The learner of this update, as in the paper, not the one before the step.
+        # Uses the learner of this update, as in the paper, not the learner before the step.
         moved = log_ratio(logprobs, generator, mask)
         masked = off_policy_mask(config, moved, tokens.advantages, mask, segment_ids)
         token_loss = jnp.where(masked, 0.0, token_loss)
@@ -154,10 +155,10 @@ def policy_loss_of(
 def _advantages(
     config: LossConfig, batch: Arrays, before: jax.Array, mask: jax.Array, segment_ids: jax.Array
 ) -> jax.Array:
-    """Advantages [rows, tokens - 1] with what the reference and the teacher add; without gradient, 0 if not trained.
+    """Advantages [rows, tokens - 1] with the terms of reference and teacher; no gradient; 0 at untrained tokens.
 
-    `before` are log-probabilities of the policy before the step. REINFORCE++ (arXiv:2501.03262) subtracts the return of
-    the divergence; on-policy distillation adds the reverse divergence from the teacher, token by token
+    `before` holds log-probabilities of the policy before the step. REINFORCE++ (arXiv:2501.03262) subtracts the return
+    of the divergence; on-policy distillation adds the reverse divergence from the teacher, token by token
     (thinkingmachines.ai/blog/on-policy-distillation).
     """
     advantages = jnp.where(mask > 0, batch["advantages"][:, 1:], 0.0)
@@ -203,7 +204,7 @@ def log_probs(
 def _next_token_logprobs(
     params: Params, model: DecoderConfig, compute: ComputeSettings, batch: Arrays, whole: Whole
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy [rows, sequence_length - 1] of tokens 1 onwards given those before."""
+    """Log-probability and entropy [rows, sequence_length - 1] of tokens 1 onwards given the tokens before."""
     if whole is as_given:
         dtype = jnp.dtype(compute.dtype)
         params = {name: value.astype(dtype) for name, value in params.items()}
@@ -214,7 +215,7 @@ def _next_token_logprobs(
         params, model, *packed, remat=compute.remat, attention=compute.attention, scanned=compute.scanned, whole=whole
     )
     if sequence_parts(states.shape[1]) > 1:
-        # Parts stay of equal length: what follows the last token is arbitrary, and left out.
+        # Rolling keeps all parts of equal length; the target of the last token is arbitrary, and its result is dropped.
         targets, temperatures = (jnp.roll(batch[name], -1, axis=1) for name in ("tokens", "temperatures"))
         logprobs, entropy = token_logprobs(params, model, states, targets, temperatures, chunk=compute.vocabulary_chunk)
         return logprobs[:, :-1], entropy[:, :-1]

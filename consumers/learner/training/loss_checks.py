@@ -1,6 +1,6 @@
-"""The checks behind `rollstream.check_loss`: a loss against central differences, masks, splits and the policy gradient.
+"""The checks behind `rollstream.check_loss`: central differences, untrained tokens, splits and the policy gradient.
 
-Everything is float64; sequences are made up from a seed.
+Everything is computed in float64, on sequences drawn from a seed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -74,7 +74,7 @@ def check_gradient(surrogate: Surrogate, config: LossConfig, sequences: Sequence
 
 
 def check_untrained_tokens(surrogate: Surrogate, config: LossConfig, sequences: Sequence[_Sequence]) -> None:
-    """Check that tokens that are not trained have no gradient, and that what stands there has no effect."""
+    """Check that tokens that are not trained have no gradient, and that the values there have no effect."""
     layout = [list(range(0, len(sequences), 2)), list(range(1, len(sequences), 2))]
     results = []
     for rubbish in (0.0, _RUBBISH):
@@ -86,8 +86,8 @@ def check_untrained_tokens(surrogate: Surrogate, config: LossConfig, sequences: 
         assert not outside.any(), "a token that is not trained has a gradient: multiply by tokens.mask"
         results.append((float(value), np.asarray(gradient)))
     (clean, of_clean), (dirty, of_dirty) = results
-    assert clean == dirty, f"what stands at untrained tokens changes the loss from {clean:.6g} to {dirty:.6g}"
-    assert np.array_equal(of_clean, of_dirty), "what stands at untrained tokens changes the gradient"
+    assert clean == dirty, f"values at untrained tokens change the loss from {clean:.6g} to {dirty:.6g}"
+    assert np.array_equal(of_clean, of_dirty), "values at untrained tokens change the gradient"
 
 
 def check_splits(surrogate: Surrogate, config: LossConfig, sequences: Sequence[_Sequence]) -> None:
@@ -100,14 +100,14 @@ def check_splits(surrogate: Surrogate, config: LossConfig, sequences: Sequence[_
     for other, of_other in others:
         assert abs(value - other) <= _TOLERANCE, (
             f"the loss is {value:.6g} or {other:.6g} depending on how an update is packed: compute each token's loss "
-            "from its own sequence alone, told by tokens.segment_ids, and leave means to learner.loss.reduction"
+            "from its own sequence alone (see tokens.segment_ids), and leave means to learner.loss.reduction"
         )
         for mine, theirs in zip(gradients, of_other, strict=True):
             assert np.allclose(mine, theirs, atol=_TOLERANCE), "the gradient depends on how an update is packed"
 
 
 def check_policy_gradient(surrogate: Surrogate, config: LossConfig, sequences: Sequence[_Sequence]) -> None:
-    """Check that at ratio 1 the gradient of a token is -A by its weight in the reduction."""
+    """Check that at ratio 1 the gradient of a token is -A times its weight in the reduction."""
     plain = LossConfig(
         name=config.name,
         reduction=config.recipe.reduction,
@@ -126,8 +126,8 @@ def check_policy_gradient(surrogate: Surrogate, config: LossConfig, sequences: S
         weight = token_weight(plain, max(1, int(sequence.mask.sum()))) / divisor
         expected = np.where(sequence.mask, -sequence.advantages * weight, 0.0)
         assert np.allclose(gradient, expected, atol=_TOLERANCE), (
-            f"with generator and learner alike the gradient of a sequence is {gradient[sequence.mask]}, and the policy "
-            f"gradient {expected[sequence.mask]}; give on_policy=False if that is meant"
+            f"with equal generator and learner, the gradient of a sequence is {gradient[sequence.mask]}, but "
+            f"the policy gradient is {expected[sequence.mask]}; give on_policy=False if this is intended"
         )
 
 
@@ -149,7 +149,7 @@ def _rows(
     shape = (len(layout), _ROW)
     recorded = ("generator", "proximal", "reference", "advantages")
     arrays: dict[str, Any] = {name: np.full(shape, rubbish) for name in (*recorded, "loss_weights")}
-    # A model gives finite figures everywhere.
+    # A model gives finite values at every token, trained or not.
     arrays |= {"learner": np.full(shape, -3.0), "entropy": np.full(shape, 1.0), "loss_mask": np.zeros(shape)}
     arrays["segment_ids"] = np.zeros(shape, np.int32)
     for row, members in enumerate(layout):
@@ -190,7 +190,7 @@ def _summed(
     sequences: Sequence[_Sequence],
     update: Sequence[Sequence[list[int]]],
 ) -> tuple[float, list[Floats]]:
-    """Value of an `update`, its microbatches as layouts, and the gradient of each sequence, [tokens]."""
+    """Value of an `update`, given as layouts of microbatches, and the gradient of each sequence, [tokens]."""
     total, gradients = 0.0, [np.zeros(len(sequence.mask)) for sequence in sequences]
     for layout in update:
         batch = _rows(sequences, layout, config)
@@ -212,7 +212,7 @@ def _summed(
 
 
 def _holding(function: Callable[[Any], Any], at: Any) -> Callable[[Any], Any]:
-    """Return `function` with everything that it stops the gradient of held at its value for `at`."""
+    """Return `function` with the arguments of `stop_gradient` held at their values for `at`."""
     closed = jax.make_jaxpr(function)(at)
     held: list[Any] = []
     _evaluate(closed, [at], held, None)
@@ -224,7 +224,7 @@ def _holding(function: Callable[[Any], Any], at: Any) -> Callable[[Any], Any]:
 
 
 def _evaluate(closed: ClosedJaxpr, arguments: Sequence[Any], seen: list[Any], held: Any) -> list[Any]:
-    """Evaluate a traced function; append what passes `stop_gradient` to `seen`, or take it from `held` instead."""
+    """Evaluate a traced function; append `stop_gradient` inputs to `seen`; take its outputs from `held` if given."""
     jaxpr: Jaxpr = closed.jaxpr
     values: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
     values |= dict(zip(jaxpr.invars, arguments, strict=True))

@@ -1,4 +1,4 @@
-"""Settings of the loss and of the optimizer, and values derived from them; no JAX.
+"""Settings of the loss and of the optimizer, and values derived from them; imports no JAX.
 
 A loss is a surrogate with the defaults of its paper, its recipe; explicit settings override the recipe. Losses,
 schedules and optimizers of users are named here and imported in `user_objectives`.
@@ -22,7 +22,7 @@ ImportanceLevel = Literal["token", "sequence", "geometric"]
 
 
 LOSSES, SCHEDULES, OPTIMIZERS = "rollstream.losses", "rollstream.schedules", "rollstream.optimizers"
-"""Groups of entry points by which installed packages name theirs."""
+"""Groups of entry points under which installed packages register their own."""
 
 Schedule = Literal["cosine", "linear", "constant"]
 Optimizer = Literal["adamw", "adam", "sgd", "lion", "muon", "adafactor"]
@@ -31,7 +31,7 @@ KlPlace = Literal["loss", "advantage", "return"]
 REJECTION_LEVELS = ("token", "sequence", "geometric")
 
 WEIGHT_MOMENTS = ("importance/kept_weight_mean", "importance/kept_square_mean")
-"""Means of the weights that tokens were trained with, and of their squares, of which `reported` makes one metric."""
+"""Means of the weights that tokens were trained with, and of their squares; `reported` combines them."""
 EFFECTIVE_SAMPLES = "importance/effective_sample_fraction"
 
 MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
@@ -97,11 +97,11 @@ RECIPES: dict[str, LossRecipe] = {
         importance_sampling="truncated",
         importance_level="geometric",
     ),
-    # 1 - 1: no lower bound.
+    # The lower bound 1 - clip_low is 0, so it limits no ratio.
     "cispo": LossRecipe(clip_low=1.0, clip_high=5.0),
     "sapo": LossRecipe(reduction="sequence_mean_token_mean"),
 }
-"""In this order: arXiv:1707.06347,
+"""Recipes by the name of the loss. Their papers, in this order: arXiv:1707.06347,
 2402.03300, 2503.20783, 2503.14476, 2402.14740, 2507.18071, 2506.13585, 2511.20347."""
 
 
@@ -112,7 +112,7 @@ class LossConfig:
     name: str = "ppo_clip"
     """Name of the loss: one of docs/losses.md, or one of your own (docs/objectives.md)."""
     reduction: Reduction | None = None
-    """Mean over all tokens; mean over sequences of the mean over their tokens; or of their sum over length_norm."""
+    """Mean over all tokens; or mean over sequences of each one's token mean, or of its token sum over length_norm."""
     length_norm: float | None = None
     """Constant of sequence_mean_token_sum_norm, for example the token limit of a completion."""
     clip_low: float | None = None
@@ -123,48 +123,50 @@ class LossConfig:
     ratio_cap: float | None = None
     """For negative advantages, ratios above this have no further effect (dual clip, arXiv:1912.09729)."""
     gate_positive: float | None = None
-    """Temperature of the soft gate of sapo for positive advantages: higher ones narrow it (arXiv:2511.20347)."""
+    """Temperature of the soft gate of sapo for positive advantages: higher temperatures narrow the gate
+    (arXiv:2511.20347)."""
     gate_negative: float | None = None
-    """Temperature of that gate for other advantages."""
+    """Temperature of the soft gate of sapo for other advantages."""
     entropy_coefficient: float | None = None
     """Weight of the token entropy in the objective."""
     importance_sampling: ImportanceSampling | None = None
     """Unless "none", ratios are taken against the learner before the step, which is weighted against the generator."""
     importance_level: ImportanceLevel | None = None
-    """Definition of that weight: the ratio of the token, the product of ratios of its sequence, or their geometric
-    mean."""
+    """Definition of the importance weight: the ratio of the token, the product of ratios of its sequence, or their
+    geometric mean."""
     importance_low: float = 0.5
-    """Lower bound of weights: "masked" importance sampling sets lower ones to 0 (IcePop, arXiv:2510.18855)."""
+    """Lower bound of weights: "masked" importance sampling sets lower weights to 0 (IcePop, arXiv:2510.18855)."""
     importance_high: float = 2.0
-    """Upper bound of weights: "truncated" importance sampling clips higher ones to it (arXiv:1802.01561), "masked" sets
-    them to 0."""
+    """Upper bound of weights: "truncated" importance sampling clips higher weights to it (arXiv:1802.01561),
+    "masked" sets them to 0."""
     reject_token: tuple[float, ...] = ()
-    """Lower and upper bound of a token's ratio of learner to generator: tokens beyond are masked; empty: none is."""
+    """Lower and upper bound of a token's ratio of learner to generator: tokens outside are masked; empty: no bounds."""
     reject_sequence: tuple[float, ...] = ()
-    """Bounds of the product of these ratios over a sequence: sequences beyond are masked whole; empty: none is."""
+    """Bounds of the product of these ratios over a sequence: whole sequences outside are masked; empty: no bounds."""
     reject_geometric: tuple[float, ...] = ()
-    """Bounds of their geometric mean over a sequence: sequences beyond are masked whole; empty: none is."""
+    """Bounds of the geometric mean of these ratios over a sequence; otherwise as reject_sequence."""
     kl_coefficient: float = 0.0
     """Weight of the divergence from a reference model; needs learner.reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Estimator of that divergence (http://joschu.net/blog/kl-approx.html)."""
+    """Estimator of the divergence from the reference model (http://joschu.net/blog/kl-approx.html)."""
     kl_place: KlPlace = "loss"
-    """Add the divergence to each token's loss; or, as part of the reward, subtract it from each token's advantage; or
-    subtract from each token's advantage the sum from it to the end of its sequence, its return."""
+    """loss adds the divergence to each token's loss; advantage subtracts it from each token's advantage, as part of the
+    reward; return subtracts its sum from the token to the end of its sequence from the token's advantage."""
     reward_coefficient: float = 1.0
     """Weight of the advantages that grouping computed; 0 for distillation alone."""
     distillation_coefficient: float = 0.0
-    """Weight of the teacher's log-probability less the learner's, added to each token's advantage; needs
+    """Weight of the teacher's log-probability minus the learner's, added to each token's advantage; needs
     learner.teacher."""
     train_truncated: bool | None = None
     """Train on truncated rollouts; otherwise their tokens are masked."""
     sequence_mask_limit: float = 0.0
     """Sequences with a negative advantage are masked if the mean over their tokens of the generator's log-probability
-    less the learner's is above this (off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556); 0: none is."""
+    minus the learner's is above this (off-policy sequence masking of DeepSeek-V3.2, arXiv:2512.02556); 0: no limit."""
     mismatch_limit: float = 0.02
     """Warn if mismatch_kl/mean is above this for rollouts of the newest policy."""
     stale_mismatch_limit: float = 0.05
-    """Added to mismatch_limit for each step of the mean age of the rollouts, because older policies do differ."""
+    """Added to mismatch_limit for each step of the mean age of the rollouts, because older policies differ from the
+    learner."""
 
     def __post_init__(self) -> None:
         recipe = self.recipe
@@ -188,7 +190,7 @@ class LossConfig:
         if recipe.reduction == "sequence_mean_token_sum_norm" and not recipe.length_norm > 0:
             raise ConfigurationError(
                 f"loss {self.name!r} divides each sequence's sum by a constant that must not depend on the data; set "
-                "learner.loss.length_norm, for example to the most tokens a completion may have"
+                "learner.loss.length_norm, for example to the token limit of a completion"
             )
         for level, bounds_of in self.rejections.items():
             if len(bounds_of) != 2 or not 0.0 <= bounds_of[0] <= 1.0 <= bounds_of[1]:
@@ -199,7 +201,7 @@ class LossConfig:
         if self.kl_coefficient and self.kl_estimator == "k1" and self.kl_place == "loss":
             raise ConfigurationError(
                 'learner.loss.kl_estimator "k1" has a gradient of mean zero, so kl_coefficient would have no effect; '
-                'take "k3", or kl_place "advantage"'
+                'set it to "k3", or kl_place to "advantage"'
             )
         if not self.reward_coefficient and not self.distillation_coefficient:
             raise ConfigurationError(
@@ -232,19 +234,19 @@ class OptimizerConfig:
     """Optimizer: adamw, adam, sgd, lion, muon (which leaves embedding, head, norms and biases to adam), adafactor, or
     one of your own (docs/objectives.md)."""
     learning_rate: float = 2e-3
-    """Highest learning rate; 1e-6 if it is not set and learner.pretrained is."""
+    """Highest learning rate; if unset, it is 1e-6 with learner.pretrained."""
     schedule: str = "cosine"
     """Course of the learning rate: cosine or linear, to final_learning_rate; constant; or one of your own
     (docs/objectives.md)."""
     final_learning_rate: float = 4e-4
-    """Learning rate at the last update of `max_steps` and after; a fifth of the highest if it is not set and
-    learner.pretrained is."""
+    """Learning rate at the last update of `max_steps` and after; if unset, it is a fifth of learning_rate with
+    learner.pretrained."""
     warmup_updates: int = 0
-    """Updates over which the rate first rises linearly to learning_rate."""
+    """Updates over which the learning rate first rises linearly to learning_rate."""
     beta1: float = 0.9
     """Decay of the first moment; momentum of sgd (0: none) and of muon."""
     beta2: float = 0.95
-    """Decay of the second moment; of the momentum of lion."""
+    """Decay of the second moment, and of the momentum of lion."""
     epsilon: float = 1e-8
     """Added to the root of the second moment."""
     weight_decay: float = 0.0
@@ -260,18 +262,18 @@ class OptimizerConfig:
         if not (self.learning_rate > 0 and self.final_learning_rate >= 0 and self.warmup_updates >= 0):
             raise ConfigurationError(
                 f"learner.optimizer has learning_rate {self.learning_rate}, final_learning_rate "
-                f"{self.final_learning_rate}, warmup_updates {self.warmup_updates}: give a rate above 0, the others "
-                "not below 0"
+                f"{self.final_learning_rate}, warmup_updates {self.warmup_updates}: give a learning rate above 0, and "
+                "at least 0 for the other two"
             )
         if self.weight_decay and self.name in ("adam", "sgd"):
             raise ConfigurationError(
                 f"learner.optimizer.name {self.name!r} has no weight decay, but weight_decay is {self.weight_decay}; "
-                'take "adamw", or set it to 0'
+                'set name to "adamw", or weight_decay to 0'
             )
 
 
 def token_weight(config: LossConfig, trained_tokens: int) -> float:
-    """Weight of each trained token's loss in a sequence with `trained_tokens` of them, at least 1.
+    """Weight of each trained token's loss in a sequence of `trained_tokens` trained tokens, at least 1.
 
     1 for the mean over tokens (DAPO, arXiv:2503.14476), 1/n for the mean of means (GRPO, arXiv:2402.03300), 1/constant
     for the mean of sums over a constant (Dr. GRPO, arXiv:2503.20783).
@@ -295,7 +297,7 @@ def trains(config: LossConfig, truncated: bool) -> bool:
 def needs_proximal(config: LossConfig, updates_per_step: int) -> bool:
     """Whether a step must compute log-probabilities before its first update (`proximal_log_probs`).
 
-    With one update they equal those of the update itself.
+    With one update per step, they equal the log-probabilities of the update itself.
     """
     return config.recipe.importance_sampling != "none" and updates_per_step > 1
 
@@ -311,10 +313,10 @@ def needs_teacher(config: LossConfig) -> bool:
 
 
 def reported(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the metrics of one update as they are reported, given the sums of `policy_loss` over all of it.
+    """Return the metrics of one update as they are reported, given the sums from `policy_loss` over the update.
 
-    The effective sample size (Kong, 1992) is a quotient of sums, so it is made here: (sum w)^2 / (n sum w^2), as a
-    fraction of the n trained tokens; 0 if none was kept.
+    The effective sample size (Kong, 1992) is a quotient of sums, so it is computed here: (sum w)^2 / (n sum w^2), as a
+    fraction of the n trained tokens; 0 if no token was kept.
     """
     update = dict(metrics)
     if WEIGHT_MOMENTS[0] in update:
@@ -349,6 +351,6 @@ def policy_metrics(config: LossConfig, *, reference: bool = False, teacher: bool
 def _check_known(kind: str, name: str, known: Iterable[str], group: str) -> None:
     if name not in known and not is_plug_in(name, group):
         raise ConfigurationError(
-            f"there is no {kind} {name!r}; there are {', '.join(known)}, entry points of {group}, and your own as "
+            f"there is no {kind} {name!r}; use {', '.join(known)}, an entry point of {group}, or your own as "
             "package.module:name or path/to/file.py:name"
         )

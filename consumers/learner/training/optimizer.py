@@ -34,7 +34,7 @@ def make_schedule(config: OptimizerConfig, updates: int) -> optax.Schedule:
     """Learning rate of update n, counted from 0: a linear rise, the configured schedule until `updates`, then constant.
 
     Update n of a warm-up of w updates has (n + 1) / (w + 1) of the rate, so that no update has rate 0. A user's
-    schedule rules all updates, those of the warm-up too.
+    schedule applies to all updates, including the warm-up.
     """
     if config.schedule not in get_args(Schedule):
         own: optax.Schedule = user_schedule(config.schedule)(config, updates)
@@ -55,8 +55,8 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
     """The optimizer, after global-norm clipping, for parameters by Hugging Face name; its state is a GuardedState.
 
     AdamW (arXiv:1711.05101), Adam (1412.6980), SGD, Lion (2302.06675), Muon (kellerjordan.github.io/posts/muon; scaled
-    as in 2502.16982) or Adafactor (1804.04235). Or a user's function of the settings and the schedule. For all
-    of them, weight decay is the learning rate times weight_decay.
+    as in 2502.16982) or Adafactor (1804.04235), or a user's function of the settings and the schedule. For all of
+    them, weight decay is the learning rate times weight_decay.
     """
     schedule = make_schedule(config, updates)
     direction = _direction(config, schedule)

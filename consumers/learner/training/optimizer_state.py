@@ -1,6 +1,6 @@
-"""The state of an optimizer: kept in bfloat16 if configured, and refused if an update changes its shape.
+"""Wrappers of any optax transformation: keep its state in bfloat16, or refuse updates that change the state's shape.
 
-Both wrap any optax transformation. Rounding is counter-based: the same updates give the same bits again.
+Rounding is counter-based: the same updates give the same bits again.
 """
 
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ class RoundedState(NamedTuple):
     """State of an optimizer whose arrays are kept in bfloat16."""
 
     updates: jax.Array
-    """int32: updates made, from which the random bits of the next rounding follow."""
+    """int32: updates made, which determine the random bits of the next rounding."""
     inner: Any
     """State of the optimizer."""
 
@@ -56,7 +56,7 @@ def stochastically_rounded(values: jax.Array, key: jax.Array) -> jax.Array:
 
 
 def keeping_shapes(name: str, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Refuse, when its state is made, a user's optimizer that a compiled step cannot run.
+    """Refuse a user's optimizer that a compiled step cannot run, when its state is created.
 
     `init` raises ConfigurationError if an update changes the shape or dtype of a part of the state, or returns changes
     of other shapes than the parameters.
@@ -77,14 +77,14 @@ def keeping_shapes(name: str, inner: optax.GradientTransformation) -> optax.Grad
 
 
 def _first_difference(before: Any, now: Any) -> str:
-    """The first array of which shape or dtype differ, as a text; empty if there is none."""
+    """Describe the first array whose shape or dtype differs; empty if there is none."""
     then_leaves, then = jax.tree_util.tree_flatten_with_path(before)
     now_leaves, after = jax.tree_util.tree_flatten_with_path(now)
     for (path, old), (_, new) in zip(then_leaves, now_leaves, strict=False):
         if (form := _form(old)) != _form(new):
             return f"{jax.tree_util.keystr(path)} was {form} and is {_form(new)}"
     same: bool = then == after  # type: ignore[operator]
-    return "" if same else f"it had {len(then_leaves)} arrays and has {len(now_leaves)}, or other containers"
+    return "" if same else f"it had {len(then_leaves)} arrays and has {len(now_leaves)}, or its containers differ"
 
 
 def _form(leaf: Any) -> str:

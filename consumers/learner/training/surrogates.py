@@ -15,14 +15,14 @@ from rollstream.topics.errors import ConfigurationError
 
 Surrogate = Callable[[TokenArrays, LossRecipe], TokenLoss]
 UserLoss = Callable[[TokenArrays, LossRecipe], TokenLoss | jax.Array]
-"""A user's loss may return the loss of each token alone, [rows, tokens]."""
+"""A user's loss may return only the loss of each token, [rows, tokens]."""
 
 
 def clipped(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), and at most -ratio_cap A where A < 0.
 
-    PPO (arXiv:1707.06347) with an upper bound of its own (DAPO, arXiv:2503.14476) and a dual clip (arXiv:1912.09729).
-    GRPO, Dr. GRPO and DAPO share it; they differ in advantages, reduction and bounds.
+    PPO (arXiv:1707.06347) with a separate upper bound (DAPO, arXiv:2503.14476) and a dual clip (arXiv:1912.09729).
+    GRPO, Dr. GRPO and DAPO use it too; they differ in advantages, reduction and bounds.
     """
     ratio, advantages = jnp.exp(tokens.log_ratio), tokens.advantages
     within = jnp.clip(ratio, 1.0 - recipe.clip_low, 1.0 + recipe.clip_high)
@@ -92,7 +92,7 @@ SURROGATES: dict[str, Surrogate] = {
 
 
 def surrogate_of(name: str) -> Surrogate:
-    """Return the surrogate of a name; that of a user is imported. Raises ConfigurationError if there is none."""
+    """Return the surrogate of a loss by name; a user's loss is imported. Raises ConfigurationError if there is none."""
     return SURROGATES[name] if name in SURROGATES else whole(user_loss(name))
 
 
@@ -107,7 +107,7 @@ def whole(loss: UserLoss) -> Surrogate:
         if result.loss.shape != tokens.mask.shape:
             raise ConfigurationError(
                 f"the loss returned an array of shape {result.loss.shape} for tokens of shape {tokens.mask.shape}; "
-                "return one number for each token: reductions are learner.loss.reduction"
+                "return one number for each token; learner.loss.reduction sums them"
             )
         return result
 

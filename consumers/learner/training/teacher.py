@@ -29,12 +29,12 @@ class Teacher:
         }
         self.shardings = layout.of_params(mesh, shapes)
         self.log_probs = log_probs_of(self.model, self.shardings)
-        """Function of parameters and a microbatch."""
+        """Function of parameters and a microbatch, which returns log-probabilities."""
         self.abstract_params: Mapping[str, jax.ShapeDtypeStruct] = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=self.shardings[name])  # type: ignore[no-untyped-call]
             for name, leaf in shapes.items()
         }
-        """Shapes, dtypes and shardings of its parameters."""
+        """Shapes, dtypes and shardings of the teacher's parameters."""
 
 
 def teacher_of(config: LearnerConfig, mesh: Mesh, log_probs_of: LogProbsOf) -> Teacher | None:

@@ -1,7 +1,7 @@
 """Speed of training: tokens a second of each device, and the share of its arithmetic that the model needs (MFU).
 
-Counts matrix products of parameters, as PaLM does (arXiv:2204.02311, appendix B), but not those within attention: a
-lower bound for long sequences. Activations that are computed again do not count.
+Counts matrix products of parameters, as PaLM does (arXiv:2204.02311, appendix B), but not the products
+within attention, so MFU is a lower bound for long sequences. Recomputed activations do not count.
 """
 
 import jax
@@ -20,14 +20,15 @@ PEAK_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Dense bfloat16 operations a second that the maker states, by JAX's name of the device."""
+"""Dense bfloat16 operations a second, as the vendor states them, by JAX's name of the device."""
 
 
 def flops_per_token(model: DecoderConfig) -> float:
     """Operations of a forward and a backward pass for one token.
 
-    Two for each value of a matrix forward, two for the gradient of its input, two for its own gradient; the last are
-    left out for parameters that adapters replace in training. Experts count only where they compute the token.
+    Each value of a matrix takes two operations in the forward pass, two for the gradient of the input, and two for its
+    own gradient; the last two do not count for parameters that adapters replace in training. Experts count only where
+    they compute the token.
     """
     total = 0.0
     for name, shape in shapes(model).items():
@@ -40,7 +41,7 @@ def flops_per_token(model: DecoderConfig) -> float:
 
 
 def throughput_metrics(config: LearnerConfig, tokens: float, seconds: float) -> dict[str, float]:
-    """Metrics of a step of so many tokens, which took this time with all that belongs to it.
+    """Metrics of a step of `tokens` tokens that ended `seconds` after the step before.
 
     `perf/mfu` is left out for devices whose peak is not known, such as CPUs.
     """

@@ -1,6 +1,6 @@
 """Compiles a learner's training step for absent TPUs and reports the memory it takes on each device.
 
-The compiler is libtpu's, and the functions are those that `TrainStep` runs; nothing is executed.
+It compiles the functions that `TrainStep` runs with libtpu; nothing is executed.
 """
 
 import importlib.util
@@ -62,9 +62,9 @@ class CompilationFit:
     """Size of the copy of the state that is held while a checkpoint is written and training goes on."""
     snapshot_bytes: int
     """Size of the whole tensors held while a version is copied to the hosts: between two steps or, on a single device,
-    while the gradients of the next one are computed."""
+    while the gradients of the next step are computed."""
     peak_bytes: int
-    """Peak memory: that of a function or a snapshot, and of the arrays held beside it."""
+    """Peak memory of a function or a snapshot, including all arrays held at the same time."""
     hbm_bytes: int | None
     """Memory of a device, None if it is unknown."""
     functions: tuple[CompiledFunction, ...]
@@ -76,7 +76,7 @@ class CompilationFit:
 
 
 def compile_for(config: LearnerConfig, topology: str, *, quick: bool = False) -> CompilationFit:
-    """Compile the step for a TPU topology such as "v5e:2x4"; needs the extra `tpu`, and no TPU.
+    """Compile the step for a TPU topology such as "v5e:2x4"; needs the extra `tpu`, but no TPU.
 
     `quick` lowers the compiler's optimization effort, which is several times faster with about the same memory.
     Attention is splash if a learner on TPUs would choose it. Raises ConfigurationError if libtpu is missing or does not
@@ -104,8 +104,8 @@ def compile_for(config: LearnerConfig, topology: str, *, quick: bool = False) ->
     frozen += _held_bytes(step.teacher.abstract_params) if step.teacher else 0
     hosts = {device.process_index for device in devices}
     snapshot = _snapshot_bytes(config, state.params, whole=len(hosts) > 1)
-    # The state of the optimizer, and on a single device a snapshot, are held beside the gradient functions, a reference
-    # and the copy of the state that a checkpoint is written from beside all functions.
+    # While gradient functions run, the state of the optimizer is held too, and on a single device a snapshot. While any
+    # function runs, a reference and the copy of the state that a checkpoint is written from are held too.
     held = everything - params + (snapshot if len(devices) == 1 else 0)
     beside = {function.name: 0 if function.name == "update" else held for function in functions}
     kind = devices[0].device_kind
@@ -137,7 +137,7 @@ def _compiled(name: str, lowered: Any, options: dict[str, float] | None) -> Comp
             raise
         raise ConfigurationError(
             f"{name} does not fit into a device: {_first_line(error)}; split it over more devices (learner.mesh), give "
-            "a microbatch fewer rows, set learner.remat or a learner.vocabulary_chunk"
+            "a microbatch fewer rows, or set learner.remat or learner.vocabulary_chunk"
         ) from error
     return CompiledFunction(
         name=name,
@@ -159,9 +159,9 @@ def _attention(config: LearnerConfig) -> Any:
 
 
 def _snapshot_bytes(config: LearnerConfig, params: dict[str, Any], *, whole: bool) -> int:
-    """Bytes of the largest tensors that a snapshot holds on each device, in the dtype they are published in.
+    """Bytes of the largest tensors that a snapshot holds on each device, in the published dtype.
 
-    They are `whole` where several hosts share them.
+    Tensors are `whole` if several hosts share them.
     """
     import numpy as np
 

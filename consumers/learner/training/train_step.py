@@ -1,4 +1,4 @@
-"""One training step as jitted functions over a state, on however many devices and processes there are.
+"""One training step as jitted functions over a state, on any number of devices and processes.
 
 With the same software, device kind, mesh and thread count, the same state and packed step give the same bits; another
 mesh or number of processes gives the same values up to rounding.
@@ -64,10 +64,10 @@ Metrics = dict[str, float]
 Params = dict[str, jax.Array]
 Metric = dict[str, jax.Array]
 OnUpdate = Callable[[int, int, float], None]
-"""Callback of the warm start: updates made, their total, and the loss of the last one."""
+"""Callback of the warm start: updates made, their total number, and the loss of the last update."""
 
 _MOST_UNROLLED_LAYERS = 4
-"""Layers up to which unrolled ones compile quickly, and save the copy that scanned ones need."""
+"""Most layers that compile quickly if unrolled, which saves the copy that scanned layers need."""
 REPORT_EVERY_S = 5.0
 """Time between two calls of a progress callback."""
 
@@ -114,7 +114,8 @@ class TrainStep:
 
         They compute steps by the `rules`.
 
-        Raises ConfigurationError if the devices do not fit the mesh, or the rows of a microbatch the devices.
+        Raises ConfigurationError if the devices do not fit the mesh, or the rows of a microbatch
+        cannot be split over the devices.
         """
         self.config, self.rules = config, rules
         self.mesh = layout.build_mesh(config.mesh) if mesh is None else mesh
@@ -178,8 +179,8 @@ class TrainStep:
     def frozen(
         self, params: Mapping[str, jax.Array | NDArray[Any]], shardings: Mapping[str, Any] | None = None
     ) -> Params:
-        """Copy the parameters of a reference model, or of one with other `shardings`, for `train`: split, in the
-        compute dtype."""
+        """Copy the parameters of a reference model, or of a model with other `shardings`, for `train`: split over the
+        devices, in the compute dtype."""
         return self._placed_params(params, jnp.dtype(self.config.compute_dtype), True, shardings)
 
     def warm_up(self, state: TrainState) -> None:
@@ -188,7 +189,7 @@ class TrainStep:
             lowered.compile()
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """Lower the functions that `train` runs for the devices of the mesh, without compiling, by their purpose."""
+        """Lower the functions that `train` runs, without compiling them, for the devices of the mesh; by purpose."""
         state = self.abstract_state()
         scalar = _shape((), jnp.float32)
         zeros = self._policy.zeros.lower(state.params)
@@ -258,11 +259,11 @@ class TrainStep:
     ) -> tuple[TrainState, Metrics]:
         """Train one step: `epochs` times the updates of `step`. `state` is consumed.
 
-        An update without a trained token has a zero gradient. `reference` are `frozen` parameters, needed if the
-        learner computes reference log-probabilities, and `teacher` those of the teacher. Metrics are means over
-        updates with trained tokens, except `optim/lr`, from the last update, and `optim/skipped`, a sum. All of several
-        processes call it together. `before_update` is called once the gradients of the first update are computed: until
-        it returns, others may read the arrays of `state`.
+        An update without a trained token has a zero gradient. `reference` holds `frozen` parameters, which are needed
+        if the learner computes reference log-probabilities, and `teacher` holds the teacher's. Metrics are means over
+        updates with trained tokens, except `optim/lr`, from the last update, and `optim/skipped`, a sum. All processes
+        call this together. `before_update` is called once the gradients of the first update are computed: until it
+        returns, other threads may read the arrays of `state`.
         """
         placed = step if isinstance(step, PlacedStep) else self.place(step)
         batches = [self._complete(update, state.params, reference, teacher) for update in placed.updates]
@@ -280,7 +281,7 @@ class TrainStep:
         counted = [value for value, trains in zip(values, counts, strict=True) if trains] or values[-1:]
         means = {name: float(np.mean([value[name] for value in counted])) for name in counted[0]}
         if not needs_proximal(self.config.loss, self.updates_per_step):
-            # Later updates would compare with a policy that no sampler had.
+            # Later updates would compare the sampler with a policy that the step has already changed.
             means |= {name: float(counted[0][name]) for name in MISMATCH_METRICS}
         means["optim/lr"] = float(values[-1]["optim/lr"])
         means["optim/skipped"] = float(sum(value["optim/skipped"] for value in values))
@@ -295,7 +296,7 @@ class TrainStep:
         """Run the configured supervised updates on `examples`; return a state with a fresh optimizer at step 0.
 
         The draws come from the configured seed. Without examples or configured updates the state is unchanged. With
-        several processes, each passes all examples and trains on its share of the drawn ones. `on_update` is called
+        several processes, each passes all examples and trains on its share of the drawn examples. `on_update` is called
         every few seconds, and after the last update.
         """
         warm = self.config.warm_start
@@ -385,7 +386,7 @@ class TrainStep:
     def _gradient(
         self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str], trained: Sequence[str]
     ) -> Gradient:
-        """Build functions that sum the gradients in the `trained` parameters, and metrics, over microbatches."""
+        """Build functions that sum metrics, and gradients of the `trained` parameters, over microbatches."""
 
         def zeros(params: Params) -> tuple[Params, Metric]:
             return jax.tree.map(jnp.zeros_like, chosen(params, trained)), {
@@ -417,7 +418,7 @@ class TrainStep:
         return TrainState(params, optimizer_state, state.rng, state.step + done), metrics
 
     def _beside(self, params: Params) -> tuple[Any, jax.Array, jax.Array]:
-        """Everything but the parameters in a state of step 0."""
+        """Return a state of step 0 without its parameters."""
         rng = jax.random.key_data(jax.random.fold_in(jax.random.key(self.config.seed), 1))
         return self._optimizer.init(chosen(params, self._trained)), rng, jnp.zeros((), jnp.int32)
 
@@ -438,7 +439,7 @@ class TrainStep:
         def place(name: str, value: jax.Array | NDArray[Any]) -> jax.Array:
             sharding: Any = placed[name]
             if isinstance(value, jax.Array) and value.sharding == sharding:
-                # The next update reuses the buffers of a state.
+                # `copy` is for arrays that must outlive the next update, which reuses the buffers of a state.
                 return jnp.array(value, dtype) if copy or value.dtype != dtype else value
             whole = np.asarray(value, dtype)
             return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
@@ -446,7 +447,7 @@ class TrainStep:
         return {name: place(name, params[name]) for name in placed}
 
     def _on_devices(self, batch: PackedBatch, whole: bool) -> dict[str, jax.Array]:
-        """Put a microbatch on the devices: this process's rows of it, if it is `whole`."""
+        """Put a microbatch on the devices; if it is `whole`, put only the rows of this process."""
         arrays = batch.arrays()
         if jax.process_count() == 1:
             placed: dict[str, jax.Array] = jax.device_put(arrays, self._rows)
@@ -482,7 +483,7 @@ class TrainStep:
 
         def traced(*arguments: Any) -> Any:
             self.compilations += 1
-            # The mesh is for parts that the compiler cannot split by itself.
+            # Parts that the compiler cannot split by itself read this mesh.
             with jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return function(*arguments)
 
@@ -490,7 +491,7 @@ class TrainStep:
 
 
 def _scanned(config: LearnerConfig) -> bool:
-    """Whether the layers are one program."""
+    """Whether one compiled program serves all layers."""
     return config.layers == "scanned" or (
         config.layers == "auto" and config.model.num_hidden_layers > _MOST_UNROLLED_LAYERS
     )

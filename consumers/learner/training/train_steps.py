@@ -1,4 +1,4 @@
-"""The training steps of a learner: one for new steps, and others for steps on record that earlier rules computed."""
+"""The training steps of a learner: one for new steps, and others for recorded steps with earlier rules."""
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules
@@ -14,7 +14,7 @@ class TrainSteps:
         self._by_rules = {NEWEST: self.newest}
 
     def of(self, rules: StepRules) -> TrainStep:
-        """Return what computes a step by `rules`; functions for earlier rules are compiled when they first run."""
+        """Return the training step that follows `rules`; functions for earlier rules compile when they first run."""
         if rules not in self._by_rules:
             self._by_rules[rules] = TrainStep(self.newest.config, self.newest.mesh, rules)
         return self._by_rules[rules]

@@ -1,4 +1,4 @@
-"""The parameters that are trained, of a model with adapters and of one without, and gradients in those alone."""
+"""The parameters that are trained, with and without adapters, and gradients of these parameters only."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,9 +15,9 @@ def trained_in_steps(config: LearnerConfig, names: Iterable[str]) -> tuple[str, 
 
 
 def trained_in_warm_start(config: LearnerConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the parameters that the warm start trains: those of steps, but all others of a random model.
+    """Return the parameters that the warm start trains: as in steps, but all except adapters in a random model.
 
-    Adapters cannot make up for a random model, and training both would be one model too many.
+    Adapters cannot make up for random parameters, and need no training while all other parameters are trained.
     """
     if config.pretrained:
         return trained_in_steps(config, names)
@@ -25,12 +25,12 @@ def trained_in_warm_start(config: LearnerConfig, names: Iterable[str]) -> tuple[
 
 
 def chosen(params: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return parameters, or what is kept for each, of these names."""
+    """Return the entries of these names; entries are parameters, or values kept for each parameter."""
     return {name: params[name] for name in names}
 
 
 def gradient_in(loss: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Return a function of all parameters and keywords: the gradient of `loss` in those of `names`, and its metrics."""
+    """Return a function of all parameters and keywords that returns the gradient of `loss` in `names`, and metrics."""
 
     def partly(own: Mapping[str, Any], params: Mapping[str, Any], **others: Any) -> Any:
         return loss({**params, **own}, **others)

@@ -1,6 +1,7 @@
-"""Losses, schedules and optimizers of users that the settings of a learner name; no JAX before one of them is imported.
+"""Imports users' losses, schedules and optimizers that the settings name; no JAX is imported before one of these is.
 
-Steps on record name them with the digest of their source, so that retraining and a restarted learner notice other code.
+Steps on record name them with the digest of their source, so that retraining and a restarted learner notice changed
+code.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from rollstream.topics.user_code import load_plug_in, source_digest
 
 
 def user_loss(name: str) -> Callable[..., Any]:
-    """Import a user's loss. Raises ConfigurationError if the name stands for no function."""
+    """Import a user's loss. Raises ConfigurationError if the name is not that of a function."""
     return _imported(name, LOSSES, "learner.loss.name is", "a loss is named package.module:function")
 
 
@@ -35,9 +36,9 @@ def user_optimizer(name: str) -> Callable[..., Any]:
 
 
 def code_of(config: LearnerConfig) -> dict[str, str]:
-    """Return the users' code that steps are computed with: by setting, its name and the digest of its source.
+    """Return the users' code that steps are computed with: for each setting, its name and the digest of its source.
 
-    Imports it. Empty if all that is named ships with rollstream.
+    Imports the code. Empty if the settings name only what ships with rollstream.
     """
     optimizer = config.optimizer
     named = (
@@ -55,6 +56,6 @@ def code_of(config: LearnerConfig) -> dict[str, str]:
 def _imported(name: str, group: str, named_by: str, kind: str) -> Callable[..., Any]:
     function: Any = load_plug_in(name, group, named_by, kind)
     if not callable(function):
-        raise ConfigurationError(f"{named_by} {name!r}, which is no function; see docs/objectives.md")
+        raise ConfigurationError(f"{named_by} {name!r}, which is not a function; see docs/objectives.md")
     imported: Callable[..., Any] = function
     return imported

@@ -116,7 +116,7 @@ def test_a_manifest_names_adapters_only_if_there_are_some() -> None:
     plain = without_adapters(MODEL)
     assert "lora" not in json.loads(manifest_model(plain))
     assert decoder_config(manifest_model(plain)) == plain
-    with pytest.raises(ConfigurationError, match="names no model of ours"):
+    with pytest.raises(ConfigurationError, match="does not describe a supported model"):
         decoder_config(json.dumps({"lora": {"rank": 4, "of": "another kind"}}))
 
 

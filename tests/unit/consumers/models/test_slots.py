@@ -294,7 +294,7 @@ def test_the_cache_has_the_size_it_reports(slots: SlotDecoder) -> None:
 
 
 def test_more_devices_than_there_are_or_than_share_the_slots_equally_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"inference\.devices 64 of 1 here .*no more than there are"):
+    with pytest.raises(ConfigurationError, match=r"inference\.devices 64 \(of 1 available\) .*than are available"):
         SlotDecoder(CONFIG, slots=64, max_model_len=LENGTH, devices=64)
     with pytest.raises(ConfigurationError, match=r"20 slots .* 8 groups .*inference\.max_rows to a multiple"):
         check_devices(CONFIG, slots=20, devices=8, tensor_parallel=1, local=8)

@@ -117,7 +117,7 @@ def test_the_directory_begins_empty_and_other_files_in_it_stay(tmp_path: Path) -
 
 def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
     async def test(checkpoints: CheckpointDirectory) -> None:
-        with pytest.raises(ConfigurationError, match=r"names no model of ours.*serving.template"):
+        with pytest.raises(ConfigurationError, match=r"does not describe a supported model.*serving.template"):
             await checkpoints.add(manifest(0, model="{}"), ARRAYS)
         with pytest.raises(CheckpointRefused, match=r"model\.norm\.weight is missing"):
             await checkpoints.add(manifest(0), {n: a for n, a in ARRAYS.items() if n != "model.norm.weight"})
@@ -145,7 +145,7 @@ def test_parameters_of_another_trainer_are_written_like_a_checkpoint_of_its_mode
         name = next(iter(arrays))
         with pytest.raises(CheckpointRefused, match=f"{name} is missing"):
             await checkpoints.add(manifest(4), {n: a for n, a in arrays.items() if n != name})
-        with pytest.raises(CheckpointRefused, match="extra is none of its tensors"):
+        with pytest.raises(CheckpointRefused, match="extra is not one of its tensors"):
             await checkpoints.add(manifest(4), {**arrays, "extra": np.zeros(1)})
 
     run(tmp_path / "served", test, template=str(template))

@@ -58,15 +58,15 @@ def test_a_copy_that_fails_leaves_no_checkpoint(source: Path, tmp_path: Path) ->
 
 
 def test_a_step_without_checkpoint_names_those_there_are(source: Path, tmp_path: Path) -> None:
-    with pytest.raises(StateRefused, match=r"no checkpoint of step 9 in .*/main; there are those of steps \[3, 12\]"):
+    with pytest.raises(StateRefused, match=r"no checkpoint of step 9 in .*; there are checkpoints of steps \[3, 12\]"):
         copy_checkpoint(source, 9, tmp_path / "b")
-    with pytest.raises(StateRefused, match=r"there is none; learner\.checkpoint\.directory says where"):
+    with pytest.raises(StateRefused, match=r"there is none; check learner\.checkpoint\.directory"):
         copy_checkpoint(tmp_path / "nowhere", 9, tmp_path / "b")
 
 
 def test_a_directory_that_holds_other_checkpoints_is_refused(source: Path, tmp_path: Path) -> None:
     checkpoint(tmp_path / "b", 4)
-    with pytest.raises(ConfigurationError, match=r"holds checkpoints of steps \[4\] already"):
+    with pytest.raises(ConfigurationError, match=r"already holds checkpoints of steps \[4\]"):
         copy_checkpoint(source, 12, tmp_path / "b")
     assert checkpoint_steps(tmp_path / "b") == [4]
 

@@ -86,8 +86,8 @@ def test_metrics_are_named_for_what_is_configured() -> None:
         ({"ratio_cap": 0.5}, r"learner\.loss\.ratio_cap"),
         ({"importance_high": 0.9}, r"learner\.loss\.importance_high"),
         ({"kl_coefficient": math.nan}, r"learner\.loss\.kl_coefficient"),
-        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, 'take "k3"'),
-        ({"name": "ppo"}, "there is no loss 'ppo'; there are ppo_clip"),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, 'set it to "k3"'),
+        ({"name": "ppo"}, "there is no loss 'ppo'; use ppo_clip"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused_with_the_remedy(settings: Any, text: str) -> None:

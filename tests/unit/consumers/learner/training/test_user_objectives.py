@@ -107,7 +107,7 @@ def test_an_installed_package_names_a_loss_by_an_entry_point(folder: Path) -> No
     (information / "entry_points.txt").write_text("[rollstream.losses]\ntempered = my_objectives:tempered\n")
     assert LossConfig(name="tempered", clip_high=0.3).recipe.clip_high == 0.3
     check_loss("tempered")
-    with pytest.raises(ConfigurationError, match="there is no optimizer 'tempered'; there are adamw, adam"):
+    with pytest.raises(ConfigurationError, match="there is no optimizer 'tempered'; use adamw, adam"):
         OptimizerConfig(name="tempered")
 
 
@@ -116,7 +116,7 @@ def test_an_installed_package_names_a_loss_by_an_entry_point(folder: Path) -> No
     [
         ({"loss": LossConfig(name="my_objectives:absent")}, "has no attribute 'absent'"),
         ({"loss": LossConfig(name="no_such_module:loss")}, "No module named 'no_such_module'"),
-        ({"optimizer": replace(SETTINGS, schedule="my_objectives:__name__")}, "schedule is .* which is no function"),
+        ({"optimizer": replace(SETTINGS, schedule="my_objectives:__name__")}, "schedule is .* which is not a function"),
     ],
 )
 def test_an_object_that_is_no_objective_is_refused_by_name(settings: Any, words: str) -> None:
