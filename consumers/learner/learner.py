@@ -347,8 +347,8 @@ class _Learner:
         causes = "; ".join(f"{rows} {reason}" for reason, rows in reasons.most_common())
         raise ConfigurationError(
             f"step {step} of learner {self._config.name!r} has no token to train on: of its rollouts, {causes}. "
-            "Nothing of the step was published; change the setting that leaves its rollouts out, or `rollstream exclude` "
-            f"the batches ({', '.join(use.batch_id for use in loaded.plan.uses[:_MOST_NAMED])})"
+            "Nothing of the step was published; change the setting that leaves its rollouts out, or run "
+            f"`rollstream exclude` on the batches ({', '.join(use.batch_id for use in loaded.plan.uses[:_MOST_NAMED])})"
         )
 
     def _warn_of_mismatch(self, step: int, metrics: Metrics) -> None:

@@ -113,9 +113,7 @@ def _refuse_unsupported(path: Path, settings: Mapping[str, Any]) -> None:
     }
     for key, unsupported in refused.items():
         if unsupported:
-            raise ConfigurationError(
-                f"{path}: {key} {settings.get(key)!r} is not supported; choose a model without it"
-            )
+            raise ConfigurationError(f"{path}: {key} {settings.get(key)!r} is not supported; choose a model without it")
 
 
 def _stretch(path: Path, rope: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The tokenizer protocol, and a character tokenizer for small tasks: printable ASCII, newline, padding and end.
 
-Its encoding and decoding are each other's inverse on text of the vocabulary; anything else is refused, never replaced.
+Its encoding and decoding are inverse to each other on text of the vocabulary; anything else is refused, never replaced.
 """
 
 import string

@@ -23,8 +23,7 @@ def is_remote(directory: str | Path) -> bool:
     scheme, separator, _rest = str(directory).partition("://")
     if separator and f"{scheme}://" != SCHEME:
         raise ConfigurationError(
-            f"learner.checkpoint.directory is {directory}; give a local or mounted folder, or "
-            f"{SCHEME}BUCKET/FOLDER"
+            f"learner.checkpoint.directory is {directory}; give a local or mounted folder, or {SCHEME}BUCKET/FOLDER"
         )
     return bool(separator)
 
