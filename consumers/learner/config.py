@@ -36,7 +36,7 @@ class WarmStartConfig:
     sequences_per_step: int = 128
     """Examples in one update, drawn with replacement."""
     learning_rate: float = 2e-3
-    """Learning rate of AdamW in the warm start; if unset, it is 1e-5 with learner.pretrained."""
+    """Learning rate of AdamW in the warm start; 1e-5 if this is unset and learner.pretrained is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +132,7 @@ class LearnerConfig:
     length_buckets: tuple[int, ...] = ()
     """Up to two shorter row lengths, for rollouts that fit; each length is compiled once."""
     too_long: Literal["refuse", "skip", "truncate", "error"] = "refuse"
-    """Handling of rollouts longer than sequence_length: "refuse" does not start if the settings allow longer rollouts,
+    """Handling of rollouts longer than sequence_length: "refuse" refuses to start if the settings allow such rollouts,
     and leaves out any that arrive nevertheless; "skip" leaves them out and records this; "truncate" cuts them at the
     end; "error" ends the learner."""
     advantage_limit: float = 100.0

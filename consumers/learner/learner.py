@@ -294,7 +294,7 @@ class _Learner:
     def _taking(self, step: int) -> Callable[[], StepParams]:
         """Return a function that takes the parameters after a step; on a single device it may run during the next step.
 
-        Several devices would have to agree on the order of the sums in both, so on them the parameters are taken now.
+        On several devices they are taken now, because the devices would have to agree on the order of the sums in both.
         """
         take = partial(self._params_after, step, self._state.params)
         if self._train_step.mesh.size == 1:
@@ -456,7 +456,7 @@ class _Learner:
         return bool(changed) and not changed.keys() & {"configuration", "code"}
 
     def _tolerance_since(self, saved: dict[str, str]) -> float:
-        """Tolerance for steps executed again; 0 after a change of settings or code, which is not rounding."""
+        """Tolerance for steps executed again; 0 if settings or code changed, as it is meant for rounding only."""
         same = all(saved.get(name) == self._fingerprint.get(name) for name in ("configuration", "code"))
         return replay_tolerance(self._config) if same else 0.0
 

@@ -33,7 +33,7 @@ def resolved(config: LearnerConfig) -> LearnerConfig:
 
 
 def published_dtype(config: LearnerConfig) -> str:
-    """Dtype in which parameters are published. Raises ConfigurationError if the model's dtype cannot be."""
+    """Dtype in which parameters are published. Raises ConfigurationError if it is not a supported dtype."""
     if config.weights.dtype != "model":
         return config.weights.dtype
     return huggingface.load_dtype(config.pretrained) if config.pretrained else "float32"

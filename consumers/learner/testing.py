@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def check_loss(loss: "UserLoss | str", *, on_policy: bool = True, seed: int = 0, **settings: Any) -> None:
-    """Check a loss, a function or its name, under the settings of a loss; raise AssertionError if a check fails.
+    """Check a loss, given as a function or by name, under loss settings; raise AssertionError if a check fails.
 
     - Its gradient agrees with central differences of its value, in which `jax.lax.stop_gradient` holds values constant.
     - Tokens that are not trained have no gradient, and the values at these tokens have no effect.

@@ -1,1 +1,1 @@
-"""The decoder, its tokenizers, files and sampler. Only attention, decoder, sampler and vocabulary import JAX."""
+"""The decoder, its tokenizers, files and sampler. Configuration, parameter names, tokenizers and files need no JAX."""

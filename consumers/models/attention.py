@@ -79,7 +79,7 @@ def choose_implementation(length: int) -> str:
 
 
 def _mask(query_ids: jax.Array, key_ids: jax.Array, start: jax.Array | int, window: int) -> jax.Array:
-    """Keys [B, S] visible to queries [B, T] that begin at `start` of the row: bool [B, T, S]."""
+    """Keys [B, S] visible to queries [B, T] that begin at token `start` of the row: bool [B, T, S]."""
     queries, keys = start + jnp.arange(query_ids.shape[1])[:, None], jnp.arange(key_ids.shape[1])
     causal = queries >= keys
     if window:
@@ -163,7 +163,8 @@ def splash_attention(
     """Attend with the TPU kernel of JAX; rows must be a multiple of 128 tokens long.
 
     The compiler cannot split a kernel. If a mesh is set (jax.set_mesh), rows are split explicitly over its axes data
-    and fsdp, and heads over tensor if it divides the key and value heads; within jax.shard_map, over its other axes.
+    and fsdp, and heads over tensor if it divides the key and value heads. Axes of an enclosing jax.shard_map are left
+    out.
     """
     if q.shape[1] % 128:
         raise ValueError(f"splash attention needs rows of a multiple of 128 tokens, not {q.shape[1]}: use blocks")

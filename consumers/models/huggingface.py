@@ -44,7 +44,7 @@ _NEVER_USED = ("rotary_emb.inv_freq",)
 
 
 def checkpoint_model(directory: Path | str) -> str:
-    """Return the model of a checkpoint as a manifest names it, for a `StepWriter`. Raises as `load_config` does."""
+    """Return the model of a checkpoint in JSON, as a `StepWriter` takes it. Raises as `load_config` does."""
     return manifest_model(load_config(directory))
 
 
@@ -98,7 +98,7 @@ def load_dtype(directory: Path | str) -> str:
 
 
 def _refuse_unsupported(path: Path, settings: Mapping[str, Any]) -> None:
-    """Raise ConfigurationError for a setting with which the decoder would compute something else."""
+    """Raise ConfigurationError for a setting that would change what the decoder computes."""
     full_attention = {"full_attention"}
     refused = {
         "hidden_act": settings.get("hidden_act", "silu") != "silu",

@@ -30,7 +30,7 @@ class SlotTable(NamedTuple, Generic[Array]):
     positions: Array
     """int32 [S]: position of the last token."""
     indices: Array
-    """int32 [S]: tokens sampled."""
+    """int32 [S]: number of tokens sampled."""
     remaining: Array
     """int32 [S]: maximum number of tokens still to be sampled."""
     stop_ids: Array
@@ -46,7 +46,7 @@ class SlotTokens(NamedTuple):
     logprobs: jax.Array
     """float32 [S, steps]; undefined after the end of a row."""
     counts: jax.Array
-    """int32 [S]: tokens that belong to the row."""
+    """int32 [S]: number of tokens that belong to the row."""
 
 
 @partial(jax.jit, static_argnames=("config", "mesh", "slots", "length", "dtype"))
@@ -123,7 +123,7 @@ class _Decoding(NamedTuple):
     """State of the decoding loop for B rows."""
 
     step: jax.Array
-    """int32: steps done."""
+    """int32: number of steps done."""
     active: jax.Array
     """bool [B]: rows that are not done."""
     last: jax.Array

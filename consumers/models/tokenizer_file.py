@@ -94,7 +94,7 @@ def _end_tokens(directory: Path, tokenizer: Any) -> list[int]:
         end_ids = [] if identifier is None else [identifier]
     if not end_ids:
         raise ConfigurationError(
-            f"no end token in {directory}: set eos_token_id in {_GENERATION_CONFIG}, otherwise sampling never ends"
+            f"no end token in {directory}: set eos_token_id in {_GENERATION_CONFIG}; otherwise sampling never ends"
         )
     return list(dict.fromkeys(end_ids))
 

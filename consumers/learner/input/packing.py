@@ -162,7 +162,7 @@ def pack_for(
     rollouts: int | None = None,
     whole: bool = True,
 ) -> PackedStep:
-    """`pack` with the settings of a learner: the whole step, or this process's share into its share of the rows."""
+    """Pack with the settings of a learner: the whole step, or this process's share into its share of the rows."""
     packed = pack(
         sequences,
         rows=config.microbatch_rows if whole else config.microbatch_rows // config.processes,
@@ -270,7 +270,7 @@ def _cut(sequence: TrainingSequence, length: int) -> TrainingSequence:
 def _update(
     sequences: Sequence[TrainingSequence], shapes: dict[int, int], loss: LossConfig, reference: bool
 ) -> PackedUpdate:
-    """Pack one update; `shapes` are rows by row length, longest first."""
+    """Pack one update; `shapes` gives the rows of a microbatch by row length, longest first."""
     lengths = np.array([len(sequence.tokens) for sequence in sequences], np.int64)
     packed = [
         _fill([sequences[index] for index in items], bins, rows, length, loss, reference)

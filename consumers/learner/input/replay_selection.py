@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
 REPORT_SKIPS_AFTER_S = 1.0
-"""How long a step waits for rollouts before those it skipped are recorded without it."""
+"""Seconds that a step waits to fill up before its skipped rollouts are recorded without it."""
 
 
 class BatchRow(NamedTuple):
@@ -211,7 +211,7 @@ class ReplaySelection:
             self._compare(recorded, uses)
         return self._plan_of(uses, step, drawn, time.monotonic() - began)
 
-    # ------------------------------------------------------------------ within
+    # ---------------------------------------------------------------- internals
 
     def _ends_at(self, begin: int, enough: bool) -> bool:
         """Whether no step follows: the index has ended, and this step has read nothing from it since position `begin`
@@ -312,8 +312,8 @@ class ReplaySelection:
         where = "" if first is None else f"; the first difference is at batch {first.batch_id}"
         raise StateRefused(
             f"step {recorded.step} of learner {recorded.learner!r}, executed again, draws other rollouts than before "
-            f"({now} in {len(uses)} uses; on record are {was} in {len(recorded.uses)}{where}). Restore the settings of "
-            "learner.buffer, learner.rollouts_per_step and learner.seed, or give another learner.name"
+            f"({now} rollouts in {len(uses)} uses; on record are {was} in {len(recorded.uses)}{where}). Restore the "
+            "settings of learner.buffer, learner.rollouts_per_step and learner.seed, or give another learner.name"
         )
 
     def _plan_of(

@@ -80,7 +80,7 @@ class JaxTeam:
             raise TeamLost(f"process {self.process} of the learner cannot reach its lead: {error}") from error
 
     def receive(self, key: str, timeout_s: float | None = None) -> bytes:
-        """Wait for the value of a key, by default without a time limit. Raises TeamLost, and DeadlineExceeded."""
+        """Wait for the value of a key, by default without a time limit. Raises TeamLost or DeadlineExceeded."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             left_ms = _LISTEN_MS if deadline is None else math.ceil(1000 * (deadline - time.monotonic()))

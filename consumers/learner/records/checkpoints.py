@@ -91,7 +91,7 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
-        except (OSError, ValueError) as error:  # orbax raises both if the system refuses
+        except (OSError, ValueError) as error:  # orbax raises both if the operating system refuses
             raise CheckpointFailed(
                 f"no checkpoint could be written to {self.directory} ({brief(error)}); make room there, or "
                 f"move the checkpoints to another disk and set learner.checkpoint.directory to it; a restarted learner "
@@ -105,7 +105,9 @@ class Checkpoints:
         devices may differ from those of the save. Raises StateRefused if there is no checkpoint of `step`.
         """
         if step is not None and step not in self.steps:
-            raise StateRefused(f"no checkpoint of step {step} in {self.directory}; there are steps {self.steps}")
+            raise StateRefused(
+                f"no checkpoint of step {step} in {self.directory}; there are checkpoints of steps {self.steps}"
+            )
         step = self._manager.latest_step() if step is None else step
         if step is None:
             return None

@@ -32,7 +32,7 @@ class Snapshots:
     def __init__(self, dtype: str = "") -> None:
         """Round float32 parameters if `dtype` is bfloat16.
 
-        The result has the bits of `weights.conversion.converted`, which is left to convert to other dtypes.
+        The result has the same bits as that of `weights.conversion.converted`, which converts to other dtypes.
         """
         self._rounds = dtype == "bfloat16"
         self._memory: dict[str, list[_Copy]] = {}

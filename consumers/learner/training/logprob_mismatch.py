@@ -32,8 +32,8 @@ def mismatch_warning(metrics: Mapping[str, float], config: LossConfig) -> str | 
         )
     elif fresh:
         cause = (
-            "log-probabilities from after temperature (processed) declared as raw, another temperature than declared, "
-            "other weights or another model in the sampler than the version it names, or its precision"
+            "log-probabilities from after temperature (processed) declared as raw, a temperature other than declared, "
+            "weights or a model in the sampler other than the version it names, or the precision of the sampler"
         )
     else:
         cause = (
@@ -41,7 +41,7 @@ def mismatch_warning(metrics: Mapping[str, float], config: LossConfig) -> str | 
             "or wrong recorded values: check whether this also occurs at staleness 0"
         )
     return (
-        f"mismatch_kl/mean {divergence:.3g} at staleness {staleness:.3g} is above {limit:.3g}, of "
-        f"learner.loss.mismatch_limit {config.mismatch_limit:g} and stale_mismatch_limit "
-        f"{config.stale_mismatch_limit:g} a step (mean log ratio {log_ratio:.3g}); likely cause: {cause}"
+        f"mismatch_kl/mean {divergence:.3g} at staleness {staleness:.3g} is above the limit {limit:.3g}: "
+        f"learner.loss.mismatch_limit {config.mismatch_limit:g} plus stale_mismatch_limit "
+        f"{config.stale_mismatch_limit:g} per step of staleness (mean log ratio {log_ratio:.3g}); likely cause: {cause}"
     )

@@ -208,7 +208,7 @@ def _summed(
     return total, gradients
 
 
-# ---------------------------------------------------------------------- constants
+# ---------------------------------------------------------------- stop_gradient
 
 
 def _holding(function: Callable[[Any], Any], at: Any) -> Callable[[Any], Any]:

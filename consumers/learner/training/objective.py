@@ -234,13 +234,13 @@ class OptimizerConfig:
     """Optimizer: adamw, adam, sgd, lion, muon (which leaves embedding, head, norms and biases to adam), adafactor, or
     one of your own (docs/objectives.md)."""
     learning_rate: float = 2e-3
-    """Highest learning rate; if unset, it is 1e-6 with learner.pretrained."""
+    """Highest learning rate; 1e-6 if this is unset and learner.pretrained is set."""
     schedule: str = "cosine"
     """Course of the learning rate: cosine or linear, to final_learning_rate; constant; or one of your own
     (docs/objectives.md)."""
     final_learning_rate: float = 4e-4
-    """Learning rate at the last update of `max_steps` and after; if unset, it is a fifth of learning_rate with
-    learner.pretrained."""
+    """Learning rate at the last update of `max_steps` and after; a fifth of learning_rate if this is unset and
+    learner.pretrained is set."""
     warmup_updates: int = 0
     """Updates over which the learning rate first rises linearly to learning_rate."""
     beta1: float = 0.9

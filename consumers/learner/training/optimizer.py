@@ -23,9 +23,9 @@ class GuardedState(NamedTuple):
     """State of an optimizer that skips updates whose gradient is not finite."""
 
     made: jax.Array
-    """int32: updates made, which is the position in the schedule."""
+    """int32: number of updates made, which is the position in the schedule."""
     skipped: jax.Array
-    """int32: updates skipped."""
+    """int32: number of updates skipped."""
     inner: Any
     """State of the optimizer."""
 

@@ -19,7 +19,7 @@ class RoundedState(NamedTuple):
     """State of an optimizer whose arrays are kept in bfloat16."""
 
     updates: jax.Array
-    """int32: updates made, which determine the random bits of the next rounding."""
+    """int32: number of updates made, which determines the random bits of the next rounding."""
     inner: Any
     """State of the optimizer."""
 

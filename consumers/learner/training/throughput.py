@@ -1,7 +1,7 @@
-"""Speed of training: tokens a second of each device, and the share of its arithmetic that the model needs (MFU).
+"""Speed of training: tokens per second on each device, and the share of its arithmetic that the model needs (MFU).
 
-Counts matrix products of parameters, as PaLM does (arXiv:2204.02311, appendix B), but not the products
-within attention, so MFU is a lower bound for long sequences. Recomputed activations do not count.
+MFU counts matrix products of parameters, as PaLM does (arXiv:2204.02311, appendix B), but not the products within
+attention, so it is a lower bound for long sequences. Recomputed activations do not count.
 """
 
 import jax

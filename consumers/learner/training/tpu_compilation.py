@@ -78,7 +78,7 @@ class CompilationFit:
 def compile_for(config: LearnerConfig, topology: str, *, quick: bool = False) -> CompilationFit:
     """Compile the step for a TPU topology such as "v5e:2x4"; needs the extra `tpu`, but no TPU.
 
-    `quick` lowers the compiler's optimization effort, which is several times faster with about the same memory.
+    `quick` lowers the compiler's optimization effort: it is several times faster and reports about the same memory.
     Attention is splash if a learner on TPUs would choose it. Raises ConfigurationError if libtpu is missing or does not
     know the topology, and if a single function exceeds the memory of a device.
     """

@@ -67,7 +67,7 @@ OnUpdate = Callable[[int, int, float], None]
 """Callback of the warm start: updates made, their total number, and the loss of the last update."""
 
 _MOST_UNROLLED_LAYERS = 4
-"""Most layers that compile quickly if unrolled, which saves the copy that scanned layers need."""
+"""Largest number of layers that compile quickly unrolled; this saves the copy that scanned layers need."""
 REPORT_EVERY_S = 5.0
 """Time between two calls of a progress callback."""
 
@@ -114,8 +114,8 @@ class TrainStep:
 
         They compute steps by the `rules`.
 
-        Raises ConfigurationError if the devices do not fit the mesh, or the rows of a microbatch
-        cannot be split over the devices.
+        Raises ConfigurationError if the devices do not fit the mesh, or the rows of a microbatch cannot
+        be split over the devices.
         """
         self.config, self.rules = config, rules
         self.mesh = layout.build_mesh(config.mesh) if mesh is None else mesh

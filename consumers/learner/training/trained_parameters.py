@@ -30,7 +30,7 @@ def chosen(params: Mapping[str, Any], names: Sequence[str]) -> Any:
 
 
 def gradient_in(loss: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:
-    """Return a function of all parameters and keywords that returns the gradient of `loss` in `names`, and metrics."""
+    """Return a function of parameters and keywords: the gradient of `loss` with respect to `names`, and metrics."""
 
     def partly(own: Mapping[str, Any], params: Mapping[str, Any], **others: Any) -> Any:
         return loss({**params, **own}, **others)

@@ -111,7 +111,7 @@ def test_raw_log_probabilities_declared_processed_are_caught(params: dict[str, j
     warning = mismatch_warning(step_metrics(params, batch), CONFIG)
     assert warning is not None
     assert "(raw) declared as processed" in warning
-    assert "is above 0.02, of learner.loss.mismatch_limit 0.02" in warning
+    assert "is above the limit 0.02: learner.loss.mismatch_limit 0.02" in warning
 
 
 def test_processed_log_probabilities_declared_raw_are_caught(params: dict[str, jax.Array], tokens: np.ndarray) -> None:
@@ -141,7 +141,7 @@ def test_older_policies_may_differ_more_and_get_another_cause() -> None:
     warning = mismatch_warning({**metrics, "mismatch_kl/mean": 0.1}, CONFIG)
     assert warning is not None
     assert "too old" in warning
-    assert "is above 0.095, of" in warning
+    assert "is above the limit 0.095:" in warning
     assert mismatch_warning({**metrics, "mismatch_kl/mean": 0.3}, LossConfig(stale_mismatch_limit=1.0)) is None
 
 
