@@ -304,7 +304,7 @@ def test_devices_that_cannot_share_the_model_are_refused() -> None:
     two_heads = DecoderConfig(num_attention_heads=4, num_key_value_heads=2)
     with pytest.raises(ConfigurationError, match=r"2 key and value heads .* 4 devices: set inference\.tensor_parallel"):
         check_devices(two_heads, slots=16, devices=4, tensor_parallel=4, local=4)
-    with pytest.raises(ConfigurationError, match=r"inference\.devices 3 of 4 here .*tensor_parallel 2"):
+    with pytest.raises(ConfigurationError, match=r"inference\.devices 3 \(of 4 available\) .*tensor_parallel 2"):
         check_devices(two_heads, slots=18, devices=3, tensor_parallel=2, local=4)
     check_devices(two_heads, slots=16, devices=4, tensor_parallel=2, local=4)
 

@@ -291,7 +291,7 @@ def test_other_settings_do_not_pass_for_the_step_on_record() -> None:
 
 
 def test_a_buffer_that_holds_less_than_a_step_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"learner\.buffer\.capacity 5 holds fewer than"):
+    with pytest.raises(ConfigurationError, match=r"learner\.buffer\.capacity 5 is below learner\.rollouts_per_step"):
         config(rollouts_per_step=6, capacity=5)
     for wrong in ({"capacity": 0}, {"max_samples": 0}, {"alpha": float("inf")}):
         with pytest.raises(ConfigurationError, match=rf"learner\.buffer\.{next(iter(wrong))} is"):

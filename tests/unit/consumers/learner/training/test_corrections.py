@@ -271,7 +271,7 @@ def test_settings_that_would_teach_nothing_are_refused() -> None:
         ({"reject_sequence": (1.5, 2.0)}, r"learner\.loss\.reject_sequence"),
         ({"reject_geometric": (0.5, 0.9)}, r"learner\.loss\.reject_geometric"),
         ({"reward_coefficient": 0.0}, "nothing would be learned"),
-        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, 'kl_place "advantage"'),
+        ({"kl_coefficient": 0.1, "kl_estimator": "k1"}, 'kl_place to "advantage"'),
     ):
         with pytest.raises(ConfigurationError, match=says):
             LossConfig(**settings)  # type: ignore[arg-type]
