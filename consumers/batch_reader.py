@@ -1,7 +1,7 @@
-"""BatchReader: follows the batches of a run in the order of its index. Needs no JAX; for use by any trainer.
+"""BatchReader: follows the batches of a run in the order of its index. It needs no JAX, so any trainer can use it.
 
 Delivery: at least once from the given position. The reader commits nothing; its caller keeps `position` with its
-parameters. A batch that the index names is fetched by offset and awaited: "not there yet" is never "missing".
+parameters. It fetches each batch by the offset in the index, waits for a batch that is not there yet, and skips none.
 """
 
 import time
@@ -24,7 +24,7 @@ from rollstream.topics.traces.way import batch_fetched
 
 _AHEAD_BYTES = 128 * 1024 * 1024
 _GAP = 100
-"""Longest gap of offsets to read through; across longer ones a seek, which discards fetched data, is cheaper."""
+"""Longest gap of offsets to read through; for a longer gap a seek, which discards fetched data, is cheaper."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class ReadBatch:
     index_offset: int
     """Offset of the entry in batch-index."""
     position: int
-    """Position at which all `processes` readers continue once each of them has had its batches up to this one."""
+    """Position at which all `processes` readers continue once each of them has read its batch of this round."""
     begin: int
-    """`position` before this batch."""
+    """Position of the reader before this round."""
     round: tuple[IndexedBatch, ...]
     """Entries between `begin` and `position`, one for each process."""
 
@@ -62,7 +62,7 @@ class ReadBatch:
 
 
 def first_offset(kafka: KafkaConfig, run: str) -> int:
-    """First offset of the index of a run: 0 until records of it are deleted. Raises TopicError, BrokerUnavailable."""
+    """First offset of a run's index; 0 until records are deleted from it. Raises TopicError or BrokerUnavailable."""
     return topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][0]
 
 
@@ -70,16 +70,16 @@ class IndexReader(Closing):
     """Follows batch-index, which describes batches and their places, without reading the batches."""
 
     def __init__(self, kafka: KafkaConfig, run: str, start: int = 0) -> None:
-        """Start at index offset `start`. Raises TopicError if the index begins after it: entries are gone."""
+        """Start at index offset `start`. Raises TopicError if entries from there on were deleted."""
         self._topic = topic_name(run, "batch-index")
         self.position = start
         clients.check_broker(kafka)
         begin = first_offset(kafka, run)
         if start < begin:
             raise TopicError(
-                f"{self._topic} begins at offset {begin} and is to be read from {start} on: entries between were "
-                f"deleted, by `rollstream prune` or otherwise; start at {begin} (batch_reader.first_offset) to go "
-                f"without the batches they named"
+                f"{self._topic} begins at offset {begin}, but is to be read from {start}: the entries between "
+                f"were deleted, by `rollstream prune` or otherwise; start at {begin} (batch_reader.first_offset) to "
+                f"continue without their batches"
             )
         self._follower = TopicFollower(kafka, {(self._topic, 0): start or BEGINNING})
         self._entries: deque[IndexedBatch] = deque()
@@ -88,11 +88,11 @@ class IndexReader(Closing):
 
     @property
     def at_end(self) -> bool:
-        """Whether the index has no further entry, as far as known."""
+        """Whether the index was read to its end and every entry read was returned."""
         return (self._topic, 0) in self._follower.ends and not self._entries
 
     def poll(self, timeout_s: float = 1.0) -> IndexedBatch | None:
-        """The next entry, or None if none arrives in time. Raises TopicError if the position is gone."""
+        """Return the next entry, or None if none arrives in time. Raises TopicError if the position was deleted."""
         if not self._entries:
             self._read(timeout_s)
         if not self._entries:
@@ -129,12 +129,13 @@ class BatchFetcher(Closing):
     ) -> None:
         """Wait up to `wait_s` for a batch the index names; keep up to `ahead_bytes` of batches read before their turn.
 
-        Kafka fetches each partition in large pieces and at its own pace, so batches arrive before their turn.
+        The client fetches each partition in large pieces, independently of the others, so batches arrive early.
         """
         self._run = run
         self._wait_s = wait_s
         self._check_digests = check_digests
-        # The index proves the commit, so its batch may be read before the transaction shows on that partition.
+        # An entry of the index proves that its batch is committed, even if the commit marker has not yet reached the
+        # partition of the batch.
         self._reader = Reader(kafka, isolation="read_uncommitted")
         self._reader.partitions_of(topic_name(run, "batches"))
         self._ahead_bytes = ahead_bytes
@@ -143,9 +144,9 @@ class BatchFetcher(Closing):
         """Batches read before their turn, by partition, with their offsets; those beyond the limit are read again."""
 
     def fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
-        """Return the batch that an entry names; cheapest in the order of the index.
+        """Return the batch that an entry names. Fetching in the order of the index is the cheapest.
 
-        Raises DeadlineExceeded if it does not arrive, TopicError if it does not match its digest.
+        Raises DeadlineExceeded if the batch does not arrive, or TopicError if it does not match its digest.
         """
         place, offset = self._place(entry), entry.offset
         deadline = time.monotonic() + self._wait_s
@@ -153,14 +154,14 @@ class BatchFetcher(Closing):
         if value is None:
             self._move_to(place, offset)
         while value is None:
-            # One at a time: the client waits if it is asked for more records than it has.
+            # One record at a time, because the client waits if it is asked for more records than it has.
             for record in self._reader.poll(1, 0.02).records:
                 self._keep(record, place, offset)
             value = self._pop_ahead(place, offset)
             if value is None and time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"batch {entry.batch_id} at {place[0]}[{entry.partition}] offset {offset} did not come within "
-                    f"{self._wait_s:g} s; the index names it, so look at the broker"
+                    f"batch {entry.batch_id} at {place[0]}[{entry.partition}] offset {offset} did not arrive within "
+                    f"{self._wait_s:g} s; the index names it, so check the broker"
                 )
         batch = decode_as(TrainingBatch, value)
         if self._check_digests:
@@ -169,7 +170,7 @@ class BatchFetcher(Closing):
         return batch
 
     def _place(self, entry: BatchIndexEntry) -> Place:
-        """Topic and partition of a batch: of the run itself, or of one that was split into it."""
+        """Topic and partition of a batch, which may belong to another run that was split into this one."""
         return topic_name(entry.run or self._run, "batches"), entry.partition
 
     def check(self, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
@@ -181,9 +182,9 @@ class BatchFetcher(Closing):
             )
 
     def _pop_ahead(self, place: Place, offset: int) -> bytes | None:
-        """Return the value read ahead at an offset, if any, and discard those before it.
+        """Return the value read ahead at an offset, if any, and discard earlier values.
 
-        Those before it were already delivered, or belong to an aborted transaction.
+        Earlier values were already delivered, or belong to an aborted transaction.
         """
         ahead = self._ahead.get(place, ())
         while ahead and ahead[0][0] <= offset:
@@ -194,7 +195,7 @@ class BatchFetcher(Closing):
         return None
 
     def _move_to(self, place: Place, offset: int) -> None:
-        """Read the partition from `offset` on, unless it is just before that offset already."""
+        """Seek to `offset`, unless the reader is at it or just before it."""
         at = self._reader.positions.get(place)
         if at is None:
             self._ahead[place] = deque()
@@ -209,7 +210,7 @@ class BatchFetcher(Closing):
         is_wanted = place == wanted and record.offset == offset
         if is_wanted and not record.readable:
             raise TopicError(f"{place[0]}[{place[1]}] offset {offset}, which the index names: {UNREADABLE}")
-        # The wanted batch is kept however many batches of other partitions arrived before it.
+        # The wanted batch is kept even if other batches already fill the limit.
         if is_wanted or self._held_bytes + len(value) <= self._ahead_bytes:
             self._ahead[place].append((record.offset, value))
             self._held_bytes += len(value)
@@ -222,7 +223,7 @@ class BatchFetcher(Closing):
 class BatchReader(Closing):
     """Reads batches in index order; as process i of n, every n-th batch from `start` on.
 
-    Processes that start at the same position read different batches, equally many, and together all of them.
+    Processes that start at the same position read different batches, the same number each, and together every batch.
     """
 
     def __init__(
@@ -247,14 +248,14 @@ class BatchReader(Closing):
         self._fetcher = BatchFetcher(kafka, run, wait_s=wait_s, check_digests=check_digests)
         self._round: list[IndexedBatch] = []
         self.position = start
-        """Offset at which to start readers again: after a whole round if there are several processes."""
+        """Offset at which to restart readers; with several processes, always the end of a round."""
 
     def poll(self, timeout_s: float = 1.0) -> ReadBatch | None:
-        """The next batch, or None if the index has no further round of entries within `timeout_s`.
+        """Return the next batch, or None if the index has no further round of entries within `timeout_s`.
 
-        A round is one batch for each process, so that all processes read equally many. Raises DeadlineExceeded if a
-        batch that the index names does not arrive, TopicError if the position is gone or a batch does not match its
-        digest.
+        A round is one batch for each process, so that all processes read the same number. Raises DeadlineExceeded if
+        a batch that the index names does not arrive, or TopicError if the position was deleted or a batch does not
+        match its digest.
         """
         deadline = time.monotonic() + timeout_s
         while len(self._round) < self._processes:

@@ -1,7 +1,7 @@
-"""FreedMemory: gives the system back the memory that the C library keeps after it was freed.
+"""FreedMemory: returns freed memory, which the C library would keep, to the system.
 
-glibc keeps memory that was freed between blocks that are still in use. Therefore a process that reads records of many
-sizes, one piece after the other, grows with all that it has read, although it holds one piece at a time.
+glibc keeps freed memory that lies between blocks still in use. Therefore a process that reads records of many sizes,
+one piece after the other, grows with everything it reads, although it holds only one piece at a time.
 """
 
 import ctypes
@@ -11,17 +11,17 @@ _STATM = "/proc/self/statm"
 
 
 class FreedMemory:
-    """The memory of this process that was freed. Without glibc or /proc, nothing is given back."""
+    """Freed memory of this process. Without glibc or /proc, nothing is returned to the system."""
 
     def __init__(self, grown_bytes: int) -> None:
-        """Give memory back each time the process has grown by `grown_bytes`: memory that is used again costs page
-        faults."""
+        """Return memory each time the process has grown by `grown_bytes`, not more often, because memory that is used
+        again costs page faults."""
         self._grown_bytes = grown_bytes
         self._trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.path.exists(_STATM) else None
         self._least_bytes = resident_bytes() if self._trim else 0
 
     def give_back(self) -> bool:
-        """Give back what was freed, if the process has grown by that much since; return whether it did."""
+        """Return freed memory if the process has grown by `grown_bytes` since the last time; tell whether it had."""
         if self._trim is None or resident_bytes() < self._least_bytes + self._grown_bytes:
             return False
         self._trim(0)
@@ -30,9 +30,9 @@ class FreedMemory:
 
 
 def use_c_library_for_arrow() -> None:
-    """Have Arrow take its memory from the C library in this process, so that `give_back` covers what Arrow has freed.
+    """Make Arrow allocate from the C library in this process, so that `give_back` covers memory that Arrow has freed.
 
-    Arrow's own allocator keeps tens of MiB, but is up to a tenth faster: this is for processes that run for long.
+    Arrow's own allocator keeps tens of MiB, but is up to 10 % faster, so call this only in long-running processes.
     """
     import pyarrow as pa
 
@@ -40,6 +40,6 @@ def use_c_library_for_arrow() -> None:
 
 
 def resident_bytes() -> int:
-    """Return the bytes of physical memory that this process has. Raises OSError without /proc."""
+    """Return the resident memory of this process in bytes. Raises OSError without /proc."""
     with open(_STATM, encoding="ascii") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,7 +1,7 @@
-"""Retirement of learners, recorded on `control` of the run they publish into; prune keeps nothing for them.
+"""Retirement of learners, recorded on `control` of the run they publish into; prune keeps no records for them.
 
-The operator of the run decides. A retired learner that still runs is fenced, and one that starts is refused until it is
-resumed.
+The operator of the run retires and resumes learners. A retired learner is fenced if it still runs, and cannot start
+until it is resumed.
 """
 
 import time
@@ -29,7 +29,7 @@ def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLe
     known = read_learners(kafka, run)
     if learner not in known:
         raise ConfigurationError(
-            f"run {run} has no step of learner {learner!r}; those on record: {', '.join(sorted(known)) or 'none'}"
+            f"run {run} has no step of learner {learner!r}; learners on record: {', '.join(sorted(known)) or 'none'}"
         )
     record = RetiredLearner(learner=learner, reason=reason, wall_time=time.time())
     _write(kafka, run, learner, encode(record))

@@ -1,7 +1,7 @@
-"""StepLog, the publisher of a run: steps records and their policy manifests commit together or not at all.
+"""StepLog, the publisher of a run: commits the records of steps and their policy manifests together or not at all.
 
-One process at a time publishes into a run: building a StepLog fences the publisher before it, whose next commit then
-raises Fenced. So each policy version of a run is used once, whatever the names of its learners.
+One process at a time publishes into a run: creating a StepLog fences the previous publisher, whose next commit then
+raises Fenced. So each policy version of a run is used once, even if learners of different names publish.
 """
 
 import logging
@@ -55,12 +55,12 @@ def read_learners(kafka: KafkaConfig, run: str) -> dict[str, float]:
 
 
 class Publication(NamedTuple):
-    """One record that a learner wrote into a run."""
+    """A step or a policy version that a learner published into a run."""
 
     time: float
     learner: str
     version: int
-    """Policy version it published, -1 for a step without one."""
+    """Policy version that was published; -1 for a step that published none."""
 
 
 class StepLog:
@@ -69,21 +69,22 @@ class StepLog:
     def __init__(self, kafka: KafkaConfig, run: str, learner: str, *, take_over: bool = False) -> None:
         """Become the publisher of a run.
 
-        Raises StateRefused if this learner is retired and, unless `take_over` is set, if another learner that is not
-        retired published last. Raises AccessDenied for a missing permission.
+        Raises StateRefused if this learner is retired, or if another learner that is not retired published last and
+        `take_over` is not set. Raises AccessDenied for a missing permission.
         """
         self._learner = learner
         self._run = run
         self._steps_topic, self._policies_topic = topic_name(run, "steps"), topic_name(run, "policies")
         ends = {topic: topic_admin.bounds(kafka, topic)[0][1] for topic in (self._steps_topic, self._policies_topic)}
-        # Checked before fencing, so that a refused learner fences nobody; and after it, when the topics are final.
+        # Checked before fencing, so that a refused learner fences nobody, and again after it, when no other publisher
+        # can write any more.
         self._retired = retired_learners(kafka, run)
         before = self._publications(kafka, {})
         self._refuse_a_second(before, take_over)
         for name in sorted({learner, *(publication.learner for publication in before)}):
             fence(kafka, earlier_id(run, "learner", name))
         self._transactional_id = transactional_id(run, "learner")
-        # With a logger, librdkafka reports being fenced in our log and not on stderr.
+        # With a logger, librdkafka reports to our log, not to stderr, that the producer was fenced.
         self._producer = TransactionalProducer(kafka, self._transactional_id, retry_for_s=_TIMEOUT_S, logger=logger)
         try:
             self._producer.start()
@@ -92,7 +93,7 @@ class StepLog:
         self._refuse_a_second(self._publications(kafka, ends), take_over)
 
     def _publications(self, kafka: KafkaConfig, start: Mapping[str, int]) -> list[Publication]:
-        """Publications from these offsets on, from the beginning of topics without one."""
+        """Publications from the given offset of each topic on, or from the beginning of a topic without an offset."""
         steps = _all_steps(kafka, self._run, start.get(self._steps_topic, BEGINNING))
         manifests = read_manifests(kafka, self._run, start.get(self._policies_topic, BEGINNING)).values()
         of_steps = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]
@@ -103,7 +104,7 @@ class StepLog:
             reason = self._retired[self._learner].reason
             raise StateRefused(
                 f"learner {self._learner!r} of run {self._run} is retired{f' ({reason})' if reason else ''}, and its "
-                f"input may be gone; start one of another name, or let it train again with `rollstream learner "
+                f"input may be gone; start a learner of another name, or let it train again with `rollstream learner "
                 f"resume {self._learner} --run {self._run}`"
             )
         newest = max((p for p in publications if p.learner not in self._retired), default=None)
@@ -112,12 +113,13 @@ class StepLog:
         version = max(publication.version for publication in publications)
         raise StateRefused(
             f"learner {newest.learner!r} publishes into run {self._run} (newest policy version {version}), and a run "
-            f"has one publisher: learner {self._learner!r} is refused. To train on its batches beside it, give another "
-            f"run and set learner.input_run to {self._run}; to take its place for good, set learner.take_over to true"
+            f"has one publisher: learner {self._learner!r} is refused. To train on the same batches in parallel, give "
+            f"another run and set learner.input_run to {self._run}; to replace the other learner for good, set "
+            f"learner.take_over to true"
         )
 
     def record(self, step: LearnerStep) -> TopicRecord:
-        """Topic, key and value of the record of a step."""
+        """Return the topic, key and value of a step's record."""
         return self._steps_topic, encode_key(step.learner, step.step), encode(step)
 
     def commit(self, records: Sequence[TopicRecord], headers: Mapping[str, str] | None = None) -> None:
@@ -144,20 +146,20 @@ class StepLog:
 
     def close(self) -> None:
         """Flush the producer; no transaction is open between commits."""
-        # A fenced client fails here again, which must not hide the error that ended the learner.
+        # For a fenced producer this only logs an error, so that the error that ended the learner is not hidden.
         self._producer.flush(5.0)
         self._producer.close()
 
     def _ended(self, failed: TransactionFailed | Stalled) -> Fenced | AccessDenied | RecordTooLarge | BrokerUnavailable:
-        """Return the error that a failed transaction stands for."""
+        """Return the error to raise for a failed transaction."""
         if isinstance(failed, TransactionFailed) and failed.refused:
             return AccessDenied(f"learner {self._learner!r} of run {self._run}: {failed.reason}")
         if isinstance(failed, TransactionFailed) and failed.fatal:
             return Fenced(
                 f"learner {self._learner!r} of run {self._run} was taken over by another process that publishes into "
                 f"the run, or its transaction outlived kafka.transaction_timeout_s ({failed.reason}); this one stops. "
-                f"Start it again if it is the only one; else give each learner a run of its own, and "
-                f"learner.input_run to share batches"
+                f"Start it again if it is the only publisher; otherwise give each learner a separate run, "
+                f"and set learner.input_run to share batches"
             )
         if isinstance(failed, TransactionFailed) and failed.too_large:
             return RecordTooLarge(

@@ -1,8 +1,8 @@
-"""StepWriter: puts the policy versions and the steps of a foreign trainer on record, with the batches they used.
+"""StepWriter: records the policy versions and the steps of an external trainer, with the batches they used.
 
-The ledger, lineage, flow control and prune then treat the trainer as they treat our learner. A step, the resulting
-position and the version it publishes commit in one transaction: all of them are on the log, or none. Needs numpy, no
-JAX.
+The ledger, lineage, flow control and prune then treat the trainer like our learner. A step, the resulting position and
+the version it publishes are committed in one transaction, so either all of them are on the log or none. It needs numpy
+but not JAX.
 """
 
 import logging
@@ -42,16 +42,16 @@ def publish_version(
 ) -> int:
     """Publish one policy version and return its number; it is committed when this returns.
 
-    Use it for the version before the first step, and for trainers that keep no steps. Takes the arguments, and raises
-    the errors, of StepWriter and its `publish_version`. It fences a StepWriter of the same name: if you have one, call
-    its method instead.
+    Use it for the version before the first step, and for trainers that record no steps. It accepts the arguments and
+    raises the errors of StepWriter and its `publish_version`. It fences a StepWriter of the same learner: if you have
+    one, call its `publish_version` instead.
     """
     with StepWriter(kafka, run, learner=learner, model=model, take_over=take_over) as writer:
         return writer.publish_version(params, version=version, digest=digest)
 
 
 class StepWriter(Closing):
-    """Puts the steps of one trainer on record, as learner `learner` of a run; for use by one thread.
+    """Records the steps of one trainer, as learner `learner` of a run. Not thread-safe.
 
     It continues after the last step on record, or after `after_step`: restore the parameters of that step and start a
     BatchReader at `position`. Steps executed again are compared with the record.
@@ -69,16 +69,16 @@ class StepWriter(Closing):
         config: WeightsConfig | None = None,
         take_over: bool = False,
     ) -> None:
-        """Become the publisher of a run; an earlier publisher of this name gets Fenced at its next commit.
+        """Become the publisher of a run; the next commit of an earlier publisher of this name raises Fenced.
 
-        `input_run` is the run whose batches are read, if it is another run; `after_step` is the step of the restored
+        `input_run` is the run whose batches are read, if it is not `run`; `after_step` is the step of the restored
         checkpoint; `model` describes the parameters to readers of the manifest. Raises StateRefused if a learner of
         another name published last, unless `take_over` is set, and if step `after_step` is not on record.
         """
         self._learner = learner
         self._run, self._input_run = run, input_run or run
         with ExitStack() as stack:
-            # In this order: the log fences every earlier publisher, after which the contents of the topics are final.
+            # The log comes first, because it fences every earlier publisher: the topics do not change after that.
             self._log = stack.enter_context(closing(StepLog(kafka, run, learner, take_over=take_over)))
             self._publisher = stack.enter_context(
                 closing(WeightsPublisher(kafka, run, learner, model, config or WeightsConfig()))
@@ -89,14 +89,14 @@ class StepWriter(Closing):
             """The last completed step, 0 before the first."""
             if self.step and self.step not in self._recorded:
                 raise StateRefused(
-                    f"step {self.step} of learner {learner!r} is not on record in run {run}, the last is {last}; put a "
-                    "step on record before its checkpoint is saved, or restore an older one"
+                    f"step {self.step} of learner {learner!r} is not on record in run {run}, the last is {last}; "
+                    "record a step before you save its checkpoint, or restore an older checkpoint"
                 )
             self._stack = stack.pop_all()
 
     @property
     def position(self) -> int:
-        """Offset of batch-index after the batches of the last step: the start for a BatchReader."""
+        """Offset of batch-index after the batches of the last step, at which to start a BatchReader."""
         return self._recorded[self.step].position if self.step in self._recorded else 0
 
     @property
@@ -107,10 +107,10 @@ class StepWriter(Closing):
     def publish_version(self, params: Tree | None = None, *, version: int | None = None, digest: str = "") -> int:
         """Publish the parameters after the last step as a policy version, and return its number.
 
-        `params` are arrays in mappings of any depth. They are None if they reach the samplers by other ways; `digest`
-        may then identify them. `version` is the number to publish under: the next one, or the number these parameters
-        were already published under, in which case nothing is written. Raises StateRefused if that number belongs to
-        other parameters.
+        `params` are arrays in mappings of any depth. They are None if they reach the samplers in another way;
+        `digest` may then identify them. `version` is the number to publish under: the next number, or the number under
+        which these parameters were already published, in which case nothing is written. Raises StateRefused if that
+        number belongs to other parameters, or would leave a gap.
         """
         arrays = _arrays(params)
         known = None if version is None else self._publisher.manifest(version)
@@ -140,18 +140,18 @@ class StepWriter(Closing):
         metrics: Mapping[str, float] | None = None,
         oldest_checkpoint: int | None = None,
     ) -> LearnerStep:
-        """Put the next step and its policy version on record, in one transaction; return the record.
+        """Record the next step and its policy version in one transaction; return the record of the step.
 
-        `reads` are the batches read since the last step, in order. If several processes read, give the reads of one of
-        them, which stand for the rounds of all. `skipped` gives a reason, by batch id, for each batch that was not
-        trained on. `params` and `digest` are as in `publish_version`; with `publish=False`, or if nothing was trained,
-        the step publishes no version. `oldest_checkpoint` is the lowest step this trainer may resume after (0 to the
-        step recorded here): prune keeps everything read after it, and everything while it is None.
+        `reads` are the batches read since the last step, in order. If several processes read, give the reads of one
+        process, which include the rounds of all. `skipped` gives a reason, by batch id, for each batch that was not
+        trained on. `params` and `digest` are as in `publish_version`; with `publish=False`, or if every batch was
+        skipped, the step publishes no version. `oldest_checkpoint` is the lowest step after which this trainer may
+        resume (0 to the step recorded here): prune keeps everything read after that step, or everything if it is None.
 
         A step already on record must consist of the same batches, or StateRefused is raised. With the same digest
         nothing is written; otherwise the new record replaces the old one and its version gets a new number. Raises
-        StateRefused if batches lie between the last step and `reads`, Fenced if another process took over,
-        DeliveryError and BrokerUnavailable if the step cannot be written; then none of it is on the log.
+        StateRefused if batches lie between the last step and `reads`, Fenced if another process took over, and
+        DeliveryError or BrokerUnavailable if the step cannot be written; then no part of it is on the log.
         """
         step = self.step + 1
         uses = self._uses(reads, skipped or {})
@@ -189,7 +189,7 @@ class StepWriter(Closing):
         return record
 
     def close(self) -> None:
-        """Wait until the broker has everything, and close both producers."""
+        """Wait until the broker has every record, and close both producers."""
         self._stack.close()
 
     def _uses(self, reads: Sequence[ReadBatch], skipped: Mapping[str, str]) -> tuple[BatchUse, ...]:
@@ -200,14 +200,14 @@ class StepWriter(Closing):
         for read in reads:
             if read.begin != position:
                 raise StateRefused(
-                    f"batch {read.entry.batch_id} was read from offset {read.begin} of batch-index on, and learner "
-                    f"{self._learner!r} stands at {position}: give every batch once and in order, those that were left "
-                    f"out in `skipped` too, and start the BatchReader at `position`"
+                    f"batch {read.entry.batch_id} was read from offset {read.begin} of batch-index on, but learner "
+                    f"{self._learner!r} is at {position}: give every batch once and in order, also the batches named "
+                    f"in `skipped`, and start the BatchReader at `position`"
                 )
             position = read.position
         entries = [indexed for read in reads for indexed in read.round]
         if unknown := set(skipped) - {indexed.entry.batch_id for indexed in entries}:
-            raise ConfigurationError(f"skipped batches {', '.join(sorted(unknown))} are not among those of the step")
+            raise ConfigurationError(f"`skipped` names {', '.join(sorted(unknown))}, not among the batches of the step")
         return tuple(_use(indexed, skipped.get(indexed.entry.batch_id)) for indexed in entries)
 
     def _resumes_at(self, checkpoint: int | None, end: int) -> int:
@@ -227,12 +227,12 @@ class StepWriter(Closing):
         """Whether a step executed again has the digest on record. Raises StateRefused if its batches differ."""
         if before.uses != tuple(uses):
             raise StateRefused(
-                f"step {before.step} of learner {self._learner!r}, executed again, has batches {names_of(uses)}; "
-                f"on record are {names_of(before.uses)}. Take the same batches for a step, or give another learner name"
+                f"step {before.step} of learner {self._learner!r}, executed again, has batches {names_of(uses)}, but "
+                f"{names_of(before.uses)} are on record. Use the same batches again, or give another learner name"
             )
         if digest and before.params_digest == digest:
             return True
-        # Without a digest it is unknown whether these parameters are the published ones.
+        # Without a digest it is unknown whether these parameters are those already published.
         if digest:
             digests = {"recorded": before.params_digest, "now": digest}
             event(logger, "step_differs", level=logging.WARNING, step=before.step, **digests)
@@ -244,7 +244,7 @@ class StepWriter(Closing):
         return self._publisher.stage(step, arrays, params_digest=digest)
 
     def _total(self, use: str) -> int:
-        """Rollouts trained on or skipped by the steps up to now."""
+        """Number of rollouts that the steps so far have used as `use`: trained or skipped."""
         last = self._recorded.get(self.step)
         return 0 if last is None else int(getattr(last, f"{use}_total"))
 

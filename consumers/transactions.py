@@ -29,7 +29,7 @@ from rollstream.topics.metric_values import VALUES
 logger = logging.getLogger(__name__)
 _ABORTS = "rollstream_transaction_aborts_total"
 RETRY_FOR_S = 60.0
-"""How long a call that brokers do not answer is tried again."""
+"""How long a call is retried while no broker answers."""
 P = TypeVar("P")
 
 
@@ -50,7 +50,7 @@ class Refused(NamedTuple):
 
 
 class ExactlyOnce(ABC, Generic[P]):
-    """Publishes parts of type P, each in one transaction with other parts and their offsets."""
+    """Publishes parts of type P in transactions that also commit their offsets."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class ExactlyOnce(ABC, Generic[P]):
         member: Poller,
         topic: str,
     ) -> None:
-        """`group` is the full name of the consumer group of `member`, `topic` the full name of its topic. One process
-        at a time writes as the `ordinal` of a role of the run."""
+        """`group` is the full name of the consumer group of `member`, `topic` the full name of its topic. Only one
+        process at a time writes under an `ordinal` of a role of the run."""
         self._kafka = kafka
         self._run = run
         self._group = group
@@ -71,7 +71,7 @@ class ExactlyOnce(ABC, Generic[P]):
         self._earlier_id = earlier_id(run, role, ordinal)
         self._turn = OrdinalClaim(kafka, run, group, ordinal)
         self._letter_partitions = 1
-        """Partitions of dead-letters, known from `start` on."""
+        """Number of partitions of dead-letters; `start` reads it."""
         self._member = member
         self._topic = topic
         self._producer = self._new_producer()
@@ -83,7 +83,7 @@ class ExactlyOnce(ABC, Generic[P]):
 
     @abstractmethod
     def _write(self, transaction: Transaction, parts: Sequence[P]) -> list[GroupPosition]:
-        """Send the records of parts, with `_flush` if their offsets are needed; returns the positions to commit."""
+        """Send the records of parts, call `_flush` if their offsets are needed, and return the positions to commit."""
 
     def _new_producer(self) -> TransactionalProducer:
         # Below the transaction timeout, so that a new producer starts before the old one is fenced.
@@ -91,8 +91,8 @@ class ExactlyOnce(ABC, Generic[P]):
         return TransactionalProducer(self._kafka, self._id, call_timeout_s=call_timeout_s, retry_for_s=RETRY_FOR_S)
 
     def start(self) -> None:
-        """Fence the previous producer of the transactional id and of its id in earlier releases, and abort their open
-        transactions. Raises TopicError if the run has no topic for dead letters."""
+        """Fence the previous producers of the transactional id and of the id used by earlier releases, which aborts
+        their open transactions. Raises TopicError if the run has no topic for dead letters."""
         self._letter_partitions = self._member.partitions_of(topic_name(self._run, "dead-letters"))
         self._turn.take()
         fence(self._kafka, self._earlier_id)
@@ -112,12 +112,12 @@ class ExactlyOnce(ABC, Generic[P]):
                 self._replace_producer()
             except TransactionFailed as failed:
                 self._raise_if_fatal(failed)
-                raise DeliveryError(f"transactional id {self._id} cannot be written under: {failed.reason}") from failed
+                raise DeliveryError(f"cannot write under transactional id {self._id}: {failed.reason}") from failed
 
     def assert_ours(self, member: Poller) -> None:
         """Continue with another member of the group. Raises Fenced if the transactional id was taken over.
 
-        An aborted transaction makes the coordinator compare epochs; its offset is never committed.
+        It is checked by a transaction that is aborted: the coordinator compares epochs, and commits no offset.
         """
         self._member = member
         try:
@@ -142,25 +142,26 @@ class ExactlyOnce(ABC, Generic[P]):
     def has_rival(self) -> bool:
         """Whether another process has started under our ordinal. Raises BrokerUnavailable if no broker answers.
 
-        Without one, a producer that was fenced lost its id to the broker, which ended a transaction that outlived
-        its timeout, or to a tool that recovers positions.
+        If there is none, the producer was fenced by the broker, because its transaction outlived its timeout, or by a
+        tool that recovers positions.
         """
         return not self._turn.is_ours()
 
     def begin(self, parts: Sequence[P]) -> None:
-        """Publish on a separate thread while the caller reads on; `settle` reports the result. One at a time."""
-        # Read here, because another thread gets the metadata only while the consumer is not polled, and never within a
-        # rebalance, which waits for this. A rebalance settles first, so the metadata stays current.
+        """Publish on a separate thread while the caller keeps reading. Call `settle`, which reports the result, before
+        the next `begin`."""
+        # The metadata is read on this thread. Another thread could read it only while the consumer is not polled, and
+        # not during a rebalance, which waits for the transaction. Because it waits, the metadata stays current.
         member = self._member.group_metadata()
         self._begun = self._thread.submit(lambda: self._publish_as(member, parts))
 
     @property
     def done(self) -> bool:
-        """Whether `settle` would not wait."""
+        """Whether `settle` would return without waiting."""
         return self._begun is None or self._begun.done()
 
     def settle(self) -> None:
-        """Wait for the transaction in progress. Raises as `publish` does; a second call raises nothing."""
+        """Wait for the transaction in progress. Raises the errors of `publish`; a second call raises nothing."""
         begun, self._begun = self._begun, None
         if begun is not None:
             begun.result()
@@ -176,18 +177,18 @@ class ExactlyOnce(ABC, Generic[P]):
             self._publish(member, parts)
         except Stalled as stalled:
             VALUES.count(_ABORTS)
-            # This process may have been stopped and replaced meanwhile.
+            # This process may have been paused during the call, and replaced by another one.
             self._assert_our_turn(str(stalled))
             self._renew(str(stalled))
         self.latest_s = time.monotonic() - began
         VALUES.observe("rollstream_transaction_seconds", [self.latest_s])
 
     def _assert_our_turn(self, reason: str) -> None:
-        """Raise Fenced if another process has started under our ordinal: a new producer of ours would fence it."""
+        """Raise Fenced if another process has started under our ordinal: a new producer here would fence that process."""
         if self.has_rival:
             raise Fenced(
-                f"{reason}, and another process has begun as {self._id} since: the transactional id is its to use; "
-                f"only one process may run under an ordinal, this one stops"
+                f"{reason}, and another process has begun as {self._id} since and owns the transactional id now; "
+                f"only one process may run under an ordinal, so this one stops"
             )
 
     def _renew(self, reason: str) -> NoReturn:
@@ -222,11 +223,11 @@ class ExactlyOnce(ABC, Generic[P]):
                     ) from failed
                 self._raise_if_fatal(failed)
                 if failed.decision is Decision.RESTORE:
-                    raise OwnershipLost(f"a rebalance came before the commit ({failed.reason}); restoring") from failed
+                    raise OwnershipLost(f"a rebalance preceded the commit ({failed.reason}); restoring") from failed
                 if time.monotonic() > deadline:
                     raise DeliveryError(
-                        f"transaction {self._id} failed for {RETRY_FOR_S:g} s, lastly with {failed.reason}; check the "
-                        "brokers and min.insync.replicas"
+                        f"transaction {self._id} failed for {RETRY_FOR_S:g} s, the last time with {failed.reason}; "
+                        "check the brokers and min.insync.replicas"
                     ) from failed
                 event(logger, "transaction_retried", level=logging.WARNING, error=failed.reason)
                 time.sleep(0.1)
@@ -243,7 +244,7 @@ class ExactlyOnce(ABC, Generic[P]):
             "__streams.errors.partition": str(letter.partition),
             "__streams.errors.offset": str(letter.offset),
         }
-        # The record may have been below the limit only when compressed; its digest replaces a part that does not fit.
+        # The record may fit the limit only when compressed; a digest replaces a key or value that does not fit.
         if key is not None and len(key) > room // 2:
             headers["rollstream.key.sha256"] = hashlib.sha256(key).hexdigest()
             headers["rollstream.key.size_bytes"] = str(len(key))
@@ -264,17 +265,17 @@ class ExactlyOnce(ABC, Generic[P]):
         if failed.decision is Decision.LEAVE:
             raise Fenced(
                 f"transactional id {self._id} was taken over, or its transaction outlived kafka.transaction_timeout_s "
-                f"({failed.reason}); only one process may run under an ordinal, this one stops"
+                f"({failed.reason}); only one process may run under an ordinal, so this one stops"
             ) from failed
         if failed.decision is Decision.RENEW:
             self._renew(failed.reason)
         if failed.decision is Decision.GIVE_UP:
-            raise self._given_up("it cannot go on", failed.reason) from failed
+            raise self._given_up("it cannot continue", failed.reason) from failed
         if failed.call == ABORT:
             raise self._given_up("it cannot be aborted", failed.reason) from failed
 
     def _given_up(self, what: str, reason: str) -> DeliveryError:
         return DeliveryError(
-            f"transaction of {self._id}: {what} ({reason}); start this process again, it goes on from what was "
-            f"committed"
+            f"transaction of {self._id}: {what} ({reason}); restart this process; it continues from the committed "
+            f"offsets"
         )

@@ -1,7 +1,7 @@
-"""Atomic files, for stores that may be killed at any instruction.
+"""Atomic files, for processes that may be killed at any instruction.
 
 A file gets its name only once its bytes are on disk, and the name is on disk before the call returns. So an index
-written after the files it names never names a missing file. A write that fails raises with its cause.
+written after the files it names never names a missing file. A write that fails raises an error with its cause.
 """
 
 import contextlib
@@ -19,11 +19,11 @@ from typing import Any, BinaryIO, Self
 from rollstream.topics.errors import RollstreamError
 
 UNFINISHED = ".unfinished"
-"""End of the names of files that are being written; nobody reads them."""
+"""Suffix of files that are being written; no reader opens them."""
 _DIGEST_KEY = "rollstream.digest"
 _DIGEST_MARK = b"blake2b:"
 _DIGEST_HEX = 32
-"""Hexadecimal digits of the digest of a checked JSON document, which has zeros in their place."""
+"""Number of hexadecimal digits of a digest; the digest is that of the document with zeros in their place."""
 
 
 class StoreError(RollstreamError):
@@ -32,12 +32,12 @@ class StoreError(RollstreamError):
 
 @contextlib.contextmanager
 def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
-    """A file to write to that takes the place of `path`, whole and on disk, when the block ends without an error.
+    """Open a file that replaces `path` atomically, and is on disk, when the block ends without an error.
 
-    A caller that writes many files calls `sync_directory` once for all names, instead of `sync_name` for each.
+    A caller that writes many files can pass `sync_name=False` and call `sync_directory` once for all of them.
 
-    Raises StoreError, with the cause, if the file cannot be written. `path` is unchanged then, and also after an error
-    in the block.
+    Raises StoreError, with the cause, if the file cannot be written. Then, and after an error in the block, `path` is
+    unchanged.
     """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex}{UNFINISHED}")
     try:
@@ -51,8 +51,8 @@ def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
             sync_directory(path.parent)
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be written ({error.strerror or error}); nothing of it is stored. Look at the space and the "
-            "rights there, then write again"
+            f"{path} cannot be written ({error.strerror or error}); nothing of it is stored. Check the "
+            "free space and the permissions there, then write again"
         ) from error
     finally:
         with contextlib.suppress(OSError):
@@ -89,11 +89,11 @@ def _parsed(path: Path, data: bytes) -> Any:
     try:
         return json.loads(data)
     except ValueError as error:
-        raise StoreError(f"{path} is no JSON ({error}); it was not written by this program, restore it") from error
+        raise StoreError(f"{path} is not JSON ({error}); it was not written by this program, restore it") from error
 
 
 def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object atomically, with a digest under a key of its own. Raises as `write_json` does."""
+    """Write a JSON object atomically, with its digest under a separate key. Raises as `write_json` does."""
     document = {**value, _DIGEST_KEY: _DIGEST_MARK.decode() + "0" * _DIGEST_HEX}
     data = json.dumps(document, ensure_ascii=False, indent=1).encode()
     at = data.rindex(_DIGEST_MARK) + len(_DIGEST_MARK)
@@ -101,24 +101,24 @@ def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read an object that `write_checked_json` or an earlier version wrote; the latter has no digest.
+    """Read an object written by `write_checked_json`, or by an earlier version, which wrote no digest.
 
     Raises FileNotFoundError, or StoreError if the file is damaged or not a JSON object.
     """
     data = path.read_bytes()
-    # Either is enough, because the other may be damaged.
+    # The key or the mark suffices to expect a digest, because the other may be damaged.
     checked = f'"{_DIGEST_KEY}"'.encode() in data or _DIGEST_MARK in data
     if checked:
         at = data.rfind(_DIGEST_MARK) + len(_DIGEST_MARK)
         end = at + _DIGEST_HEX
         if _digest_of(data[:at] + b"0" * _DIGEST_HEX + data[end:]) != data[at:end]:
             raise StoreError(
-                f"{path} is damaged: its bytes are not those that were written; restore it from a copy, or take an "
-                "empty directory and fill it again"
+                f"{path} is damaged: its content differs from what was written; restore it from a copy, or start with "
+                "an empty directory and fill it again"
             )
     value = _parsed(path, data)
     if not isinstance(value, dict):
-        raise StoreError(f"{path} is no JSON object; it was not written by this program, restore it")
+        raise StoreError(f"{path} is not a JSON object; it was not written by this program, restore it")
     if checked:
         del value[_DIGEST_KEY]
     return value
@@ -129,12 +129,14 @@ def _digest_of(data: bytes) -> bytes:
 
 
 def remove(path: Path) -> None:
-    """Delete a file, if it is there, so that it stays deleted. Raises StoreError."""
+    """Delete a file, if it exists, and sync its directory. Raises StoreError."""
     try:
         path.unlink(missing_ok=True)
         sync_directory(path.parent)
     except OSError as error:
-        raise StoreError(f"{path} cannot be deleted ({error.strerror or error}); look at the rights there") from error
+        raise StoreError(
+            f"{path} cannot be deleted ({error.strerror or error}); check the permissions there"
+        ) from error
 
 
 def remove_unfinished(directory: Path) -> int:
@@ -162,7 +164,7 @@ class DirectoryLock:
         return self._finalizer.alive
 
     def release(self) -> None:
-        """Let others write; later calls do nothing."""
+        """Let another process write; later calls do nothing."""
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -184,23 +186,23 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def lock_directory(directory: Path, name: str) -> DirectoryLock:
-    """Become the only writer of a directory, which is created if needed. `name` is the file in it that is locked.
+    """Become the only writer of a directory, which is created if needed. `name` is the lock file in it.
 
-    Raises StoreError if there is another writer.
+    Raises StoreError if there is another writer, or the directory cannot be written.
     """
     try:
         make_directory(directory)
         descriptor = os.open(directory / name, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise StoreError(
-            f"{directory} cannot be written ({error.strerror or error}); look at the rights there"
+            f"{directory} cannot be written ({error.strerror or error}); check the permissions there"
         ) from error
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
         raise StoreError(
-            f"{directory} is being written by another buffer; close that one, open this one to read only where it can "
+            f"{directory} is being written by another buffer; close that buffer, open this one read-only if it can "
             "be, or give it another directory"
         ) from error
     return DirectoryLock(descriptor)

@@ -54,7 +54,7 @@ def read(path: Path) -> dict[str, NDArray[Any]]:
     except OSError as error:
         raise CheckpointRefused(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise CheckpointRefused(f"{path} is not a sound safetensors file ({error}); fetch it again") from error
+        raise CheckpointRefused(f"{path} is not an intact safetensors file ({error}); fetch it again") from error
 
 
 def _view(
@@ -72,7 +72,7 @@ def _view(
 
 
 def release(view: NDArray[Any]) -> None:
-    """Let the system take back the memory of a view; whoever accesses it again reads the file again."""
+    """Return the memory of a view to the system; the next access reads the file again."""
     file: Any = view
     while isinstance(file.base, np.ndarray):
         file = file.base
@@ -97,7 +97,7 @@ class Storable(Protocol):
 
 
 def write(path: Path, tensors: Mapping[str, Storable]) -> None:
-    """Write a file atomically, one tensor at a time. Raises CheckpointRefused for a dtype that it cannot hold."""
+    """Write a file atomically, one tensor at a time. Raises CheckpointRefused for a dtype that the format lacks."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

@@ -21,15 +21,15 @@ _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
 class StoredFile(NamedTuple):
-    """Size and time of an object, from its store."""
+    """Size and modification time of an object, as its store reports them."""
 
     size_bytes: int
     modified: float | None
-    """Seconds since the Unix epoch; None if the store does not say."""
+    """Seconds since the Unix epoch; None if the store does not report it."""
 
 
 class Store(Protocol):
-    """Objects by name; names contain slashes."""
+    """Objects by name; names may contain slashes."""
 
     url: str
 
@@ -82,7 +82,7 @@ class LocalStore:
         for name in self.names(under):
             try:
                 status = (self.root / name).stat()
-            except FileNotFoundError:  # Deleted since.
+            except FileNotFoundError:  # It was deleted after it was listed.
                 continue
             listed[name] = StoredFile(status.st_size, status.st_mtime)
         return listed
@@ -107,7 +107,7 @@ class LocalStore:
             return False
         except OSError as error:
             raise StoreError(
-                f"{path} cannot be written ({error.strerror}); the file system must have hard links"
+                f"{path} cannot be written ({error.strerror}); the file system must support hard links"
             ) from error
         finally:
             written.unlink()
@@ -127,8 +127,8 @@ class LocalStore:
 class FsspecStore:
     """A folder of an fsspec file system: s3://, gs://, memory:// and others.
 
-    `create` is as exclusive as the file system: s3fs, gcsfs and memory:// refuse an existing object; for file systems
-    without that mode existence is checked first, which two archivers at the same moment might both pass.
+    `create` is exclusive if the file system supports that: s3fs, gcsfs and memory:// refuse to replace an object. For
+    other file systems it first checks that the object is missing; two archivers might pass this check together.
     """
 
     def __init__(self, url: str) -> None:
@@ -137,7 +137,7 @@ class FsspecStore:
         except ImportError as error:
             raise ConfigurationError(f'{shown(url)}: URLs need fsspec: pip install "rollstream[archive]"') from error
         try:
-            # Another process may write: no caching of listings.
+            # Listings are not cached, because another process may write.
             self.files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ValueError, ImportError, TypeError) as error:
             raise ConfigurationError(f"{shown(url)}: fsspec cannot open it: {shown(str(error))}") from error
@@ -207,7 +207,7 @@ class FsspecStore:
 
 
 def _modified(details: dict[str, Any]) -> float | None:
-    """When an object was written; every file system of fsspec's has a name of its own for that."""
+    """Time at which an object was written; each fsspec file system has its own name for it."""
     for key in _TIMES:
         match details.get(key):
             case datetime() as time:
@@ -223,18 +223,18 @@ def _modified(details: dict[str, Any]) -> float | None:
 
 
 def shown(text: str) -> str:
-    """A text without the passwords and the queries of the URLs in it, which may be secrets."""
+    """Return a text without the passwords and queries of the URLs in it, which may be secrets."""
     return _QUERY.sub(r"\1", _CREDENTIALS.sub("", text))
 
 
 def checked(store: Store, name: str, sha256: str) -> bytes:
-    """Read an object with this digest. Raises StateRefused if it is missing or differs."""
+    """Read an object and check its digest. Raises StateRefused if it is missing or differs."""
     import hashlib
 
     try:
         data = store.read(name)
     except FileNotFoundError:
-        raise StateRefused(f"{store.url}/{name} is missing, and the archive's manifest names it") from None
+        raise StateRefused(f"{store.url}/{name} is missing, but the archive's manifest names it") from None
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StateRefused(f"{store.url}/{name} is not the archived file: its SHA-256 differs from the manifest's")
     return data

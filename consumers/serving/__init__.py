@@ -1,1 +1,1 @@
-"""Keeps inference engines of others on the newest policy version: checkpoints on disk, an updater for each engine."""
+"""Keeps third-party inference engines on the newest policy version: checkpoints on disk, an updater for each engine."""

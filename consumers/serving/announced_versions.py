@@ -15,19 +15,20 @@ _RECORDS = 500
 
 
 class VersionAnnouncer:
-    """The newest version of a run whose weights are on the log."""
+    """Announces the newest version of a run whose weights are on the log."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        """Raises TopicError or BrokerUnavailable."""
+        """Open a consumer of the manifests. Raises TopicError or BrokerUnavailable."""
         self._place = topic_name(run, "policies"), 0
         self._policies = TopicFollower(kafka, {self._place: BEGINNING})
         self._newest = -1
         self._skipped = SkippedRecords("serve-weights")
 
     async def poll(self, versions: ServedVersions, wait_s: float) -> int | None:
-        """Announce the newest version, if it is none that was announced; return it, or None after `wait_s`.
+        """Announce the newest version if it is not announced yet, and return it; return None if none is new.
 
-        The first is the newest of those on the log by then: the weights of those before may be gone.
+        The first call that returns a version announces only the newest one on the log, because the weights of earlier
+        versions may be gone. Waits up to `wait_s` for records.
         """
         records = await asyncio.to_thread(self._policies.poll, _RECORDS, wait_s)
         manifests = [manifest for _record, manifest in self._skipped.records(PolicyManifest, records)]

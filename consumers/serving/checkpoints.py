@@ -1,6 +1,7 @@
-"""Checkpoints of policy versions on disk: each whole or not there, and old ones removed once no engine needs them.
+"""Checkpoints of policy versions on disk, each written atomically and removed once no engine needs it.
 
-Only one process at a time writes a directory of checkpoints. It begins with none: those it finds are of unknown runs.
+Only one process at a time writes to a directory. It first deletes the checkpoints it finds there, because they may
+belong to another run.
 """
 
 import asyncio
@@ -34,7 +35,7 @@ _LOCK = ".serving.lock"
 
 
 class CheckpointDirectory(ServedVersions, Closing):
-    """The checkpoints of a run that engines load; for one event loop."""
+    """The checkpoints of a run that engines load. Use it from one event loop."""
 
     def __init__(
         self,
@@ -46,10 +47,10 @@ class CheckpointDirectory(ServedVersions, Closing):
         dtype: str = "",
         adapters: bool = False,
     ) -> None:
-        """`template` and `dtype` are those of ServingConfig; `tokenizer` is a directory whose tokenizer is copied.
-        `adapters`: write the adapters alone, as PEFT's files; otherwise they are merged.
+        """`template` and `dtype` are as in ServingConfig; `tokenizer` is a directory whose tokenizer is copied. With
+        `adapters`, only the adapters are written, as PEFT files; otherwise they are merged into the model.
 
-        Raises StoreError if the directory cannot be written, or another process writes it.
+        Raises StoreError if the directory cannot be written, or another process writes to it.
         """
         super().__init__(keep_versions=keep_versions)
         self._directory = directory.resolve()
@@ -62,14 +63,14 @@ class CheckpointDirectory(ServedVersions, Closing):
                 shutil.rmtree(path)
 
     def close(self) -> None:
-        """Let another process write; the checkpoints stay."""
+        """Let another process write to the directory; the checkpoints stay."""
         self._lock.release()
 
     async def add(self, manifest: PolicyManifest, arrays: Mapping[str, NDArray[Any]]) -> ServedCheckpoint:
-        """Write a version, and remove what is no longer needed.
+        """Write a version, and remove versions that are no longer needed.
 
-        Raises StoreError if the disk refuses it, ConfigurationError if the manifest names no model that can be
-        written, CheckpointRefused if the parameters are not the model's.
+        Raises StoreError if the files cannot be written, ConfigurationError if the manifest names no model that can be
+        written, or CheckpointRefused if the parameters do not fit the model.
         """
         checkpoint = await asyncio.to_thread(self._write, manifest, arrays)
         await self.announce(checkpoint)
@@ -95,7 +96,7 @@ class CheckpointDirectory(ServedVersions, Closing):
             sync_directory(self._directory)
         except OSError as error:
             reason = error.strerror or error
-            raise StoreError(f"{directory} cannot be written ({reason}); look at the space there") from error
+            raise StoreError(f"{directory} cannot be written ({reason}); check the free space there") from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
         return ServedCheckpoint(manifest.version, directory)

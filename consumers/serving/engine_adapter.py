@@ -1,4 +1,4 @@
-"""The adapter that one vLLM loads: a path that stays the same, whose files are replaced while the engine is paused."""
+"""The adapter that one vLLM loads: its path stays the same, and its files are replaced while the engine is paused."""
 
 import hashlib
 import os
@@ -10,8 +10,8 @@ from pathlib import Path
 def replace_adapter(directory: Path, url: str) -> Path:
     """Put the files of `directory` at the path of the engine at `url`, and return that path.
 
-    The path is a symbolic link beside `directory`, replaced in one step. Its files do not go with a version that is
-    removed, and belong to one engine: engines that have other versions read others. Raises OSError.
+    The path is a symbolic link next to `directory`, replaced atomically. It points to files of this engine alone,
+    because other engines may have other versions; they stay when `directory` is removed. Raises OSError.
     """
     path = directory.parent / f"adapter-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
     files = path.with_name(f"{path.name}.{uuid.uuid4().hex}")

@@ -1,7 +1,7 @@
-"""Routes by which inference engines of others load a checkpoint while they serve: vLLM's, SGLang's, and your own.
+"""HTTP routes by which third-party inference engines load a checkpoint while they serve: vLLM's, SGLang's, your own.
 
 An engine is a class that takes an EngineHttp, the connection to one server. Its methods return once the server has
-done what they ask for, and raise EngineFailed otherwise.
+done what they request, and raise EngineFailed otherwise.
 """
 
 import asyncio
@@ -25,25 +25,25 @@ from rollstream.topics.user_code import load_object
 logger = logging.getLogger(__name__)
 _QUOTED = 300
 VLLM_LORA = "vllm-lora"
-"""Name of the engine that takes adapters alone."""
+"""Name of the engine that loads only adapters."""
 POLICY = "policy"
 """Name of the adapter in vLLM, which requests give as their model."""
 _TRIAL = "policy-on-trial"
 
 
 class EngineFailed(RollstreamError):
-    """An engine did not do what it was asked for, or did not answer."""
+    """An engine refused or failed a request, or did not answer."""
 
 
 class VersionUnfit(EngineFailed):
-    """An engine cannot get a version. It goes on with the version that it has."""
+    """An engine cannot fetch a version, and continues with the version that it has."""
 
 
 class EngineHttp:
     """JSON over HTTP with one server; use it as an async context manager."""
 
     def __init__(self, url: str, config: ServingConfig) -> None:
-        """Raises ConfigurationError if the key cannot be resolved."""
+        """Resolve the API key. Raises ConfigurationError if that fails."""
         self.url = url.rstrip("/").removesuffix("/v1")
         key = resolve("serving.api_key", config.api_key)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -51,7 +51,8 @@ class EngineHttp:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # A connection for each request: servers close idle ones, and a POST on one that just closed is not repeated.
+        # One connection for each request: servers close idle connections, and aiohttp does not repeat a POST on a
+        # connection that has just closed.
         connector = aiohttp.TCPConnector(force_close=True)
         timeout = aiohttp.ClientTimeout(total=None)
         self._session = aiohttp.ClientSession(headers=self._headers, timeout=timeout, connector=connector)
@@ -64,15 +65,18 @@ class EngineHttp:
             await self._session.close()
 
     async def get(self, path: str) -> dict[str, Any]:
-        """Return the object that a GET answers. Raises EngineFailed."""
+        """Return the JSON object that a GET request returns. Raises EngineFailed."""
         return _object(path, await self._request("GET", path, None, self._config.request_timeout_s))
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None, *, loading: bool = False) -> dict[str, Any]:
-        """Return the object that a POST answers; `loading` allows it serving.load_timeout_s. Raises EngineFailed."""
+        """Return the JSON object that a POST request returns. Raises EngineFailed.
+
+        The request may take serving.load_timeout_s with `loading`, else serving.request_timeout_s.
+        """
         return _object(path, await self.post_for_text(path, body, loading=loading))
 
     async def post_for_text(self, path: str, body: Mapping[str, Any] | None = None, *, loading: bool = False) -> str:
-        """As `post`, for a route whose answer is no JSON: return it as text."""
+        """Like `post`, but return the response as text, for a route that does not answer with JSON."""
         timeout_s = self._config.load_timeout_s if loading else self._config.request_timeout_s
         return await self._request("POST", path, body, timeout_s)
 
@@ -102,7 +106,7 @@ def _object(path: str, text: str) -> dict[str, Any]:
 
 
 class ServingEngine(Protocol):
-    """How one kind of engine changes its weights. Requests in flight survive if pause keeps them."""
+    """Interface by which one kind of engine changes its weights. Requests in flight survive if `pause` keeps them."""
 
     async def pause(self) -> None:
         """Stop sampling until `resume`."""
@@ -111,7 +115,7 @@ class ServingEngine(Protocol):
         """Load the checkpoint in a directory, and sample under this label from then on."""
 
     async def resume(self) -> None:
-        """Sample again."""
+        """Continue to sample."""
 
     async def label(self) -> str:
         """Return the label of the weights in use."""
@@ -119,16 +123,16 @@ class ServingEngine(Protocol):
 
 @runtime_checkable
 class PreparedEngine(Protocol):
-    """An engine that fetches versions itself, and samples meanwhile."""
+    """An engine that fetches versions itself while it samples."""
 
     async def prepare(self, label: str) -> None:
-        """Return once the version of this label can be loaded. Raises VersionUnfit if it cannot be had."""
+        """Return once the version of this label can be loaded. Raises VersionUnfit if it cannot be fetched."""
 
 
 class VllmEngine:
-    """vLLM's routes of its development mode (VLLM_SERVER_DEV_MODE=1).
+    """Routes of vLLM's development mode (VLLM_SERVER_DEV_MODE=1).
 
-    Requests in flight are kept: vLLM drops their keys and values, and computes them again with the new weights.
+    Requests in flight are kept: vLLM drops their cached keys and values, and recomputes them with the new weights.
     """
 
     def __init__(self, http: EngineHttp) -> None:
@@ -154,19 +158,19 @@ class VllmEngine:
 
 
 class VllmLoraEngine(VllmEngine):
-    """vLLM's routes of adapters, beside a base that stays, and those of its development mode.
+    """Routes of vLLM for adapters on a base model that does not change, and routes of its development mode.
 
     It needs `--enable-lora` and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. Requests name the adapter, POLICY, as their model.
 
-    A request carries the adapter's path and reads it again whenever the engine does not hold the adapter: so the path
-    stays the same, and the engine drops what it holds. vLLM's own `load_inplace` would stay with the requests: each
-    step reads the adapter anew, from the path that its request began with.
+    Each request carries the adapter's path, from which vLLM reads the adapter whenever the engine does not hold it. An
+    update therefore replaces the files at that path, and then makes the engine drop the adapter. The update does not
+    set vLLM's `load_inplace`, because requests would carry it too, and read the adapter again in each step.
     """
 
     async def load(self, directory: Path, label: str) -> None:
         """See ServingEngine."""
-        # A damaged adapter is refused here; within a step it would end the engine. vLLM takes the load in place as one
-        # that may be repeated.
+        # This trial load finds a damaged adapter, which would end the engine if it were read within a step. With
+        # load_inplace, vLLM lets the trial be repeated under the same name.
         await self._post_adapter("load", lora_name=_TRIAL, lora_path=str(directory), load_inplace=True)
         path = str(await asyncio.to_thread(replace_adapter, directory, self._http.url))
         for number in await self._held():
@@ -181,20 +185,20 @@ class VllmLoraEngine(VllmEngine):
         await self._http.post("/update_weight_version", {"new_version": label})
 
     async def _post_adapter(self, verb: str, **adapter: object) -> None:
-        # vLLM answers these routes with a sentence.
+        # vLLM answers these routes with plain text.
         await self._http.post_for_text(f"/v1/{verb}_lora_adapter", adapter, loading=True)
 
     async def _held(self) -> list[int]:
-        """Numbers of the adapters that the engine's workers hold; each answers a set, as text."""
+        """Numbers of the adapters that the engine's workers hold; each worker returns a set, as text."""
         answer = await self._http.post("/collective_rpc", {"method": "list_loras"})
         return sorted({int(number) for held in answer.get("results", []) for number in re.findall(r"\d+", str(held))})
 
 
 class SglangEngine:
-    """SGLang's routes, which are always there. Requests in flight are kept, with the keys and values they have.
+    """SGLang's routes, which need no special mode. Requests in flight are kept, with their cached keys and values.
 
-    Its cache of prefixes can be emptied only while no request is in flight: SGLang's scheduler ends if a load asks for
-    that meanwhile. So it is asked afterwards, and may decline.
+    SGLang can flush its prefix cache only while no request is in flight; a load that asks for it at another time ends
+    SGLang's scheduler. The flush is therefore a separate request after the load, and SGLang may decline it.
     """
 
     def __init__(self, http: EngineHttp) -> None:
@@ -206,8 +210,8 @@ class SglangEngine:
 
     async def load(self, directory: Path, label: str) -> None:
         """See ServingEngine."""
-        # abort_all_requests is named although it is the default: the default of a neighbouring route aborts.
-        # That of flush_cache is the one that ends the scheduler.
+        # abort_all_requests has its default, but is set because a similar route aborts by default. flush_cache is set
+        # because its default can end the scheduler.
         update = {
             "model_path": str(directory),
             "weight_version": label,
@@ -240,7 +244,7 @@ ENGINES: Mapping[str, Callable[[EngineHttp], ServingEngine]] = {
 
 
 def engine_named(name: str) -> Callable[[EngineHttp], ServingEngine]:
-    """Return what makes an engine of this kind.
+    """Return the class or function that creates an engine of this kind.
 
     Raises ConfigurationError if there is no such name, or a class named by its import path lacks a method.
     """
@@ -248,7 +252,7 @@ def engine_named(name: str) -> Callable[[EngineHttp], ServingEngine]:
         return ENGINES[name]
     if ":" not in name:
         raise ConfigurationError(
-            f"serving.engine is {name!r}; it is {', '.join(ENGINES)}, vllm-plugin, or a class: package.module:Class"
+            f"serving.engine is {name!r}; it must be {', '.join(ENGINES)}, vllm-plugin or package.module:Class"
         )
     engine: Callable[[EngineHttp], ServingEngine] = load_object(
         name, "serving.engine names", "an engine is named package.module:Class"

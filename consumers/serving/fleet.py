@@ -1,7 +1,7 @@
-"""EngineFleet: follows the policy versions of a run, and keeps the inference engines of others on the newest one.
+"""EngineFleet: follows the policy versions of a run, and keeps third-party inference engines on the newest one.
 
 A version is fetched, checked against its digests and written whole before any engine pauses for it; engines with our
-plug-in fetch and check it themselves, and nothing is written. An engine that fails holds up no other.
+plug-in fetch and check it themselves, and nothing is written. An engine that fails does not delay the other engines.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ class EngineFleet:
         weights: WeightsConfig | None = None,
         tokenizer: str = "",
     ) -> None:
-        """`directory` takes the checkpoints; `tokenizer` is a checkpoint whose tokenizer is copied into them.
+        """Checkpoints are written to `directory`; `tokenizer` is a checkpoint whose tokenizer is copied into them.
 
         Raises ConfigurationError if no engine is named.
         """
@@ -84,11 +84,11 @@ class EngineFleet:
     async def serve_until(
         self, stop: asyncio.Event, *, on_ready: Callable[[], object], on_wait: Callable[[str], object] = lambda _: None
     ) -> None:
-        """Follow until `stop` is set; updates in progress are finished then.
+        """Follow the versions until `stop` is set; then finish updates in progress.
 
-        `on_ready` is called once the first engine samples with a version of the run, `on_wait` now and then before.
-        Raises TopicError, BrokerUnavailable, StoreError if another process writes the directory, ConfigurationError or
-        CheckpointRefused if the first version cannot be written as a checkpoint.
+        `on_ready` is called once the first engine samples with a version of the run, and `on_wait` about every ten
+        seconds until then. Raises TopicError or BrokerUnavailable, StoreError if another process writes to the
+        directory, and ConfigurationError or CheckpointRefused if the first version cannot be written as a checkpoint.
         """
         await asyncio.to_thread(check_topics, self._kafka, self._run)
         async with AsyncExitStack() as stack:
@@ -108,7 +108,7 @@ class EngineFleet:
             try:
                 ended, _ = await asyncio.wait([following, *updating], return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
-                    await task  # raises its error
+                    await task  # Raises the error of the task.
             finally:
                 tasks = [following, *updating, announcing]
                 for task in tasks:

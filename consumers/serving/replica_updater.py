@@ -1,7 +1,8 @@
 """ReplicaUpdater: keeps one inference engine on the newest checkpoint, and never lets it sample with torn weights.
 
-An update pauses the engine, loads, and resumes it. If loading fails, the newest version that it had is loaded
-before the engine resumes; if that fails too, the engine stays paused, drained, and is tried again.
+Weights are torn if they are of two versions. An update pauses the engine, loads a checkpoint and resumes the engine. If
+loading fails, the newest version that the engine had is loaded before it resumes; if that fails too, the engine is
+drained: it stays paused, and the update is tried again.
 """
 
 import asyncio
@@ -38,17 +39,17 @@ class ReplicaState(StrEnum):
 
 
 class ReplicaUpdater:
-    """Updates one engine; the engines of a run share their checkpoints, and wait for nothing else of each other."""
+    """Updates one engine. The engines of a run share their checkpoints, but do not wait for one another."""
 
     def __init__(self, url: str, engine: ServingEngine, checkpoints: ServedVersions, config: ServingConfig) -> None:
         self.url = url
         self.state = ReplicaState.UNKNOWN
         self.version = UNKNOWN
-        """Policy version that it samples with; -1 if that is not known."""
+        """Policy version that it samples with; -1 if unknown."""
         self.swaps = self.failures = 0
-        """Versions loaded, and attempts to load one that failed."""
+        """Numbers of updates that succeeded, and of attempts that failed."""
         self.paused_s = 0.0
-        """Time for which it was paused by updates."""
+        """Time in seconds for which updates have paused it."""
         self._engine = engine
         self._checkpoints = checkpoints
         self._config = config
@@ -79,11 +80,11 @@ class ReplicaUpdater:
         return self.version != target.version and self._failed[target.version] < self._config.attempts
 
     def _pause_s(self) -> float:
-        """Time to wait for a newer version before the engine is looked after again, longer while it is drained."""
+        """Time to wait for a newer version before the engine is checked again, longer while it is drained."""
         return float(self._config.retry_s * 2 ** min(self._drains, _MOST_DOUBLINGS))
 
     async def _check(self) -> None:
-        """Ask for the version: an engine that was started again has weights of its own."""
+        """Ask for the version: an engine that was restarted does not have the weights of `version`."""
         try:
             label = await _ask(self._engine.label())
         except EngineFailed as error:
@@ -102,7 +103,7 @@ class ReplicaUpdater:
             self.state, self.version = ReplicaState.UNKNOWN, UNKNOWN
 
     async def _update(self, target: ServedCheckpoint) -> None:
-        """Bring the engine to a version, or back to one that it had."""
+        """Update the engine to a version, or restore one that it had."""
         with self._checkpoints.using(target):
             if not await self._prepare(target):
                 return
@@ -110,7 +111,7 @@ class ReplicaUpdater:
             try:
                 await _ask(self._engine.pause())
             except EngineFailed as error:
-                # Its weights are untouched. It may have paused all the same, too late for its answer.
+                # Its weights are unchanged. It may still have paused, after the request timed out, so it is resumed.
                 await self._resume_unchanged()
                 self._unreachable(error)
                 return
@@ -121,7 +122,7 @@ class ReplicaUpdater:
                 self.paused_s += time.monotonic() - began
 
     async def _prepare(self, target: ServedCheckpoint) -> bool:
-        """Have the engine fetch a version, if it does that itself, while it samples; return whether it can load it."""
+        """Let an engine that fetches versions itself fetch one while it samples; return whether it can be loaded."""
         if not isinstance(self._engine, PreparedEngine):
             return True
         try:
@@ -169,7 +170,7 @@ class ReplicaUpdater:
         return True
 
     async def _restore(self, failed: int) -> bool:
-        """Load the newest version that it had, or another had; if there is none, or it fails, the engine is drained."""
+        """Load the newest version that it had, or another engine had; if there is none, or loading fails, drain it."""
         self.version = UNKNOWN
         fallback = self._checkpoints.fallback(failed, self.url)
         if fallback is not None:
@@ -177,7 +178,7 @@ class ReplicaUpdater:
                 if await self._load(fallback):
                     event(logger, "replica_restored", level=logging.WARNING, url=self.url, version=fallback.version)
                     return True
-        self._drained(f"version {failed} could not be loaded, and no version before it")
+        self._drained(f"neither version {failed} nor an earlier version could be loaded")
         return False
 
     async def _resume(self, began: float) -> None:
@@ -208,7 +209,7 @@ class ReplicaUpdater:
             level=logging.ERROR,
             url=self.url,
             reason=reason,
-            remedy="it stays paused and is tried again; look at its log, or start it again",
+            remedy="it stays paused and is tried again; check its log, or restart it",
         )
 
     def _unreachable(self, error: EngineFailed) -> None:
@@ -219,7 +220,7 @@ class ReplicaUpdater:
 
 
 async def _ask(call: Awaitable[T]) -> T:
-    """Await a call of an engine. Users' engines may raise any error; it becomes EngineFailed, and others go on."""
+    """Await a call of an engine. Any error of a user's engine becomes EngineFailed, so other engines continue."""
     try:
         return await call
     except EngineFailed:

@@ -1,6 +1,6 @@
-"""Versions that engines can be brought to: the newest, those that an engine goes back to, and those in use.
+"""Versions that engines can load: the newest versions, versions to fall back to, and versions in use.
 
-For one event loop. A version that no engine needs any more is removed.
+Use it from one event loop. A version that no engine needs any longer is removed.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ class ServedCheckpoint:
 
     version: int
     directory: Path
-    """It in Hugging Face's layout; the current directory, which nobody reads, if engines fetch versions themselves."""
+    """Its files in Hugging Face's layout; the current directory, which is not read, if engines fetch versions."""
 
 
 class ServedVersions:
-    """The versions of a run that engines load, and what is known of them."""
+    """The versions of a run that engines load, and which engine has loaded which version."""
 
     def __init__(self, *, keep_versions: int) -> None:
-        """`keep_versions` is that of ServingConfig."""
+        """`keep_versions` is as in ServingConfig."""
         self._keep_versions = keep_versions
         self._checkpoints: dict[int, ServedCheckpoint] = {}
         self._uses: Counter[int] = Counter()
@@ -38,7 +38,7 @@ class ServedVersions:
         return self._checkpoints[max(self._checkpoints)] if self._checkpoints else None
 
     async def announce(self, checkpoint: ServedCheckpoint) -> None:
-        """Offer a version to the engines, and remove what is no longer needed."""
+        """Offer a version to the engines, and remove versions that are no longer needed."""
         async with self._changed:
             self._checkpoints[checkpoint.version] = checkpoint
             self._changed.notify_all()
@@ -48,10 +48,10 @@ class ServedVersions:
             await self.remove(self._checkpoints.pop(version))
 
     async def remove(self, checkpoint: ServedCheckpoint) -> None:
-        """Give up what a version takes, once nobody needs it; subclasses define it."""
+        """Release the storage of a version that is no longer needed; subclasses override it."""
 
     async def wait_newer(self, version: int, timeout_s: float) -> None:
-        """Wait until there is a newer version than `version`, at most that long."""
+        """Wait until there is a newer version than `version`, at most `timeout_s`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s), self._changed:
                 await self._changed.wait_for(lambda: self.newest is not None and self.newest.version > version)
@@ -61,9 +61,9 @@ class ServedVersions:
         self._good.setdefault(engine, set()).add(version)
 
     def fallback(self, failed: int, engine: str) -> ServedCheckpoint | None:
-        """Return the newest version, other than the failed one, that this engine has loaded, or else any other.
+        """Return the newest version that this engine has loaded, or else the newest that another engine has loaded.
 
-        None if there is none. An engine that fetches versions itself holds only its own.
+        The `failed` version is left out. Returns None if there is no other version.
         """
         others = (version for other in self._good for version in self._good_ones(other))
         good = (*self._good_ones(engine), *sorted(others, reverse=True))
@@ -71,7 +71,7 @@ class ServedVersions:
 
     @contextmanager
     def using(self, checkpoint: ServedCheckpoint) -> Iterator[Path]:
-        """Keep a version within this context."""
+        """Do not remove a version within this context."""
         self._uses[checkpoint.version] += 1
         try:
             yield checkpoint.directory
@@ -79,5 +79,5 @@ class ServedVersions:
             self._uses[checkpoint.version] -= 1
 
     def _good_ones(self, engine: str) -> list[int]:
-        """Versions, still there, that an engine has loaded, newest first."""
+        """Versions that an engine has loaded and that are not removed, newest first."""
         return sorted(self._good.get(engine, set()) & self._checkpoints.keys(), reverse=True)

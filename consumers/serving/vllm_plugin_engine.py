@@ -1,7 +1,7 @@
-"""VllmPluginEngine: how serve-weights updates a vLLM whose workers fetch policy versions themselves, by our plug-in.
+"""VllmPluginEngine: updates a vLLM whose workers fetch policy versions themselves, through our plug-in.
 
-A version passes from the log into the engine's memory: no process here fetches it, and no file is written. The engine
-goes on sampling while its workers fetch, and pauses once each of them holds the version.
+A version passes from the log into the engine's memory; serve-weights does not fetch it, and writes no file. The engine
+samples while its workers fetch, and pauses once each of them holds the version.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _LONGEST_LOOK_S = 1.0
 
 
 class VllmPluginEngine(VllmEngine):
-    """vLLM's routes of its development mode, started with our weight transfer engine and worker extension."""
+    """Routes of the development mode of a vLLM that has our weight transfer engine and worker extension."""
 
     def __init__(
         self, http: EngineHttp, kafka: KafkaConfig, run: str, config: ServingConfig, weights: WeightsConfig
@@ -42,7 +42,7 @@ class VllmPluginEngine(VllmEngine):
     async def prepare(self, label: str) -> None:
         """Have each worker fetch a version while the engine samples; return once all hold it.
 
-        Raises VersionUnfit with the reason if one cannot, EngineFailed if the engine does not answer.
+        Raises VersionUnfit with the reason if a worker cannot fetch it, EngineFailed if the engine does not answer.
         """
         await self._http.post("/init_weight_transfer_engine", {"init_info": self._info}, loading=True)
         await self._call("rollstream_fetch", label)
@@ -57,18 +57,18 @@ class VllmPluginEngine(VllmEngine):
             if time.monotonic() > deadline:
                 raise VersionUnfit(f"its workers did not fetch version {label} within {self._load_timeout_s:g} s")
             await asyncio.sleep(look_s)
-            # Each look interrupts the engine's sampling for a moment.
+            # Each check interrupts the engine's sampling for a moment.
             look_s = min(2 * look_s, _LONGEST_LOOK_S)
 
     async def load(self, directory: Path, label: str) -> None:
-        """See ServingEngine; the version is the one in the workers' memory, and no directory is read."""
+        """See ServingEngine; the version is loaded from the workers' memory, and no directory is read."""
         try:
             await self._http.post("/start_weight_update")
         except EngineFailed:
-            # An update that nobody finished, because its serve-weights was killed, is still open.
+            # An earlier update may still be open, because the serve-weights that began it was killed.
             await self._http.post("/finish_weight_update", {})
             await self._http.post("/start_weight_update")
-        # Somebody else may have replaced the weights meanwhile; then their label is none of ours.
+        # The label names the version in the engine, unless something else has replaced the weights.
         before = await self.label()
         update = {"version": int(label), "onto": int(before) if before.isdecimal() else -1}
         await self._http.post("/update_weights", {"update_info": update}, loading=True)

@@ -1,4 +1,4 @@
-"""Settings of trackers, without the packages they need."""
+"""Settings of trackers; this module does not import their packages."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,16 +11,16 @@ class TrackerConfig:
     """The tracker that `rollstream sink` fills with the steps of a learner, from the log."""
 
     to: str = "trackio"
-    """trackio, wandb, tensorboard, or your own: package.module:Class or path/to/file.py:Class."""
+    """trackio, wandb, tensorboard, or your own class: package.module:Class or path/to/file.py:Class."""
     directory: str = ""
-    """Directory of what the tracker keeps on this machine; empty: trackers in data_dir."""
+    """Directory for the tracker's files on this machine; empty: trackers in data_dir."""
     project: str = "rollstream"
     """Project that the run appears in."""
     traces: int = 4
-    """Rollouts of each step that are sent as traces, drawn from those it trained on; 0: none."""
+    """Number of rollouts that are sent as traces for each step, drawn from its trained rollouts; 0: none."""
     options: Mapping[str, str] = field(default_factory=dict)
-    """Further arguments of the tracker's own, such as space_id for trackio or mode for wandb."""
+    """Further arguments of the tracker, such as space_id for trackio or mode for wandb."""
 
     def __post_init__(self) -> None:
         if self.traces < 0:
-            raise ConfigurationError(f"tracker.traces is {self.traces}; it must be 0 or more rollouts of a step")
+            raise ConfigurationError(f"tracker.traces is {self.traces}; it must be at least 0")

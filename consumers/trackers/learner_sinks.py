@@ -1,4 +1,4 @@
-"""Trackers that are sinks of a learner's metrics, too: TensorBoard and Weights & Biases take figures without traces."""
+"""Trackers that are also sinks of a learner's metrics: TensorBoard and Weights & Biases get figures without traces."""
 
 from rollstream.consumers.learner.records.metric_sinks import (
     MetricSink,
@@ -13,7 +13,7 @@ from rollstream.topics.records import LearnerStep
 
 
 class SinkTracker:
-    """Hands the figures of steps to a sink of metrics."""
+    """Passes the figures of steps to a metric sink."""
 
     def __init__(self, sink: MetricSink) -> None:
         self._sink = sink
@@ -47,11 +47,11 @@ def tensorboard_tracker(tracked: TrackedRun) -> SinkTracker:
 
 
 def wandb_tracker(tracked: TrackedRun) -> SinkTracker:
-    """A run of Weights & Biases below {directory}; offline unless the option mode says online."""
+    """A run of Weights & Biases below {directory}; offline unless the option `mode` is online."""
     package = sink_package("wandb", "tracker.to")
     mode = tracked.config.options.get("mode", "offline")
     if mode not in ("offline", "online"):
-        raise ConfigurationError(f"tracker.options.mode is {mode!r}; wandb is offline or online")
+        raise ConfigurationError(f"tracker.options.mode is {mode!r}; it must be offline or online")
     config = SinksConfig(
         wandb=str(tracked.directory),
         wandb_project=tracked.config.project,

@@ -1,4 +1,4 @@
-"""Traces of rollouts: messages, metadata and spans in the form that trackers of agents share. Pure."""
+"""Traces of rollouts: messages, metadata and spans in the common form of agent trackers. Pure functions."""
 
 from typing import Any, NamedTuple
 
@@ -7,18 +7,18 @@ from rollstream.topics.records import LearnerStep, Rollout, TrainingBatch, Turn
 
 
 class BatchedRollout(NamedTuple):
-    """A rollout with its row of a batch."""
+    """A rollout with its row in a batch."""
 
     rollout: Rollout
     batch: TrainingBatch
     row: int
     place: str
-    """PARTITION:OFFSET of `rollouts`, which `rollstream show` takes."""
+    """PARTITION:OFFSET on `rollouts`, an argument of `rollstream show`."""
     appended_ms: int
 
     @property
     def advantage(self) -> float:
-        """Advantage of the first sampled token; most estimators give all tokens of a rollout the same."""
+        """Advantage of the first sampled token; most estimators give the same advantage to all tokens of a rollout."""
         span = slice(int(self.batch.splits[self.row]), int(self.batch.splits[self.row + 1]))
         sampled = self.batch.advantages[span][self.batch.loss_mask[span]]
         return float(sampled[0]) if len(sampled) else 0.0

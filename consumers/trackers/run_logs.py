@@ -1,4 +1,4 @@
-"""The log of runs as a tracker's feed reads it: topics on the brokers, or an archive of them."""
+"""The log of runs, which a tracker's feed reads: topics on the brokers, or an archive of them."""
 
 from collections.abc import Iterator
 from typing import Protocol
@@ -17,20 +17,20 @@ from rollstream.topics.kafka.records import KafkaRecord
 
 
 class RunLog(Protocol):
-    """Records of runs. Names of topics are those of the catalogue."""
+    """Records of runs. Topics are named as in the catalogue, without the run."""
 
     def messages(self, run: str, topic: str, start: int) -> Iterator[KafkaRecord]:
-        """Yield the committed records of a topic of one partition, from an offset to its present end."""
+        """Yield the committed records of a topic of one partition, from an offset to its current end."""
 
     def record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
-        """Return one record; None if the log holds it no more."""
+        """Return one record, or None if it is no longer on the log."""
 
     def close(self) -> None:
         """Release clients."""
 
 
 class BrokerLog(Closing):
-    """Topics on the brokers; one client reads all single records."""
+    """Topics on the brokers. One client serves all calls of `record`."""
 
     def __init__(self, kafka: KafkaConfig) -> None:
         clients.check_broker(kafka)
@@ -57,7 +57,7 @@ class BrokerLog(Closing):
 
 
 class ArchiveLog:
-    """An archive; the records of the file that was read last of each topic are kept for the next question."""
+    """An archive. For each topic, the records of the file that was read last are kept for the next call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

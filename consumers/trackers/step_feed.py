@@ -1,6 +1,6 @@
-"""StepFeed: the steps of one learner as trackers take them, read from the log by position, with traces of rollouts.
+"""StepFeed: the steps of one learner, with traces of rollouts, in the form that trackers accept.
 
-The content of a step is a function of the log, the same whenever it is read: a tracker can be filled later, or again.
+The content of a step depends only on the log, so a tracker can be filled later, or again, with the same content.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 
 class StepFeed:
-    """Reads the steps of one learner; each call of `steps` goes on where the one before ended."""
+    """Reads the steps of one learner; each call of `steps` continues where the previous one ended."""
 
     def __init__(self, log: RunLog, run: str, learner: str, traces: int) -> None:
         self._log, self._run, self._learner, self._most = log, run, learner, traces
@@ -33,7 +33,7 @@ class StepFeed:
         self.skipped = SkippedRecords("sink", logged=False)
         """Invalid records that were skipped."""
         self.missing_rollouts = 0
-        """Rollouts drawn for traces that the log holds no more."""
+        """Number of rollouts drawn for traces that are no longer on the log."""
 
     def newest_step(self) -> int:
         """Read `steps` to its end; return the newest step that `steps` has not yielded yet, -1 if there is none."""
@@ -43,7 +43,7 @@ class StepFeed:
             if step is not None:
                 self.learners.add(step.learner)
                 if step.learner == self._learner:
-                    # A step that was executed again is on record as it was executed last.
+                    # If a step was executed again, its last record counts.
                     self._unwritten[step.step] = (message.timestamp_ms, step)
         return max(self._unwritten, default=-1)
 
@@ -53,7 +53,7 @@ class StepFeed:
             self._unwritten = {}
             return
         unwritten, self._unwritten = self._unwritten, {}
-        # Read after the newest step, so that what was appended before it is there.
+        # Read after `steps`, so that all metrics appended before the newest step are on the log.
         messages = self._log.messages(self._run, "metrics", self._metrics_position)
         message = next(messages, None)
         for number in sorted(unwritten):
@@ -65,10 +65,10 @@ class StepFeed:
                 yield self._tracked(step)
 
     def _take_metrics(self, message: KafkaRecord) -> None:
-        """Let the figures of a record be the newest ones of its component."""
+        """Store the figures of a record as the newest ones of its component."""
         self._metrics_position = message.offset + 1
         record = self.skipped.decode(Metrics, message)
-        # A learner's own figures are on `steps`, complete.
+        # The figures of learners are complete on `steps`.
         if record is not None and not record.component.startswith("learn-"):
             subject = "/".join((record.component, *(f"{k}={v}" for k, v in sorted(record.labels.items()))))
             self._components |= {f"{subject}/{name}": value for name, value in record.values.items()}
@@ -85,7 +85,7 @@ class StepFeed:
         )
 
     def _traces(self, step: LearnerStep) -> Iterator[RolloutTrace]:
-        """Traces of some rollouts that the step trained on, drawn alike whenever the step is read."""
+        """Traces of some rollouts that the step trained on, the same ones whenever the step is read."""
         rows = [(offset, row) for offset, numbers in trained_rows(step.uses).items() for row in numbers]
         draws = generator_at(crc32(step.learner.encode()), step.step).random(len(rows)).argsort()[: self._most]
         batches: dict[int, tuple[str, TrainingBatch] | None] = {}

@@ -1,6 +1,6 @@
-"""The interface of trackers, and what they are given: steps with figures and traces of rollouts, as plain values.
+"""The interface of trackers, and their input: steps with figures and traces of rollouts, as plain values.
 
-A tracker tells which step it holds last, so it is continued there, whatever stopped the process that filled it.
+A tracker reports the last step that it has, so filling continues there after any interruption.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ TRACKERS = {
     "wandb": "rollstream.consumers.trackers.learner_sinks:wandb_tracker",
     "tensorboard": "rollstream.consumers.trackers.learner_sinks:tensorboard_tracker",
 }
-"""Trackers that ship, by the names in `tracker.to`."""
+"""Built-in trackers, by their names in `tracker.to`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class RolloutTrace:
     metadata: dict[str, Any]
     """Reward, advantage, environment, version, fate, place on the log and more, as plain values."""
     spans: list[dict[str, Any]]
-    """Generations of the policy, with their durations where the server told them."""
+    """Generations of the policy, with their durations if the server reported them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ class TrackedStep:
     timestamp: float
     """When it was executed, seconds since the Unix epoch."""
     metrics: Mapping[str, float]
-    """The step's own figures, and below the names of other components their newest ones at that time."""
+    """The step's own figures, and the newest figures of other components then, prefixed with the component's name."""
     traces: tuple[RolloutTrace, ...]
 
 
@@ -53,7 +53,7 @@ class TrackedRun:
     run: str
     learner: str
     newest_step: int
-    """The learner's newest step on record. A tracker that holds later ones holds an earlier run of the same name."""
+    """The learner's newest step on record. A tracker with later steps has an earlier run of the same name."""
     directory: Path
     config: TrackerConfig
 
@@ -62,18 +62,18 @@ class Tracker(Protocol):
     """One place that is filled with the steps of one learner. Its class is called with a TrackedRun."""
 
     last: int
-    """The newest step it holds when it is opened, -1 if none."""
+    """The newest step it has when it is opened; -1 if it has none."""
 
     def write(self, step: TrackedStep) -> None:
-        """Write a step; steps come in ascending order, each above `last` and each once."""
+        """Write a step; steps arrive in ascending order, each above `last` and each once."""
 
     def close(self) -> None:
-        """Return once everything written is kept."""
+        """Return once everything written is stored."""
 
 
 def open_tracker(tracked: TrackedRun) -> Tracker:
     """Open the tracker that `tracker.to` names. Raises ConfigurationError if there is none of that name."""
     name = tracked.config.to
-    kind = f"a tracker is one of {', '.join(TRACKERS)}, or is named package.module:Class"
+    kind = f"a tracker is one of {', '.join(TRACKERS)}, or a class, named package.module:Class"
     make: Callable[[TrackedRun], Tracker] = load_object(TRACKERS.get(name, name), "tracker.to names", kind)
     return make(tracked)

@@ -14,12 +14,12 @@ TRACES = "rollouts"
 
 
 class TrackioTracker:
-    """A run of trackio with one name for each learner of a run; it is continued where it ended."""
+    """A run of trackio, named after a run and a learner; it is continued where it ended."""
 
     def __init__(self, tracked: TrackedRun) -> None:
         directory = tracked.directory / "trackio"
         directory.mkdir(parents=True, exist_ok=True)
-        # Read by trackio when it is imported.
+        # trackio reads it when it is imported.
         os.environ.setdefault("TRACKIO_DIR", str(directory))
         try:
             self._trackio: Any = importlib.import_module("trackio")
@@ -30,13 +30,13 @@ class TrackioTracker:
         self._tracked = tracked
         self._run = self._opened("allow")
         if self.last > tracked.newest_step:
-            # An earlier run of this name; trackio keeps both.
+            # It continued an earlier run of this name; a new one is opened, and trackio keeps both.
             self.close()
             self._run = self._opened("never")
 
     def _opened(self, resume: str) -> Any:
         tracked = self._tracked
-        # It reports on stdout, which belongs to the command.
+        # trackio prints to stdout, which is for the output of the command.
         with contextlib.redirect_stdout(sys.stderr):
             run = self._trackio.init(
                 project=tracked.config.project,
@@ -49,7 +49,7 @@ class TrackioTracker:
                 auto_log_cpu=False,
                 **tracked.config.options,
             )
-        # The step that it would give the next figures: its own rule of resuming, for local and distant runs alike.
+        # The step that trackio would assign next, which it also determines for a remote run that is resumed.
         self.last = int(run._next_step) - 1
         return run
 
@@ -61,5 +61,5 @@ class TrackioTracker:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
-            # Not the run's own method: at its exit the process would finish it a second time.
+            # Not the run's own method, after which trackio would finish the run again when the process exits.
             self._trackio.finish()

@@ -1,1 +1,1 @@
-"""A plug-in for vLLM: its processes fetch policy versions from the log themselves. Imports vLLM and torch when used."""
+"""A plug-in for vLLM, whose processes then fetch policy versions from the log. Imports vLLM and torch when used."""

@@ -8,7 +8,7 @@ BACKEND = "rollstream"
 
 
 def register() -> None:
-    """Register the weight transfer engine; a vLLM without such engines is left as it is."""
+    """Register the weight transfer engine, unless this vLLM lacks support for such engines."""
     _request_amx()
     try:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
@@ -21,11 +21,11 @@ def register() -> None:
 
 
 def _request_amx() -> None:
-    """Ask Linux for the processor's matrix tiles (AMX), which vLLM's attention uses on a CPU for bfloat16.
+    """Ask Linux for permission to use the processor's matrix tiles (AMX), as vLLM's attention does on a CPU for bfloat16.
 
-    Linux ends a process that uses them unasked with SIGILL, and gives them to a process, not to what it starts. vLLM
-    0.32 leaves the request to oneDNN, which makes it only for multiplications that it finds large enough.
+    Linux ends a process that uses them without permission with SIGILL, and programs that a process starts need their
+    own permission. vLLM 0.32 leaves the request to oneDNN, which makes it only for large multiplications.
     """
-    # vLLM has imported torch. The function is private, and may be gone once torch or vLLM asks by itself.
+    # vLLM has imported torch. The function is private, and may disappear once torch or vLLM makes the request.
     cpu = getattr(sys.modules.get("torch"), "cpu", None)
     getattr(cpu, "_init_amx", bool)()

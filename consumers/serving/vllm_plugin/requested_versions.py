@@ -1,7 +1,7 @@
-"""RequestedVersions: fetches the policy versions that it is asked for, in a thread, and holds the newest one fetched.
+"""RequestedVersions: fetches requested policy versions in a thread, and holds the last version fetched.
 
-Every version is compared with the digests in its manifest. If deltas lead from the version held to the one asked for,
-only those are fetched. A request returns at once, so that an engine goes on sampling while its next version arrives.
+Every version is compared with the digests in its manifest. If deltas lead from the held version to the requested one,
+only the deltas are fetched. A request returns at once, so an engine can sample while its next version arrives.
 """
 
 import logging
@@ -31,18 +31,18 @@ NONE = -1
 
 
 class VersionNotHeld(RollstreamError):
-    """A policy version that is wanted has not been fetched."""
+    """A requested policy version has not been fetched."""
 
 
 class FetchStatus(NamedTuple):
-    """How far the latest request is."""
+    """Progress of the latest request."""
 
     requested: int
     """Version of the latest request; -1 before the first."""
     held: int
-    """Version held whole; -1 before the first."""
+    """Version that is held; -1 before the first."""
     error: str
-    """Why the requested version cannot be had; empty while it is fetched, and once it is held."""
+    """Why the requested version cannot be fetched; empty while it is being fetched, and once it is held."""
 
 
 class HeldVersion(NamedTuple):
@@ -57,7 +57,7 @@ class RequestedVersions(Closing):
     """Policy versions of a run, fetched on request. Its methods may be called from any thread."""
 
     def __init__(self, kafka: KafkaConfig, run: str, *, fetch_timeout_s: float = 60.0, files_at_once: int = 8) -> None:
-        """`fetch_timeout_s` limits the wait for the manifest of a version, and for each of its next chunks;
+        """`fetch_timeout_s` limits the wait for the manifest of a version, and for each of its chunks;
         `files_at_once` is the number of files read at a time."""
         self._kafka, self._run = kafka, run
         self._fetch_timeout_s, self._files_at_once = fetch_timeout_s, files_at_once
@@ -71,14 +71,14 @@ class RequestedVersions(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread, and the consumers with it."""
+        """End the thread, and close its consumers."""
         self._stop.set()
         with self._changed:
             self._changed.notify_all()
         self._thread.join()
 
     def request(self, version: int) -> None:
-        """Begin to fetch a version, unless it is held or being fetched; one that failed is tried again."""
+        """Begin to fetch a version, unless it is held or being fetched. A failed fetch is repeated."""
         with self._changed:
             again = version == self._requested and not self._error
             self._requested, self._error = version, ""
@@ -89,12 +89,12 @@ class RequestedVersions(Closing):
                 self._changed.notify_all()
 
     def status(self) -> FetchStatus:
-        """Return how far the latest request is."""
+        """Return the progress of the latest request."""
         with self._changed:
             return FetchStatus(self._requested, self._held.version, self._error)
 
     def take(self, version: int) -> HeldVersion:
-        """Return a version. Raises VersionNotHeld unless it is the one held."""
+        """Return the held version. Raises VersionNotHeld if it is not `version`."""
         with self._changed:
             if self._held.version != version:
                 reason = self._error or "request it first, and wait until it is held"
@@ -117,19 +117,19 @@ class RequestedVersions(Closing):
                             ),
                         )
                     arrays = self._fetch(version, *readers)
-                except Exception as failure:  # The engine must go on, and say why it has no newer version.
+                except Exception as failure:  # The thread must continue, and report why the version is missing.
                     named = isinstance(failure, RollstreamError)
                     error = str(failure) if named else f"{type(failure).__name__}: {failure}"
                     event(logger, "version_not_fetched", level=logging.ERROR, version=version, error=error)
                 with self._changed:
-                    # Somebody may have come back meanwhile to the version that is held.
+                    # The held version may have been requested again during the fetch; then it stays.
                     if not error and self._requested != self._held.version:
                         self._held = HeldVersion(version, arrays)
                     if version == self._requested:
                         self._error = error
 
     def _next(self) -> int | None:
-        """Wait for a request of a version that is not held; return the version, or None at the end."""
+        """Wait for a request for a version that is not held, and return the version; return None after `close`."""
         with self._changed:
             while not self._stop.is_set():
                 self._changed.wait_for(lambda: self._pending or self._stop.is_set())

@@ -1,8 +1,8 @@
-"""LogTransferEngine: vLLM's weight transfer engine that loads policy versions which this process fetched from the log.
+"""LogTransferEngine: a weight transfer engine for vLLM that loads policy versions fetched from the log by this process.
 
-vLLM makes one for each worker, and calls it by the methods of its own class WeightTransferEngine. A version goes into
-the model in place, as the elements that changed where vLLM keeps the parameters as they are in a checkpoint, else whole
-from memory. An update that fails may leave the model torn: then the next one loads every tensor of its version.
+vLLM creates one for each worker, and calls the methods of its own class WeightTransferEngine. If vLLM keeps parameters
+as they are in a checkpoint, only the elements that changed are written, in place; otherwise every tensor is loaded. A
+failed update may leave the model torn, with weights of two versions; then the next update loads every tensor.
 """
 
 import logging
@@ -45,7 +45,7 @@ class InitInfo:
     fetch_timeout_s: float = 60.0
     files_at_once: int = 8
     in_place: bool | None = None
-    """Whether only the elements that changed are written; None: where vLLM keeps parameters as in a checkpoint."""
+    """Whether only the elements that changed are written; None: if vLLM keeps parameters as in a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +54,11 @@ class UpdateInfo:
 
     version: int
     onto: int = NONE
-    """Version in force by the engine's label; unless this model got it here, every tensor is loaded."""
+    """Version that the engine's label names. If it is not the one last loaded here, every tensor is loaded."""
 
 
 class LogTransferEngine:
-    """The policy versions of a run, and the model of one worker that they are loaded into."""
+    """Loads the policy versions of a run into the model of one worker."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -66,11 +66,11 @@ class LogTransferEngine:
     defers_processing = False
 
     def __init__(self, config: Any, vllm_config: Any, device: Any, model: Any) -> None:
-        """Takes what vLLM's factory of engines gives: its configurations, the device and the model of this worker."""
+        """Accept the arguments of vLLM's engine factory: its configurations, and this worker's device and model."""
         self.config, self.vllm_config, self.device = config, vllm_config, device
         self.model, self.model_config = model, vllm_config.model_config
         self.updates: Counter[str] = Counter()
-        """How many versions were loaded "in place", and how many "whole"."""
+        """Numbers of versions that were loaded "in place" and "whole"."""
         self._default = self.model, self.model_config
         self._in_place = False
         self._info: InitInfo | None = None
@@ -79,7 +79,7 @@ class LogTransferEngine:
         """Version loaded last; the model has it unless it is torn."""
         self._torn = False
         self._unusable = ""
-        """Why no version can be loaded into the model any more."""
+        """Why no further version can be loaded into the model; empty if one can."""
 
     def parse_init_info(self, values: Mapping[str, Any]) -> InitInfo:
         """Return the body of /init_weight_transfer_engine. Raises ValueError."""
@@ -90,7 +90,7 @@ class LogTransferEngine:
         return _parsed(UpdateInfo, values)
 
     def init_transfer_engine(self, info: InitInfo) -> None:
-        """Begin to read a run. Repeated calls with the same settings change nothing."""
+        """Begin to read a run. A repeated call with the same settings changes nothing."""
         if info == self._info:
             return
         self.shutdown()
@@ -101,18 +101,19 @@ class LogTransferEngine:
             files_at_once=info.files_at_once,
         )
         self._info, self._loaded = info, None
-        # On other devices, and where it quantizes, vLLM computes with copies that it packs after loading.
+        # On other devices, and with quantization, vLLM computes with copies that it packs after loading, so changes in
+        # place would not reach them.
         self._in_place = self.device.type == "cuda" and self.model_config.quantization is None
         if info.in_place is not None:
             self._in_place = info.in_place
 
     def fetch(self, version: int) -> None:
-        """Begin to fetch a version, while the engine goes on sampling."""
+        """Begin to fetch a version, while the engine continues to sample."""
         if self._loaded is None or self._loaded.version != version:
             self._source().request(version)
 
     def status(self) -> FetchStatus:
-        """Return how far the latest fetch is."""
+        """Return the progress of the latest fetch."""
         return self._source().status()
 
     def holds(self, version: int) -> bool:
@@ -120,7 +121,7 @@ class LogTransferEngine:
         return version == (self._loaded.version if self._loaded else None) or version == self.status().held
 
     def start_weight_update(self) -> None:
-        """Do nothing: each update is whole in itself."""
+        """Do nothing: `update_weights` is a complete update."""
 
     def update_weights(self, values: Mapping[str, Any]) -> None:
         """Load a version that was fetched. Raises VersionNotHeld, which changes nothing, or UpdateFailed."""
@@ -139,14 +140,14 @@ class LogTransferEngine:
         except Exception as error:
             event(logger, "version_not_loaded", level=logging.ERROR, version=version, error=str(error))
             raise UpdateFailed(
-                f"policy version {version} could not be loaded ({error}); weights may be torn"
+                f"policy version {version} could not be loaded ({error}); the weights may be torn"
             ) from error
         self._loaded, self._torn = held, False
         self.updates[how] += 1
         event(logger, "version_loaded", version=version, how=how, seconds=round(time.monotonic() - began, 3))
 
     def finish_weight_update(self) -> None:
-        """Do nothing: each update is whole in itself."""
+        """Do nothing: `update_weights` is a complete update."""
 
     def drain_pending(self) -> None:
         """Do nothing: no update is deferred."""
@@ -171,14 +172,14 @@ class LogTransferEngine:
         return self._versions
 
     def _load(self, arrays: Arrays, base: HeldVersion | None) -> str:
-        """Load the changes since `base` if that can be, else everything; return which."""
+        """Load only the changes since `base` if possible, else every tensor; return "in place" or "whole"."""
         if base is not None and self._in_place:
             changes = changed_elements(base.arrays, arrays)
             if changes is not None:
                 try:
                     self._patch(changes, arrays)
                     return "in place"
-                except Exception as error:  # The model's loader does not go with patches; no later one would either.
+                except Exception as error:  # The model's loader rejects patches, and would reject later ones.
                     self._in_place = False
                     event(logger, "no_updates_in_place", level=logging.WARNING, error=str(error))
         self._load_whole(arrays)
@@ -210,19 +211,19 @@ class LogTransferEngine:
                 loaded = self.model.load_weights(_tensors(arrays))
             finally:
                 try:
-                    # After an error, too: what was buffered of this version must not mix with the next.
+                    # Also after an error: buffered tensors of this version must not mix with the next version.
                     finalize_layerwise_reload(self.model, self.model_config)
                 except Exception as error:
                     self._unusable = f"a failed update left the model without its layers ({error})"
                     raise
         missing = sorted(parameters - loaded) if loaded is not None and self.model_config.quantization is None else []
         if missing:
-            raise UpdateFailed(f"the version has nothing for {', '.join(missing[:3])} of {len(missing)} parameters")
+            raise UpdateFailed(f"the version lacks {len(missing)} parameters, such as {', '.join(missing[:3])}")
         _finish_on_device()
 
 
 def _finish_on_device() -> None:
-    """Wait until the device has what was written; the next step computes with it."""
+    """Wait until the device has received the new weights, because the next step uses them."""
     import torch
 
     if torch.accelerator.is_available():
@@ -230,9 +231,9 @@ def _finish_on_device() -> None:
 
 
 def changed_elements(before: Arrays, after: Arrays) -> dict[str, NDArray[np.int64]] | None:
-    """Places, in C order, of the elements of each array that differ in bits; None if vLLM cannot take them as patches.
+    """Indices, in C order, of the elements of each array whose bits differ; None if vLLM cannot apply them as patches.
 
-    It takes floating-point tensors of the same names, shapes and dtypes, and no new values that are NaN.
+    vLLM patches only floating-point tensors of the same names, shapes and dtypes, and accepts no NaN as a new value.
     """
     if before.keys() != after.keys():
         return None
@@ -261,7 +262,7 @@ def tensor_of(array: NDArray[Any]) -> Any:
     copy = np.array(array, order="C")
     if copy.dtype.kind != "V":
         return torch.from_numpy(copy)
-    # Extension types, such as bfloat16, have the same name in torch; numpy hands over their bits.
+    # Extension types, such as bfloat16, have the same name in torch; their bits are passed as integers.
     bits = torch.from_numpy(copy.view({1: np.uint8, 2: np.int16}[copy.dtype.itemsize]))
     return bits.view(getattr(torch, copy.dtype.name))
 
@@ -275,4 +276,4 @@ def _parsed(cls: type[T], values: Mapping[str, Any]) -> T:
     try:
         return cls(**values)
     except TypeError as error:
-        raise ValueError(f"{cls.__name__} is not made of {sorted(values)}: {error}") from error
+        raise ValueError(f"{cls.__name__} does not have the fields {sorted(values)}: {error}") from error

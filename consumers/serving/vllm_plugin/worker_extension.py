@@ -1,7 +1,7 @@
-"""Methods that vLLM's workers get with --worker-extension-cls: serve-weights calls them by /collective_rpc.
+"""Methods added to vLLM's workers by --worker-extension-cls; serve-weights calls them through /collective_rpc.
 
-vLLM's engine has no call by which a worker says how far a fetch is. With these, it pauses only for versions that each
-of its workers holds.
+vLLM has no call that reports the progress of a worker's fetch. With these methods, serve-weights pauses the engine for
+a version only once each of its workers holds it.
 """
 
 from typing import Any
@@ -11,7 +11,7 @@ class WorkerExtension:
     """Added to the class of vLLM's workers."""
 
     def rollstream_fetch(self, version: str) -> None:
-        """Begin to fetch a version; vLLM passes texts only."""
+        """Begin to fetch a version; it is a string because vLLM passes only strings."""
         self._transfer_engine().fetch(int(version))
 
     def rollstream_status(self, version: str) -> dict[str, Any]:
@@ -24,5 +24,7 @@ class WorkerExtension:
     def _transfer_engine(self) -> Any:
         engine = getattr(self, "weight_transfer_engine", None)
         if engine is None:
-            raise RuntimeError('start vLLM with --weight-transfer-config \'{"backend": "rollstream"}\'')
+            raise RuntimeError(
+                'no weight transfer engine; start vLLM with --weight-transfer-config \'{"backend": "rollstream"}\''
+            )
         return engine
