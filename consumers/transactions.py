@@ -184,11 +184,11 @@ class ExactlyOnce(ABC, Generic[P]):
         VALUES.observe("rollstream_transaction_seconds", [self.latest_s])
 
     def _assert_our_turn(self, reason: str) -> None:
-        """Raise Fenced if another process has started under our ordinal: a new producer here would fence that process."""
+        """Raise Fenced if another process has started under our ordinal: a new producer would fence that process."""
         if self.has_rival:
             raise Fenced(
-                f"{reason}, and another process has begun as {self._id} since and owns the transactional id now; "
-                f"only one process may run under an ordinal, so this one stops"
+                f"{reason}, and another process has begun as {self._id} since: it owns the "
+                f"transactional id now; only one process may run under an ordinal, so this one stops"
             )
 
     def _renew(self, reason: str) -> NoReturn:

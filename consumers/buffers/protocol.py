@@ -1,8 +1,8 @@
 """The protocol that all buffers and stores share, for code that fills them or draws from them.
 
-A buffer is a view of the log, with a position. A buffer filled again to the same position with records in the same
-order (the order within a partition is fixed) has the same content and draws. In another order, an unbounded buffer
-holds the same records, and a bounded one holds the latest.
+A buffer is a view of the log, with a position. Two buffers that are filled to the same position with records in the
+same order have the same content and draws; the order within one partition is fixed. If the order differs, unbounded
+buffers have the same records, and bounded buffers each have those added last.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ Sample = TypeVar("Sample", covariant=True)
 
 
 class Buffer(Protocol[Item, Sample]):
-    """`add` and `sample` are thread-safe: no sample is torn.
+    """`add` and `sample` are thread-safe: no sample contains a partly added item.
 
     Random choices are counter-based (`rollstream.consumers.buffers.storage.seeded_draws`), and the counter is saved
     with the content: the same seed, content and call number give the same sample in every process.
@@ -25,19 +25,19 @@ class Buffer(Protocol[Item, Sample]):
         """Next offset to read, by partition of the topic that fills the buffer; empty if it is filled by hand."""
 
     def add(self, item: Item, /) -> Any:
-        """Add one item. An invalid item raises, and nothing of it is added."""
+        """Add one item. Raises an error if the item is invalid; no part of it is added then."""
 
     def sample(self, count: int, /) -> Sample | None:
-        """Draw `count`; None, or an error that the buffer documents, if there is not enough to draw from."""
+        """Draw `count` items; return None, or raise the error that the buffer documents, if it has too few."""
 
     def size(self) -> int:
-        """Amount that can be drawn, in the buffer's own unit."""
+        """Size of the content, in the unit of the buffer."""
 
     def stats(self) -> Mapping[str, Any]:
         """Statistics, by name."""
 
     def save(self, directory: Path, /) -> None:
-        """Save content, position, random state and counts, atomically: a kill leaves the earlier state or this one."""
+        """Save content, position, random state and counts, atomically: a kill leaves the earlier or the new state."""
 
     def load(self, directory: Path, /) -> None:
-        """Replace the state by a saved one. Raises StoreError if it is missing or damaged; nothing changes then."""
+        """Replace the state by a saved one. If it is missing or damaged, raise StoreError and change nothing."""

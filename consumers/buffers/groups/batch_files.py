@@ -44,7 +44,7 @@ class StoredBatch:
 
     batch_id: str
     number: int
-    """Number of earlier batches of the store."""
+    """Number of earlier batches in the store."""
     timestamp: float
     examples: tuple[RLExample, ...]
     metadata: Mapping[str, Any]
@@ -76,7 +76,7 @@ def write_batch(directory: Path, batch: StoredBatch, compression: str) -> Path:
 
 
 def store_training_batch(directory: Path, batch: TrainingBatch, compression: str) -> Path:
-    """Write a batch of the log, unless its file exists: a batch always has the same file name. Raises StoreError."""
+    """Write a batch of the log, unless its file exists; its file name depends only on the batch. Raises StoreError."""
     stored = StoredBatch(
         batch_id=str(uuid.uuid5(uuid.NAMESPACE_OID, f"{batch.batch_id}/{batch.digest}")),
         number=batch.number,
@@ -89,7 +89,7 @@ def store_training_batch(directory: Path, batch: TrainingBatch, compression: str
 
 
 def read_batch(path: Path) -> StoredBatch:
-    """Read a batch from its file. Raises FileNotFoundError, or StoreError if it is not a valid file of a batch."""
+    """Read a batch from its file. Raises FileNotFoundError, or StoreError if it is not a valid batch file."""
     try:
         table = read_table(path)
         description = _description(table.schema)
@@ -116,7 +116,7 @@ def read_batch(path: Path) -> StoredBatch:
 
 
 def read_sources(path: Path) -> tuple[int, list[Source]]:
-    """Read the number of a batch and the sources of its examples only. Raises as `read_batch`."""
+    """Read only the number of a batch and the sources of its examples. Raises the errors of `read_batch`."""
     try:
         description = _description(read_schema(path))
         return description["number"], [Source(*source) for source in description["sources"]]
@@ -128,8 +128,8 @@ def read_sources(path: Path) -> tuple[int, list[Source]]:
 
 def _invalid_batch(path: Path, error: Exception) -> StoreError:
     return StoreError(
-        f"{path} is not a valid file of a batch ({error}); restore it from a copy, or move it away if it is not of "
-        "this store"
+        f"{path} is not a valid batch file ({error}); restore it from a copy, or move it away if it does not "
+        "belong to this store"
     )
 
 

@@ -16,14 +16,14 @@ class GroupStoreConfig:
     compression: str = "zstd"
     """Compression of Parquet files: zstd, snappy, gzip, brotli, lz4 or none."""
     capacity_groups: int = 50_000
-    """Maximum number of groups of an environment in memory: open ones, and sealed ones that wait in the batch maker.
-    Beyond it the oldest leave; files stay."""
+    """Maximum number of open groups of an environment, and of sealed groups in its batch maker. Beyond it the oldest
+    group leaves memory; files stay."""
     target_group_size: int | None = None
-    """Number of rollouts at which a group seals; 0 takes the size that its rollouts declare, and keeps the producer's
-    groups apart. None is 0 for rollouts of a log, and 8 for rollouts added by hand."""
+    """Number of rollouts at which a group seals. 0 uses the size that its rollouts declare, and keeps the producer's
+    groups apart. None means 0 for rollouts from the log, and 8 for rollouts added by hand."""
     min_group_size: int | None = None
-    """Minimum number of rollouts of a group that seals by time or on closing; None is the declared size for groups of
-    a declared size, else 2."""
+    """Minimum number of rollouts of a group that seals by time or on closing. None means the declared size if groups
+    have one, else 2."""
     seal_timeout_s: float = 30.0
     """Time a group waits for more rollouts after its first; negative: no limit."""
     max_per_replica: int = 0
@@ -31,13 +31,13 @@ class GroupStoreConfig:
     accept_policy_versions: tuple[int, ...] = ()
     """Policy versions whose rollouts are accepted; empty: all."""
     estimator: str = "rloo"
-    """Estimator of advantages within each group, as grouping.estimator."""
+    """Estimator of advantages within each group, with the names of grouping.estimator."""
     seed: int = 0
     """Seed of the batch maker's random choices."""
 
     def __post_init__(self) -> None:
         if self.compression not in _COMPRESSIONS:
-            raise ConfigurationError(f"compression is {self.compression!r}; it is one of {', '.join(_COMPRESSIONS)}")
+            raise ConfigurationError(f"compression is {self.compression!r}; choose one of {', '.join(_COMPRESSIONS)}")
         for name, value, least in (
             ("capacity_groups", self.capacity_groups, 1),
             ("target_group_size", self.target_group_size, 0),
@@ -51,12 +51,12 @@ class GroupStoreConfig:
             raise ConfigurationError(f"min_group_size {self.min_group_size} is above target_group_size {target}")
         if estimator(self.estimator).over_batch is not None:
             raise ConfigurationError(
-                f"estimator {self.estimator!r} normalises over whole batches of grouping; take one that needs only the "
-                "group"
+                f"estimator {self.estimator!r} normalises over whole batches of grouping; choose an estimator that "
+                "needs only the group"
             )
 
     def declared_size_rules(self, *, from_log: bool) -> bool:
-        """Whether groups are the producer's, with the size that their rollouts declare."""
+        """Whether groups are those of the producer, with the size that their rollouts declare."""
         return self.target_group_size == 0 or (self.target_group_size is None and from_log)
 
     def target(self, declared: int, *, from_log: bool) -> int:

@@ -1,5 +1,5 @@
-"""Forwarding of sealed groups to a batch maker: each whole group once, with its advantages. A group leaves the maker
-when it is superseded, or when there are too many groups.
+"""Forwarding of sealed groups to a batch maker: each group is offered once, whole, with its advantages. It leaves the
+maker when it is superseded, or when there are too many groups.
 
 A rollout that a batch has delivered is never offered again.
 """
@@ -29,7 +29,7 @@ class Forwarding:
     """A batch maker, with a record of the rollouts it holds, by group. Not thread-safe."""
 
     def __init__(self, maker: BatchMaker, config: GroupStoreConfig, delivered: Iterable[str]) -> None:
-        """`delivered` has the uids in stored batches."""
+        """`delivered` contains the uids of rollouts in stored batches."""
         self._maker = maker
         self._config = config
         self._delivered = set(delivered)
@@ -37,7 +37,7 @@ class Forwarding:
         """Groups with rollouts that the maker holds, by group id, oldest first."""
         self._group_of: dict[Source, str] = {}
         self._of_example: dict[str, set[str]] = {}
-        """Ids of these groups by example."""
+        """Ids of the groups in `_held`, by example."""
         self._latest: dict[str, int] = {}
         """Latest sealed policy version by example."""
         self._counts: Counter[str] = Counter()
@@ -64,7 +64,7 @@ class Forwarding:
             self._discard(next(iter(self._held)), "capacity")
 
     def _is_latest(self, entry: GroupEntry) -> bool:
-        """Whether no newer version of the example has sealed; discards older versions of it."""
+        """Whether no newer version of the example has sealed; if so, discard its older versions."""
         latest = self._latest.get(entry.example_id, entry.policy_version)
         if entry.policy_version < latest:
             return False
@@ -94,7 +94,7 @@ class Forwarding:
                 del self._of_example[held.example_id]
 
     def create_batch(self, batch_size: int, number: int) -> tuple[list[RLExample], dict[str, Any]] | None:
-        """The maker's next batch, with this number, and its metadata; None if the maker holds too little."""
+        """Return the maker's next batch, with this number, and its metadata; None if the maker has too few rollouts."""
         self._maker.batch_number = number
         batch = self._maker.create_batch(batch_size)
         if batch is None:
@@ -105,7 +105,7 @@ class Forwarding:
         return batch, self._maker.get_batch_metadata(batch)
 
     def stats(self) -> dict[str, int]:
-        """Numbers of rollouts that the maker holds, and of those that left it without a batch, by reason."""
+        """Return numbers of rollouts: `held` by the maker, and by reason those that left it without a batch."""
         return {"held": self._maker.held, **self._counts}
 
 

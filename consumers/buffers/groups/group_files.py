@@ -1,6 +1,6 @@
 """Sealed groups as Parquet files: one file for each group, one row for each rollout, in columns for SQL.
 
-A rollout is restored bit for bit: its row also holds the record as it is on the log.
+A rollout is restored bit for bit, because its row also contains the record as it is on the log.
 """
 
 import base64
@@ -38,8 +38,8 @@ COLUMNS = pa.schema(
         ("created_ts", pa.float64()),
     ]
 )
-"""Columns of a file of groups. `sealed_ts` and `created_ts` are seconds since the Unix epoch; `rr_metadata_json` has
-the metadata of a rollout, its place in the log (`source`: partition, offset), and the Avro frame of the whole record in
+"""Columns of a file of groups. `sealed_ts` and `created_ts` are seconds since the Unix epoch; `rr_metadata_json`
+contains a rollout's metadata, its place in the log (`source`: partition, offset), and the Avro frame of the record in
 base64 (`record`)."""
 _FOLDER_LIMIT = 200
 
@@ -65,7 +65,7 @@ class RolloutGroup:
     sealed_ts: float | None
     """Time of sealing, seconds since the Unix epoch; None while it is open."""
     metadata: Mapping[str, Any]
-    """num_rollouts, uids and replicas (rollouts by replica)."""
+    """num_rollouts, uids and replicas (numbers of rollouts by replica)."""
 
     @property
     def rollouts(self) -> tuple[Rollout, ...]:
@@ -138,8 +138,8 @@ def read_groups(path: Path) -> list[RolloutGroup]:
         raise
     except (pa.ArrowException, OSError, RecordError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
-            f"{path} is not a valid file of groups ({error}); restore it from a copy, or move it away if it is not of "
-            "this store"
+            f"{path} is not a valid file of groups ({error}); restore it from a copy, or move it away if it does not "
+            "belong to this store"
         ) from error
 
 

@@ -1,7 +1,7 @@
 """A batch maker that also works without a store: it takes single rollouts and makes batches of examples with
 group-relative advantages, in memory.
 
-In a store of groups it is a ReservoirBatchMaker.
+In a store of groups it acts as a ReservoirBatchMaker.
 """
 
 from collections.abc import Iterable
@@ -16,7 +16,7 @@ from rollstream.topics.records import Rollout
 from rollstream.topics.rl_examples import RLExample, Source
 
 _BATCH_BYTES = 2**40
-"""No limit in practice: batches in memory need none."""
+"""No limit in practice, because batches in memory need none."""
 
 
 class GrpoBatchMaker(ReservoirBatchMaker):
@@ -27,7 +27,7 @@ class GrpoBatchMaker(ReservoirBatchMaker):
     """
 
     def __init__(self, rng_seed: int = 0, environment_name: str = "") -> None:
-        """`environment_name` is the only environment whose rollouts are taken; empty takes all."""
+        """`environment_name` is the only environment whose rollouts are accepted; empty accepts all."""
         super().__init__(MakerContext(partition=0, seed=rng_seed, batch_bytes=_BATCH_BYTES))
         self.environment_name = environment_name
         self._groups: dict[tuple[str, str], list[PlacedRollout]] = {}
@@ -37,21 +37,21 @@ class GrpoBatchMaker(ReservoirBatchMaker):
         self._drawn = 0
 
     def add_rollout(self, example: RLExample | Rollout | RolloutRecord, group: SealedGroup | None = None) -> None:
-        """Add a rollout; a store passes its sealed group, other callers pass none.
+        """Add a rollout. A store passes its sealed group; other callers pass no group.
 
         A rollout with a known uid, or of a superseded version, is skipped. Raises RecordError for a rollout of another
         environment.
         """
         if isinstance(example, RLExample):
             if group is None:
-                raise RecordError(f"example {example.source.uid!r} comes without its group; give the rollout itself")
+                raise RecordError(f"example {example.source.uid!r} has no group; give its group, or the rollout itself")
             super().add_rollout(example, group)
             return
         rollout = as_rollout(example) if isinstance(example, RolloutRecord) else example
         if self.environment_name not in ("", rollout.environment):
             raise RecordError(
-                f"rollout {rollout.uid!r} is of environment {rollout.environment!r}, this maker takes only "
-                f"{self.environment_name!r}; give it a maker of its own"
+                f"rollout {rollout.uid!r} is of environment {rollout.environment!r}, but this maker accepts "
+                f"only {self.environment_name!r}; use another maker for it"
             )
         key = (rollout.environment, rollout.example_id)
         members = self._groups.setdefault(key, [])
@@ -75,7 +75,7 @@ class GrpoBatchMaker(ReservoirBatchMaker):
                     super().add_rollout(row, sealed)
         self._grown.clear()
         if self._groups:
-            self.take_discarded()  # without a store, nobody needs them
+            self.take_discarded()  # Without a store, nothing counts them.
             self.batch_number = self._drawn
         batch = super().create_batch(batch_size)
         if batch is not None and self._groups:

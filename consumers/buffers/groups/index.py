@@ -1,4 +1,4 @@
-"""The index of sealed groups: one line for each, appended after its file is on disk, so every named file exists.
+"""The index of sealed groups: one line for each group, appended after its file is on disk, so every named file exists.
 
 With it, opening a store does not read every file. The folder is authoritative: torn or damaged lines, missing entries
 and entries without a file are repaired from it. Every line ends with its checksum; lines of earlier versions have none.
@@ -40,10 +40,10 @@ class GroupIndex:
     """Entries by group id, in the order the groups sealed. Not thread-safe."""
 
     def __init__(self, directory: Path, count: int = -1) -> None:
-        """Read the index; only its first `count` groups if that is not negative, when the others will seal again."""
+        """Read the index. If `count` is not negative, keep only the first `count` groups; the later ones seal again."""
         self._path = directory / _NAME
         self._lines: dict[str, bytes] = {}
-        """Lines by group id, without checksums: an entry of Python objects takes three times as much memory."""
+        """Lines by group id, without checksums; entries as Python objects would take three times the memory."""
         self._stale = False
         """Whether the file differs from the index in memory."""
         self._unsynced = False
@@ -61,7 +61,7 @@ class GroupIndex:
         self._unlisted = unlisted
 
     def _add_from_file(self, name: str, unlisted: set[str]) -> GroupEntry | None:
-        """Add the group of a file, and remove the name from `unlisted`; None if the file cannot be read."""
+        """Add the group of a file, and remove the name from `unlisted`; return None if the file cannot be read."""
         self._stale = True
         try:
             [group] = read_groups(self._path.with_name(name))
@@ -76,7 +76,7 @@ class GroupIndex:
         return entry
 
     def has_file(self, name: str) -> bool:
-        """Whether a sound file of that name exists whose group is not in the index."""
+        """Whether an intact file of that name exists whose group is not in the index."""
         if name not in self._unlisted:
             return False
         try:
@@ -85,8 +85,8 @@ class GroupIndex:
             return False
 
     def _read(self, unlisted: set[str]) -> list[str | None]:
-        """Read the lines whose files exist, and remove these from `unlisted`. Returns their group ids, "" for a line
-        whose file is gone, and None for damaged lines that name no group."""
+        """Read the lines whose files exist, and remove these files from `unlisted`. Return the group id of each line: ""
+        if the file of the line is gone, and None for damaged lines that name no group."""
         group_ids: list[str | None] = []
         damaged = b""
         if not self._path.exists():
@@ -113,7 +113,7 @@ class GroupIndex:
         return [*group_ids, *self._repair(damaged, unlisted)] if damaged else group_ids
 
     def _repair(self, damaged: bytes, unlisted: set[str]) -> list[str | None]:
-        """Read the files that damaged lines name, and return their group ids in that order."""
+        """Read the files that damaged lines name, and return the ids of their groups in the same order."""
         self._stale = True
         names = [text.decode() for text in _NAMES.findall(damaged)]
         names = [name if name.startswith("part-") else part_name(name) for name in names]
@@ -158,8 +158,8 @@ class GroupIndex:
 
 
 class KnownUids:
-    """The uids of the rollouts of a store. For those on disk when it was opened, it holds hashes that lead to their
-    groups, and compares the uids there. Not thread-safe."""
+    """The uids of the rollouts of a store. For rollouts that were on disk when it was opened, memory has only hashes of
+    uids; each leads to the index entry of a group, whose uids are compared. Not thread-safe."""
 
     def __init__(self, index: GroupIndex) -> None:
         self._index = index
@@ -200,7 +200,7 @@ def _with_checksum(content: bytes) -> bytes:
 
 
 def _content(line: bytes) -> tuple[bytes, bool]:
-    """The content of a line, and whether it is checked and whole. Raises ValueError if it is damaged."""
+    """Return the content of a line, and whether it has a checksum and an end. Raises ValueError if it is damaged."""
     whole = line.endswith(b"\n")
     line = line.removesuffix(b"\n")
     content, checksum = line[:-_CHECKSUM_BYTES], line[-_CHECKSUM_BYTES:]
@@ -218,7 +218,7 @@ def _parse(line: bytes) -> GroupEntry:
 
 def _entry(file: str, group: RolloutGroup) -> GroupEntry:
     if not group.group_id:
-        raise StoreError(f"{file} holds a group that has not sealed; it was not written by this program")
+        raise StoreError(f"{file} contains a group that has not sealed; it was not written by this program")
     uids = tuple(rollout.uid for rollout in group.rollouts)
     return GroupEntry(file, group.group_id, group.example_id, group.policy_version, uids)
 
@@ -232,4 +232,4 @@ def _sync(path: Path) -> None:
         with open(path, "rb") as file:
             os.fsync(file.fileno())
     except OSError as error:
-        raise StoreError(f"{path} cannot be written ({error.strerror or error}); look at the space there") from error
+        raise StoreError(f"{path} cannot be written ({error.strerror or error}); check the free space there") from error

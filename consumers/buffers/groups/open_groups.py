@@ -1,4 +1,4 @@
-"""Open groups: which rollouts join them, and which groups are due. Pure: callers give the time.
+"""Open groups: which rollouts join them, and which groups are due. Callers pass the time.
 
 A group is due when it reaches its target size, or when its time is over and it has the minimum size. A smaller group
 whose time is over keeps waiting, and is due as soon as it has the minimum size.
@@ -29,7 +29,7 @@ class OpenGroupKey(NamedTuple):
 
 
 class CancelledMembers(NamedTuple):
-    """Uids of members of an open group that will not come."""
+    """Uids of members of an open group that will not arrive."""
 
     key: OpenGroupKey
     uids: tuple[str, ...]
@@ -72,7 +72,7 @@ class OpenGroups:
         return group is not None and group.replicas[rollout.metadata.replica_id] >= limit
 
     def join(self, member: PlacedRollout, now: float) -> RolloutGroup | None:
-        """Add a rollout to its group; returns the sealed group if that made it due."""
+        """Add a rollout to its group; return the sealed group if it is due now."""
         key = self._key(member.rollout, member.source.partition)
         group = self._find(key)
         if group is None:
@@ -87,9 +87,9 @@ class OpenGroups:
         return rollout.uid in self._cancelled.get(self._key(rollout, partition), ())
 
     def cancel(self, record: GroupCancelled, partition: int, now: float) -> RolloutGroup | None:
-        """Stop waiting for cancelled members; returns the sealed group if that made it due.
+        """Stop waiting for cancelled members; return the sealed group if it is due now.
 
-        Applies only to groups of a declared size: other groups wait for any rollouts of their example.
+        Only groups of a declared size are affected; other groups wait for any rollouts of their example.
         """
         key = self._key(record, partition)
         if not self._config.declared_size_rules(from_log=key.from_log):
@@ -104,7 +104,7 @@ class OpenGroups:
         return None
 
     def due(self, now: float, partition: int | None = None) -> list[RolloutGroup]:
-        """Seal the groups of one partition or of all whose time is over and that have the minimum size."""
+        """Seal the groups whose time is over and that have the minimum size, in one partition or in all."""
         sealed: list[RolloutGroup] = []
         if self._config.seal_timeout_s < 0:
             return sealed
@@ -121,7 +121,7 @@ class OpenGroups:
         return sealed
 
     def oldest(self, now: float) -> RolloutGroup | list[PlacedRollout]:
-        """Remove the group that has waited longest; returns it sealed, or its rollouts if it is too small."""
+        """Remove the group that has waited longest; return it sealed, or its rollouts if it is too small."""
         heads = [next(iter(groups.items())) for groups in self._waiting.values() if groups]
         key, group = next(iter(self._overdue.items()), None) or min(heads, key=lambda head: head[1].opened_ts)
         return self._seal(key, now) if len(group.members) >= self._least(key, group) else self._remove(key).members
@@ -132,7 +132,7 @@ class OpenGroups:
         return [self._seal(key, now) for key in ready]
 
     def snapshot(self) -> list[RolloutGroup]:
-        """Open groups in the form that `restore` takes, oldest first."""
+        """Return the open groups in the form that `restore` accepts, oldest first."""
         return [
             group_of(group.members, None, opened_ts=group.opened_ts, target=group.target)
             for group in sorted(self._all().values(), key=lambda group: group.opened_ts)
@@ -147,7 +147,7 @@ class OpenGroups:
         self._waiting.setdefault(key.partition, OrderedDict())[key] = restored
 
     def cancelled(self) -> tuple[CancelledMembers, ...]:
-        """Cancelled members in the form that `restore_cancelled` takes."""
+        """Return the cancelled members in the form that `restore_cancelled` accepts."""
         return tuple(CancelledMembers(key, tuple(sorted(uids))) for key, uids in self._cancelled.items())
 
     def restore_cancelled(self, cancelled: Iterable[CancelledMembers]) -> None:

@@ -1,5 +1,5 @@
-"""The store of one environment's groups and batches: collects rollouts into groups, writes sealed groups to disk,
-forwards them to a batch maker, and writes its batches.
+"""The store of one environment's groups and batches: it collects rollouts into groups, writes sealed groups to
+disk, forwards them to a batch maker, and writes the batches of the maker.
 
 A group that `add_rollout`, `poll` or `flush` seals is on disk when the call returns. Thread-safe.
 """
@@ -50,12 +50,12 @@ _NO_PLACE = -1
 
 @dataclass(frozen=True, kw_only=True)
 class SavedStore:
-    """State of a store at one moment, beside its sealed groups."""
+    """State of a store at one moment, apart from its sealed groups."""
 
     open_file: str
     """Name of the file of its open groups; empty if there are none."""
     sealed: int
-    """Number of groups sealed at that moment; -1 includes all groups on disk."""
+    """Number of groups sealed at that moment; -1 means all groups on disk."""
     cancelled: tuple[CancelledMembers, ...] = ()
     """Cancelled members of open groups."""
 
@@ -65,20 +65,20 @@ class ClosingReport:
     """The outcome of `close` for the groups that were open."""
 
     sealed: int
-    """Number of groups that had min_group_size."""
+    """Number of groups that had min_group_size rollouts and were sealed."""
     kept: int
     """Number of smaller groups, kept in the file of open groups until the store is opened again."""
 
 
 class GroupReplayBuffer(Closing):
-    """One environment's groups and batches below `root_path`, in a folder of its own.
+    """One environment's groups and batches below `root_path`, in a separate folder.
 
     A reopened store continues: it has the groups that were open at the last flush or close, knows every rollout on
-    disk, and offers undelivered rollouts to the batch maker again. It is the only writer of its folder until `close`,
-    or until it is garbage-collected.
+    disk, and offers undelivered rollouts to the batch maker again. The store is the only writer of its folder until
+    `close`, or until it is garbage-collected.
 
-    With `read_only` it shows the groups and batches that were on disk when it was opened, and does not change the
-    folder; another process may write there.
+    With `read_only` the store shows the groups and batches that were on disk when it was opened, and does not change
+    the folder; another process may write to it.
     """
 
     def __init__(
@@ -93,16 +93,16 @@ class GroupReplayBuffer(Closing):
         resume: SavedStore | None = None,
         read_only: bool = False,
     ) -> None:
-        """Without an `environment`, groups lie below `root_path` itself, and the first rollout decides the environment.
+        """Without an `environment`, groups are in `root_path` itself, and the first rollout decides the environment.
         `compression` overrides that of `config`.
 
         `clock` gives the time, in seconds since the Unix epoch, for calls without one.
 
-        `resume` is for callers that keep the position in a log: the store returns to that state, and groups that sealed
-        later are not written again when they seal again.
+        `resume` is for callers that keep the position in a log: the store returns to the saved state, and groups that
+        sealed later and seal again are not written twice.
 
-        Raises StoreError for damaged files or if another writer has the folder, ConfigurationError for a batch maker of
-        a read-only store.
+        Raises StoreError if files are damaged or another process writes to the folder, and ConfigurationError if a
+        read-only store is given a batch maker.
         """
         if read_only and batch_maker is not None:
             raise ConfigurationError("a read-only store makes no batches; leave the batch maker out")
@@ -155,16 +155,17 @@ class GroupReplayBuffer(Closing):
     ) -> bool:
         """Add a rollout to its group, and return whether it was added. `source` is its place in the log, if any.
 
-        Refused and counted in `stats`: a known uid, a policy version that is not accepted, a rollout beyond
-        max_per_replica. Raises RecordError for an invalid rollout or one of another environment, StoreError if its
-        group sealed and cannot be written: the group stays in memory, and the next call writes it.
+        A rollout is refused, and counted in `stats`, if its uid is known, it was cancelled, its policy version is not
+        accepted, or its replica already has max_per_replica rollouts in the group. Raises RecordError if the rollout is
+        invalid or of another environment, StoreError if its group sealed and cannot be written; the group then stays in
+        memory, and the next call writes it.
         """
         if isinstance(rollout, RolloutRecord):
             rollout = as_rollout(rollout)
         if rollout.environment != (self.environment or rollout.environment):
             raise RecordError(
-                f"rollout {rollout.uid!r} is of environment {rollout.environment!r}, this store of {self.environment!r}"
-                "; add it to a store of its own environment"
+                f"rollout {rollout.uid!r} is of environment {rollout.environment!r}, but this store is of "
+                f"{self.environment!r}; add it to the store of its environment"
             )
         if wrong := problems(rollout):
             raise RecordError(f"rollout {rollout.uid!r} was not added: {'; '.join(wrong)}")
@@ -190,11 +191,11 @@ class GroupReplayBuffer(Closing):
     add = add_rollout
 
     def add_rollouts(self, rollouts: Iterable[Rollout | RolloutRecord], *, now: float | None = None) -> int:
-        """Add rollouts one after another, and return how many were added. Stops and raises as `add_rollout`."""
+        """Add rollouts one after another, and return how many were added. Stops at an error of `add_rollout`."""
         return sum(self.add_rollout(rollout, now=now) for rollout in rollouts)
 
     def cancel(self, record: GroupCancelled, partition: int, *, now: float | None = None) -> None:
-        """Apply the record that members of a group will not come. Raises StoreError as `add_rollout`."""
+        """Apply a record that members of a group are cancelled. Raises StoreError as `add_rollout` does."""
         with self._lock:
             self._check_writable()
             self._write_sealed()
@@ -204,7 +205,7 @@ class GroupReplayBuffer(Closing):
             self._write_sealed()
 
     def poll(self, now: float | None = None, partition: int | None = None) -> int:
-        """Seal the groups whose time is over, of one partition or of all, and return how many."""
+        """Seal the groups whose time is over, in one partition or in all, and return their number."""
         with self._lock:
             self._check_writable()
             self._write_sealed()
@@ -233,7 +234,7 @@ class GroupReplayBuffer(Closing):
             self._counts["capacity"] += len(oldest)
 
     def _write_sealed(self) -> None:
-        """Write sealed groups to disk and offer them to the maker. Raises StoreError; the next call writes the rest."""
+        """Write sealed groups to disk and offer them to the maker. Raises StoreError; the next call then continues."""
         while self._unwritten:
             group = self._unwritten[0]
             if group.group_id not in self._index:
@@ -249,15 +250,15 @@ class GroupReplayBuffer(Closing):
     # ------------------------------------------------------------------ batches
 
     def create_and_store_batch(self, batch_size: int) -> str | None:
-        """Make a batch and write it; returns its id, or None if the batch maker holds too little.
+        """Make a batch and write it; return its id, or None if the batch maker has too few rollouts.
 
-        Raises ConfigurationError for a store without a maker, StoreError if the batch cannot be written: the next call
-        writes that batch, whatever its `batch_size`.
+        Raises ConfigurationError if the store has no maker, StoreError if the batch cannot be written; then the next
+        call writes that batch and ignores its own `batch_size`.
         """
         return None if (batch := self._next_batch(batch_size)) is None else batch.batch_id
 
     def sample(self, batch_size: int) -> list[RLExample] | None:
-        """Make and store a batch, and return its examples. Returns None and raises as `create_and_store_batch`."""
+        """Make and store a batch as `create_and_store_batch` does, and return its examples, or None."""
         return None if (batch := self._next_batch(batch_size)) is None else list(batch.examples)
 
     def _next_batch(self, batch_size: int) -> StoredBatch | None:
@@ -266,7 +267,7 @@ class GroupReplayBuffer(Closing):
         with self._lock:
             self._check_writable()
             if self._forwarding is None:
-                raise ConfigurationError("this store has no batch maker to make a batch; give it one when it is opened")
+                raise ConfigurationError("this store has no batch maker; give it one when you open it")
             self._write_sealed()
             if self._unwritten_batch is None:
                 next_batch = self._forwarding.create_batch(batch_size, len(self._batches))
@@ -296,8 +297,8 @@ class GroupReplayBuffer(Closing):
         return ""
 
     def _known_batches(self) -> tuple[dict[str, Path], set[str]]:
-        """Files of batches by id, oldest first, and the uids these delivered. A damaged file is listed last, and its
-        rollouts may be delivered again."""
+        """Return the files of batches by id, oldest first, and the uids that the batches delivered. A damaged file is
+        listed last, and its rollouts may be delivered again."""
         numbered: list[tuple[float, Path]] = []
         delivered: set[str] = set()
         for path in (self.directory / batch_files.FOLDER).glob("batch_*.parquet"):
@@ -329,9 +330,9 @@ class GroupReplayBuffer(Closing):
         return self._read(name)
 
     def groups(self) -> Iterator[RolloutGroup]:
-        """Iterate over the groups on disk, in the order they sealed, and read one at a time.
+        """Iterate over the groups on disk, in the order they sealed, reading one file at a time.
 
-        Raises StoreError at a damaged file; the iterator can then continue with the next.
+        Raises StoreError at a damaged file; the iterator can then continue with the next file.
         """
         return map(self.read_group, self.group_ids())
 
@@ -356,8 +357,8 @@ class GroupReplayBuffer(Closing):
             return len(self._index)
 
     def stats(self) -> dict[str, int]:
-        """Return the numbers of groups and batches, and counts since the store was opened: rollouts added, and those
-        refused or dropped, by reason."""
+        """Return the numbers of groups and batches, and counts of rollouts since the store was opened: added, and by
+        reason refused or dropped."""
         with self._lock:
             forwarding = {} if self._forwarding is None else self._forwarding.stats()
             return {
@@ -372,7 +373,7 @@ class GroupReplayBuffer(Closing):
     # ------------------------------------------------------------------ saving
 
     def flush(self) -> None:
-        """Write everything to disk, including open groups, so that the store can be reopened as it is. Raises
+        """Write everything to disk, including open groups, so that a reopened store has the same state. Raises
         StoreError."""
         with self._lock:
             saved = self.prepare()
@@ -380,8 +381,8 @@ class GroupReplayBuffer(Closing):
             self.commit(saved)
 
     def prepare(self) -> SavedStore:
-        """Write everything that `flush` writes, except the file that makes it count; the caller writes that, with a
-        position. Raises StoreError."""
+        """Write everything that `flush` writes, except the state file; the caller saves the returned state with a
+        position, and then calls `commit`. Raises StoreError."""
         with self._lock:
             self._check_writable()
             self._write_sealed()
@@ -393,16 +394,16 @@ class GroupReplayBuffer(Closing):
             return SavedStore(open_file=name, sealed=len(self._index), cancelled=self._open.cancelled())
 
     def commit(self, saved: SavedStore) -> None:
-        """Make a prepared state the current one, and remove the files of the one before."""
+        """Make a prepared state the current one, and remove the file of open groups of the previous state."""
         with self._lock:
             if self._open_file and self._open_file != saved.open_file:
                 remove(self.directory / self._open_file)
             self._open_file = saved.open_file
 
     def close(self, *, seal: bool = True) -> ClosingReport:
-        """Seal the open groups that have min_group_size (if `seal`), `flush`, and let others write in the folder.
+        """With `seal`, seal the open groups that have min_group_size rollouts; then `flush` and `release`.
 
-        Reading still works. Closing again does nothing. Raises StoreError; the store is then still open.
+        Reading still works. Closing again does nothing. If it raises StoreError, the store stays open.
         """
         with self._lock:
             if self._writer is None or not self._writer.held:
@@ -414,13 +415,13 @@ class GroupReplayBuffer(Closing):
             return ClosingReport(sealed=len(sealed), kept=len(self._open))
 
     def release(self) -> None:
-        """Let others write in the folder; anything not yet on disk is lost."""
+        """Let another process write to the folder; anything not yet on disk is lost."""
         if self._writer is not None:
             self._writer.release()
 
     def _check_writable(self) -> None:
         if self._writer is None or not self._writer.held:
-            why = "was opened read-only" if self._writer is None else "is closed, or another process has it"
+            why = "was opened read-only" if self._writer is None else "is closed, or another process writes to it"
             raise StoreError(f"the store in {self.directory} {why}; open it to write")
 
     def _read_state(self) -> SavedStore:
@@ -443,11 +444,11 @@ class GroupReplayBuffer(Closing):
             groups = group_files.read_groups(self.directory / name)
         except FileNotFoundError as error:
             raise StoreError(
-                f"{self.directory / name}, the file of open groups, is gone; restore it, or begin an empty directory"
+                f"{self.directory / name}, the file of open groups, is gone; restore it, or use an empty directory"
             ) from error
         for group in groups:
-            # The other members sealed after this file was written, in a process that was killed before it wrote the
-            # next one.
+            # Members that are known already sealed after this file was written, in a process that was killed before it
+            # wrote the next file.
             members = tuple(member for member in group.members if member.rollout.uid not in self._uids)
             if members:
                 for member in members:

@@ -1,7 +1,7 @@
 """The store of all environments' groups and batches, as a view of topics: filled and restored by position.
 
-Its content at a position is a function of the records below it, and times are those of the log: a store that lost its
-files and is filled again has the same groups under the same names.
+Its content at a position depends only on the records before it, and times are those of the log. So a store that lost
+its files and is filled again has the same groups under the same names.
 """
 
 import contextlib
@@ -50,18 +50,18 @@ class _TopicProgress:
     """Progress of the store in one topic."""
 
     identity: list[str] = field(default_factory=list)
-    """Name and id of the topic; empty if it was filled only by `read`."""
+    """Name and id of the topic; empty if the store was filled only by `read`."""
     position: dict[int, int] = field(default_factory=dict)
     stream_ms: dict[int, int] = field(default_factory=dict)
     """Highest append time, by partition."""
 
 
 class GroupStore(Closing):
-    """A `GroupReplayBuffer` for each environment in the log, the run's training batches if it is filled from these too,
-    and the positions of all of them.
+    """A `GroupReplayBuffer` for each environment in the log, the run's training batches if it is also filled from
+    `batches`, and the positions in both topics.
 
-    `save` commits a position. After a kill the store continues from the last saved position: groups that sealed
-    since then are on disk, seal again as they did, and are not written twice. It is the only writer below its root
+    `save` commits a position. After a kill the store continues from the last saved position: groups that sealed since
+    then are on disk, seal again in the same way, and are not written twice. The store is the only writer below its root
     until `close`, or until it is garbage-collected. With `read_only` it shows the saved state at the time of opening,
     and another process may write.
     """
@@ -74,18 +74,18 @@ class GroupStore(Closing):
         maker_of: Callable[[str], BatchMaker] | None = None,
         read_only: bool = False,
     ) -> None:
-        """`maker_of` makes the batch maker of an environment.
+        """`maker_of` creates the batch maker of an environment.
 
-        Raises StoreError for damaged files, if another writer has the root, or if a read-only store finds nothing.
+        Raises StoreError if files are damaged, another process writes below the root, or a read-only store is empty.
         """
         self.root = Path(root)
         self.config = config or GroupStoreConfig()
         self._maker_of = maker_of
         self._lock = threading.RLock()
         self._saving = threading.RLock()
-        """Held while files that a copy needs must stay; taken before the other lock."""
+        """Held while a copy needs the files to stay; acquired before `_lock`."""
         if read_only and not (self.root / _STATE).exists():
-            raise StoreError(f"{self.root} holds no store of groups; fill one there first, or look at the path")
+            raise StoreError(f"{self.root} contains no store of groups; fill one there first, or check the path")
         self._writer: DirectoryLock | None = None if read_only else lock_directory(self.root, LOCK)
         self._buffers: dict[str, GroupReplayBuffer] = {}
         try:
@@ -133,8 +133,8 @@ class GroupStore(Closing):
         """Read one record of the log with append time `at_ms`; a record below the position of its topic is skipped.
 
         A rollout joins its group, a cancellation ends the wait for its members, and a training batch is written to
-        `batches/` below the root. Other, undecodable and invalid records are counted and advance time. Raises
-        StoreError; give it the same record again.
+        `batches/` below the root. Other, undecodable and invalid records are only counted, and advance time. After a
+        StoreError, pass the same record again.
         """
         with self._lock:
             self._check_writable()
@@ -178,10 +178,10 @@ class GroupStore(Closing):
 
     def fill(self, kafka: KafkaConfig, run: str, topic: str = "rollouts") -> int:
         """Read a run's `rollouts` (or `batches`) from the position to the current end, save, and return the number of
-        records. Rollouts that grouping leaves out unread are not fetched.
+        records. Rollouts that grouping skips without reading them are not fetched.
 
-        Raises TopicError if the position is no longer in the log, StoreError for another run than the one it was filled
-        from before, or if the topic was created again.
+        Raises TopicError if the position is no longer in the log, StoreError if the store was filled from another run
+        before, or the topic was created again.
         """
         self._check_writable()
         name = topic_name(run, topic)
@@ -191,7 +191,7 @@ class GroupStore(Closing):
             if filled.identity and filled.identity != wanted:
                 raise StoreError(
                     f"the store in {self.root} is filled from {' with id '.join(filled.identity)}, not from "
-                    f"{' with id '.join(wanted)}; take an empty directory"
+                    f"{' with id '.join(wanted)}; use an empty directory"
                 )
         filled = self._topics.setdefault(topic, _TopicProgress())
         filled.identity = identity
@@ -213,13 +213,13 @@ class GroupStore(Closing):
         return sum(buffer.size() for buffer in self._buffers.values())
 
     def stats(self) -> dict[str, Any]:
-        """Return the numbers of records read since it was opened, by kind, and the statistics of each environment."""
+        """Return the numbers of records read since opening, by kind, and the statistics of each environment."""
         return {**self._counts, "environments": {name: buffer.stats() for name, buffer in self._buffers.items()}}
 
     def save(self, directory: str | Path | None = None) -> None:
-        """Write everything to disk, with the positions, and a copy to another `directory` if given. Raises StoreError.
+        """Write everything and the positions to disk, and a copy to another `directory` if given. Raises StoreError.
 
-        Groups stay open: a restart does not change how they seal. Other threads add while files are copied.
+        Open groups stay open, so a restart does not change how they seal. Other threads can add during the copy.
         """
         with self._saving:
             with self._lock:
@@ -245,22 +245,22 @@ class GroupStore(Closing):
         self._check_writable()
         source = Path(directory)
         if not (source / _STATE).exists():
-            raise StoreError(f"{source} holds no store of groups; save one there first")
+            raise StoreError(f"{source} contains no store of groups; save one there first")
         read_checked_json(source / _STATE)
         if self._buffers or (self.root / _STATE).exists():
-            raise StoreError(f"the store in {self.root} is not empty; load into one that is")
+            raise StoreError(f"the store in {self.root} is not empty; load into an empty store")
         _copy(source, self.root)
         self._start()
 
     def close(self) -> None:
-        """`save`, and let others write there; closing again does nothing. Raises StoreError; it is then still open."""
+        """`save` and `release`; closing again does nothing. If it raises StoreError, the store stays open."""
         with self._saving, self._lock:
             if self._writer is not None and self._writer.held:
                 self.save()
                 self.release()
 
     def release(self) -> None:
-        """Let others write there; records not yet saved are read again from the log."""
+        """Let another process write there; records not yet saved are read again from the log."""
         for buffer in self._buffers.values():
             buffer.release()
         if self._writer is not None:
@@ -268,13 +268,13 @@ class GroupStore(Closing):
 
     def _check_writable(self) -> None:
         if self._writer is None or not self._writer.held:
-            why = "was opened read-only" if self._writer is None else "is closed, or another process has it"
+            why = "was opened read-only" if self._writer is None else "is closed, or another process writes to it"
             raise StoreError(f"the store in {self.root} {why}; open it to write")
 
 
 def _topics_of(state: Mapping[str, Any]) -> dict[str, _TopicProgress]:
     """Progress in each topic, from the state file."""
-    if state.get("format") == 1:  # one topic
+    if state.get("format") == 1:  # Format 1 has one topic.
         kind = state["topic"][0].rpartition(".")[2] if state["topic"] else "rollouts"
         topics = {kind: {**state, "identity": state["topic"]}}
     else:
@@ -298,13 +298,13 @@ def _saved_of(environment: Mapping[str, Any]) -> SavedStore:
 def _copy(source: Path, target: Path) -> None:
     """Copy a store's files, the state last; existing files of sealed groups and batches stay.
 
-    The state is read first, so every file that it names is copied even while a writer continues there.
+    The state is read first, so every file that it names is copied even while a writer continues in `source`.
     """
     state = (source / _STATE).read_bytes()
     for path in sorted(source.rglob("*.parquet")):
         to = target / path.relative_to(source)
         if not to.exists():
-            with contextlib.suppress(FileNotFoundError):  # open groups of an earlier save, deleted meanwhile
+            with contextlib.suppress(FileNotFoundError):  # The writer has deleted open groups of an earlier save.
                 _copy_file(path, to)
     for path in sorted(source.rglob("*.jsonl")):
         _copy_file(path, target / path.relative_to(source))

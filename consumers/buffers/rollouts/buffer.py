@@ -1,8 +1,8 @@
 """The rollout buffer: fresh rollouts of several environments, drawn by recency and retired after a number of draws.
 
-It is filled by hand, or from the log, whose batches have advantages. The index of batches is one sequence: two buffers
-of the same seed, filled to the same position and drawn from equally often, have the same content and draws. Adding,
-drawing and saving are thread-safe.
+It is filled by hand, or from the log, whose batches have advantages. The index of batches is one sequence, so two
+buffers of the same seed that are filled to the same position and drawn from equally often have the same content and
+draws. Adding, drawing and saving are thread-safe.
 """
 
 import logging
@@ -34,7 +34,7 @@ from rollstream.topics.rollout_batch_upcast import upcast
 _LEFT_OUT = "left_out."
 logger = logging.getLogger(__name__)
 Batch = RolloutBatch | Sequence[Sequence[Rollout]]
-"""A batch added by hand: a record of the old form, or groups of rollouts."""
+"""A batch added by hand: a RolloutBatch record, which is an older form, or groups of rollouts."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class RolloutWithCount:
 
     rollout: Rollout
     advantage: float | Float32
-    """One number; for rollouts from the log whose positions differ, one for each position, float32 [T]."""
+    """One number, or float32 [T] for a rollout from the log whose tokens have different advantages."""
     usage_count: int
     """Number of draws, including this one."""
     weight_step: int
-    """Learner step of the weights that sampled it."""
+    """Learner step of the weights that sampled the rollout."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class ReplayBufferConfig:
     capacity: int
     """Maximum number of rollouts of one environment; the newest stay."""
     alpha: float
-    """Exponent of recency; 0 draws old and new alike."""
+    """Exponent of recency; 0 draws old and new rollouts alike."""
     max_samples: int
     """Number of draws after which a rollout is retired; negative: no limit."""
     max_rollout_step_delay: int
@@ -68,7 +68,7 @@ class ReplayBufferConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainParams:
-    """Settings of a training run, under the names of Marin's documentation."""
+    """Settings of a training run, with the names in Marin's documentation."""
 
     optimizer: Any = None
     """Optimizer of the trainer; the buffer does not use it."""
@@ -101,7 +101,7 @@ class SequentialReader(Protocol):
     """A source of batches to fill a buffer from, such as a BatchReader."""
 
     def poll(self, timeout_s: float = 1.0) -> ReadBatch | None:
-        """The next batch, or None if there is none in time."""
+        """Return the next batch, or None if there is none in time."""
 
 
 @dataclass(slots=True)
@@ -113,11 +113,11 @@ class _HeldRollout:
 
 
 class RolloutReplayBuffer:
-    """See the module. `sample` draws for `total_processes` at once and returns the share of `process_id`.
+    """See the module. `sample` draws for all `total_processes` at once and returns the share of `process_id`.
 
-    `clock` gives the time in seconds. Without it, a buffer filled from the log uses stream time, that of the newest
-    batch it has read, and any other buffer the system clock. `weight_step_of` gives the learner step of a policy
-    version, for rollouts from the log; by default each step publishes one version.
+    `clock` returns the time in seconds. Without it, a buffer filled from the log uses the time of the newest batch it
+    has read, and any other buffer uses the system clock. `weight_step_of` returns the learner step of a policy version,
+    for rollouts from the log; by default each step publishes one version.
     """
 
     def __init__(
@@ -138,11 +138,11 @@ class RolloutReplayBuffer:
         clock: Callable[[], float] | None = None,
         weight_step_of: Callable[[int], int] = lambda version: version,
     ) -> None:
-        """Raises ConfigurationError for invalid settings."""
+        """Create an empty buffer. Raises ConfigurationError for invalid settings."""
         if local_batch_size < 1 or not 0 <= process_id < total_processes:
             raise ConfigurationError(
                 f"local_batch_size {local_batch_size}, process {process_id} of {total_processes}: give at least 1 "
-                "rollout a process, and a process_id from 0 to one below total_processes"
+                "rollout for each process, and a process_id from 0 to one below total_processes"
             )
         self.local_batch_size = local_batch_size
         self.total_processes = total_processes
@@ -173,7 +173,7 @@ class RolloutReplayBuffer:
 
     @classmethod
     def of(cls, config: ReplayBufferConfig, *, local_batch_size: int, **others: Any) -> "RolloutReplayBuffer":
-        """A buffer with these settings; `others` are further arguments of the constructor."""
+        """Create a buffer with these settings; `others` are further arguments of the constructor."""
         return cls(
             capacity=config.capacity,
             alpha=config.alpha,
@@ -187,17 +187,17 @@ class RolloutReplayBuffer:
     # ------------------------------------------------------------------ in
 
     def set_current_step(self, step: int) -> int:
-        """Set the learner step, and return how many rollouts left because they are no longer fresh."""
+        """Set the learner step, and return the number of rollouts removed because they are no longer fresh."""
         with self._lock:
             self._step = step
             return self._count(self._shelf.refresh(step, self._time()))
 
     def add(self, rollouts: Sequence[Rollout], /) -> int:
-        """Add one group, whose rewards are compared, and return how many of its rollouts are held.
+        """Add one group, whose rewards are compared, and return how many of its rollouts were kept.
 
-        Each rollout belongs to its own environment and its own metadata decide whether it is fresh; rollouts that are
-        not held are counted in `stats` and logged. Raises RecordError if a rollout is invalid or its advantage is not
-        finite; nothing of the group is added then.
+        The metadata of each rollout decide whether it is fresh, and its environment decides where it counts. Other
+        rollouts are counted in `stats` and logged. Raises RecordError if a rollout is invalid or its advantage is not
+        finite; then no rollout of the group is added.
         """
         try:
             entries = self._with_advantages(rollouts)
@@ -207,9 +207,9 @@ class RolloutReplayBuffer:
         return self._put(entries)
 
     def add_batches(self, new_batches: Iterable[Batch]) -> int:
-        """Add batches of groups, and return how many of their rollouts are held; the others are counted and logged.
+        """Add batches of groups, and return how many of their rollouts were kept; the others are counted and logged.
 
-        Raises RecordError naming the problems of invalid batches; all other batches are added.
+        Raises RecordError naming the problems of invalid batches, after all other batches were added.
         """
         held, wrong = 0, []
         for number, batch in enumerate(new_batches):
@@ -226,19 +226,19 @@ class RolloutReplayBuffer:
                 self._batches_added += self._any_fresh((stamp.weight_step, stamp.timestamp) for stamp in stamps)
                 held += self._put(entries)
         if wrong:
-            raise RecordError(f"{'; '.join(wrong)}. All other batches are in; omit or correct these")
+            raise RecordError(f"{'; '.join(wrong)}. All other batches were added; omit or correct these")
         return held
 
     def add_training_batch(self, batch: TrainingBatch) -> int:
-        """Add the rows of a batch of the log, with their advantages, and return how many are held."""
+        """Add the rows of a batch of the log, with their advantages, and return how many were kept."""
         return self._put_batch(batch, None)
 
     def add_read(self, read: ReadBatch) -> int:
-        """Add a batch from a BatchReader; one before `position` is skipped, because the buffer already has it."""
+        """Add a batch from a BatchReader; skip a batch before `position`, because the buffer already has it."""
         return self._put_batch(read.batch, read)
 
     def fill(self, reader: SequentialReader, position: int, *, timeout_s: float = 60.0) -> None:
-        """Read on to a position of the index, e.g. to rebuild a buffer that lost its disk.
+        """Read batches up to a position of the index, for example to rebuild a buffer that lost its disk.
 
         Raises DeadlineExceeded if the reader returns nothing for `timeout_s`.
         """
@@ -246,7 +246,7 @@ class RolloutReplayBuffer:
             read = reader.poll(timeout_s)
             if read is None:
                 raise DeadlineExceeded(
-                    f"the index did not reach position {position} within {timeout_s:g} s, it is at "
+                    f"the index did not reach position {position} within {timeout_s:g} s and is at "
                     f"{self.position.get(0, 0)}; give a position that was read before"
                 )
             self.add_read(read)
@@ -254,14 +254,14 @@ class RolloutReplayBuffer:
     # ------------------------------------------------------------------ out
 
     def sample(self, batch_size: int | None = None) -> list[RolloutWithCount] | None:
-        """Draw `batch_size` rollouts for this process, by default `local_batch_size`; None if fewer are held for each
-        process.
+        """Draw `batch_size` rollouts for this process, by default `local_batch_size`; None if the
+        buffer has fewer for each process.
 
         Processes with the same content, seed and number of draws get disjoint shares of one draw.
         """
         count = self.local_batch_size if batch_size is None else batch_size
         if count < 1:
-            raise ConfigurationError(f"a sample of {count}; draw at least 1")
+            raise ConfigurationError(f"a sample of {count} rollouts; draw at least 1")
         with self._lock:
             self._count(self._shelf.refresh(self._step, self._time()))
             if len(self._shelf) < count * self.total_processes:
@@ -283,8 +283,8 @@ class RolloutReplayBuffer:
 
     def stats(self) -> dict[str, Any]:
         """Return total_size, env_sizes, num_environments, total_batches_added (batches with a fresh rollout),
-        total_batches_sampled, and left_out: rollouts that were refused, or left before they were used up, by reason
-        (ahead, old_step, too_old, capacity, used_up, zero_variance, unsound)."""
+        total_batches_sampled, and left_out: numbers of rollouts that were refused, or removed before they were used up,
+        by reason (ahead, old_step, too_old, capacity, used_up, zero_variance, unsound)."""
         with self._lock:
             sizes = self._shelf.sizes
             return {
@@ -298,14 +298,14 @@ class RolloutReplayBuffer:
 
     @property
     def position(self) -> dict[int, int]:
-        """Next offset of batch-index, as its partition 0; empty if nothing came from the log."""
+        """Next offset of batch-index, as its partition 0; empty if no batch is from the log."""
         with self._lock:
             return dict(self._position)
 
     # ------------------------------------------------------------------ on disk
 
     def save(self, directory: Path, /) -> None:
-        """Save everything in one file, atomically. Raises StoreError; an earlier file is then unchanged."""
+        """Save everything in one file, atomically. If it raises StoreError, an earlier file is unchanged."""
         with self._lock:
             snapshot = BufferSnapshot(
                 rollouts=tuple(
@@ -358,7 +358,7 @@ class RolloutReplayBuffer:
         return self._stream_s if self._position else time.time()
 
     def _groups_of(self, batch: Batch) -> list[list[Rollout]]:
-        """The groups of a batch; rollouts of the old form inherit its metadata."""
+        """Return the groups of a batch; rollouts of a RolloutBatch inherit its metadata."""
         if not isinstance(batch, RolloutBatch):
             return [list(group) for group in batch]
         with self._lock:
@@ -383,8 +383,8 @@ class RolloutReplayBuffer:
         advantages = [float(value) for value in self.loss_module.compute_advantages(rollouts)]
         if len(advantages) != len(rollouts) or not all(map(math.isfinite, advantages)):
             raise RecordError(
-                f"the loss module gives {len(advantages)} advantages, {advantages[:8]}, for a group of {len(rollouts)}"
-                "; it must give one finite number for each rollout"
+                f"the loss module gave {len(advantages)} advantages, {advantages[:8]}, for a group of {len(rollouts)}"
+                "; it must return one finite number for each rollout"
             )
         return [
             ShelfEntry(

@@ -21,7 +21,7 @@ class RLLossModule(Protocol):
 
 @dataclass(frozen=True)
 class EstimatorLoss:
-    """Advantages by an estimator of grouping, by name.
+    """Advantages by the estimator of grouping that `name` names.
 
     Raises ConfigurationError for an unknown estimator, or one that normalises over batches.
     """
@@ -32,8 +32,8 @@ class EstimatorLoss:
         if estimator(self.name).over_batch is not None:
             whole = ", ".join(name for name, how in ESTIMATORS.items() if how.over_batch is None)
             raise ConfigurationError(
-                f"estimator {self.name!r} normalises over the batches that grouping cuts, and a group in a buffer "
-                f"belongs to none; take {whole}, or read rollouts with the advantages of their batches from the log"
+                f"estimator {self.name!r} normalises over the batches that grouping cuts, but a group in a buffer "
+                f"belongs to no batch; choose {whole}, or read rollouts from the log with the advantages of batches"
             )
 
     def compute_advantages(self, rollouts: Sequence[Rollout], /) -> list[float]:
@@ -48,7 +48,7 @@ class EstimatorLoss:
 
 @dataclass(frozen=True)
 class RLOOLoss(EstimatorLoss):
-    """r_i minus the mean of the other rewards, 0 for a group of one."""
+    """r_i minus the mean of the other rewards; 0 for a group of one rollout."""
 
     name: str = "rloo"
 

@@ -1,4 +1,4 @@
-"""Rollouts as lists of turns that each have their own tokens, and their conversion to Rollout. Pure."""
+"""Rollouts as lists of turns, each with its own tokens, and their conversion to Rollout. Pure functions."""
 
 import json
 import re
@@ -48,10 +48,10 @@ class RolloutRecord:
 
 
 def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
-    """Convert a record to a Rollout: the tokens of its turns in order; tokens with log-probabilities are trained on.
+    """Convert a record to a Rollout, whose tokens are those of the turns; tokens with log-probabilities are trained on.
 
-    worker_id and weight_step of its metadata become fields; all metadata go to `extra`, as JSON unless they are
-    strings. Raises RecordError for a version that does not end in a number, or a turn with more or fewer
+    worker_id and weight_step in its metadata become fields; all metadata are also copied to `extra`, as JSON unless
+    they are strings. Raises RecordError for a version that does not end in a number, or a turn with more or fewer
     log-probabilities than tokens.
     """
     version = _version(record.policy_version)
@@ -105,7 +105,9 @@ def _version(version: int | str) -> int:
         return version
     number = re.search(r"\d+$", version)
     if number is None:
-        raise RecordError(f"policy version {version!r} does not end in a number; give it one, to compare versions")
+        raise RecordError(
+            f"policy version {version!r} does not end in a number; add one, so that versions can be compared"
+        )
     return int(number[0])
 
 

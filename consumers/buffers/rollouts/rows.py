@@ -1,4 +1,4 @@
-"""Rollouts for a rollout buffer: checks of single rollouts, and the rollouts of a batch of the log. Pure."""
+"""Rollouts for a rollout buffer: checks of single rollouts, and the rollouts of a batch of the log. Pure functions."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,13 +9,13 @@ from rollstream.topics.records import Float32, NamedArray, Rollout, RolloutMetad
 from rollstream.topics.rl_examples import REFERENCE, reference_of, stamp_of, token_arrays_of
 
 BATCH = "batch"
-"""Key in a rollout's `extra` of the batch and row it came from, "0-17/3"."""
+"""Key in a rollout's `extra`; its value is the batch and row of the rollout, as in "0-17/3"."""
 _INT32, _BOOL, _FLOAT32 = np.dtype("<i4"), np.dtype("|b1"), np.dtype("<f4")
 
 
 def unsound(rollout: Rollout) -> str:
-    """The reason why a rollout cannot be held, or "": an array has the wrong length or dtype, or the reward is not
-    finite. Rollouts may have different lengths."""
+    """Return why a rollout cannot be added, or "" if it can: an array may have the wrong length or dtype, or the reward
+    may not be finite. Rollouts may have different lengths."""
     length = len(rollout.tokens)
     for name, array, dtype in (
         ("tokens", rollout.tokens, _INT32),
@@ -34,10 +34,10 @@ def unsound(rollout: Rollout) -> str:
 def rollouts_of(
     batch: TrainingBatch, weight_step_of: Callable[[int], int]
 ) -> Iterator[tuple[Rollout, float | Float32]]:
-    """The rows of a batch as rollouts with their advantages: one number, or one for each position if they differ.
+    """Yield the rows of a batch as rollouts with their advantages: one number, or one for each token if they differ.
 
-    Arrays are views of the batch's arrays. A rollout has its own time and weight step where the batch carries them;
-    else the stream time at which its group was opened, and the step of the lowest version that sampled it.
+    Arrays are views of the batch's arrays. A rollout has its own time and weight step if the batch has them;
+    otherwise it has the stream time at which its group was opened, and the step of the lowest version that sampled it.
     """
     arrays = token_arrays_of(batch)
     per_row = len(batch.advantages) != len(batch.tokens)

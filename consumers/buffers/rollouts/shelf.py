@@ -1,7 +1,7 @@
-"""The rules by which a rollout buffer holds and draws rollouts: freshness, capacity, recency and retirement. Pure.
+"""The rules by which a rollout buffer holds and draws rollouts: freshness, capacity, recency and retirement.
 
-This module reads no clock and no content of rollouts. It returns every rollout that leaves before it is used up, with
-the reason, so that the caller can count it.
+This module reads no clock and no content of rollouts. It returns every rollout that is removed before it is used up,
+with the reason, so that the caller can count it.
 """
 
 import math
@@ -25,7 +25,7 @@ fresh."""
 
 @dataclass(frozen=True, kw_only=True)
 class ShelfRules:
-    """Limits of a shelf, and how rollouts are drawn from it."""
+    """Limits of a shelf, and settings of draws from it."""
 
     capacity: int = 4096
     """Maximum number of rollouts of one environment; the newest stay."""
@@ -34,11 +34,11 @@ class ShelfRules:
     max_samples: int = 1
     """Number of draws after which a rollout is retired; negative: no limit."""
     max_rollout_step_delay: int = 1
-    """Maximum age of a fresh rollout's weight step in steps; negative: no limit."""
+    """Maximum age of a fresh rollout's weights in steps; negative: no limit."""
     max_rollout_timestamp_delay: float = 3600.0
     """Age in seconds from which a rollout is stale; negative: no limit."""
     balanced: bool = False
-    """Whether every environment is drawn equally often; else in proportion to its rollouts."""
+    """Whether every environment is drawn equally often; if not, in proportion to its number of rollouts."""
 
     def __post_init__(self) -> None:
         if self.capacity < 1:
@@ -54,21 +54,22 @@ class ShelfRules:
             )
 
     def stale(self, weight_step: int, timestamp: float, step: int, now: float) -> str:
-        """The reason why a rollout is not fresh at a step and a time; "" if it is."""
+        """Return why a rollout is not fresh at a step and a time; "" if it is fresh."""
         match self.stale_code(weight_step, timestamp, step, now):
             case "ahead":
                 return f"weight step {weight_step} is ahead of step {step}"
             case "old_step":
                 old = step - weight_step
-                return f"weight step {weight_step} is {old} steps old, at most {self.max_rollout_step_delay} may be"
+                return f"weight step {weight_step} is {old} steps old, {self.max_rollout_step_delay} are allowed"
             case "too_old":
                 return f"{self.max_rollout_timestamp_delay:g} s old or more"
         return ""
 
     def stale_code(self, weight_step: int, timestamp: float, step: int, now: float) -> StaleCode:
-        """The reason why a rollout is not fresh, as one word; "" if it is fresh.
+        """Return why a rollout is not fresh, as one word; "" if it is fresh.
 
-        Fresh if step - max_rollout_step_delay <= weight_step <= step and timestamp > now - max_rollout_timestamp_delay.
+        It is fresh if step - max_rollout_step_delay <= weight_step <= step, and
+        timestamp > now - max_rollout_timestamp_delay.
         """
         if weight_step > step:
             return "ahead"
@@ -90,15 +91,15 @@ class ShelfEntry(Generic[T]):
     item: T
     environment: str
     weight_step: int
-    """Learner step of the weights that sampled it."""
+    """Learner step of the weights that sampled the rollout."""
     timestamp: float
-    """Time at which it was made, in seconds."""
+    """Time at which the rollout was created, in seconds."""
     usage_count: int = 0
     """Number of draws."""
 
 
 class Removal(NamedTuple, Generic[T]):
-    """A rollout that left before it was used up, and the reason."""
+    """A rollout that was removed before it was used up, and the reason."""
 
     entry: ShelfEntry[T]
     reason: str
@@ -112,7 +113,7 @@ class Shelf(Generic[T]):
     def __init__(self, rules: ShelfRules) -> None:
         self.rules = rules
         self._held: dict[str, list[ShelfEntry[T]]] = {}
-        # Bounds over all rollouts: while the bounds are fresh, all rollouts are, and none is checked.
+        # Bounds over all rollouts. While the bounds are fresh, so is every rollout, and no rollout is checked.
         self._lowest_step, self._highest_step, self._oldest = math.inf, -math.inf, math.inf
 
     def __len__(self) -> int:
@@ -128,7 +129,7 @@ class Shelf(Generic[T]):
         return [entry for name in sorted(self._held) for entry in self._held[name]]
 
     def add(self, entries: Iterable[ShelfEntry[T]], step: int, now: float) -> list[Removal[T]]:
-        """Add rollouts behind the present ones; returns those refused and those removed to make room."""
+        """Append rollouts; return the rollouts that were refused, and those removed to make room."""
         left: list[Removal[T]] = []
         fresh: dict[str, list[ShelfEntry[T]]] = {}
         for entry in entries:
@@ -143,13 +144,13 @@ class Shelf(Generic[T]):
             self._append(name, fresh[name])
             held = self._held[name]
             if (over := len(held) - self.rules.capacity) > 0:
-                reason = f"{self.rules.capacity} newer ones fill the buffer"
+                reason = f"{self.rules.capacity} newer rollouts fill the buffer"
                 left += [Removal(entry, reason, "capacity") for entry in held[:over]]
                 del held[:over]
         return left
 
     def put_back(self, entries: Iterable[ShelfEntry[T]]) -> None:
-        """Add rollouts behind the present ones without any check, because they were held before."""
+        """Append rollouts without any check, because they were on the shelf before."""
         for entry in entries:
             self._append(entry.environment, [entry])
 
@@ -186,11 +187,12 @@ class Shelf(Generic[T]):
         return left
 
     def draw(self, count: int, generator: np.random.Generator) -> list[ShelfEntry[T]] | None:
-        """Draw `count` different rollouts in random order, or None if fewer are held; each is counted as used, and
-        retired if it is used up.
+        """Draw `count` different rollouts in random order, or None if there are fewer. Count each as used, and
+        retire it if it is used up.
 
-        The number from each environment is that of a uniform draw of `count` from all, or equal (`balanced`). Within an
-        environment, successive draws have weights (i + 1)**alpha over the remaining rollouts, i by order of arrival.
+        The number from each environment is that of a uniform draw of `count` from all rollouts, or, if `balanced`, the
+        same for each. Within an environment, successive draws have weights (i + 1)**alpha over the remaining rollouts, where i is the
+        order of arrival.
         """
         sizes = self.sizes
         if not 0 <= count <= sum(sizes.values()):
@@ -212,7 +214,7 @@ class Shelf(Generic[T]):
         return [drawn[i] for i in order.tolist()]
 
     def _append(self, environment: str, entries: Sequence[ShelfEntry[T]]) -> None:
-        """Hold further rollouts of an environment, and widen the bounds for them."""
+        """Append rollouts of an environment, and widen the bounds to include them."""
         self._held.setdefault(environment, []).extend(entries)
         if entries:
             steps = [entry.weight_step for entry in entries]
@@ -230,7 +232,7 @@ def _log_ranks(count: int) -> NDArray[np.float64]:
 
 
 def _proportional(sizes: Sequence[int], count: int, generator: np.random.Generator) -> list[int]:
-    """Numbers from each environment in a uniform draw of `count` from all (multivariate hypergeometric)."""
+    """Return the number from each environment in a uniform draw of `count` from all (multivariate hypergeometric)."""
     if len(sizes) < 2:
         return [count] * len(sizes)
     ends = np.cumsum(np.array(sizes, np.int64))
@@ -239,7 +241,7 @@ def _proportional(sizes: Sequence[int], count: int, generator: np.random.Generat
 
 
 def _balanced(sizes: Sequence[int], count: int, generator: np.random.Generator) -> list[int]:
-    """Equal shares; environments with too few are replaced by the others, and the remainder is drawn at random."""
+    """Return equal shares; other environments make up for those with too few, and the remainder is drawn at random."""
     shares = [0] * len(sizes)
     while left := count - sum(shares):
         room = [i for i, size in enumerate(sizes) if shares[i] < size]

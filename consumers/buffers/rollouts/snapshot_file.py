@@ -1,7 +1,7 @@
 """The file of a saved rollout buffer: one Arrow IPC file with a digest, written atomically; reading it runs no code.
 
-A row is a rollout as it is on the wire (Avro), with its advantage and number of draws; position, random state and
-counts are in the schema's metadata. The digest is checked first, because Arrow can crash on damaged input.
+A row is a rollout in its wire format (Avro), with its advantage and number of draws. Position, random state and counts
+are in the schema's metadata. The digest is checked first, because Arrow can crash on damaged input.
 """
 
 import hashlib
@@ -113,7 +113,7 @@ def load_rollouts(directory: Path) -> BufferSnapshot:
         )
     except FileNotFoundError as error:
         raise StoreError(
-            f"{directory} holds no {FILE}; nothing was saved there, fill the buffer from the log"
+            f"{directory} contains no {FILE}; nothing was saved there, so fill the buffer from the log"
         ) from error
     except (pa.ArrowException, OSError, KeyError, ValueError, TypeError, RecordError) as error:
         raise StoreError(
@@ -123,7 +123,7 @@ def load_rollouts(directory: Path) -> BufferSnapshot:
 
 
 class _DigestingFile(io.RawIOBase):
-    """A file to write to that computes the digest of its bytes."""
+    """A writable file that computes the digest of the bytes written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -141,14 +141,14 @@ class _DigestingFile(io.RawIOBase):
 
 
 def _checked_bytes(path: Path) -> memoryview:
-    """The bytes of a file, without the digest, which is checked. Raises FileNotFoundError, or ValueError for damage."""
+    """Return the bytes before the digest, and check it. Raises FileNotFoundError, or ValueError for a damaged file."""
     data = memoryview(path.read_bytes())
     end = len(data) - _DIGEST_BYTES
     content = data[: max(0, end - len(_MAGIC))]
     if data[len(content) : end] == _MAGIC:
         if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() != data[end:]:
-            raise ValueError("it is damaged: its bytes are not those that were written")
+            raise ValueError("it is damaged: its content differs from what was written")
         return content
     if data[-len(_ARROW) :] != _ARROW:
-        raise ValueError("it is damaged: its end is not that of a file of this program")
+        raise ValueError("it is damaged: its last bytes are not those of a rollout buffer")
     return data

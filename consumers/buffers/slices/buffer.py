@@ -1,6 +1,6 @@
 """The episode slice buffer: slices of one length, drawn from episodes of any length in memory-mapped files.
 
-It is a ring of steps, filled by hand or from the log. Everything for which `add` returned survives the process. Two
+It is a ring of steps, filled by hand or from the log. Once `add` has returned, its item survives the process. Two
 buffers of the same seed that are filled to the same position of one partition have the same content and draws; see
 `rollstream.consumers.buffers.protocol` for several partitions. Adding, drawing and saving are thread-safe.
 """
@@ -43,8 +43,8 @@ __all__ = ["EpisodeSliceBuffer", "NothingToDraw"]
 class EpisodeSliceBuffer(Closing):
     """See the module.
 
-    All episodes have the arrays of the first: paths, dtypes and shapes of a step. Episodes must not have arrays named
-    `lengths` or `mask`, which samples add, as they add `truncated_key` if it is not stored.
+    All episodes have the same arrays as the first: paths, dtypes, and shapes of a step. Episodes must not have arrays
+    named `lengths` or `mask`, because samples add them. Samples also add `truncated_key` if it is not stored.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class EpisodeSliceBuffer(Closing):
         """Open or create a directory.
 
         `capacity` is in steps. With `slice_len`, slices have that many steps; with `num_slices`, samples have that many
-        slices (`sample_steps`). Without `strict_length`, short episodes give all their steps, and `pad_output` adds
-        zeros after them. `boundaries` names the arrays that mark the ends of episodes.
+        slices (`sample_steps`). Without `strict_length`, slices of short episodes have all their steps, and `pad_output`
+        adds zeros after them. `boundaries` names the arrays that mark the ends of episodes.
 
-        Raises ConfigurationError for invalid settings, StoreError if another process writes there or the files are
-        damaged.
+        Raises ConfigurationError for invalid settings, StoreError if another process writes to the directory or the
+        files are damaged.
         """
         if (slice_len is None) == (num_slices is None):
             raise ConfigurationError(
@@ -79,7 +79,7 @@ class EpisodeSliceBuffer(Closing):
                 f"capacity {capacity}, slice_len {slice_len}, num_slices {num_slices}: each must be at least 1"
             )
         if slice_len is not None and slice_len > capacity:
-            raise ConfigurationError(f"slices of {slice_len} steps do not fit a ring of {capacity}; raise its capacity")
+            raise ConfigurationError(f"slices of {slice_len} steps do not fit into a ring of {capacity}; raise it")
         if pad_output and strict_length:
             raise ConfigurationError("pad_output pads short slices, which strict_length excludes; set only one of them")
         self.slice_len = slice_len
@@ -91,7 +91,7 @@ class EpisodeSliceBuffer(Closing):
         self._truncated_key = truncated_key
         self._lock = threading.RLock()
         self._files_stay = threading.RLock()
-        """Held while the files must not be replaced; taken before the other lock."""
+        """Held while the files must not be replaced; acquired before `_lock`."""
         self._store = SliceStore(Path(directory), capacity, read_only=read_only)
 
     # ------------------------------------------------------------------ in
@@ -105,15 +105,15 @@ class EpisodeSliceBuffer(Closing):
         episode: str = "",
         last: bool = True,
     ) -> bool:
-        """Add a tree of [T, ...] arrays or a trajectory; returns whether it was added.
+        """Add a tree of [T, ...] arrays or a trajectory, and return whether it was added.
 
-        A tree is cut by episode ids, or after each done, and is one episode if it has neither. With `episode` it
-        continues the open episode of that uid, or begins it; `last` False leaves it open, so that writers may
-        alternate. A trajectory is cut by its spans, or else column by column by ids or done.
+        A tree is cut by episode ids, or after each done flag; without them it is one episode. With `episode` it
+        continues the open episode of that uid, or begins it; with `last` False the episode stays open, so that writers
+        may alternate. A trajectory is cut by its spans, or else each column is cut by ids or done flags.
 
-        `at` is (partition, offset) of its record: below the position the buffer already has or skipped it, and False is
-        returned. Raises RecordError for an invalid item or one that differs from the stored arrays, StoreError if it
-        cannot be written; nothing is added then, and the position stays.
+        `at` is the (partition, offset) of the item's record. A record below the position is already stored or skipped, so
+        False is returned. Raises RecordError if the item is invalid or differs from the stored arrays, StoreError if it
+        cannot be written; then nothing is added, and the position stays.
         """
         with self._lock:
             if self._has(at):
@@ -121,11 +121,11 @@ class EpisodeSliceBuffer(Closing):
             return self.add_parts(self.cut(item, episode=episode, last=last), at=at)
 
     def cut(self, item: Tree | Trajectory, /, *, episode: str = "", last: bool = True) -> list[EpisodePart]:
-        """The parts of episodes that `add` stores. Raises RecordError for an invalid item."""
+        """Return the parts of episodes that `add` stores. Raises RecordError for an invalid item."""
         if not isinstance(item, Trajectory):
             return parts_of_episode(item, self._boundaries, episode=episode, first=not episode, last=last)
         if episode or not last:
-            raise RecordError(f"trajectory {item.uid!r}: its spans say which episodes go on; omit episode and last")
+            raise RecordError(f"trajectory {item.uid!r}: its spans tell which episodes continue; omit episode and last")
         return parts_of_trajectory(item, self._boundaries)
 
     def check(self, parts: Sequence[EpisodePart]) -> None:
@@ -138,7 +138,7 @@ class EpisodeSliceBuffer(Closing):
             self._store.check(parts)
 
     def add_parts(self, parts: Sequence[EpisodePart], *, at: tuple[int, int] | None = None) -> bool:
-        """Add the parts that `cut` returned. Returns and raises as `add`."""
+        """Add the parts that `cut` returned. Returns and raises the same as `add`."""
         with self._lock:
             if self._has(at):
                 return False
@@ -147,43 +147,42 @@ class EpisodeSliceBuffer(Closing):
             return True
 
     def skip(self, at: tuple[int, int]) -> bool:
-        """Move the position past a refused record; False if it is past it already."""
+        """Move the position past a refused record; return False if it is already past it."""
         return self.add_parts((), at=at)
 
     # ------------------------------------------------------------------ out
 
     def sample(self, batch_size: int) -> dict[str, Any]:
-        """Draw `batch_size` slices with replacement: a tree of [batch_size, slice_len, ...] arrays.
+        """Draw `batch_size` slices with replacement, as a tree of [batch_size, slice_len, ...] arrays.
 
-        A slice comes from an episode drawn uniformly from those that are long enough, and from a start drawn uniformly
-        in it. The last step of each slice is marked under `truncated_key`: bool [batch_size, slice_len], or the stored
+        For each slice, an episode is drawn uniformly from those that are long enough, and a start uniformly within it. The last step of each slice is marked under `truncated_key`: bool [batch_size, slice_len], or the stored
         array of that name.
 
-        Without `strict_length` a sample also has `lengths` int64 [batch_size], and slices follow each other, so arrays
-        are [sum of lengths, ...]; with `pad_output` they are [batch_size, slice_len, ...] and zero where `mask`, bool
+        Without `strict_length` a sample also has `lengths` int64 [batch_size]. Its slices are concatenated, so arrays are
+        [sum of lengths, ...]; with `pad_output` they are [batch_size, slice_len, ...], and zero where `mask`, bool
         [batch_size, slice_len], is False.
 
-        Raises NothingToDraw if no episode is long enough, ConfigurationError for less than one slice.
+        Raises NothingToDraw if no episode is long enough, ConfigurationError if `batch_size` is below 1.
         """
         if self.slice_len is None:
-            raise ConfigurationError("the length of slices follows from the number of steps; call sample_steps")
+            raise ConfigurationError("num_slices is set, so slices have no fixed length; call sample_steps")
         return self.draw(batch_size, self.slice_len)
 
     def sample_steps(self, steps: int, /) -> dict[str, Any]:
-        """As `sample`, for a total number of steps, a multiple of `slice_len` or `num_slices`."""
+        """Like `sample`, for a total number of steps, a multiple of `slice_len` or `num_slices`."""
         return self.draw(*self.slices_in(steps))
 
     def slices_in(self, steps: int) -> tuple[int, int]:
-        """Number and length of the slices of a number of steps. Raises ConfigurationError."""
+        """Return the number and length of the slices in a total of `steps`. Raises ConfigurationError."""
         divisor = self.slice_len or self.num_slices or 1
         if steps < 1 or steps % divisor:
             name = "num_slices" if self.slice_len is None else "slice_len"
-            raise ConfigurationError(f"{steps} steps cannot be cut by {name} {divisor}; ask for a multiple of it")
+            raise ConfigurationError(f"{steps} steps cannot be divided by {name} {divisor}; request a multiple of it")
         other = steps // divisor
         return (divisor, other) if self.slice_len is None else (other, divisor)
 
     def draw(self, count: int, length: int) -> dict[str, Any]:
-        """As `sample`, for slices of any length."""
+        """Like `sample`, for slices of any length."""
         if count < 1:
             raise ConfigurationError(f"a sample of {count} slices; draw at least 1")
         with self._lock:
@@ -196,7 +195,7 @@ class EpisodeSliceBuffer(Closing):
                 if drawn.oldest >= self._store.state.low:
                     return nest(self._completed(leaves, drawn, length))
             raise StoreError(
-                f"the writer overwrote the drawn slices {_TRIES} times; the ring is too small for its writers"
+                f"the writer overwrote the drawn slices {_TRIES} times; the ring is too small for its write rate"
             )
 
     def check_drawable(self, length: int) -> None:
@@ -205,7 +204,7 @@ class EpisodeSliceBuffer(Closing):
             check_drawable(self._store.state, length, self._least(length))
 
     def size(self) -> int:
-        """Steps held."""
+        """Number of steps held."""
         with self._lock:
             self._store.refresh()
             return self._store.state.index.size
@@ -214,18 +213,18 @@ class EpisodeSliceBuffer(Closing):
         return self.size()
 
     def is_open(self, episode: str) -> bool:
-        """Whether the episode of this uid is open and has steps here."""
+        """Whether the episode of this uid is open and has steps in the ring."""
         with self._lock:
             return episode in self._store.state.open
 
     @property
     def position(self) -> dict[int, int]:
-        """Next offset to read, by partition; empty if nothing came from the log."""
+        """Next offset to read, by partition; empty if nothing is from the log."""
         with self._lock:
             return dict(self._store.state.position)
 
     def stats(self) -> dict[str, Any]:
-        """Return steps held and ever added, episodes, those long enough for a slice and those open, and draws."""
+        """Return numbers of steps held and ever added, of all, drawable and open episodes, and of draws."""
         with self._lock:
             self._store.refresh()
             state = self._store.state
@@ -243,21 +242,21 @@ class EpisodeSliceBuffer(Closing):
     # ------------------------------------------------------------------ on disk
 
     def flush(self) -> None:
-        """Write everything that was added to disk, so that it survives the machine. Raises StoreError."""
+        """Write everything that was added to disk, so that it survives a crash of the machine. Raises StoreError."""
         with self._lock:
             self._store.flush()
 
     def save(self, directory: str | Path, /) -> None:
-        """Write everything to disk; in another `directory`, as a copy. Raises StoreError; nothing changes then.
+        """Write everything to disk, or copy it to another `directory`. If it raises StoreError, nothing changes there.
 
-        Other threads add and draw while it is copied.
+        Other threads can add and draw during the copy.
         """
         with self._files_stay:
             self._store.save(Path(directory), self._lock)
 
     def load(self, directory: str | Path, /) -> None:
-        """Replace the content by a saved one of the same capacity; settings stay. Raises StoreError; nothing changes
-        then."""
+        """Replace the content by a saved one of the same capacity; settings stay. If it raises StoreError, nothing
+        changes."""
         with self._files_stay, self._lock:
             self._store.load(Path(directory))
 
@@ -277,11 +276,11 @@ class EpisodeSliceBuffer(Closing):
         return self._strict or self._pad
 
     def _least(self, length: int) -> int:
-        """Steps that an episode must have for a slice."""
+        """Number of steps that an episode must have for a slice."""
         return length if self._strict else 1
 
     def _completed(self, leaves: dict[str, NDArray[Any]], drawn: SlicePlaces, length: int) -> dict[str, NDArray[Any]]:
-        """Add the marks that say where slices end."""
+        """Add the arrays that mark where slices end."""
         mark_last(leaves, self._truncated_key, drawn, length, padded=self._padded)
         if not self._strict:
             leaves[LENGTHS] = drawn.lengths

@@ -25,18 +25,18 @@ class Manifest:
 
     journal: str
     capacity: int
-    """Steps of the ring."""
+    """Number of steps in the ring."""
     arrays: tuple[ArraySpec, ...] = ()
     """Empty before the first episode."""
 
 
 def new_name() -> str:
-    """A prefix of file names that no file has yet."""
+    """Return a new prefix of file names."""
     return uuid.uuid4().hex[:12]
 
 
 def read_manifest(directory: Path) -> Manifest | None:
-    """Read the manifest; None if there is none. Raises StoreError if this program did not write it."""
+    """Read the manifest; return None if there is none. Raises StoreError if this program did not write it."""
     try:
         value = read_json(directory / NAME)
         if value["version"] != _VERSION:
@@ -48,7 +48,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         )
         for name in (manifest.journal, *(spec.file for spec in manifest.arrays)):
             if not _FILE.fullmatch(name):
-                raise ValueError(f"{name[:80]!r} names no file of a buffer")
+                raise ValueError(f"{name[:80]!r} is not a name of a buffer's file")
         nest({spec.path: spec for spec in manifest.arrays})
         return manifest
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def read_manifest(directory: Path) -> Manifest | None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Make these the files of the buffer. Raises StoreError."""
+    """Replace the manifest, and with it the files of the buffer. Raises StoreError."""
     value = {
         "version": _VERSION,
         "capacity": manifest.capacity,
@@ -71,7 +71,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def remove_all_but(directory: Path, manifest: Manifest) -> None:
-    """Delete files that the manifest does not name, left by an unfinished or a later copy.
+    """Delete files that the manifest does not name, left by an unfinished copy or by earlier content.
 
     Only the directory's one writer may call this.
     """
@@ -83,7 +83,7 @@ def remove_all_but(directory: Path, manifest: Manifest) -> None:
 
 
 def boot_id() -> str:
-    """Id of this boot of the machine; "" if the system has none."""
+    """Id of this boot of the machine; "" if the system does not report one."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

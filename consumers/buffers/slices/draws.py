@@ -1,6 +1,6 @@
-"""Draws of slices: episodes, starts in them, and their rows of the files, as functions of the content.
+"""Draws of slices: episodes, starts in them, and their rows in the files, as functions of the content.
 
-Draws are uniform over episodes, then over starts: a long episode is drawn no more often than a short one.
+Draws are uniform over episodes, then over starts: a long episode is drawn as often as a short one.
 """
 
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class SlicePlaces(NamedTuple):
 
     lengths: NDArray[np.int64]
     steps: list[tuple[int, int, int]]
-    """Slice number, counter of the first step, number of steps; slices in order, each in one or more ranges."""
+    """Ranges of steps (slice number, counter of the first step, number of steps), in order of slices."""
 
     @property
     def oldest(self) -> int:
@@ -42,13 +42,13 @@ def check_drawable(state: SliceState, length: int, least: int) -> None:
 
 
 def draw(state: SliceState, seed: int, count: int, length: int, least: int) -> SlicePlaces:
-    """Draw `count` slices of `length` steps; episodes with at least `least` but fewer steps give all of them.
+    """Draw `count` slices of `length` steps. A shorter episode with at least `least` steps gives all its steps.
 
-    Counts as one draw of the state. Raises NothingToDraw.
+    This counts as one draw of the state. Raises NothingToDraw.
     """
     check_drawable(state, length, least)
     rows = state.index.with_length(least)
-    # Not generator.integers: numpy fixes the stream of uniform numbers, not of distributions (NEP 19).
+    # Not generator.integers, because numpy guarantees only the stream of uniform numbers (NEP 19).
     uniform = generator_at(seed, state.draws).random((2, count))
     state.draws += 1
     chosen = rows.select((uniform[0] * len(rows)).astype(np.int64))
@@ -65,7 +65,7 @@ def draw(state: SliceState, seed: int, count: int, length: int, least: int) -> S
 
 
 def gather(files: RingFiles, drawn: SlicePlaces, length: int, *, padded: bool) -> dict[str, NDArray[Any]]:
-    """Arrays by path: [slices, length, ...], with zeros after short slices, if `padded`; else [sum of lengths, ...]."""
+    """Return arrays by path: if `padded`, [slices, length, ...] with zeros after short slices; else [all steps, ...]."""
     count = len(drawn.lengths)
     rows = count * length if padded else int(drawn.lengths.sum())
     moves, to, before = [], 0, -1

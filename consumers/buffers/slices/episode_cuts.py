@@ -1,6 +1,6 @@
 """Cuts trees of [T, ...] arrays, and the [T, B, ...] arrays of trajectories, into parts of episodes.
 
-Pure. Two parts belong to one episode only if both have its uid, never because they are adjacent.
+Pure functions. Two parts belong to one episode only if both have its uid, never because they are adjacent.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ AUTO, HUMAN = 0, 1
 
 @dataclass(frozen=True, kw_only=True)
 class Boundaries:
-    """Paths of the arrays that mark the ends of episodes; the first that exists counts."""
+    """Paths of the arrays that mark the ends of episodes; the first existing array is used."""
 
     episode: str = "episode"
     """Array of episode ids: a change of the id begins another episode."""
@@ -38,9 +38,9 @@ class EpisodePart:
     leaves: Leaves
     steps: int
     uid: str = ""
-    """Uid of an episode whose parts come at different times; empty if this is all of it."""
+    """Uid of an episode whose parts arrive at different times; empty if this part is the whole episode."""
     first: bool = True
-    """Whether the episode begins here, even if one of that uid is open; otherwise it continues that one."""
+    """Whether a new episode begins here, even if one of this uid is open; if not, the open episode continues."""
     last: bool = True
     """Whether the episode ends here."""
     control_mode: int | None = None
@@ -50,18 +50,18 @@ class EpisodePart:
 def parts_of_episode(
     tree: Tree, boundaries: Boundaries, *, episode: str = "", first: bool = True, last: bool = True
 ) -> list[EpisodePart]:
-    """The episodes of a tree of [T, ...] arrays, T at least 1, cut by ids, or after each done; else one episode.
+    """Cut a tree of [T, ...] arrays, T at least 1, by ids or after each done flag; without them it is one episode.
 
-    If `episode` is the uid of an episode that comes in parts, the first part belongs to it, and with `last` False the
-    last part stays open under that uid, unless it is done. Raises RecordError naming the problem.
+    If `episode` is the uid of an episode that arrives in parts, the first part belongs to it, and with `last` False the
+    last part stays open under that uid, unless its last step is done. Raises RecordError naming the problem.
     """
     leaves = _sound({path: np.asarray(leaf) for path, leaf in flatten(tree).items()})
     return _cut(leaves, boundaries, episode=episode, first=first, last=last)
 
 
 def parts_of_trajectory(trajectory: Trajectory, boundaries: Boundaries) -> list[EpisodePart]:
-    """The episodes of a trajectory, column by column: by its spans, whose uids say which episodes go on; without spans
-    each column is cut by ids or after each done, and ends with the trajectory.
+    """Cut a trajectory, column by column, by its spans, whose uids tell which episodes continue. Without spans each
+    column is cut by ids or after each done flag, and its last episode ends with the trajectory.
 
     Flags lose their bootstrap rows. Raises RecordError if the trajectory is invalid or does not mark the ends of
     episodes.
@@ -76,7 +76,7 @@ def parts_of_trajectory(trajectory: Trajectory, boundaries: Boundaries) -> list[
         if not _has_boundaries(leaves, boundaries):
             raise RecordError(
                 f"trajectory {trajectory.uid!r} of {trajectory.environment!r} has no episode spans, and none of the "
-                f"arrays {[boundaries.episode, *boundaries.done]} to cut it by; give it one of them"
+                f"arrays {[boundaries.episode, *boundaries.done]} by which to cut it; add one of them"
             )
         return [
             part
@@ -119,11 +119,11 @@ def _cut(
 def _sound(leaves: Leaves) -> Leaves:
     """Return the leaves. Raises RecordError if they differ in length or cannot be stored."""
     if not leaves:
-        raise RecordError("an episode without arrays; add at least one of shape [T, ...]")
+        raise RecordError("an episode has no arrays; add at least one of shape [T, ...]")
     for path, leaf in leaves.items():
         dtype_name(leaf.dtype)
         if not leaf.ndim or not leaf.size:
-            raise RecordError(f"array {path!r} has shape {list(leaf.shape)}, which holds no steps; give it [T, ...]")
+            raise RecordError(f"array {path!r} has shape {list(leaf.shape)}, which has no steps; give it shape [T, ...]")
     lengths = {path: len(leaf) for path, leaf in leaves.items()}
     if len(set(lengths.values())) > 1:
         raise RecordError(f"the arrays of an episode have different numbers of steps: {lengths}")
@@ -139,7 +139,7 @@ def _has_boundaries(leaves: Leaves, boundaries: Boundaries) -> bool:
 
 
 def _ends(leaves: Leaves, boundaries: Boundaries) -> NDArray[np.bool_]:
-    """Whether an episode ends with each step, by ids or by done; [T]. Ids say nothing about the last step."""
+    """Whether an episode ends at each step, by ids or done flags, [T]. Ids do not tell this for the last step."""
     steps = len(next(iter(leaves.values())))
     ends = np.zeros(steps, np.bool_)
     if not _by_done(leaves, boundaries):
@@ -164,5 +164,5 @@ def _mode_of(leaves: Leaves, step: int) -> int | None:
         return None
     values = leaf[step].reshape(-1)
     if values.size != 1 or leaf.dtype.kind not in "biuf" or values[0] != np.floor(values[0]):
-        raise RecordError(f"{CONTROL_MODE} is {values[:8]} at step {step}; give one whole number a step")
+        raise RecordError(f"{CONTROL_MODE} is {values[:8]} at step {step}; give one whole number for each step")
     return int(values[0])

@@ -1,6 +1,6 @@
-"""The index of the episodes in a ring of steps, updated step by step without a scan.
+"""The index of the episodes in a ring of steps, updated with each change and without scans.
 
-Steps are counted from the first ever written. An episode is an ordered list of runs of consecutive steps, so
+Steps are numbered from the first step ever written. An episode is an ordered list of runs of consecutive steps, so
 alternating writers do not split it. The ring overwrites the oldest steps, which are always the first remaining steps of
 an episode.
 """
@@ -17,23 +17,23 @@ from rollstream.consumers.buffers.slices.ranked_set import RankedSet
 Ints = NDArray[np.int64]
 
 _VIEWS = 4
-"""Number of slice lengths tracked at once; another length costs a pass over the episodes."""
+"""Number of slice lengths tracked at once; a further length costs a pass over the episodes."""
 ROOM = 1024
-"""Number of rows that columns have at least, and of rows without steps before they are removed."""
+"""Minimum number of rows in columns, and of rows without steps before such rows are removed."""
 
 
 class StepRange(NamedTuple):
-    """Consecutive steps: `steps` of them from counter `at` on."""
+    """Consecutive steps: a number of `steps`, from counter `at` on."""
 
     at: int
     steps: int
 
 
 class EpisodeIndex:
-    """Episodes by number and runs by counter; both only increase.
+    """Episodes by number, and runs by counter; numbers and counters only increase.
 
-    Draws go by rank among the episodes in the order of their numbers. That is a function of the content, so a restored
-    index draws the same. An episode takes about 100 bytes, a further run of it 40.
+    Draws use the rank of an episode in the order of numbers. It depends only on the content, so draws from a restored
+    index are the same. An episode takes about 100 bytes, and each further run of an episode 40 bytes.
     """
 
     def __init__(self) -> None:
@@ -42,25 +42,25 @@ class EpisodeIndex:
         self._first_run = 0
         """Serial number of the run in row 0."""
         self._left = 0
-        """Number of leading rows of runs whose steps are gone."""
+        """Number of leading rows of runs without remaining steps."""
         self._more: dict[int, list[int]] = {}
         """Serial numbers of the runs of each episode that has had more than one."""
         self._dead = 0
-        """Number of rows of episodes whose steps are gone."""
+        """Number of rows of episodes without remaining steps."""
         self._views: dict[int, RankedSet] = {}
-        """Rows of the episodes that have at least a number of steps, by that number."""
+        """Rows of the episodes with a minimum number of steps, by that number."""
         self.size = 0
-        """Steps held."""
+        """Number of steps held."""
 
     @property
     def episodes(self) -> int:
-        """Number of episodes that have steps here."""
+        """Number of episodes that have steps in the ring."""
         return self._episodes.rows - self._dead
 
     # ------------------------------------------------------------------ changes
 
     def extend(self, episode: int, at: int, count: int) -> None:
-        """Give an episode `count` more steps, written from counter `at` on; a number above all others starts one."""
+        """Give an episode `count` more steps, written from counter `at` on. A number above all others starts an episode."""
         episodes, runs = self._episodes, self._runs
         row = self._row_of(episode)
         if row < 0:
@@ -106,13 +106,13 @@ class EpisodeIndex:
     # ------------------------------------------------------------------ queries
 
     def with_length(self, length: int) -> RankedSet:
-        """Rows of the episodes that have at least `length` steps, 1 or more; tracked from then on."""
+        """Rows of the episodes that have at least `length` steps (1 or more). The length is tracked from then on."""
         view = self._views.pop(length, None)
         if view is None:
             view = self._view_of(length)
             if len(self._views) == _VIEWS:
                 del self._views[next(iter(self._views))]
-        self._views[length] = view  # The least recently used view is the first to go.
+        self._views[length] = view  # The least recently used view is the first to be removed.
         return view
 
     def lengths(self, rows: Ints) -> Ints:
@@ -120,7 +120,7 @@ class EpisodeIndex:
         return self._episodes.array("length")[rows]
 
     def ranges(self, row: int, start: int, count: int) -> list[StepRange]:
-        """Ranges of `count` steps of the episode in a row, from its `start`-th remaining step; it must have as many."""
+        """Ranges of `count` steps of a row's episode, from its `start`-th remaining step; it must have that many."""
         episodes, runs = self._episodes, self._runs
         step = episodes["begin"][row] + start
         serials: Sequence[int] = self._more.get(episodes["number"][row], (episodes["last_run"][row],))
@@ -140,14 +140,14 @@ class EpisodeIndex:
     # ------------------------------------------------------------------ as a whole
 
     def columns(self) -> dict[str, Ints]:
-        """The whole content; `of` makes an equal index of it."""
+        """Return the whole content, from which `of` creates an equal index."""
         live = np.flatnonzero(self._episodes.array("length"))
         held = {f"episode_{name}": self._episodes.array(name)[live] for name in ("number", "begin")}
         return held | {f"run_{name}": self._runs.array(name)[self._left :].copy() for name in self._runs.names}
 
     @classmethod
     def of(cls, columns: Mapping[str, Ints]) -> Self:
-        """The index of such columns. Raises KeyError or ValueError if they are not a valid episode index."""
+        """Create the index from such columns. Raises KeyError or ValueError if they are not a valid episode index."""
         index = cls()
         numbers, owners, counts = columns["episode_number"], columns["run_episode"], columns["run_count"]
         if not np.array_equal(np.unique(owners), numbers):
@@ -166,7 +166,7 @@ class EpisodeIndex:
     # ------------------------------------------------------------------ within
 
     def _row_of(self, episode: int) -> int:
-        """Row of an episode, -1 if there is none."""
+        """Row of an episode; -1 if there is none."""
         numbers, rows = self._episodes["number"], self._episodes.rows
         row = bisect_left(numbers, episode, 0, rows)
         return row if row < rows and numbers[row] == episode else -1
@@ -210,11 +210,11 @@ class _Columns:
         self._set_data(np.zeros((len(names), ROOM), np.int64))
 
     def __getitem__(self, name: str) -> memoryview:
-        """A column to read and write by row; rows past the last are unused. Valid until a row is added."""
+        """Return a column to read and write by row; rows from `rows` on are unused. Valid until a row is added."""
         return self._cells[name]
 
     def array(self, name: str) -> Ints:
-        """A column as an array; a view."""
+        """Return a column as an array, which is a view."""
         return self._data[self.names.index(name), : self.rows]
 
     def append(self, *values: int) -> int:
@@ -240,5 +240,5 @@ class _Columns:
 
     def _set_data(self, data: Ints) -> None:
         self._data = data
-        # An item of a memoryview costs a third of one of an array.
+        # Accessing an item of a memoryview takes a third of the time of an array.
         self._cells = {name: memoryview(column) for name, column in zip(self.names, data, strict=True)}

@@ -1,7 +1,7 @@
-"""Two slice buffers, one for the policy's episodes and one for those of humans; samples take half from each.
+"""Two slice buffers, one for the policy's episodes and one for human episodes; samples take half from each.
 
-The control mode of the first step decides the side of an episode. So a few human episodes are drawn as often as many of
-the policy's, and the latter do not displace them.
+The control mode of the first step decides the side of an episode. So a few human episodes are drawn as often as many
+policy episodes, and policy episodes do not displace them.
 """
 
 import shutil
@@ -44,15 +44,15 @@ _OTHER_SEED = 2**64
 def open_episode_buffer(
     directory: str | Path, *, use_hil_buffer: bool = False, **options: Unpack[SizedSliceOptions]
 ) -> "EpisodeSliceBuffer | HilEpisodeBuffer":
-    """Open a buffer of all episodes, or one that is split by who acted; `options` are those of EpisodeSliceBuffer."""
+    """Open one buffer for all episodes, or one for each side; `options` are as in EpisodeSliceBuffer."""
     return (HilEpisodeBuffer if use_hil_buffer else EpisodeSliceBuffer)(directory, **options)
 
 
 class HilEpisodeBuffer(Closing):
-    """See the module. Has the methods of EpisodeSliceBuffer; each side has the full capacity.
+    """See the module. It has the methods of EpisodeSliceBuffer; each side has the full capacity.
 
-    The position is the lower one of the two sides: after a kill between them, a record is added only to the side that
-    lacks it.
+    The position is the lower one of the two sides. After a kill between the writes to both sides, a record is added
+    only to the side that lacks it.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class HilEpisodeBuffer(Closing):
         slice_len: int | None = SLICE_LEN,
         **options: Unpack[SliceOptions],
     ) -> None:
-        """Open or create a directory; `options` are those of EpisodeSliceBuffer. Raises as EpisodeSliceBuffer."""
+        """Open or create a directory. `options` and errors are those of EpisodeSliceBuffer."""
         self._directory = Path(directory)
         self._options: SizedSliceOptions = {**options, "capacity": capacity, "slice_len": slice_len}
         self._threads = threading.RLock()
@@ -103,11 +103,11 @@ class HilEpisodeBuffer(Closing):
     def add(
         self, item: Tree | Trajectory, /, *, at: tuple[int, int] | None = None, **episode: Unpack[EpisodeOptions]
     ) -> bool:
-        """As EpisodeSliceBuffer.add; each episode goes to the side of its first step's control mode.
+        """Like EpisodeSliceBuffer.add; the control mode of its first step decides the side of an episode.
 
-        The control mode is that of its span, or else of the array `control_mode` [T, ...]. Raises RecordError also if
-        neither exists, or it is neither 0 nor 1. If the disk fails, the side written first may have its part; with
-        `at`, adding again gives the other side its own.
+        The mode is read from the span, or else from the array `control_mode` [T, ...]. Also raises RecordError if
+        neither exists, or the mode is neither 0 nor 1. If the disk fails, one side may have its part already; with
+        `at`, adding the record again gives the other side its part.
         """
         with self._threads:
             if at is not None and at[1] < self.position.get(at[0], 0):
@@ -122,27 +122,27 @@ class HilEpisodeBuffer(Closing):
             return added
 
     def skip(self, at: tuple[int, int]) -> bool:
-        """Move the position past a refused record; False if it is past it already."""
+        """Move the position past a refused record; return False if it is already past it."""
         with self._threads:
             return any([self._auto.skip(at), self._human.skip(at)])
 
     # ------------------------------------------------------------------ out
 
     def sample(self, batch_size: int) -> dict[str, Any]:
-        """As EpisodeSliceBuffer.sample: the first half of the slices is the policy's, the second half humans'.
+        """Like EpisodeSliceBuffer.sample: the first half of the slices is from the policy, the second half from humans.
 
-        An odd batch gives one slice fewer. Raises NothingToDraw, naming the side, if a side has no episode long enough.
+        If `batch_size` is odd, the sample has one slice fewer. Raises NothingToDraw, naming the side, if a side has no episode long enough.
         """
         if self._auto.slice_len is None:
-            raise ConfigurationError("the length of slices follows from the number of steps; call sample_steps")
+            raise ConfigurationError("num_slices is set, so slices have no fixed length; call sample_steps")
         return self.draw(batch_size, self._auto.slice_len)
 
     def sample_steps(self, steps: int, /) -> dict[str, Any]:
-        """As `sample`, for a total number of steps, a multiple of `slice_len` or `num_slices`."""
+        """Like `sample`, for a total number of steps, a multiple of `slice_len` or `num_slices`."""
         return self.draw(*self._auto.slices_in(steps))
 
     def draw(self, count: int, length: int) -> dict[str, Any]:
-        """As `sample`, for slices of any length."""
+        """Like `sample`, for slices of any length."""
         if count < 2:
             raise ConfigurationError(f"a sample of {count} slices, half from each side; draw at least 2")
         with self._threads:
@@ -156,7 +156,7 @@ class HilEpisodeBuffer(Closing):
             return nest({path: np.concatenate([leaf, human[path]]) for path, leaf in auto.items()})
 
     def size(self) -> int:
-        """Steps held on both sides together."""
+        """Number of steps held on both sides together."""
         with self._threads:
             self._follow()
             return self._auto.size() + self._human.size()
@@ -172,20 +172,20 @@ class HilEpisodeBuffer(Closing):
             return {p: min(offset, human[p]) for p, offset in self._auto.position.items() if p in human}
 
     def stats(self) -> dict[str, Any]:
-        """Return the steps held in all, and the statistics of each side by its name."""
+        """Return the number of steps held on both sides, and the statistics of each side by name."""
         with self._threads:
             return {"size": self.size(), _SIDES[AUTO]: self._auto.stats(), _SIDES[HUMAN]: self._human.stats()}
 
     # ------------------------------------------------------------------ on disk
 
     def flush(self) -> None:
-        """Write everything that was added to disk, so that it survives the machine. Raises StoreError."""
+        """Write everything that was added to disk, so that it survives a crash of the machine. Raises StoreError."""
         with self._threads:
             self._auto.flush()
             self._human.flush()
 
     def save(self, directory: str | Path, /) -> None:
-        """Write everything to disk; in another `directory`, as a copy. Raises StoreError; nothing changes then."""
+        """Write everything to disk, or copy it to another `directory`. If it raises StoreError, nothing changes there."""
         target = Path(directory)
         with self._threads:
             if target.resolve() == self._directory.resolve():
@@ -195,12 +195,12 @@ class HilEpisodeBuffer(Closing):
                 self._copy_to(target)
 
     def load(self, directory: str | Path, /) -> None:
-        """Replace the content by a saved one; settings stay. Raises StoreError, or ConfigurationError for another
-        capacity; nothing changes then."""
+        """Replace the content by a saved one; settings stay. Raises StoreError, or ConfigurationError if the capacity
+        differs; nothing changes then."""
         source = Path(directory)
         with self._threads:
             if not self._holds_lock:
-                raise StoreError(f"the buffer in {self._directory} is closed or read only; open it to write")
+                raise StoreError(f"the buffer in {self._directory} is closed or read-only; open it to write")
             if source.resolve() == self._directory.resolve():
                 return
             options: SizedSliceOptions = {**self._options, "read_only": True}
@@ -220,7 +220,7 @@ class HilEpisodeBuffer(Closing):
     # ------------------------------------------------------------------ within
 
     def _routed(self, parts: Sequence[EpisodePart]) -> tuple[list[EpisodePart], list[EpisodePart]]:
-        """The parts of each side. A continued episode stays on the side where it began. Raises RecordError."""
+        """Return the parts of each side. A continued episode stays on the side where it began. Raises RecordError."""
         sides: dict[int, list[EpisodePart]] = {AUTO: [], HUMAN: []}
         first_modes: dict[str, int] = {}
         for part in parts:
@@ -229,7 +229,7 @@ class HilEpisodeBuffer(Closing):
                 held = [m for m, side in ((AUTO, self._auto), (HUMAN, self._human)) if side.is_open(part.uid)]
                 mode = first_modes.get(part.uid, held[0] if held else mode)
             if mode not in sides:
-                problem = f"nothing says its {CONTROL_MODE}" if mode is None else f"its {CONTROL_MODE} is {mode}"
+                problem = f"it has no {CONTROL_MODE}" if mode is None else f"its {CONTROL_MODE} is {mode}"
                 raise RecordError(
                     f"an episode of {part.steps} steps: {problem}; it must be 0 (the policy) or 1 (a human) at the "
                     "first step"
@@ -252,7 +252,7 @@ class HilEpisodeBuffer(Closing):
             _remove_all_but(directory, directory / folder)
 
     def _follow(self) -> None:
-        """Follow the writer to another folder; only in readers."""
+        """Open the folder that the writer uses now, if this is a reader."""
         if not self._holds_lock and self._options.get("read_only") and _named_folder(self._directory) != self._folder:
             self._close_sides()
             self._open()
@@ -283,11 +283,11 @@ def _name_folder(directory: Path, folder: str) -> None:
 
 
 def _named_folder(directory: Path) -> Path:
-    """Folder of both sides. Raises StoreError."""
+    """Return the folder of both sides. Raises StoreError."""
     try:
         return directory / str(read_json(directory / MANIFEST)["folder"])
     except FileNotFoundError as error:
-        raise StoreError(f"{directory} holds no {MANIFEST}; nothing was stored there") from error
+        raise StoreError(f"{directory} contains no {MANIFEST}; nothing was stored there") from error
     except (KeyError, TypeError) as error:
         raise StoreError(
             f"{directory / MANIFEST} was not written by this program; fill another directory from the log"

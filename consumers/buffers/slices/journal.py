@@ -1,7 +1,8 @@
-"""The journal of a slice buffer: the changes of its ring, one atomic record after another.
+"""The journal of a slice buffer: changes of its ring, as atomic records.
 
 A record reaches the operating system before `append` returns, so it survives the process; `sync` writes it to disk, so
-it survives the machine. Opening the journal cuts off a torn tail; damage before the tail is an error.
+it survives a crash of the machine. Opening the journal cuts off an incomplete record at its end; damage before that is
+an error.
 """
 
 import os
@@ -24,7 +25,7 @@ class EpisodeSteps(msgspec.Struct, array_like=True, frozen=True):
     uid: str = ""
     """Uid of an episode that is or was open."""
     last: bool = True
-    """Whether the episode ends: from now on none is open under that uid; otherwise this one is."""
+    """Whether the episode ends. If so, no episode is open under its uid from now on; if not, this one is."""
 
 
 class AddRecord(msgspec.Struct, array_like=True, frozen=True, tag="a"):
@@ -32,18 +33,18 @@ class AddRecord(msgspec.Struct, array_like=True, frozen=True, tag="a"):
 
     runs: tuple[EpisodeSteps, ...]
     at: tuple[int, int] | None
-    """Partition and offset of the record they came from."""
+    """Partition and offset of the record that the steps came from."""
     draws: int
 
 
 class ReserveRecord(msgspec.Struct, array_like=True, frozen=True, tag="r"):
-    """From now on, steps up to counter `stop` may overwrite those one capacity before them."""
+    """From now on, steps below counter `stop` may overwrite the steps that are one capacity older."""
 
     stop: int
 
 
 class ReserveOnDiskRecord(msgspec.Struct, array_like=True, frozen=True, tag="s"):
-    """As ReserveRecord, but on disk before any step up to `stop` is written, for a machine that stops."""
+    """Like ReserveRecord, but on disk before any step below `stop` is written, in case the machine stops."""
 
     stop: int
 
@@ -55,7 +56,7 @@ class FlushRecord(msgspec.Struct, array_like=True, frozen=True, tag="f"):
 
 
 class CloseRecord(msgspec.Struct, array_like=True, frozen=True, tag="c"):
-    """All earlier records were on disk before this one: damage before it is not a tail that a stopped machine lost."""
+    """All earlier records were on disk before this one, so damage before it is not due to a stop of the machine."""
 
 
 class OpenRecord(msgspec.Struct, array_like=True, frozen=True, tag="o"):
@@ -80,7 +81,7 @@ class SnapshotRecord(msgspec.Struct, array_like=True, frozen=True, tag="w"):
 Record = AddRecord | ReserveRecord | ReserveOnDiskRecord | FlushRecord | CloseRecord | OpenRecord | SnapshotRecord
 
 _HEAD = struct.Struct("<III")
-"""Size, its complement, and the checksum of the payload: a damaged size does not look like a torn end."""
+"""Size, its complement, and checksum of the payload; the complement tells a damaged size from an incomplete record."""
 _ONES = 2**32 - 1
 _DECODER: msgspec.msgpack.Decoder[Record] = msgspec.msgpack.Decoder(Record)
 _ENCODER = msgspec.msgpack.Encoder()
@@ -93,13 +94,13 @@ class JournalReading(NamedTuple):
     stop: int
     """Byte at which the next record begins."""
     damaged: bool
-    """Whether the rest is more than one torn or unfinished record."""
+    """Whether the bytes from `stop` on are more than one incomplete record."""
     was_on_disk: bool
     """Whether the damaged part was on disk, because a writer closed the journal after it."""
 
 
 def read_journal(path: Path, start: int = 0) -> JournalReading:
-    """Read the whole records from byte `start` on. Raises StoreError if the file is not a journal of this program."""
+    """Read the complete records from byte `start` on. Raises StoreError if the file is not a journal of this program."""
     try:
         with path.open("rb") as file:
             file.seek(start)
@@ -129,7 +130,7 @@ def read_journal(path: Path, start: int = 0) -> JournalReading:
 
 
 def write_journal(path: Path, *records: Record) -> None:
-    """Replace a journal by one that begins with these records, on disk. Raises StoreError."""
+    """Replace a journal atomically by one with these records. Raises StoreError."""
     with replacing(path) as file:
         for record in records:
             file.write(_frame(record))
@@ -147,7 +148,7 @@ class SliceJournal:
             os.ftruncate(self._descriptor, stop)
         except OSError as error:
             raise StoreError(
-                f"{path} cannot be written ({error.strerror or error}); look at the rights there"
+                f"{path} cannot be written ({error.strerror or error}); check the permissions there"
             ) from error
 
     def append(self, record: Record) -> None:
@@ -160,8 +161,8 @@ class SliceJournal:
         except OSError as error:
             os.ftruncate(self._descriptor, self.size_bytes)
             raise StoreError(
-                f"{self._path} cannot be written ({error.strerror or error}); nothing was stored. Look at the "
-                "space there, then add again"
+                f"{self._path} cannot be written ({error.strerror or error}); nothing was stored. Check the "
+                "free space there, then add again"
             ) from error
         self.size_bytes += len(data)
 
@@ -170,7 +171,7 @@ class SliceJournal:
         try:
             os.fsync(self._descriptor)
         except OSError as error:
-            raise StoreError(f"{self._path} is not on disk ({error.strerror or error}); look at the disk") from error
+            raise StoreError(f"{self._path} could not be synced ({error.strerror or error}); check the disk") from error
 
     def close(self) -> None:
         """Close the file."""

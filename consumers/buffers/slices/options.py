@@ -1,4 +1,4 @@
-"""Options of slice buffers, which a buffer of all episodes and one split by who acted take alike."""
+"""Options of slice buffers, which EpisodeSliceBuffer and HilEpisodeBuffer share."""
 
 from typing import TypedDict
 
@@ -11,7 +11,7 @@ SLICE_LEN = 80
 
 
 class SliceOptions(TypedDict, total=False):
-    """Optional arguments of a slice buffer beside its capacity and the length of its slices."""
+    """Optional arguments of a slice buffer, apart from its capacity and the length of slices."""
 
     num_slices: int | None
     strict_length: bool

@@ -1,6 +1,6 @@
 """Sets of small numbers with fast selection of the k-th smallest, for uniform draws among episodes.
 
-A set is a binary tree of counts in one array: a change or a selection costs the depth of the tree.
+A set is a binary tree of counts in one array: a change or a selection takes time proportional to the depth of the tree.
 """
 
 import numpy as np
@@ -10,10 +10,10 @@ _LEAST_LEAVES = 1024
 
 
 class RankedSet:
-    """A set of numbers from 0 up; 8 bytes for each number up to the largest ever added."""
+    """A set of non-negative integers; it takes 8 bytes for each integer up to the largest ever added."""
 
     def __init__(self, members: NDArray[np.bool_] | None = None) -> None:
-        """Start with the numbers n for which `members[n]` is True; empty by default."""
+        """Start with the numbers n for which `members[n]` is True; by default, with an empty set."""
         members = np.zeros(0, np.bool_) if members is None else members
         self._leaves = _LEAST_LEAVES
         while self._leaves < len(members):
@@ -40,7 +40,7 @@ class RankedSet:
             self._set(number, 0)
 
     def select(self, ranks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Numbers of these ranks [N], 0 for the smallest; every rank must be below the length."""
+        """Return the members at these ranks [N], where rank 0 is the smallest; ranks must be below the length."""
         rank, node = ranks.copy(), np.ones(len(ranks), np.int64)
         for _level in range(self._leaves.bit_length() - 1):
             node *= 2

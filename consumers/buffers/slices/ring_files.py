@@ -1,6 +1,6 @@
-"""The arrays of a slice buffer: for each a memory-mapped file of raw little-endian rows, used as a ring.
+"""The arrays of a slice buffer: for each array a memory-mapped file of raw little-endian rows, used as a ring.
 
-A file has the length of the whole ring from the start, but takes only the space of written rows. Writes are system
+A file has the length of the whole ring from the start, but takes disk space only for written rows. Writes are system
 calls and do not go through the map, because on a full disk a system call fails with an error, but a write to a map
 kills the process.
 """
@@ -23,7 +23,7 @@ from rollstream.topics.errors import RecordError
 
 _COPY_BYTES = 16 * 2**20
 _SHORT = 4
-"""Moves of fewer rows than this on average are cheaper as one look-up of single rows."""
+"""If moves have fewer rows than this on average, looking up single rows is cheaper."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,16 +47,16 @@ class ArraySpec:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "ArraySpec":
-        """The inverse of `as_dict`. Raises KeyError, TypeError or RecordError if the input is not valid."""
+        """Create a spec from a dict of `as_dict`. Raises KeyError, TypeError or RecordError if the input is not valid."""
         spec = cls(path=value["path"], dtype=value["dtype"], shape=tuple(value["shape"]), file=value["file"])
         texts = all(isinstance(text, str) for text in (spec.path, spec.dtype, spec.file))
         if not texts or any(type(size) is not int or size < 0 for size in spec.shape):
-            raise TypeError(f"no array: {spec}")
+            raise TypeError(f"not an array: {spec}")
         dtype_of(spec.dtype)
         return spec
 
     def as_dict(self) -> dict[str, Any]:
-        """A dict that JSON can hold."""
+        """Return a dict for JSON."""
         return {**asdict(self), "shape": list(self.shape)}
 
 
@@ -72,13 +72,13 @@ def check(specs: Sequence[ArraySpec], leaves: Leaves) -> None:
     """Raise RecordError naming every array that is missing, new, or of another dtype or shape than the stored one."""
     known = {spec.path: spec for spec in specs}
     differences = [f"{path!r} is missing" for path in known if path not in leaves]
-    differences += [f"{path!r} is not among those stored" for path in leaves if path not in known]
+    differences += [f"{path!r} is not stored" for path in leaves if path not in known]
     for path in known.keys() & leaves.keys():
         spec, leaf = known[path], leaves[path]
         if (dtype_name(leaf.dtype), leaf.shape[1:]) != (spec.dtype, spec.shape):
             differences.append(
-                f"{path!r} is {dtype_name(leaf.dtype)} {list(leaf.shape[1:])} a step, stored is "
-                f"{spec.dtype} {list(spec.shape)}"
+                f"{path!r} is {dtype_name(leaf.dtype)} {list(leaf.shape[1:])} for each step, but "
+                f"{spec.dtype} {list(spec.shape)} is stored"
             )
     if differences:
         raise RecordError(f"arrays differ from those of the first episode: {'; '.join(sorted(differences))}")
@@ -90,7 +90,7 @@ class RingFiles:
     def __init__(
         self, directory: Path, specs: Sequence[ArraySpec], capacity: int, *, writable: bool, new: bool = False
     ) -> None:
-        """Open the files, or create them if they are `new`. Raises StoreError, also if a file has the wrong size."""
+        """Open the files, or create them if they are `new`. Raises StoreError if that fails or a file has the wrong size."""
         self.specs = tuple(specs)
         self.capacity = capacity
         self._directory = directory
@@ -117,7 +117,7 @@ class RingFiles:
         self._rings[spec.path] = np.asarray(ring)
 
     def write(self, at: int, pieces: Sequence[Leaves]) -> None:
-        """Write steps from counter `at` on, at most the capacity. Raises StoreError; some may be written then."""
+        """Write at most `capacity` steps, from counter `at` on. Raises StoreError; some steps may be written then."""
         with self._failing("written"):
             for spec in self.specs:
                 dtype = dtype_of(spec.dtype)
@@ -129,7 +129,7 @@ class RingFiles:
                 _write_all(self._files[spec.path], joined[before_end:], 0)
 
     def gather(self, path: str, moves: "RowMoves", rows: int) -> NDArray[Any]:
-        """Gather rows of an array, [rows, ...]; rows that no move fills are zero."""
+        """Return rows of an array, [rows, ...]; rows that no move fills are zero."""
         ring = self._rings[path]
         if moves.single is not None:
             return ring[moves.single]
@@ -140,7 +140,7 @@ class RingFiles:
         return out
 
     def copy_to(self, target: "RingFiles", low: int, head: int) -> None:
-        """Copy the steps from `low` to `head` to files of the same arrays. Raises StoreError."""
+        """Copy the steps from `low` to `head` to other files of the same arrays. Raises StoreError."""
         for mine, theirs in zip(self.specs, target.specs, strict=True):
             at_once = max(1, _COPY_BYTES // mine.row_bytes)
             for at in range(low, head, at_once):
@@ -173,12 +173,12 @@ class RingFiles:
         except OSError as error:
             raise StoreError(
                 f"arrays in {self._directory} cannot be {doing} ({error.strerror or error}); nothing was stored. "
-                "Look at the space and the rights there, then try again"
+                "Check the free space and the permissions there, then try again"
             ) from error
 
 
 class RowMoves:
-    """Sources and targets of rows: spans that end with the ring, or single rows if the spans are short."""
+    """Sources and targets of rows: spans, which do not cross the end of the ring, or single rows if spans are short."""
 
     def __init__(self, steps: Sequence[tuple[int, int, int]], capacity: int, rows: int) -> None:
         """`steps` has (target row, counter of the first step, number of steps), in the order of the target rows."""

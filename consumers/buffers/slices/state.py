@@ -1,6 +1,6 @@
-"""The state of a slice buffer's ring: a pure fold over the records of its journal.
+"""The state of a slice buffer's ring, which follows from the records of its journal alone.
 
-A process that applies the same records has the same state, whether it reads or writes them.
+Processes that apply the same records have the same state, whether they read or write the records.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ from rollstream.consumers.buffers.slices.journal import (
 
 
 class SliceState:
-    """Episodes, open ones by uid, the counter of the next step, position and draws."""
+    """Episodes, open episodes by uid, the counter of the next step, position and number of draws."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -26,7 +26,7 @@ class SliceState:
         self.head = 0
         """Counter of the next step: the number of steps written so far."""
         self.low = 0
-        """Steps below this counter are gone, or may be overwritten at any moment."""
+        """Steps below this counter are overwritten, or may be at any moment."""
         self.draws = 0
         self.position: dict[int, int] = {}
         self.open: dict[str, int] = {}
@@ -52,7 +52,7 @@ class SliceState:
                 pass
 
     def add_record(self, parts: list[EpisodePart], at: tuple[int, int] | None) -> AddRecord:
-        """The record that assigns these parts, in order, to episodes."""
+        """Return the record that assigns these parts, in order, to episodes."""
         held: dict[str, int | None] = {}
         following, runs = self._following, []
         for part in parts:
@@ -65,7 +65,7 @@ class SliceState:
         return AddRecord(tuple(runs), at, self.draws)
 
     def snapshot(self) -> SnapshotRecord:
-        """The whole state as one record."""
+        """Return the whole state as one record."""
         columns = {name: column.astype("<i8").tobytes() for name, column in self.index.columns().items()}
         return SnapshotRecord(
             columns, dict(self.open), dict(self.position), self.head, self.low, self._following, self.draws
@@ -93,7 +93,7 @@ class SliceState:
             self.position[partition] = offset + 1
 
     def _restore(self, snapshot: SnapshotRecord) -> None:
-        """Raises KeyError or ValueError if the columns are not a valid episode index."""
+        """Restore a state. Raises KeyError or ValueError if the columns are not a valid episode index."""
         self.index = EpisodeIndex.of({name: np.frombuffer(data, "<i8") for name, data in snapshot.columns.items()})
         self.head, self.low, self._following, self.draws = (
             snapshot.head,

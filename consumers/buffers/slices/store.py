@@ -1,7 +1,7 @@
 """The store of a slice buffer: arrays, a journal and a manifest in a directory, written by one process at a time.
 
-After a kill at any instruction it holds everything for which `add` had returned, and nothing of other calls. After the
-machine stopped it holds everything that was flushed, except steps that were being overwritten.
+After a kill at any instruction, it contains everything for which `add` had returned, and nothing from other calls.
+After a stop of the machine, it contains everything that was flushed, except steps that were being overwritten.
 """
 
 import os
@@ -38,23 +38,23 @@ from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, l
 from rollstream.topics.errors import ConfigurationError, RecordError
 
 _AHEAD = 16
-"""Number of parts in which a ring is overwritten; each is announced on disk."""
+"""Number of parts in which a ring is overwritten; each part is announced on disk first."""
 LEAST_JOURNAL_BYTES = 2**20
-"""A journal is compacted when it has grown by this and a sixteenth, which limits the time to open it."""
+"""A journal is compacted when it has grown by this and a sixteenth of its snapshot, so it opens quickly."""
 
 
 class _Overwritten(StoreError):
-    """Steps that were being copied are gone."""
+    """Steps were overwritten while they were being copied."""
 
 
 class SliceStore:
     """See the module. Not thread-safe. `state` is the state of the ring."""
 
     def __init__(self, directory: Path, capacity: int | None, *, read_only: bool = False) -> None:
-        """Open or create a directory; without a capacity, take that of the existing ring.
+        """Open or create a directory; without a capacity, use that of the existing ring.
 
-        Raises ConfigurationError if the ring has another capacity, StoreError if another process writes there or the
-        files are missing or damaged.
+        Raises ConfigurationError if the ring has another capacity, StoreError if another process writes to the
+        directory, or files are missing or damaged.
         """
         self._directory, self._read_only = directory, read_only
         self._journal: SliceJournal | None = None
@@ -71,7 +71,7 @@ class SliceStore:
         manifest = read_manifest(self._directory)
         if manifest is None:
             if self._read_only or capacity is None:
-                raise StoreError(f"{self._directory} holds no {NAME}; nothing was stored there")
+                raise StoreError(f"{self._directory} contains no {NAME}; nothing was stored there")
             manifest = self._create(capacity)
         if capacity not in (None, manifest.capacity):
             raise ConfigurationError(
@@ -97,7 +97,7 @@ class SliceStore:
     def add(self, parts: Sequence[EpisodePart], at: tuple[int, int] | None) -> None:
         """Write parts of episodes, which passed `check`, and move the position, atomically.
 
-        Raises StoreError if writing fails; the steps overwritten to make room are lost then.
+        Raises StoreError if writing fails; the steps that were to be overwritten are lost then.
         """
         journal = self._short_journal()
         if parts:
@@ -109,10 +109,10 @@ class SliceStore:
         self.state.apply(record)
 
     def check(self, parts: Sequence[EpisodePart]) -> None:
-        """Raise RecordError for arrays that differ from those stored, or more steps than the ring has."""
+        """Raise RecordError if arrays differ from those stored, or there are more steps than the capacity."""
         steps = sum(part.steps for part in parts)
         if steps > self.capacity:
-            raise RecordError(f"{steps} steps at once do not fit a ring of {self.capacity}; raise its capacity")
+            raise RecordError(f"{steps} steps at once do not fit into a ring of {self.capacity}; raise its capacity")
         if self.state.head:
             for part in parts:
                 check(self._files.specs, part.leaves)
@@ -125,18 +125,18 @@ class SliceStore:
         journal.sync()
 
     def save(self, directory: Path, alone: AbstractContextManager[object]) -> None:
-        """Write everything to disk: here, or as a copy that replaces any buffer in another directory.
+        """Write everything to disk, or copy it to another directory, where it replaces any buffer.
 
-        `alone` keeps other threads out, and can be entered again within itself. They add and draw while the arrays are
-        copied; if they overwrite what is copied, it is copied again without them. Raises StoreError; the other
-        directory is then unchanged.
+        `alone` is a reentrant lock that excludes other threads. They can add and draw while the arrays are copied; if
+        they overwrite steps that are being copied, the copy is repeated under the lock. If it raises StoreError, the
+        other directory is unchanged.
         """
         if directory.resolve() == self._directory.resolve():
             with alone:
                 self.flush()
             return
         with lock_directory(directory, LOCK):
-            # A reader that draws opens other files once the writer has replaced them.
+            # A reader copies under the lock: other threads that draw would open new files once the writer replaces them.
             if not self._read_only:
                 with suppress(_Overwritten):
                     self._copy_to(directory, alone)
@@ -145,15 +145,15 @@ class SliceStore:
                 self._copy_to(directory, alone)
 
     def load(self, directory: Path) -> None:
-        """Replace the content by that of another directory. Raises StoreError; the store is then unchanged."""
+        """Replace the content by that of another directory. If it raises StoreError, the store is unchanged."""
         self._writable()
         if directory.resolve() == self._directory.resolve():
             return
         with closing(SliceStore(directory, None, read_only=True)) as other:
             if other.capacity != self.capacity:
                 raise StoreError(
-                    f"{directory} is a ring of {other.capacity} steps, this one of {self.capacity}; load it into "
-                    "one of the same capacity"
+                    f"{directory} is a ring of {other.capacity} steps, but this ring has {self.capacity}; load "
+                    "it into a ring of the same capacity"
                 )
             other._copy_to(self._directory, nullcontext())
         self._close_files()
@@ -177,7 +177,7 @@ class SliceStore:
 
     @property
     def capacity(self) -> int:
-        """Steps of the ring."""
+        """Number of steps in the ring."""
         return self._manifest.capacity
 
     @property
@@ -188,7 +188,7 @@ class SliceStore:
         return self._files
 
     def refresh(self) -> None:
-        """Apply what the writer has done since; does nothing in the writer. Raises StoreError if the buffer is gone."""
+        """Apply the changes of the writer; do nothing in the writer itself. Raises StoreError if the buffer is gone."""
         if not self._read_only:
             return
         try:
@@ -214,7 +214,7 @@ class SliceStore:
         return manifest
 
     def _recover(self) -> None:
-        """Read the journal; if the machine was restarted since it was written, drop what was not on disk."""
+        """Read the journal; if the machine was restarted since, drop records that may not have been on disk."""
         boot = slice_directory.boot_id()
         self._journal_inode = self._journal_path.stat().st_ino if self._journal_path.exists() else -1
         reading = read_journal(self._journal_path)
@@ -271,7 +271,7 @@ class SliceStore:
         remove_all_but(self._directory, self._manifest)
 
     def _make_room(self, journal: SliceJournal, stop: int) -> None:
-        """Forget the steps that those up to counter `stop` overwrite; the journal says so before a byte is written."""
+        """Forget the steps that steps below counter `stop` overwrite, first in the journal and then in memory."""
         if stop <= self.capacity:
             return
         if stop > self._ahead:
@@ -290,7 +290,7 @@ class SliceStore:
         return self._writable()
 
     def _compact(self) -> None:
-        """Replace the journal by one that begins with a snapshot, so that it does not grow with steps that are gone."""
+        """Replace the journal by one that begins with a snapshot, so that it does not grow without limit."""
         self._files.sync()
         before, self._journal = self._journal, None
         try:
@@ -302,13 +302,13 @@ class SliceStore:
             )
             self._snapshot_bytes = self._journal_path.stat().st_size
         finally:
-            # Reopen also after a failure, when it is unknown whether the new file already has its name.
+            # Reopen it also after an error, because the new file may already have replaced the old one.
             self._journal = SliceJournal(self._journal_path, self._journal_path.stat().st_size)
             if before is not None:
                 before.close()
 
     def _copy_to(self, directory: Path, alone: AbstractContextManager[object]) -> None:
-        """Write everything to new files in a directory, name them in its manifest, and delete the others."""
+        """Write everything to new files in a directory, name them in its manifest, and delete its other files."""
         with alone:
             low, snapshot, source, before = self.state.low, self.state.snapshot(), self._files, self._manifest
         name = new_name()
@@ -322,7 +322,7 @@ class SliceStore:
                 self.refresh()
                 if before != self._manifest or self.state.low > low:
                     raise _Overwritten(
-                        f"{self._directory} is being written by another buffer; copy it once that is closed"
+                        f"{self._directory} is being written by another buffer; copy it once that buffer is closed"
                     )
             write_journal(directory / manifest.journal, snapshot)
         except BaseException:
@@ -334,7 +334,7 @@ class SliceStore:
 
     def _writable(self) -> SliceJournal:
         if self._journal is None or self._lock is None or not self._lock.held:
-            why = "was opened read-only" if self._read_only else "is closed, or another process has it"
+            why = "was opened read-only" if self._read_only else "is closed, or another process writes to it"
             raise StoreError(f"the buffer in {self._directory} {why}; open it to write")
         return self._journal
 

@@ -1,6 +1,6 @@
-"""Copies of large arrays by two threads, because one does not saturate memory (8 MB on two cores: 1.7 times as fast).
+"""Copies of large arrays by two threads, because one thread does not saturate memory (1.7 times as fast for 8 MB).
 
-The second thread starts with the first large copy; a forked process starts its own.
+The second thread starts at the first large copy; a forked process starts another.
 """
 
 import os
@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 LARGE_BYTES = 2**21
-"""Size below which a copy finishes before another thread could start."""
+"""Size below which one thread finishes a copy before a second one could start."""
 
 
 def copy_rows(target: NDArray[Any], source: NDArray[Any]) -> None:

@@ -1,8 +1,8 @@
 """Parquet files in which every bit is checked before use.
 
-Pages have Parquet's own checksums, which other readers verify too. The footer has a digest of all bytes before it, and
-one of itself, under a key of its own, so it can be trusted without reading the pages. Files without that key, written
-by earlier versions, are read unchecked.
+Pages have Parquet's own checksums, which other readers verify too. The footer contains a digest of all bytes before it
+and a digest of itself, both under one key, so it can be trusted without reading the pages. Files without that key,
+written by earlier versions, are read unchecked.
 """
 
 import hashlib
@@ -20,10 +20,10 @@ from rollstream.consumers.files.atomic_files import StoreError, replacing
 _KEY = b"rollstream.digests"
 _MARK = b"blake2b:"
 _HEX = 32
-"""Hexadecimal digits of a digest. The first covers the bytes before the footer, the second the footer with zeros in
-place of the digest itself."""
+"""Number of hexadecimal digits of a digest. The first digest covers the bytes before the footer, the second the footer
+with zeros in its own place."""
 _END = 8
-"""Bytes after the footer: its length and PAR1."""
+"""Number of bytes after the footer: its length and PAR1."""
 
 
 def write_table(path: Path, table: pa.Table, compression: str) -> None:
@@ -57,14 +57,14 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
 
 
 def read_schema(path: Path) -> pa.Schema:
-    """Check the footer of a file, not its pages, and read the schema. Raises as `read_table`."""
+    """Check the footer of a file, not its pages, and read the schema. Raises the errors of `read_table`."""
     with open(path, "rb") as file:
         _checked_footer(path, file)
         return pq.read_schema(file)
 
 
 def _checked_footer(path: Path, file: BinaryIO) -> tuple[int, bytes]:
-    """Start of the footer, and the digest of the bytes before it; empty for a file without digests."""
+    """Return the start of the footer, and the digest of the bytes before it; it is empty in files without digests."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END))
     start = size - _END - int.from_bytes(file.read(4), "little")
@@ -72,7 +72,7 @@ def _checked_footer(path: Path, file: BinaryIO) -> tuple[int, bytes]:
         raise _damaged(path)
     file.seek(start)
     footer = bytearray(file.read())
-    # Either of the two is enough, because the other may be damaged.
+    # The key or the mark suffices to expect digests, because the other may be damaged.
     if _KEY not in footer and _MARK not in footer:
         return start, b""
     at = footer.rfind(_MARK) + len(_MARK)
@@ -89,6 +89,6 @@ def _digest(data: bytes | bytearray | memoryview) -> bytes:
 
 def _damaged(path: Path) -> StoreError:
     return StoreError(
-        f"{path} is damaged: its bytes are not those that were written; restore it from a copy, or move it away and "
+        f"{path} is damaged: its content differs from what was written; restore it from a copy, or move it away and "
         "fill the store from the log again"
     )

@@ -21,7 +21,7 @@ def register() -> None:
 
 
 def _request_amx() -> None:
-    """Ask Linux for permission to use the processor's matrix tiles (AMX), as vLLM's attention does on a CPU for bfloat16.
+    """Ask Linux for permission to use matrix tiles (AMX), as vLLM's attention does on a CPU for bfloat16.
 
     Linux ends a process that uses them without permission with SIGILL, and programs that a process starts need their
     own permission. vLLM 0.32 leaves the request to oneDNN, which makes it only for large multiplications.
