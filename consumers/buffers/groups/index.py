@@ -85,8 +85,8 @@ class GroupIndex:
             return False
 
     def _read(self, unlisted: set[str]) -> list[str | None]:
-        """Read the lines whose files exist, and remove these files from `unlisted`. Return the group id of each line: ""
-        if the file of the line is gone, and None for damaged lines that name no group."""
+        """Read the lines whose files exist, and remove these files from `unlisted`. Return a group id for each line, ""
+        if its file is gone, and None for damaged lines that name no group."""
         group_ids: list[str | None] = []
         damaged = b""
         if not self._path.exists():

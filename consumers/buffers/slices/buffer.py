@@ -64,8 +64,8 @@ class EpisodeSliceBuffer(Closing):
         """Open or create a directory.
 
         `capacity` is in steps. With `slice_len`, slices have that many steps; with `num_slices`, samples have that many
-        slices (`sample_steps`). Without `strict_length`, slices of short episodes have all their steps, and `pad_output`
-        adds zeros after them. `boundaries` names the arrays that mark the ends of episodes.
+        slices (`sample_steps`). Without `strict_length`, a short episode gives all its steps as one slice, to which
+        `pad_output` adds zeros. `boundaries` names the arrays that mark the ends of episodes.
 
         Raises ConfigurationError for invalid settings, StoreError if another process writes to the directory or the
         files are damaged.
@@ -111,9 +111,9 @@ class EpisodeSliceBuffer(Closing):
         continues the open episode of that uid, or begins it; with `last` False the episode stays open, so that writers
         may alternate. A trajectory is cut by its spans, or else each column is cut by ids or done flags.
 
-        `at` is the (partition, offset) of the item's record. A record below the position is already stored or skipped, so
-        False is returned. Raises RecordError if the item is invalid or differs from the stored arrays, StoreError if it
-        cannot be written; then nothing is added, and the position stays.
+        `at` is the (partition, offset) of the item's record. A record below the position was stored or skipped
+        before, so False is returned. Raises RecordError if the item is invalid or differs from the stored arrays,
+        StoreError if it cannot be written; then nothing is added, and the position stays.
         """
         with self._lock:
             if self._has(at):
@@ -155,11 +155,12 @@ class EpisodeSliceBuffer(Closing):
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Draw `batch_size` slices with replacement, as a tree of [batch_size, slice_len, ...] arrays.
 
-        For each slice, an episode is drawn uniformly from those that are long enough, and a start uniformly within it. The last step of each slice is marked under `truncated_key`: bool [batch_size, slice_len], or the stored
-        array of that name.
+        For each slice, an episode is drawn uniformly from those that are long enough, and a start uniformly within it.
+        The last step of each slice is marked under `truncated_key`: bool [batch_size, slice_len], or the stored array
+        of that name.
 
-        Without `strict_length` a sample also has `lengths` int64 [batch_size]. Its slices are concatenated, so arrays are
-        [sum of lengths, ...]; with `pad_output` they are [batch_size, slice_len, ...], and zero where `mask`, bool
+        Without `strict_length` a sample also has `lengths` int64 [batch_size]. Its slices are concatenated, so arrays
+        are [sum of lengths, ...]; with `pad_output` they are [batch_size, slice_len, ...], and zero where `mask`, bool
         [batch_size, slice_len], is False.
 
         Raises NothingToDraw if no episode is long enough, ConfigurationError if `batch_size` is below 1.

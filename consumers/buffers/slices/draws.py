@@ -65,7 +65,7 @@ def draw(state: SliceState, seed: int, count: int, length: int, least: int) -> S
 
 
 def gather(files: RingFiles, drawn: SlicePlaces, length: int, *, padded: bool) -> dict[str, NDArray[Any]]:
-    """Return arrays by path: if `padded`, [slices, length, ...] with zeros after short slices; else [all steps, ...]."""
+    """Return arrays by path: [slices, length, ...] with zeros after short slices if `padded`, else [all steps, ...]."""
     count = len(drawn.lengths)
     rows = count * length if padded else int(drawn.lengths.sum())
     moves, to, before = [], 0, -1

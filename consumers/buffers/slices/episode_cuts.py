@@ -123,7 +123,7 @@ def _sound(leaves: Leaves) -> Leaves:
     for path, leaf in leaves.items():
         dtype_name(leaf.dtype)
         if not leaf.ndim or not leaf.size:
-            raise RecordError(f"array {path!r} has shape {list(leaf.shape)}, which has no steps; give it shape [T, ...]")
+            raise RecordError(f"array {path!r} has shape {list(leaf.shape)}, which has no steps; it must be [T, ...]")
     lengths = {path: len(leaf) for path, leaf in leaves.items()}
     if len(set(lengths.values())) > 1:
         raise RecordError(f"the arrays of an episode have different numbers of steps: {lengths}")

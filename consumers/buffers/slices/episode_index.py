@@ -60,7 +60,7 @@ class EpisodeIndex:
     # ------------------------------------------------------------------ changes
 
     def extend(self, episode: int, at: int, count: int) -> None:
-        """Give an episode `count` more steps, written from counter `at` on. A number above all others starts an episode."""
+        """Give an episode `count` more steps, written from counter `at` on; a number above all others starts it."""
         episodes, runs = self._episodes, self._runs
         row = self._row_of(episode)
         if row < 0:

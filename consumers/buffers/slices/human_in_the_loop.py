@@ -131,7 +131,8 @@ class HilEpisodeBuffer(Closing):
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Like EpisodeSliceBuffer.sample: the first half of the slices is from the policy, the second half from humans.
 
-        If `batch_size` is odd, the sample has one slice fewer. Raises NothingToDraw, naming the side, if a side has no episode long enough.
+        If `batch_size` is odd, the sample has one slice fewer. Raises NothingToDraw, naming the side, if a side has no
+        episode that is long enough.
         """
         if self._auto.slice_len is None:
             raise ConfigurationError("num_slices is set, so slices have no fixed length; call sample_steps")
@@ -185,7 +186,7 @@ class HilEpisodeBuffer(Closing):
             self._human.flush()
 
     def save(self, directory: str | Path, /) -> None:
-        """Write everything to disk, or copy it to another `directory`. If it raises StoreError, nothing changes there."""
+        """Write everything to disk, or copy it to another `directory`. Raises StoreError; nothing changes there then."""
         target = Path(directory)
         with self._threads:
             if target.resolve() == self._directory.resolve():

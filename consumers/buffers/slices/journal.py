@@ -100,7 +100,7 @@ class JournalReading(NamedTuple):
 
 
 def read_journal(path: Path, start: int = 0) -> JournalReading:
-    """Read the complete records from byte `start` on. Raises StoreError if the file is not a journal of this program."""
+    """Read the complete records from byte `start` on. Raises StoreError if this program did not write the file."""
     try:
         with path.open("rb") as file:
             file.seek(start)

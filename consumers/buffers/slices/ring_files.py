@@ -47,7 +47,7 @@ class ArraySpec:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> "ArraySpec":
-        """Create a spec from a dict of `as_dict`. Raises KeyError, TypeError or RecordError if the input is not valid."""
+        """Create a spec from a dict of `as_dict`. Raises KeyError, TypeError or RecordError if it is not valid."""
         spec = cls(path=value["path"], dtype=value["dtype"], shape=tuple(value["shape"]), file=value["file"])
         texts = all(isinstance(text, str) for text in (spec.path, spec.dtype, spec.file))
         if not texts or any(type(size) is not int or size < 0 for size in spec.shape):
@@ -90,7 +90,7 @@ class RingFiles:
     def __init__(
         self, directory: Path, specs: Sequence[ArraySpec], capacity: int, *, writable: bool, new: bool = False
     ) -> None:
-        """Open the files, or create them if they are `new`. Raises StoreError if that fails or a file has the wrong size."""
+        """Open the files, or create them if they are `new`. Raises StoreError if that fails or a size is wrong."""
         self.specs = tuple(specs)
         self.capacity = capacity
         self._directory = directory

@@ -136,7 +136,7 @@ class SliceStore:
                 self.flush()
             return
         with lock_directory(directory, LOCK):
-            # A reader copies under the lock: other threads that draw would open new files once the writer replaces them.
+            # A reader copies under the lock, because other threads may open new files once the writer replaces them.
             if not self._read_only:
                 with suppress(_Overwritten):
                     self._copy_to(directory, alone)

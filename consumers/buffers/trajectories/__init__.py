@@ -1,1 +1,1 @@
-"""The trajectory buffer: [T, B, ...] trajectories drawn from a window of the newest."""
+"""The trajectory buffer: [T, B, ...] trajectories, drawn from a window of the newest ones."""

@@ -1,8 +1,8 @@
-"""The trajectory buffer: [T, B, ...] trajectories in memory or files; samples are single steps of the newest.
+"""The trajectory buffer: [T, B, ...] trajectories in memory or files; samples are single steps of the newest ones.
 
-It is filled by hand or from the log; position and content are one fact. Two buffers of the same seed that are filled to
-the same position of one partition give the same samples; see `rollstream.consumers.buffers.protocol` for several
-partitions. Adding, drawing and saving are thread-safe: no sample is torn.
+It is filled by hand or from the log; position and content change together. Two buffers of the same seed that are filled
+to the same position of one partition give the same samples; see `rollstream.consumers.buffers.protocol` for several
+partitions. Adding, drawing and saving are thread-safe: a sample sees each change completely or not at all.
 """
 
 import logging
@@ -43,21 +43,21 @@ class NothingToSample(RollstreamError):
 
 
 class NotYetOnDisk(StoreError):
-    """A buffer that writes synchronously holds trajectories that it cannot write to disk at present."""
+    """A buffer that writes synchronously has trajectories in memory that it could not write to disk."""
 
 
 class TrajectoryReplayBuffer(Closing):
     """See the module.
 
     With `auto_save` every trajectory is a file below `auto_save_path`, written by a background thread (or, with
-    `synchronous`, before `add` returns), and a cache keeps the newest `cache_size` in memory. Everything before a
-    `flush` survives any crash. Reopens a directory that already holds trajectories.
+    `synchronous`, before `add` returns), and a cache keeps the newest `cache_size` in memory. Everything
+    before a `flush` survives any crash. Reopens a directory that already holds trajectories.
 
-    Without `auto_save` the cache holds everything, and only as many trajectories as the window: a trajectory that
-    cannot be drawn is not kept. `max_trajectories` and `max_bytes` (of arrays) limit memory and disk; 0 is no limit.
+    Without `auto_save` the cache holds everything, but only trajectories of the window, because others cannot be drawn.
+    `max_trajectories` and `max_bytes` (of arrays) limit memory and disk; 0 is no limit.
 
-    `like` is a trajectory that has the arrays every trajectory must have. Without it, the first two trajectories with
-    equal arrays decide: a single trajectory leaves when the next one has other arrays, because it may be the wrong one.
+    `like` is a trajectory with the arrays that every trajectory must have. Without it, the first two trajectories with
+    the same arrays decide: a trajectory that is alone is removed when the next one has other arrays.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TrajectoryReplayBuffer(Closing):
         max_pending_bytes: int = 2**28,
         like: Trajectory | None = None,
     ) -> None:
-        """Raises ConfigurationError for invalid settings, StoreError for a directory it cannot use."""
+        """Open the buffer. Raises ConfigurationError for invalid settings, StoreError if the directory is unusable."""
         if auto_save and not str(auto_save_path):
             raise ConfigurationError("auto_save needs a directory to save to; give auto_save_path")
         bounds = {
@@ -92,7 +92,7 @@ class TrajectoryReplayBuffer(Closing):
         if max_pending_bytes < 1:
             raise ConfigurationError(
                 f"max_pending_bytes is {max_pending_bytes}, which leaves no room for pending writes; give at least "
-                "1, and synchronous=True for an add that returns when its trajectories are on disk"
+                "1, or set synchronous=True if `add` must return only once its trajectories are on disk"
             )
         self.seed = seed
         self.sample_window_size = sample_window_size
@@ -100,16 +100,16 @@ class TrajectoryReplayBuffer(Closing):
         self.auto_save = auto_save
         self._layout = None if like is None else _layout_of(like)
         self._formats = lru_cache(lambda name: format_named(name, allow_pickle=allow_pickle))
-        self._formats(trajectory_format)  # refused now, not when the first is saved
+        self._formats(trajectory_format)  # An unknown format is refused now, not at the first save.
         self._max_trajectories, self._max_bytes = max_trajectories, max_bytes
         self._synchronous = synchronous
         self._lock = threading.RLock()
         self._saving = threading.Lock()
-        """Held while a checkpoint is written; taken before `_lock`."""
+        """Held while a checkpoint is written; acquired before `_lock`."""
         self._documenting = threading.Lock()
-        """Held while the RLinf documents are written; taken after `_saving` and before `_lock`."""
+        """Held while the RLinf documents are written; acquired after `_saving` and before `_lock`."""
         self._documented = False
-        """Whether these documents are up to date."""
+        """Whether the RLinf documents are up to date."""
         self._position: dict[int, int] = {}
         self._draws = self._draws_saved = self._without_rewards = 0
         self._left_out: dict[Path, int] = {}
@@ -135,13 +135,13 @@ class TrajectoryReplayBuffer(Closing):
 
     def add_trajectories(self, trajectories: Iterable[Trajectory | Mapping[str, Any]]) -> int:
         """Add all trajectories or none, and return how many were added: a trajectory with neither prev_logprobs nor
-        rewards is skipped. Arrays are copied. A plain dict holds the fields of a trajectory and its arrays, by name.
+        rewards is skipped. Arrays are copied. A plain dict contains the fields of a trajectory and its arrays, by name.
 
-        Raises RecordError for a trajectory that is invalid or has other arrays than those held; StoreError if an
-        earlier write failed: it is tried again, and this call adds nothing. If the buffer writes synchronously, raises
-        NotYetOnDisk when a write of this call fails: the buffer holds all of the call in memory and writes it before
-        any later operation; do not add it again. Raises MemoryError if memory does not suffice: the trajectories before
-        the failing one are added.
+        Raises RecordError if a trajectory is invalid or its arrays differ from those of the buffer. Raises StoreError
+        if an earlier write failed: the write is tried again, and this call adds nothing. If the buffer writes
+        synchronously, raises NotYetOnDisk when a write of this call fails: the buffer keeps the trajectories in memory
+        and writes them before any later operation, so do not add them again. Raises MemoryError if memory is
+        exhausted: the trajectories before the failing one are added.
         """
         sound = map(as_trajectory, trajectories)
         parts = [part for trajectory in sound if (part := self._checked(trajectory)) is not None]
@@ -154,10 +154,10 @@ class TrajectoryReplayBuffer(Closing):
         return len(parts)
 
     def add(self, trajectory: Trajectory | Mapping[str, Any], /, *, at: tuple[int, int] | None = None) -> bool:
-        """Add a trajectory and return whether it was added. Raises as `add_trajectories`.
+        """Add a trajectory and return whether it was added. Raises the errors of `add_trajectories`.
 
-        `at` is its partition and offset in the log: the position moves past it in the same step, and a trajectory below
-        the position is skipped, because the buffer already has it.
+        `at` is its partition and offset in the log. The position moves past it atomically, and a trajectory below the
+        position is skipped, because the buffer already has it.
         """
         if at is None:
             return bool(self.add_trajectories([trajectory]))
@@ -177,7 +177,7 @@ class TrajectoryReplayBuffer(Closing):
         return True
 
     def skip(self, at: tuple[int, int], /) -> None:
-        """Move the position past a record that the buffer does not take."""
+        """Move the position past a record that the buffer does not accept."""
         partition, offset = at
         with self._lock:
             if offset < self._position.get(partition, 0):
@@ -187,7 +187,7 @@ class TrajectoryReplayBuffer(Closing):
             self._store.put(SkipOperation(partition, offset + 1))
 
     def clear(self) -> None:
-        """Delete index, counter, cache and files; the position stays. Raises StoreError."""
+        """Delete all trajectories, their files, and reset the next id; the position stays. Raises StoreError."""
         with self._saving, self._lock:
             content = JournalContent(position=dict(self._position), seed=self.seed, draws=self._draws)
             self._store.open()
@@ -201,42 +201,42 @@ class TrajectoryReplayBuffer(Closing):
         steps of the window: the newest `sample_window_size` trajectories, or all if that is 0. Each trajectory is
         fetched once.
 
-        Raises ConfigurationError for fewer than 1, NothingToSample if the buffer is empty, StoreError if a file is
-        gone.
+        Raises ConfigurationError if `num_chunks` is below 1, NothingToSample if the buffer is empty, StoreError if a
+        file is gone.
         """
         if num_chunks < 1:
-            raise ConfigurationError(f"a sample of {num_chunks}; draw at least 1")
+            raise ConfigurationError(f"a sample of {num_chunks} steps; draw at least 1")
         with self._lock:
             generator = generator_at(self.seed, self._draws)
             drawn = self._shelf.draw(self.sample_window_size, num_chunks, generator)
             if drawn is None:
                 raise NothingToSample(
-                    "the trajectory buffer is empty; wait until is_ready says that there is something"
+                    "the trajectory buffer is empty; wait until is_ready(1) is true"
                 )
             self._draws += 1
         return nest(drawn)
 
     @property
     def position(self) -> Mapping[int, int]:
-        """Next offset to read, by partition; empty if nothing came from the log."""
+        """Next offset to read, by partition; empty if nothing is from the log."""
         with self._lock:
             return dict(self._position)
 
     @property
     def total_samples(self) -> int:
-        """Steps of all trajectories held, including those outside the window."""
+        """Number of steps of all trajectories held, including those outside the window."""
         with self._lock:
             return self._shelf.index.samples
 
     @property
     def window_samples(self) -> int:
-        """Steps of the window, which can be drawn."""
+        """Number of steps in the window, which can be drawn."""
         with self._lock:
             return self._shelf.index.window(self.sample_window_size).samples
 
     @property
     def trajectory_counter(self) -> int:
-        """The next id."""
+        """The id of the next trajectory."""
         return self._shelf.index.counter
 
     @property
@@ -249,11 +249,11 @@ class TrajectoryReplayBuffer(Closing):
         return len(self._shelf.index)
 
     def size(self) -> int:
-        """Steps that can be drawn."""
+        """Number of steps that can be drawn."""
         return self.window_samples
 
     def is_ready(self, min_size: int) -> bool:
-        """Whether at least `min_size` trajectories are held. Raises ConfigurationError for more than the bound."""
+        """Whether at least `min_size` trajectories are held. Raises ConfigurationError if `min_size` is above the bound."""
         if self._max_trajectories and min_size > self._max_trajectories:
             bound = "max_trajectories" if self.auto_save else "sample_window_size and max_trajectories"
             raise ConfigurationError(
@@ -263,7 +263,7 @@ class TrajectoryReplayBuffer(Closing):
         return len(self) >= min_size
 
     def get_stats(self) -> dict[str, int]:
-        """Return num_trajectories held, total_samples of them, and cache_size in trajectories."""
+        """Return num_trajectories held, their total_samples, and cache_size, the number of cached trajectories."""
         with self._lock:
             return {
                 "num_trajectories": len(self._shelf.index),
@@ -272,8 +272,8 @@ class TrajectoryReplayBuffer(Closing):
             }
 
     def stats(self) -> dict[str, int]:
-        """Return get_stats, and the steps that can be drawn, the bytes held, samples drawn, and trajectories skipped
-        because they have no rewards."""
+        """Return get_stats, and the numbers of steps that can be drawn, bytes held, samples drawn, and trajectories
+        skipped because they have no rewards."""
         with self._lock:
             return {
                 **self.get_stats(),
@@ -286,8 +286,8 @@ class TrajectoryReplayBuffer(Closing):
     # ------------------------------------------------------------------ on disk
 
     def flush(self) -> None:
-        """Wait until everything added is on disk, with position and random state, and is in trajectory_index.json and
-        metadata.json. Raises StoreError if writing fails.
+        """Wait until everything added is on disk, with position and random state, and listed in trajectory_index.json
+        and metadata.json. Raises StoreError if writing fails.
 
         Without auto_save it does nothing.
         """
@@ -303,7 +303,7 @@ class TrajectoryReplayBuffer(Closing):
                 raise
 
     def close(self) -> None:
-        """Flush, and release the directory. Drawing still works, and adding opens it again. Raises StoreError."""
+        """Flush, and release the directory. Drawing still works, and adding opens the directory again. Raises StoreError."""
         with self._saving, self._documenting, self._lock:
             if self._store.is_open:
                 self._write()
@@ -313,24 +313,25 @@ class TrajectoryReplayBuffer(Closing):
 
     def save_checkpoint(self, save_path: str | Path) -> None:
         """Save content, position and random state in a directory, atomically: a kill leaves the earlier checkpoint or
-        this one. Files are linked if the file system can.
+        this one. Files are linked if the file system supports links.
 
-        Other threads add and draw meanwhile; the checkpoint is of one moment. Without auto_save that state is copied in
-        memory.
+        Other threads can add and draw during the save; the checkpoint has the state of one moment. Without auto_save
+        that state is copied in memory.
 
-        Raises StoreError, also if the directory holds trajectories that this buffer left out when it loaded from there,
-        because of its bounds or its rank: saving would delete them.
+        Raises StoreError if writing fails, or if the directory contains trajectories that this buffer did not load from
+        it, because of its bounds or its rank: saving would delete them.
         """
         left_out = self._left_out.get(Path(save_path).resolve())
         if left_out:
             raise StoreError(
-                f"{save_path} holds {left_out} trajectories that this buffer did not load, and saving deletes them; "
+                f"{save_path} contains {left_out} trajectories that this buffer did not load, and saving would delete "
+                "them; "
                 "save to another directory, or load all of them (sample_window_size and max_trajectories of 0)"
             )
         with self._saving:
             self._write()
             with self._lock:
-                self._write()  # operations since the first write; few, because other threads now wait
+                self._write()  # Few operations are left since the first write, and other threads wait now.
                 content = self._content()
                 sources = self._store.sources(content, self._shelf.cached_rows)
             try:
@@ -342,11 +343,11 @@ class TrajectoryReplayBuffer(Closing):
         self, load_path: str | Path, is_distributed: bool = False, local_rank: int = 0, world_size: int = 1
     ) -> None:
         """Replace the content by that of a checkpoint of this program or of RLinf. Settings stay, except the seed. If
-        `is_distributed`, load the share of one rank; shares are contiguous, and together they are the whole.
+        `is_distributed`, load the share of one rank; the shares are contiguous and disjoint, and cover the content.
 
-        The newest `cache_size` are read into the cache; the log says how many the bounds leave out. Raises
-        FileNotFoundError (also a StoreError) if there is no checkpoint, StoreError if it is damaged, ValueError (also a
-        ConfigurationError) for a rank out of range; the buffer is then unchanged.
+        The newest `cache_size` trajectories are read into the cache; the number that the bounds leave out is logged.
+        Raises FileNotFoundError (also a StoreError) if there is no checkpoint, StoreError if it is damaged, ValueError
+        (also a ConfigurationError) if the rank is out of range; the buffer is then unchanged.
         """
         checkpoint = read_checkpoint(Path(load_path), self._formats)
         stored = len(checkpoint.content)
@@ -364,11 +365,11 @@ class TrajectoryReplayBuffer(Closing):
             event(logger, "trajectories_not_loaded", directory=str(load_path), count=left_out, loaded=stored - left_out)
 
     def save(self, directory: Path, /) -> None:
-        """Call save_checkpoint; every buffer has this name for it."""
+        """Call save_checkpoint. Every buffer has a method of this name."""
         self.save_checkpoint(directory)
 
     def load(self, directory: Path, /) -> None:
-        """Call load_checkpoint; every buffer has this name for it."""
+        """Call load_checkpoint. Every buffer has a method of this name."""
         self.load_checkpoint(directory)
 
     # ------------------------------------------------------------------ within
@@ -380,8 +381,8 @@ class TrajectoryReplayBuffer(Closing):
             return None
         if self._max_bytes and part.size_bytes > self._max_bytes:
             raise RecordError(
-                f"trajectory {trajectory.uid!r} has {part.size_bytes:,} bytes, and the buffer holds at most "
-                f"{self._max_bytes:,}; raise max_bytes, or cut shorter trajectories"
+                f"trajectory {trajectory.uid!r} has {part.size_bytes:,} bytes, but the buffer holds at most "
+                f"{self._max_bytes:,}; raise max_bytes, or use shorter trajectories"
             )
         return self._store.owned(part)
 
@@ -397,7 +398,7 @@ class TrajectoryReplayBuffer(Closing):
             self._store.ready()
         except StoreError as error:
             raise StoreError(
-                f"an earlier write failed, and is tried again ({error}); this call added nothing: call again when "
+                f"an earlier write failed, and is tried again ({error}); this call added nothing, so repeat it when "
                 "there is room"
             ) from error
 
@@ -411,7 +412,7 @@ class TrajectoryReplayBuffer(Closing):
             wait = self._store.pending_count(ids)
             raise NotYetOnDisk(
                 f"{len(ids) - wait} of the {len(ids)} trajectories of this call are on disk, and {wait} wait in "
-                f"memory, where they are drawn from ({error}); make room and call flush, and do not add them again"
+                f"memory, from which they can be drawn ({error}); make room and call flush; do not add them again"
             ) from error
 
     def _write(self) -> None:
@@ -432,10 +433,10 @@ class TrajectoryReplayBuffer(Closing):
             write_documents(self._store.directory, content, self.trajectory_format)
 
     def _put(self, part: CheckedTrajectory, at: tuple[int, int] | None) -> int:
-        """Add a trajectory, move to the position after it, and return its id."""
-        self._store.open()  # another thread may have closed it since there was room
+        """Add a trajectory, move the position to `at`, and return its id."""
+        self._store.open()  # Another thread may have closed it since `_make_ready`.
         if len(self) and part.layout != self._shelf.layout:
-            self._drop(self._shelf.drop(1))  # A single trajectory of other arrays gives way.
+            self._drop(self._shelf.drop(1))  # The only trajectory has other arrays, and may be the wrong one.
         entry = self._shelf.put(part, self._store.format_name)
         if at is not None:
             self._position[at[0]] = at[1]
@@ -454,9 +455,9 @@ class TrajectoryReplayBuffer(Closing):
     def _load_content(self, content: JournalContent) -> None:
         if self._layout is not None and len(content):
             try:
-                refuse_other(self._layout, content.layout, "what was saved")
+                refuse_other(self._layout, content.layout, "the saved content")
             except RecordError as error:
-                raise ConfigurationError(f"{error}; or give it another `like`") from error
+                raise ConfigurationError(f"{error}; or give another `like`") from error
         self._documented = False
         self._shelf.load(content)
         self._position = dict(content.position)

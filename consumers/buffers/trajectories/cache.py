@@ -1,6 +1,7 @@
-"""Cache of the newest trajectories of a buffer as rows in memory, first in first out: reading does not refresh them.
+"""Cache of the newest trajectories of a buffer, as rows in memory. The oldest trajectory leaves first, even if it was
+read since.
 
-All rows of a leaf lie in one array, used as a ring, so a sample is one gather for each leaf. Not thread-safe: its owner
+All rows of a leaf are in one array, used as a ring, so a sample is one gather for each leaf. Not thread-safe: its owner
 holds a lock.
 """
 
@@ -36,7 +37,7 @@ class TrajectoryCache:
         self._capacity = 0
 
     def put(self, layout: Layout, rows: Rows, count: int) -> None:
-        """Copy `count` rows in; the oldest make room. Raises MemoryError; the cache is then unchanged."""
+        """Add a trajectory of `count` rows, and remove the oldest to make room. Raises MemoryError; the cache is then unchanged."""
         leave = max(0, len(self) - self.max_trajectories + 1) if self.max_trajectories else 0
         start = self._place(leave, count)
         if start < 0:
@@ -48,7 +49,7 @@ class TrajectoryCache:
         self._counts.append(count)
 
     def drop(self, count: int) -> None:
-        """Remove the `count` oldest."""
+        """Remove the `count` oldest trajectories."""
         self._starts.drop(count)
         self._counts.drop(count)
 
@@ -62,7 +63,7 @@ class TrajectoryCache:
         rows = self._starts.all[places] + local
         for path, leaf in self._leaves.items():
             if into is None:
-                # Any mode but "raise" avoids a temporary copy; all rows are in bounds.
+                # All rows are in bounds, and mode "clip", unlike "raise", avoids a temporary copy.
                 np.take(leaf, rows, axis=0, out=batch[path], mode="clip")
             else:
                 batch[path][into] = leaf[rows]
@@ -73,8 +74,8 @@ class TrajectoryCache:
         return sum(leaf.nbytes for leaf in self._leaves.values())
 
     def _place(self, leave: int, count: int) -> int:
-        """Start of `count` free adjacent rows once the `leave` oldest are gone; -1 if the ring is too small for that or
-        much too large."""
+        """Return the start of `count` free adjacent rows once the `leave` oldest trajectories are gone; -1 if the ring is
+        too small for them, or much too large."""
         starts, counts = self._starts.all[leave:], self._counts.all[leave:]
         if self._capacity > _SPARE * (int(counts.sum()) + count):
             return -1
@@ -89,13 +90,13 @@ class TrajectoryCache:
         return tail if tail + count <= head else -1
 
     def _move(self, layout: Layout, leave: int, count: int) -> int:
-        """Move all but the `leave` oldest to a ring with room for `count` more rows, and return the start of that room.
-        The size follows the content, so memory is neither reserved ahead nor kept after long trajectories left."""
+        """Move all but the `leave` oldest trajectories to a ring with room for `count` more rows, and return the start of
+        that room. The size follows the content, so no memory is reserved in advance, or kept after long trajectories."""
         old, counts = self._starts.all[leave:], self._counts.all[leave:]
         held = int(counts.sum())
         capacity = held + count + (held + count) // 2
         if self.max_trajectories and np.all(counts == count):
-            capacity = min(capacity, self.max_trajectories * count)  # equal sizes leave no gaps
+            capacity = min(capacity, self.max_trajectories * count)  # Trajectories of equal size leave no gaps.
         leaves = empty_rows(layout, capacity)
         starts = np.cumsum(counts) - counts
         for path, leaf in leaves.items():

@@ -1,7 +1,7 @@
 """Checkpoints of trajectory buffers: directories with one file for each trajectory and a journal that names them.
 
-The journal is written last, atomically, and decides what the checkpoint holds; trajectory_index.json and metadata.json
-beside it are for other programs, in RLinf's form. Directories that RLinf wrote can be read too.
+The journal is written last, atomically, and defines the content of the checkpoint; trajectory_index.json and
+metadata.json next to it are for other programs, in RLinf's form. Directories that RLinf wrote can be read too.
 """
 
 import logging
@@ -44,7 +44,7 @@ _OLD_INDEX = "trajector_index.json"
 
 
 class NoCheckpoint(StoreError, FileNotFoundError):
-    """Nothing was saved in a directory."""
+    """A directory contains no checkpoint."""
 
 
 class RankOutOfRange(ConfigurationError, ValueError):
@@ -61,9 +61,9 @@ def read_checkpoint(directory: Path, formats: Formats) -> SavedCheckpoint:
 
 
 def shard(checkpoint: SavedCheckpoint, local_rank: int, world_size: int) -> SavedCheckpoint:
-    """The contiguous share of one rank; the first ranks get one trajectory more if the number does not divide.
+    """Return the contiguous share of one rank; the first ranks get one trajectory more if the shares are not equal.
 
-    The next id follows the highest of the share, and is 0 if the share is empty. Raises RankOutOfRange.
+    The next id follows the highest id of the share, and is 0 if the share is empty. Raises RankOutOfRange.
     """
     if not 0 <= local_rank < world_size:
         raise RankOutOfRange(f"rank {local_rank} of {world_size}; give a rank from 0 to one below world_size")
@@ -81,12 +81,12 @@ def write_checkpoint(
     formats: Formats,
     format_name: str,
 ) -> None:
-    """Write a checkpoint; `source` gives the file of the trajectory at each place, or a trajectory to write.
+    """Write a checkpoint; `source` returns the file of the trajectory at a place, or a trajectory to write.
 
-    Raises StoreError; the earlier checkpoint is then unchanged.
+    If it raises StoreError, the earlier checkpoint is unchanged.
     """
     if (directory / LOCK).exists():
-        raise StoreError(f"{directory} is a directory that a buffer saves to by itself; save checkpoints elsewhere")
+        raise StoreError(f"{directory} is the auto_save_path of a buffer; save checkpoints elsewhere")
     with store_errors(directory):
         make_directory(directory)
         remove_unfinished(directory)
@@ -96,8 +96,8 @@ def write_checkpoint(
             for description in content.descriptions
         ]
         content = replace(content, descriptions=descriptions)
-        # If the directory holds other trajectories under the same ids, files go to a folder of their own: the earlier
-        # checkpoint stays whole until the journal is replaced.
+        # If the directory has other trajectories under the same ids, the files go to a new folder, so that the earlier
+        # checkpoint stays intact until the journal is replaced.
         folder = "" if before is not None and _agree(before, content) else f"{LOADED}{uuid.uuid4().hex}"
         content = replace(content, descriptions=[description._replace(folder=folder) for description in descriptions])
         known = _ids(before)
@@ -131,7 +131,7 @@ def _ids(content: JournalContent | None) -> frozenset[int]:
 
 
 def _agree(before: JournalContent, content: JournalContent) -> bool:
-    """Whether every id in both contents is of the same trajectory, and its file lies in the directory itself."""
+    """Whether every id that both contents have is of the same trajectory, with its file in the directory itself."""
     if any(description.folder for description in before.descriptions):
         return False
     _, old, new = np.intersect1d(before.entries["id"], content.entries["id"], assume_unique=True, return_indices=True)
@@ -146,13 +146,13 @@ def _agree(before: JournalContent, content: JournalContent) -> bool:
 
 
 def _foreign(directory: Path, formats: Formats) -> JournalContent:
-    """Content of a directory that RLinf wrote; checks every file, and logs and leaves out entries without one."""
+    """Return the content of a directory that RLinf wrote; check every file, and log and leave out entries without a file."""
     try:
         metadata = read_json(directory / METADATA)
         index = read_json(directory / (INDEX if (directory / INDEX).exists() else _OLD_INDEX))
     except FileNotFoundError as error:
         raise NoCheckpoint(
-            f"{directory} holds no checkpoint: {error.filename} is not there; nothing was saved"
+            f"{directory} contains no checkpoint: {error.filename} is missing; nothing was saved"
         ) from error
     try:
         return _content_of(directory, metadata, index, formats)
@@ -169,7 +169,7 @@ def _content_of(directory: Path, metadata: Any, index: Any, formats: Formats) ->
     row_bytes = 0
     ids = [int(number) for number in index["trajectory_id_list"]]
     if ids != sorted(set(ids)):
-        raise ValueError("its ids do not ascend")
+        raise ValueError("its ids are not in ascending order")
     for number in ids:
         row = index["trajectory_index"][str(number)]
         weights = row.get("model_weights_id") or ""

@@ -1,6 +1,6 @@
-"""An endless iterator of batches, half from replay and half from demonstrations; a thread can draw them ahead.
+"""An endless iterator of batches, half from replay and half from demonstrations; a thread can draw them in advance.
 
-It waits until both buffers hold enough. A failure of the thread raises when the next batch is requested.
+It waits until both buffers have enough trajectories. An error in the thread is raised when the next batch is requested.
 """
 
 import queue
@@ -31,8 +31,9 @@ class MixedDataset(Closing):
     """See the module. A batch has `batch_size` rows; with demonstrations, half from each buffer, replayed rows first,
     and one row fewer if the size is odd.
 
-    `prefetch_size` batches are drawn ahead; 0 draws each on request. Draws count when they are made, so a checkpoint of
-    a buffer counts batches that still wait. With `ready_timeout_s` None it waits forever.
+    `prefetch_size` batches are drawn in advance; 0 draws each on request. A draw counts when it is made, so a checkpoint
+    of a buffer also counts draws of batches that were not requested yet. With `ready_timeout_s` None it waits without
+    limit.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class MixedDataset(Closing):
         prefetch_size: int = 0,
         ready_timeout_s: float | None = None,
     ) -> None:
-        """Raises ConfigurationError for invalid settings."""
+        """Set up the iterator. Raises ConfigurationError for invalid settings."""
         if batch_size < (1 if demo_buffer is None else 2) or prefetch_size < 0:
             raise ConfigurationError(
-                f"batches of {batch_size} rows, {prefetch_size} of them ahead; give at least one row of each buffer, "
-                "and 0 or more ahead"
+                f"batch_size is {batch_size} and prefetch_size is {prefetch_size}; give at least one row for each buffer, "
+                "and a prefetch_size of 0 or more"
             )
         self._replay, self._demo = replay_buffer, demo_buffer
         self._batch_size = batch_size
@@ -62,8 +63,8 @@ class MixedDataset(Closing):
         self._prefetch = prefetch_size > 0
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Yield batches until `close`. Raises DeadlineExceeded if the buffers do not hold enough in time, RecordError
-        if they hold different arrays, and the errors of drawing."""
+        """Yield batches until `close`. Raises DeadlineExceeded if the buffers are not filled in time, RecordError if
+        their arrays differ, and the errors of drawing."""
         if not self._prefetch:
             while self._wait():
                 yield self._draw()
@@ -92,7 +93,7 @@ class MixedDataset(Closing):
         while not isinstance(drawn, Exception) and not self._closing.is_set():
             try:
                 drawn = self._draw() if self._wait() else None
-            except Exception as error:  # raised by the iterator
+            except Exception as error:  # The iterator raises it.
                 drawn = error
             while drawn is not None and not self._closing.is_set():
                 try:
@@ -102,15 +103,15 @@ class MixedDataset(Closing):
                     continue
 
     def _wait(self) -> bool:
-        """Wait until there is enough to draw from; False if the dataset is closed first."""
+        """Wait until the buffers have enough trajectories; return False if the dataset is closed first."""
         deadline = None if self._ready_timeout_s is None else time.monotonic() + self._ready_timeout_s
         while not self._closing.is_set():
             if self._replay.is_ready(self._least[0]) and (self._demo is None or self._demo.is_ready(self._least[1])):
                 return True
             if deadline is not None and time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"the buffers did not hold {self._least[0]} replayed trajectories and {self._least[1]} "
-                    f"demonstrations within {self._ready_timeout_s:g} s; are they filled?"
+                    f"the buffers did not reach {self._least[0]} replayed trajectories and {self._least[1]} "
+                    f"demonstrations within {self._ready_timeout_s:g} s; check that they are being filled"
                 )
             self._closing.wait(_LOOK_S)
         return False
@@ -123,8 +124,8 @@ class MixedDataset(Closing):
 
 
 def join_batches(first: Mapping[str, Any], second: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Join two nested batches, rows of the first before those of the second. Raises RecordError, by name, for arrays
-    that only one batch has, or that differ in dtype or shape."""
+    """Join two nested batches, rows of the first before those of the second. Raises RecordError naming arrays that
+    only one batch has, or that differ in dtype or shape."""
     if set(first) != set(second):
         lone = sorted(f"{above}{name}" for name in set(first) ^ set(second))
         raise RecordError(f"only one of the two buffers has {', '.join(lone)}; give both the same arrays")

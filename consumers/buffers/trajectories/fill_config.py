@@ -7,18 +7,18 @@ from rollstream.topics.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class FillConfig:
-    """The process that fills a trajectory buffer on disk. A run that has one has none of the token roles."""
+    """The process that fills a trajectory buffer on disk. A run with this process has no token roles."""
 
     directory: str = ""
     """Directory of the buffer; empty: `rollstream run` starts no such process."""
     name: str = "fill"
-    """Name of the filler, unique within the run: its position is that of consumer group {run}.filler-{name}."""
+    """Name of the filler, unique within the run: its consumer group is {run}.filler-{name}."""
     trajectory_format: str = "npz"
     """Format of the files."""
     max_trajectories: int = 0
-    """Maximum number of trajectories; beyond it the oldest leave; 0 is no bound."""
+    """Maximum number of trajectories; beyond it the oldest are removed; 0 is no limit."""
     max_bytes: int = 0
-    """Maximum bytes of arrays; beyond it the oldest leave; 0 is no bound."""
+    """Maximum size of the arrays in bytes; beyond it the oldest are removed; 0 is no limit."""
     seed: int = 0
     """Seed of the buffer's draws."""
 

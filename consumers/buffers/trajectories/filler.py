@@ -1,7 +1,7 @@
 """Fills buffers of trajectories from the log, each from its own position, by `poll` or in a thread.
 
-An invalid record is skipped, counted, and logged with its offset. A log other than the one that filled a buffer is
-refused; the filler never continues at a guessed offset.
+An invalid record is skipped, counted, and logged with its offset. A filler refuses a
+log that did not fill the buffer before, and never guesses an offset.
 """
 
 import logging
@@ -42,35 +42,35 @@ Place = tuple[int, int]
 class Fillable(Protocol):
     """A buffer that can be filled from the log. It skips records below its position.
 
-    A buffer that writes to disk after `add` returns has a method `flush`, which waits for the writes.
+    A buffer that writes to disk after `add` has returned needs a method `flush` that waits for the writes.
     """
 
     @property
     def position(self) -> Mapping[int, int]:
-        """Next offset to read, by partition, without partitions from which no record came."""
+        """Next offset to read, by partition; partitions without a record so far are left out."""
 
     def add(self, trajectory: Trajectory, /, *, at: Place) -> Any:
-        """Add a trajectory and move the position past it, both or neither. Raises RecordError if it is invalid; the
-        caller then calls `skip`."""
+        """Add a trajectory and move the position past it, atomically. Raises RecordError if it is invalid; the caller
+        then calls `skip`."""
 
     def skip(self, at: Place, /) -> Any:
-        """Move the position past a record that the buffer does not take."""
+        """Move the position past a record that the buffer does not accept."""
 
 
 class FillCounts(NamedTuple):
     """Numbers of records since the filler was created."""
 
     added: int = 0
-    """Records held by every buffer that was missing them."""
+    """Records that every buffer added that did not have them yet."""
     refused: int = 0
-    """Records that are unreadable, or that a buffer refused."""
+    """Records that were unreadable, or that a buffer refused."""
 
 
 def put(buffers: Sequence[Fillable], at: Place, value: bytes | None) -> list[str]:
     """Add a record to buffers, and return its problems; an invalid record is skipped.
 
-    Raises errors of a buffer other than RecordError, e.g. for a full disk. Give the record to all buffers again then;
-    those that already have it skip it.
+    Raises errors of a buffer other than RecordError, for example for a full disk. Then pass the record to all buffers
+    again; buffers that already have it skip it.
     """
     partition, offset = at
     waiting = [buffer for buffer in buffers if buffer.position.get(partition, 0) <= offset]
@@ -107,10 +107,10 @@ class TrajectoryFiller:
 
     Records of one partition are read in order; the order between partitions varies.
 
-    It is a context manager that starts the thread and closes the filler. `identity_file` remembers across processes
-    which topic filled the buffers, so that a topic created again under the same name is refused.
+    As a context manager it starts the thread, and closes the filler at the end. `identity_file` records which topic
+    filled the buffers, so that a later process refuses a topic that was created again under the same name.
 
-    Every five seconds and on closing it commits, as consumer group `{run}.filler-{name}`, the position below which all
+    Every five seconds and on closing it commits, as consumer group `{run}.filler-{name}`, the position before which all
     buffers have every record, on disk if they write to disk; `rollstream prune` keeps the records from there on.
     """
 
@@ -124,10 +124,11 @@ class TrajectoryFiller:
         identity_file: Path | None = None,
         name: str = "default",
     ) -> None:
-        """Each filler of a run needs a `name` of its own.
+        """Each filler of a run needs a different `name`.
 
-        Raises TopicError if a buffer's position is no longer, or not yet, in the log, or the topic is not the one that
-        filled it; BrokerUnavailable if no broker answers."""
+        Raises TopicError if a buffer's position is before or after the offsets in the log, or another topic filled the
+        buffer; BrokerUnavailable if no broker answers.
+        """
         if not buffers:
             raise ConfigurationError("the filler has no buffer; give at least one")
         self._kafka = kafka
@@ -137,7 +138,7 @@ class TrajectoryFiller:
         self._remember_topic(identity_file)
         starts = self._begin()
         self._ends: dict[int, int] = {}
-        """End of each partition when it was last read to its end."""
+        """End offset of each partition when it was last read to its end."""
         self._counts = FillCounts()
         self._skipped = SkippedRecords(f"filler-{name}")
         self._group = f"{run}{FILLER_GROUPS}{name}"
@@ -151,17 +152,17 @@ class TrajectoryFiller:
 
     @property
     def counts(self) -> FillCounts:
-        """Numbers of records added and refused; thread-safe."""
+        """Numbers of records added and refused. Thread-safe."""
         return self._counts
 
     def poll(self, timeout_s: float = 1.0) -> int:
         """Read the available records, waiting up to `timeout_s` for the first, and return their number.
 
-        Raises TopicError, BrokerUnavailable, and errors of buffers other than RecordError. A filler stays failed; a new
-        one continues from the positions.
+        Raises TopicError, BrokerUnavailable, and errors of buffers other than RecordError. After an error the filler
+        cannot be used again; a new filler continues from the positions.
         """
         if self._thread is not None and self._thread is not threading.current_thread():
-            raise ConfigurationError("this filler polls in a thread of its own; do not call poll or fill")
+            raise ConfigurationError("this filler polls in its own thread; do not call poll or fill")
         self.check()
         try:
             return self._poll(timeout_s)
@@ -170,8 +171,8 @@ class TrajectoryFiller:
             raise
 
     def fill(self, timeout_s: float | None = None) -> None:
-        """Read to the current end of the log. Raises as `poll`, and DeadlineExceeded if no record comes for
-        `timeout_s`, by default kafka.patience_s."""
+        """Read to the current end of the log. Raises the errors of `poll`, and DeadlineExceeded if no record
+        arrives for `timeout_s`, by default kafka.patience_s."""
         timeout_s = self._kafka.patience_s if timeout_s is None else timeout_s
         wanted = {p: end for p, (_begin, end) in topic_admin.bounds(self._kafka, self._topic).items()}
         deadline = time.monotonic() + timeout_s
@@ -193,7 +194,7 @@ class TrajectoryFiller:
         return self
 
     def check(self) -> None:
-        """Raise the error that ended the filling, if any; the buffers get no more records then."""
+        """Raise the error that ended the filling, if any; after it the buffers get no more records."""
         if self._failure is not None:
             raise self._failure
 
@@ -217,7 +218,7 @@ class TrajectoryFiller:
         try:
             self.close()
         except Exception:
-            # The error of the block is more specific, or is the same.
+            # The error of the block is more specific, or the same.
             if error is None:
                 raise
 
@@ -233,7 +234,7 @@ class TrajectoryFiller:
         return len(records)
 
     def _commit(self) -> None:
-        """Commit the position below which every buffer has every record on disk. Raises ConfigurationError if another
+        """Commit the position before which every buffer has every record on disk. Raises ConfigurationError if another
         filler has committed under the same name, BrokerUnavailable, and errors of buffers."""
         positions = {
             p: min(buffer.position.get(p, self._begins[p]) for buffer in self._buffers) for p in sorted(self._begins)
@@ -249,8 +250,8 @@ class TrajectoryFiller:
         committed_positions = {place.partition: place.offset for place in committed}
         if self._committed and committed_positions != self._committed:
             raise ConfigurationError(
-                f"another filler committed positions as group {self._group}, and what one of them lacks may be pruned; "
-                f"give each filler of the run a name of its own"
+                f"another filler committed positions as group {self._group}, so records that one of them lacks may be "
+                f"pruned; give each filler of the run a different name"
             )
         self._reader.commit((GroupPosition(self._topic, p, offset) for p, offset in positions.items()), doing)
         self._committed = positions
@@ -259,7 +260,7 @@ class TrajectoryFiller:
         try:
             while not self._stopping.is_set():
                 self.poll(_WAIT_S)
-        except Exception as error:  # poll keeps it, and `check` raises it
+        except Exception as error:  # `poll` stores the error, and `check` raises it.
             event(logger, "filling_failed", level=logging.ERROR, topic=self._topic, error=repr(error))
 
     def _take(self, record: KafkaRecord) -> None:
@@ -270,21 +271,21 @@ class TrajectoryFiller:
             self._skipped.skip(record, "; ".join(wrong) if record.readable else UNREADABLE)
 
     def _remember_topic(self, path: Path | None) -> None:
-        """Raise TopicError for another topic than the one that filled the buffers."""
+        """Record the topic. Raises TopicError if another topic filled the buffers."""
         if path is None:
             return
         identity = [self._topic, topic_admin.topic_ids(self._kafka, [self._topic])[self._topic]]
         known = read_json(path) if path.exists() else identity
         if known != identity and any(buffer.position for buffer in self._buffers):
             raise TopicError(
-                f"the buffers beside {path} hold records of {' with id '.join(known)}, and are not filled from "
-                f"{' with id '.join(identity)}; take empty buffers, or the run and the brokers they were filled from"
+                f"the buffers next to {path} contain records of {' with id '.join(known)}, and cannot be filled from "
+                f"{' with id '.join(identity)}; use empty buffers, or the run and the brokers that filled them"
             )
         if known != identity or not path.exists():
             write_json(path, identity)
 
     def _begin(self) -> dict[int, int]:
-        """First offset to read of each partition: the lowest position of the buffers."""
+        """Return the first offset to read of each partition: the lowest position of the buffers."""
         starts = {}
         bounds = topic_admin.bounds(self._kafka, self._topic)
         self._begins = {partition: begin for partition, (begin, _end) in bounds.items()}
@@ -295,9 +296,9 @@ class TrajectoryFiller:
                         f"a buffer is filled to offset {position} of {self._topic}[{partition}], which has {begin} to "
                         f"{end}: "
                         + (
-                            "the records it lacks were deleted; take an empty buffer, which begins with the rest"
+                            "the records it lacks were deleted; use an empty buffer, which starts at the first record left"
                             if position < begin
-                            else "the topic was created again; take an empty buffer, or the brokers it was filled from"
+                            else "the topic was created again; use an empty buffer, or the brokers that filled it"
                         )
                     )
             positions = [buffer.position.get(partition) for buffer in self._buffers]

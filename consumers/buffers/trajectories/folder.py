@@ -1,6 +1,6 @@
-"""The folder of trajectories: file names, import of files, the lock, and removal of files that do not belong to it.
+"""Directories of trajectories: file names, import of files, and removal of files that the content does not name.
 
-The journal, not this module, defines the content of a folder.
+The journal, not this module, defines the content of a directory.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ Formats = Callable[[str], Format]
 
 
 def file_name(trajectory_id: int, model_weights_id: str, suffix: str) -> str:
-    """trajectory_{id}_{model_weights_id}{suffix}; a weights id that is no valid file name is quoted or hashed."""
+    """Return trajectory_{id}_{model_weights_id}{suffix}; a weights id that is not a valid file name is quoted or hashed."""
     weights = model_weights_id
     if not _PLAIN.fullmatch(weights):
         weights = urllib.parse.quote(weights, safe="")
@@ -63,7 +63,7 @@ def path_of(directory: Path, entry: TrajectoryEntry, formats: Formats) -> Path:
 
 
 class SavedCheckpoint(NamedTuple):
-    """The listing of a checkpoint; its trajectories are not read yet."""
+    """The content of a checkpoint whose trajectories are not read yet."""
 
     directory: Path
     content: JournalContent
@@ -74,7 +74,7 @@ class SavedCheckpoint(NamedTuple):
         return path_of(self.directory, entry, self.formats)
 
     def newest(self, count: int) -> "SavedCheckpoint":
-        """The same checkpoint with its newest trajectories only."""
+        """Return the same checkpoint with only its newest trajectories."""
         content = self.content
         return self._replace(content=content.part(max(0, len(content) - count), len(content)))
 
@@ -82,8 +82,8 @@ class SavedCheckpoint(NamedTuple):
 def bring_files(checkpoint: SavedCheckpoint, directory: Path) -> JournalContent:
     """Link or copy the files of a checkpoint into a directory, and return the content that names them.
 
-    If the directory already holds trajectories, the files go to a folder of their own. Raises StoreError; no file is
-    left then.
+    If the directory already has trajectories, the files go to a new folder. If it raises StoreError, no file is left
+    behind.
     """
     with store_errors(directory):
         others = any(FILE.fullmatch(name) for name in os.listdir(directory))
@@ -113,19 +113,19 @@ def bring_files(checkpoint: SavedCheckpoint, directory: Path) -> JournalContent:
 def place_file(path: Path, source: Path | CheckedTrajectory, kind: Format) -> None:
     """Create the file of a trajectory at a path: link it, copy it if linking fails, or write it.
 
-    The name is on disk once the caller syncs the directory. Raises StoreError or OSError.
+    The name is on disk only after the caller has synced the directory. Raises StoreError or OSError.
     """
     make_directory(path.parent)
     if isinstance(source, CheckedTrajectory):
         with replacing(path, sync_name=False) as file:
             kind.write(file, source)
         return
-    path.unlink(missing_ok=True)  # left by a killed save; no journal names it
+    path.unlink(missing_ok=True)  # It was left by a killed save, and no journal names it.
     try:
         os.link(source, path)
     except FileNotFoundError as error:
         raise StoreError(f"{source} is gone; restore it, or fill the buffer again") from error
-    except OSError:  # another file system, or one without links
+    except OSError:  # It is another file system, or has no hard links.
         with replacing(path, sync_name=False) as file, open(source, "rb") as original:
             shutil.copyfileobj(original, file, 2**20)
 
@@ -139,8 +139,9 @@ def sweep(directory: Path, content: JournalContent) -> None:
 
 
 def put_aside(directory: Path, content: JournalContent) -> None:
-    """Move files that the index does not name to a folder, and log it: the writer was killed between writing a file and
-    the index, or the index lost its end. Only files whose removal the index records are deleted. Raises StoreError.
+    """Move files that the index does not name to a folder, and log it. Such files exist if the writer was killed after
+    writing a file and before writing the index, or the index lost its end. Files are deleted only if the index records
+    their removal. Raises StoreError.
     """
     with store_errors(directory):
         remove_unfinished(directory)
@@ -191,5 +192,5 @@ def store_errors(directory: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(
-            f"{directory} cannot be written ({error.strerror or error}); look at the rights there"
+            f"{directory} cannot be written ({error.strerror or error}); check the permissions there"
         ) from error

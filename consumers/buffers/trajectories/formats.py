@@ -1,7 +1,7 @@
-"""File formats of trajectories: npz (the default), pt (torch, weights only), pkl (only on explicit request).
+"""File formats of trajectories: npz (the default), pt (torch, weights only), and pkl (only on explicit request).
 
-npz is the default because its rows can be mapped and gathered without reading the rest, and loading it runs no code.
-pt and pkl are the formats of RLinf's buffers, and read RLinf's files. torch is imported only for pt.
+npz is the default because its rows can be mapped and gathered without reading other rows, and loading it runs no code.
+pt and pkl are the formats of RLinf's buffers; files that RLinf wrote can be read. torch is imported only for pt.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ class Format(Protocol):
 
     suffix: str
     mapped: bool
-    """Whether arrays that were read are pages of the file and cost no memory of their own."""
+    """Whether arrays that were read are mapped pages of the file, which need no memory."""
 
     def check(self, trajectory: CheckedTrajectory) -> None:
-        """Raise RecordError if the format cannot hold the trajectory."""
+        """Raise RecordError if the format cannot store the trajectory."""
 
     def write(self, file: BinaryIO, trajectory: CheckedTrajectory) -> None:
         """Write a checked trajectory."""
@@ -44,11 +44,11 @@ class Format(Protocol):
         """Read a trajectory; its arrays are read-only. Raises FileNotFoundError, or StoreError for other failures."""
 
     def arrays(self, path: Path) -> dict[str, NDArray[Any]]:
-        """Read the arrays of a trajectory, [T, B, ...] by path. Raises as `read`."""
+        """Read the arrays of a trajectory, [T, B, ...] by path. Raises the errors of `read`."""
 
 
 def format_named(name: str, *, allow_pickle: bool = False) -> Format:
-    """The format of a name. Raises ConfigurationError if it is unknown, not installed, or not explicitly allowed."""
+    """Return the format of this name. Raises ConfigurationError if it is unknown, not installed, or not explicitly allowed."""
     if name == "npz":
         return _Npz()
     if name == "pt":
@@ -62,7 +62,7 @@ def format_named(name: str, *, allow_pickle: bool = False) -> Format:
     if name == "pkl":
         if not allow_pickle:
             raise ConfigurationError(
-                "loading a pkl file runs any code its writer put into it; pass allow_pickle=True if you trust the "
+                "loading a pkl file runs any code that its writer put into it; pass allow_pickle=True if you trust the "
                 "writer, or use npz"
             )
         return _Pickle()
@@ -70,7 +70,7 @@ def format_named(name: str, *, allow_pickle: bool = False) -> Format:
 
 
 def description_of(trajectory: Trajectory) -> dict[str, Any]:
-    """All fields of a trajectory except its arrays, as JSON."""
+    """Return all fields of a trajectory except its arrays, as JSON values."""
     fields = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory) if f.name != "arrays"}
     return {
         **fields,
@@ -128,7 +128,7 @@ class _Torch:
             document = self._torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
             raise StoreError(
-                f"{path} holds more than tensors, or is damaged ({type(error).__name__}); it is not loaded"
+                f"{path} contains more than tensors, or is damaged ({type(error).__name__}); it is not loaded"
             ) from error
         return _of_document(path, document)
 
@@ -144,7 +144,7 @@ class _Torch:
         try:
             return torch.from_numpy(np.array(array, array.dtype.newbyteorder("=")))
         except TypeError as error:
-            raise RecordError(f"torch has no tensors of {array.dtype}; keep such trajectories as npz") from error
+            raise RecordError(f"torch has no tensors of {array.dtype}; store such trajectories as npz") from error
 
 
 class _Pickle:
@@ -170,7 +170,7 @@ class _Pickle:
 
 
 def _document(trajectory: CheckedTrajectory, leaf: Any) -> dict[str, Any]:
-    """The fields of RLinf's files, and our description beside them."""
+    """Return the fields of RLinf's files, and our description as a further field."""
     record = trajectory.trajectory
     fields = {
         "max_episode_length": record.max_episode_length,
@@ -180,17 +180,17 @@ def _document(trajectory: CheckedTrajectory, leaf: Any) -> dict[str, Any]:
     document = nest({path: leaf(array) for path, array in trajectory.arrays.items()})
     for name in fields:
         if name in document:
-            raise RecordError(f"an array cannot be called {name!r} in this format; rename it, or use npz")
+            raise RecordError(f"an array cannot be named {name!r} in this format; rename it, or use npz")
     return {**document, **fields}
 
 
 def _of_document(path: Path, document: Any) -> Trajectory:
     if not isinstance(document, Mapping):
-        raise StoreError(f"{path} holds a {type(document).__name__} and no trajectory")
+        raise StoreError(f"{path} contains a {type(document).__name__}, not a trajectory")
     arrays = {}
     for name, leaf in flatten({key: value for key, value in document.items() if key != _ABOUT}).items():
         array = _array(leaf)
-        # RLinf's files have None for unused fields, and numbers and texts that are not arrays.
+        # RLinf's files also have fields that are not arrays: numbers, texts, and None for unused fields.
         if array is not None and array.ndim >= 2:
             arrays[name] = array
     fields = document.get(_ABOUT)
@@ -205,7 +205,7 @@ def _of_document(path: Path, document: Any) -> Trajectory:
 
 
 def _array(leaf: Any) -> NDArray[Any] | None:
-    """A tensor or an array as an array, None for anything else."""
+    """Return a tensor or an array as an array, and None for anything else."""
     if isinstance(leaf, np.ndarray):
         return leaf
     if not hasattr(leaf, "numpy"):
@@ -213,7 +213,7 @@ def _array(leaf: Any) -> NDArray[Any] | None:
     leaf = leaf.detach()
     try:
         return np.asarray(leaf.numpy())
-    except TypeError:  # bfloat16 and float8, which numpy has through ml_dtypes
+    except TypeError:  # numpy lacks bfloat16 and float8, which ml_dtypes adds.
         import ml_dtypes
         import torch
 

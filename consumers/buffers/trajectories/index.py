@@ -1,6 +1,6 @@
 """Index of the trajectories of a buffer, oldest first, in columns: tens of bytes for each trajectory.
 
-Trajectories leave at the old end only. A window is a view of the running totals that map draws to trajectories.
+Only the oldest trajectories are removed. A window is a view of the running totals, which map draws to trajectories.
 """
 
 import uuid
@@ -22,13 +22,13 @@ class Description(NamedTuple):
     model_weights_id: str
     environment: str
     format: str
-    """Format of its file; "" in memory."""
+    """Format of the file; "" in memory."""
     folder: str = ""
-    """Folder below the buffer's directory."""
+    """Folder of the file below the buffer's directory; "" for the directory itself."""
 
     @property
     def samples(self) -> int:
-        """T * B."""
+        """Number of samples, T * B."""
         return self.steps * self.width
 
 
@@ -37,10 +37,10 @@ class TrajectoryEntry(NamedTuple):
 
     trajectory_id: int
     uuid: bytes
-    """16 bytes: the uid if that is a UUID, else a UUID derived from it."""
+    """16 bytes: the uid if it is a UUID, else a UUID derived from the uid."""
     description: Description
     size_bytes: int
-    """Size of its arrays."""
+    """Size of the arrays."""
 
 
 class Window(NamedTuple):
@@ -51,7 +51,7 @@ class Window(NamedTuple):
     ends: Int64
     """Running total of samples after each trajectory."""
     base: int
-    """Running total before the first."""
+    """Running total before the first trajectory."""
 
     @property
     def samples(self) -> int:
@@ -63,7 +63,7 @@ _ROW = np.dtype([("id", "<i8"), ("uuid", "V16"), ("description", "<u4"), ("size_
 
 
 class ColumnQueue:
-    """A queue of numbers, or of rows of them, kept as one contiguous array."""
+    """A queue of numbers, or of rows of numbers, kept as one contiguous array."""
 
     def __init__(self, dtype: np.dtype[Any]) -> None:
         self._data: NDArray[Any] = np.empty(16, dtype)
@@ -74,7 +74,7 @@ class ColumnQueue:
 
     @property
     def all(self) -> NDArray[Any]:
-        """A view, valid until the next change."""
+        """The values, as a view that is valid until the next change."""
         return self._data[self._begin : self._end]
 
     def append(self, value: Any) -> None:
@@ -88,7 +88,7 @@ class ColumnQueue:
         self._end += len(values)
 
     def drop(self, count: int) -> None:
-        """Remove the `count` oldest."""
+        """Remove the `count` oldest values."""
         self._begin += count
 
     @property
@@ -116,7 +116,7 @@ class TrajectoryIndex:
         self.size_bytes = 0
         """Bytes of the arrays of all trajectories."""
         self.counter = 0
-        """The next id."""
+        """The id of the next trajectory."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -133,12 +133,12 @@ class TrajectoryIndex:
 
     @property
     def samples(self) -> int:
-        """Samples of all trajectories."""
+        """Number of samples of all trajectories."""
         return int(self._ends.all[-1]) - self._base if len(self) else 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory of the columns."""
+        """Bytes of memory that the columns use."""
         return self._rows.nbytes + self._ends.nbytes
 
     def append(self, uuid_bytes: bytes, description: Description, size_bytes: int) -> TrajectoryEntry:
@@ -171,12 +171,12 @@ class TrajectoryIndex:
         self.counter = max(self.counter, int(ids[-1]) + 1)
 
     def columns(self) -> tuple[Int64, NDArray[np.void], NDArray[np.uint32], Int64, list[Description]]:
-        """Ids, uuids, numbers of descriptions, sizes, and descriptions, as `extend` takes them; views."""
+        """Return ids, uuids, numbers of descriptions, sizes, and descriptions, the arguments of `extend`, as views."""
         rows = self._rows.all
         return rows["id"], rows["uuid"], rows["description"], rows["size_bytes"], self._known
 
     def drop(self, count: int) -> list[TrajectoryEntry]:
-        """Remove and return the `count` oldest."""
+        """Remove and return the `count` oldest trajectories."""
         if not count:
             return []
         gone = [self[place] for place in range(count)]
@@ -189,7 +189,7 @@ class TrajectoryIndex:
         return gone
 
     def over(self, max_trajectories: int, max_bytes: int) -> int:
-        """Number of the oldest trajectories that must leave so that the others are within the bounds; 0 is no bound."""
+        """Return how many of the oldest trajectories exceed the bounds; a bound of 0 is no bound."""
         count = max(0, len(self) - max_trajectories) if max_trajectories else 0
         if max_bytes:
             sizes = self._rows.all["size_bytes"]
@@ -200,7 +200,7 @@ class TrajectoryIndex:
         return count
 
     def window(self, size: int) -> Window:
-        """Window of the newest `size` trajectories; 0 is all."""
+        """Return the window of the newest `size` trajectories; 0 is all."""
         first = max(0, len(self) - size) if size else 0
         ends = self._ends.all
         return Window(first, ends[first:], int(ends[first - 1]) if first else self._base)
@@ -212,7 +212,7 @@ class TrajectoryIndex:
         return number
 
     def _forget(self) -> None:
-        """Forget descriptions that no trajectory has any more."""
+        """Forget descriptions that no trajectory uses any more."""
         used, numbers = np.unique(self._rows.all["description"], return_inverse=True)
         self._known = [self._known[number] for number in used]
         self._numbers = {description: number for number, description in enumerate(self._known)}
@@ -220,9 +220,9 @@ class TrajectoryIndex:
 
 
 def uuid_of(uid: str) -> bytes:
-    """16 bytes that identify a uid: those of the UUID it is, or of a UUID derived from it (RFC 9562, version 5)."""
+    """Return 16 bytes that identify a uid: its bytes if it is a UUID, else a UUID derived from it (RFC 9562, version 5)."""
     try:
-        # The form of our own uids, which this reads in a tenth of the time that uuid.UUID takes.
+        # Our own uids are 32 hexadecimal digits; this takes a tenth of the time of uuid.UUID.
         plain = bytes.fromhex(uid) if len(uid) == 32 else b""
         return plain if len(plain) == 16 else uuid.UUID(uid).bytes
     except ValueError:

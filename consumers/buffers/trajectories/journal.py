@@ -1,8 +1,8 @@
 """The content of a directory of trajectories: an append-only file of 56-byte records, each with its checksum.
 
-An entry holds its position in the log, so content and position are one fact. Opening the file cuts off a torn end,
-which can only be the last append, and refuses damage before it. A clean close appends a record of its own; nothing
-before that record counts as torn.
+An entry contains its position in the log, so content and position change together. Opening the file cuts off an
+incomplete append at its end, and refuses damage before the last append. A clean close appends a record; damage before
+that record is never treated as an incomplete append.
 """
 
 import contextlib
@@ -40,10 +40,10 @@ ENTRY = np.dtype(
         ("size_bytes", "<i8"),
     ]
 )
-"""One trajectory. `offset` is the next offset of its partition; the partition is -1 if it did not come from the log.
+"""One trajectory. `offset` is the next offset of its partition; the partition is -1 if the trajectory is not from the log.
 
-Other kinds of record use the same fields: a drop has the first id that stays, a position its partition and offset, a
-state the next id, seed and draws.
+Other kinds of record use the same fields: a drop has the first id that stays, a position has its partition and offset,
+and a state has the next id, seed and draws.
 """
 
 
@@ -71,7 +71,7 @@ class JournalContent:
 
     @classmethod
     def of(cls, index: TrajectoryIndex, layout: Layout) -> "JournalContent":
-        """Content of an index."""
+        """Return the content of an index."""
         ids, uuids, descriptions, sizes, known = index.columns()
         entries = np.zeros(len(ids), ENTRY)
         entries["id"], entries["uuid"], entries["description"], entries["size_bytes"] = ids, uuids, descriptions, sizes
@@ -79,16 +79,16 @@ class JournalContent:
         return cls(entries=entries, descriptions=list(known), layout=layout, counter=index.counter)
 
     def part(self, begin: int, end: int) -> "JournalContent":
-        """The same content with only the trajectories from place `begin` to before `end`."""
+        """Return the same content with only the trajectories from place `begin` to before `end`."""
         return dataclasses.replace(self, entries=self.entries[begin:end])
 
 
 class DecodedJournal(NamedTuple):
-    """A journal after it was read."""
+    """The content of a journal, and the state of its file."""
 
     content: JournalContent
     size_bytes: int
-    """Size of its sound part."""
+    """Size of the intact part."""
     appends: int
     """Number of the next append."""
     closed: bool
@@ -96,14 +96,14 @@ class DecodedJournal(NamedTuple):
 
 
 class JournalEncoder:
-    """Encodes records in the order in which they are appended; it remembers the texts that the file already has."""
+    """Encodes records in the order in which they are appended; it omits descriptions that the file already has."""
 
     def __init__(self, descriptions: Iterable[Description] = (), layout: Layout = ()) -> None:
         self._numbers = {description: number for number, description in enumerate(descriptions)}
         self._layout = layout
 
     def copy(self) -> "JournalEncoder":
-        """A copy, for records that may fail to reach the disk."""
+        """Return a copy, for records that may fail to reach the disk."""
         return JournalEncoder(self._numbers, self._layout)
 
     def entry(
@@ -115,7 +115,7 @@ class JournalEncoder:
         at: tuple[int, int] | None,
         layout: Layout,
     ) -> bytes:
-        """Encode a trajectory, with its next position `at` if it came from the log."""
+        """Encode a trajectory, with its next position `at` if it is from the log."""
         texts = b""
         if layout != self._layout:
             self._layout = layout
@@ -136,12 +136,12 @@ class JournalEncoder:
 
     @staticmethod
     def drop(first_kept: int) -> bytes:
-        """Encode that every trajectory with a lower id has left."""
+        """Encode that every trajectory with a lower id was removed."""
         return _record(_DROP, first_kept)
 
     @staticmethod
     def position(partition: int, offset: int) -> bytes:
-        """Encode that every record before this offset is handled."""
+        """Encode that every record of a partition before this offset was added or skipped."""
         return _record(_POSITION, partition=partition, offset=offset)
 
     @staticmethod
@@ -151,7 +151,7 @@ class JournalEncoder:
 
 
 def encode(content: JournalContent) -> bytes:
-    """A journal with this content only."""
+    """Encode a whole journal with this content."""
     used, numbers = np.unique(content.entries["description"], return_inverse=True)
     entries = content.entries.copy()
     entries["description"], entries["kind"] = numbers, _ENTRY
@@ -163,7 +163,7 @@ def encode(content: JournalContent) -> bytes:
 
 
 def stamp(records: bytes, append: int) -> bytes:
-    """Records of one append, with its number and their checksums filled in."""
+    """Fill the number of an append and the checksums into its records."""
     rows = np.frombuffer(records, _RAW).copy()
     rows["append"], rows["last"][-1:] = append % _APPENDS, 1
     rows["crc"] = _checksums(rows.tobytes())
@@ -176,7 +176,7 @@ def decode(data: bytes, where: Path) -> DecodedJournal:
     sound = records["crc"] == _checksums(data)
     whole = _whole_records(records, sound)
     appends = _next_append(records[:whole])
-    # Every append that starts after the damaged one started only after all earlier data was on disk.
+    # An append starts only after all earlier data is on disk, so intact records of later appends prove real damage.
     later = records["append"][whole:][sound[whole:]] != appends
     if appends < 0 or records[0]["payload"].tobytes() != _MAGIC or later.any():
         raise StoreError(
@@ -212,7 +212,7 @@ class TrajectoryJournal:
         """Open the file, or create it. Raises StoreError if it is damaged or cannot be written."""
         self.path = directory / NAME
         self.content = JournalContent()
-        """Content when the journal was opened or replaced."""
+        """Content at the time when the journal was opened or replaced."""
         self._size = self._appends = 0
         self._closed = False
         self._descriptor = -1
@@ -224,20 +224,20 @@ class TrajectoryJournal:
         self._open(data)
 
     def append(self, records: bytes) -> None:
-        """Write records to disk. Raises StoreError; readers then see none of them, and they may be appended again."""
+        """Write records to disk. Raises StoreError; readers then see none of the records, and they may be appended again."""
         records = stamp(records, self._appends)
         try:
-            # Written where the last whole record ends, over the remains of a failed attempt.
+            # The write begins where the last complete append ends, and overwrites the remains of a failed attempt.
             written = os.pwrite(self._descriptor, records, self._size)
             if written != len(records):
                 raise OSError(f"{written} of {len(records)} bytes written")
             os.fsync(self._descriptor)
         except OSError as error:
-            with contextlib.suppress(OSError):  # the next append overwrites the rest
+            with contextlib.suppress(OSError):  # The next append overwrites what is left.
                 os.ftruncate(self._descriptor, self._size)
             raise StoreError(
-                f"{self.path} cannot be written ({error.strerror or error}); look at the space and the rights there, "
-                "then write again"
+                f"{self.path} cannot be written ({error.strerror or error}); check the free space and the permissions "
+                "there, then write again"
             ) from error
         self._size += len(records)
         self._appends = (self._appends + 1) % _APPENDS
@@ -249,7 +249,7 @@ class TrajectoryJournal:
         return self._size // _RAW.itemsize
 
     def encoder(self) -> JournalEncoder:
-        """An encoder for the first append after `content`."""
+        """Return an encoder for the first append after `content`."""
         return JournalEncoder(self.content.descriptions, self.content.layout)
 
     def read(self) -> JournalContent:
@@ -260,11 +260,11 @@ class TrajectoryJournal:
         """Replace the content atomically. Raises StoreError."""
         data = encode(content)
         write_bytes(self.path, data)
-        # Read back as written: descriptions that no entry uses are gone, and the others have new numbers.
+        # Decoded again, because `encode` leaves out descriptions without an entry, and renumbers the others.
         self._open(data)
 
     def seal(self) -> None:
-        """Append the record of a clean close; damage before it never counts as a torn end. Raises StoreError."""
+        """Append the record of a clean close, before which damage is always an error. Raises StoreError."""
         if not self._closed:
             self.append(_record(_CLOSED))
             self._closed = True
@@ -276,7 +276,7 @@ class TrajectoryJournal:
             self._descriptor = -1
 
     def _open(self, data: bytes) -> None:
-        """Continue after the last whole record."""
+        """Continue after the last complete record."""
         self.content, self._size, self._appends, self._closed = decode(data, self.path)
         self.close()
         self._descriptor = os.open(self.path, os.O_RDWR)
@@ -315,7 +315,7 @@ def _raw(kind: int, payload: bytes) -> bytes:
 
 
 def _text(value: Mapping[str, Any]) -> bytes:
-    """A JSON document, split over records of text; a line feed ends it."""
+    """Encode a JSON document, which ends with a line feed, as records of text."""
     line = json.dumps(value, separators=(",", ":")).encode() + b"\n"
     line = line.ljust(-(-len(line) // 48) * 48, b"\n")
     return b"".join(_raw(_TEXT, line[i : i + 48]) for i in range(0, len(line), 48))
@@ -335,21 +335,21 @@ def _parse_texts(texts: bytes) -> tuple[list[Description], Layout]:
 
 
 def _positions(records: NDArray[Any]) -> dict[int, int]:
-    """Last offset of each partition."""
+    """Return the last offset of each partition."""
     partitions, last = np.unique(records["partition"][::-1], return_index=True)
     offsets = records["offset"][::-1][last]
     return {int(partition): int(offset) for partition, offset in zip(partitions, offsets, strict=True)}
 
 
 def _checksums(records: bytes) -> NDArray[np.uint32]:
-    """CRC-32 of each complete record, without the four bytes of the checksum itself."""
+    """Return the CRC-32 of each complete record, without the four bytes of the checksum."""
     raw, size = memoryview(records), _RAW.itemsize
     starts = range(0, len(raw) // size * size, size)
     return np.array([zlib.crc32(raw[i + 4 : i + size]) for i in starts], np.uint32)
 
 
 def _whole_records(records: NDArray[Any], sound: NDArray[np.bool_]) -> int:
-    """Number of leading records that are sound; a text counts only if its last record is among them."""
+    """Return the number of intact records at the start; a text counts only if its last record is among them."""
     wrong = np.flatnonzero(~sound)
     whole = int(wrong[0]) if len(wrong) else len(records)
     while whole and records[whole - 1]["kind"] == _TEXT and not records[whole - 1]["payload"].tobytes().endswith(b"\n"):
@@ -358,8 +358,8 @@ def _whole_records(records: NDArray[Any], sound: NDArray[np.bool_]) -> int:
 
 
 def _next_append(records: NDArray[Any]) -> int:
-    """Number of the append that follows these records; -1 if the first append, which is written atomically, is
-    incomplete."""
+    """Return the number of the append that follows these records, or -1 if the first append is incomplete, which
+    cannot happen by a kill, because it is written atomically."""
     if not records["last"].any():
         return -1
     return (int(records["append"][-1]) + int(records["last"][-1])) % _APPENDS

@@ -1,8 +1,8 @@
 """Trajectories as .npz files whose arrays have the same layout as in memory: rows of a mapped file are gathered without
-reading the rest, loading runs no code, and `numpy.load` reads them too.
+reading other rows, loading runs no code, and `numpy.load` can read the files too.
 
-The first member, trajectory.json, describes the trajectory and says where each array begins. Members are stored, not
-compressed (APPNOTE.TXT of the zip format), and data begins at multiples of 64 bytes.
+The first member, trajectory.json, describes the trajectory and the start of each array. Members are stored without
+compression (APPNOTE.TXT of the zip format), and data begins at multiples of 64 bytes.
 """
 
 import io
@@ -38,14 +38,14 @@ _END = struct.Struct("<4s4H2LH")
 
 
 class UnsoundFile(StoreError, RecordError):
-    """A file does not hold a whole trajectory."""
+    """A file does not contain a complete trajectory."""
 
 
 def check(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raise RecordError for arrays beyond the limits of such a file: 4 GiB, 65,534 arrays."""
+    """Raise RecordError if arrays exceed the limits of a file: 4 GiB, and 65,534 arrays."""
     size = sum(array.nbytes for array in arrays.values())
     if size > _LIMIT - _SPARE or len(arrays) > 2**16 - 2:
-        raise RecordError(f"a trajectory of {size:,} bytes in {len(arrays)} arrays is too large for one file; cut it")
+        raise RecordError(f"a trajectory of {size:,} bytes in {len(arrays)} arrays is too large for one file; split it")
 
 
 def write(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
@@ -62,7 +62,7 @@ def write(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, NDArray
     ]
     text = json.dumps({"version": 1, "about": about, "arrays": listed, "end": position}, ensure_ascii=False).encode()
     begin = _LOCAL.size + len(ABOUT)
-    # Padded to a multiple of 64: array offsets count from its end, so they must not depend on its length.
+    # Array offsets count from the end of the text, so it is padded to a multiple of 64 to keep arrays aligned.
     text = text.ljust(_aligned(begin + len(text)) - begin)
     directory = [_member(file, ABOUT.encode(), 0, 0, text)]
     at = begin + len(text)
@@ -78,7 +78,7 @@ def write(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, NDArray
 def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """Read a trajectory that `write` wrote; arrays are read-only views of the mapped file, loaded from disk on access.
 
-    Raises FileNotFoundError, or UnsoundFile if the file is of another kind or incomplete.
+    Raises FileNotFoundError, or UnsoundFile if the file has another format or is incomplete.
     """
     with open(path, "rb") as file:
         try:
@@ -90,13 +90,13 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
                 raise ValueError(f"its first member is not {ABOUT}")
             header = json.loads(mapped[begin:end])
             if len(mapped) < end + header["end"] + _END.size:
-                raise ValueError(f"it has {len(mapped)} bytes of more than {end + header['end']}")
+                raise ValueError(f"it has {len(mapped)} bytes; it must have more than {end + header['end']}")
             arrays = {}
             for name, dtype, shape, place in header["arrays"]:
                 kind = dtype_of(dtype)
                 count = math.prod(shape)
                 if min(shape, default=0) < 0 or not 0 <= place <= header["end"] - count * kind.itemsize:
-                    raise ValueError(f"array {name!r} of shape {shape} at byte {place} is not within it")
+                    raise ValueError(f"array {name!r} of shape {shape} at byte {place} is not within the file")
                 arrays[name] = np.frombuffer(mapped, kind, count, end + place).reshape(shape)
             return dict(header["about"]), arrays
         except (
@@ -104,12 +104,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
             RecordError,
         ) as error:
             raise UnsoundFile(
-                f"{path} is not a whole trajectory ({error!r}); restore it, or fill the buffer again"
+                f"{path} is not a complete trajectory ({error!r}); restore it, or fill the buffer again"
             ) from error
 
 
 def _npy(array: NDArray[Any]) -> tuple[bytes, NDArray[np.uint8]]:
-    """Header and bytes of an array in numpy's own format."""
+    """Return the header and bytes of an array in numpy's own format."""
     name = dtype_name(array.dtype)
     if name.startswith(("<", "|")):
         array = array.astype(np.dtype(name), copy=False)

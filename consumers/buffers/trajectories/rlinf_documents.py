@@ -1,4 +1,4 @@
-"""trajectory_index.json and metadata.json: the content of a directory of trajectories, for RLinf's buffers and people.
+"""trajectory_index.json and metadata.json: the content of a directory of trajectories, for RLinf's buffers and for people.
 
 Each is written atomically, after the files that it names. This program reads its journal instead.
 """
@@ -15,11 +15,11 @@ from rollstream.consumers.files.atomic_files import replacing, write_json
 
 INDEX, METADATA = "trajectory_index.json", "metadata.json"
 _PIECE = 4096
-"""Entries written at once."""
+"""Number of entries written at once."""
 
 
 def write_documents(directory: Path, content: JournalContent, format_name: str) -> None:
-    """Write both; `format_name` is written if the files have several formats, or none. Raises StoreError."""
+    """Write both documents, with `format_name` if the files have several formats or there are none. Raises StoreError."""
     row_shape = _row_shape(content.layout)
     shared = [json.dumps(_shared_fields(description, row_shape))[1:] for description in content.descriptions]
     ids, uuids = content.entries["id"].tolist(), content.entries["uuid"].tolist()
@@ -56,6 +56,6 @@ def _shared_fields(description: Description, row_shape: tuple[int, ...]) -> dict
 
 
 def _row_shape(layout: Layout) -> tuple[int, ...]:
-    """The row shape of the array that gives RLinf a trajectory's shape: prev_logprobs, else rewards."""
+    """Return the row shape of prev_logprobs, else of rewards, from which RLinf takes the shape of a trajectory."""
     shapes = {leaf.path: leaf.shape for leaf in layout}
     return shapes.get("prev_logprobs", shapes.get("rewards", ()))

@@ -1,6 +1,6 @@
-"""Trajectories as rows, [T, B, ...] -> [T * B, ...], and the layout that all trajectories of a buffer share. Pure.
+"""Trajectories as rows, [T, B, ...] -> [T * B, ...], and the layout that all trajectories of a buffer share. Pure functions.
 
-All trajectories of a buffer have the same arrays except for T and B, so a sample of several is never torn or padded.
+All trajectories of a buffer have the same arrays except for T and B, so a sample of several needs no padding.
 """
 
 import math
@@ -43,19 +43,19 @@ class CheckedTrajectory(NamedTuple):
 
     trajectory: Trajectory
     arrays: dict[str, NDArray[Any]]
-    """[T, B, ...] by path; those with bootstrap rows have more."""
+    """[T, B, ...] by path; arrays with bootstrap rows have more rows than T."""
     steps: int
     width: int
     layout: Layout
 
     @property
     def samples(self) -> int:
-        """T * B."""
+        """Number of samples, T * B."""
         return self.steps * self.width
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of its arrays."""
+        """Number of bytes in the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
@@ -65,13 +65,13 @@ class FetchedArrays(NamedTuple):
     arrays: Mapping[str, NDArray[Any]]
     """[T, B, ...] by path."""
     mapped: bool
-    """Whether they are pages of a file and cost no memory."""
+    """Whether the arrays are mapped pages of a file, which need no memory."""
 
 
 def check_trajectory(trajectory: Trajectory) -> CheckedTrajectory | None:
-    """Check and flatten a trajectory; None if it has neither prev_logprobs nor rewards.
+    """Check and flatten a trajectory; return None if it has neither prev_logprobs nor rewards.
 
-    Raises RecordError, naming every problem, for an invalid trajectory. The environment may be empty here.
+    Raises RecordError naming every problem of an invalid trajectory; its environment may be empty.
     """
     named = trajectory if trajectory.environment else replace(trajectory, environment="-")
     leaves, problems = examine(named)
@@ -85,7 +85,7 @@ def check_trajectory(trajectory: Trajectory) -> CheckedTrajectory | None:
 
 
 def layout_of(arrays: Rows) -> Layout:
-    """Layout of arrays [T, B, ...], which does not depend on T and B. Raises RecordError for arrays of objects."""
+    """Return the layout of arrays [T, B, ...], which does not depend on T and B. Raises RecordError for arrays of objects."""
     return tuple(LeafSpec(path, dtype_name(arrays[path].dtype), arrays[path].shape[2:]) for path in sorted(arrays))
 
 
@@ -103,7 +103,7 @@ def refuse_other(layout: Layout, other: Layout, what: str) -> None:
     ]
     raise RecordError(
         f"{what} differs from the trajectories in the buffer: {'; '.join(differences)}. Give it the same arrays, or "
-        "keep trajectories of different kinds in buffers of their own"
+        "use a separate buffer for each kind of trajectory"
     )
 
 
@@ -114,13 +114,13 @@ def refuse_foreign(arrays: Rows, layout: Layout, steps: int, width: int, what: s
         for path, array in arrays.items():
             length = len(aligned(array, steps)) if path in BOOTSTRAPPED else len(array)
             if (length, array.shape[1]) != (steps, width):
-                raise RecordError(f"{what} has {path} of {list(array.shape)}, and its index says {steps} by {width}")
+                raise RecordError(f"{what} has {path} of {list(array.shape)}, but its index has {steps} by {width}")
     except RecordError as error:
         raise StoreError(f"{error}; restore it, or fill the buffer again") from error
 
 
 def rows_of(arrays: Rows, steps: int) -> dict[str, NDArray[Any]]:
-    """Arrays [T, B, ...] as rows, without bootstrap rows; views if numpy can."""
+    """Return arrays [T, B, ...] as rows, without bootstrap rows; views where possible."""
     rows = {}
     for path, array in arrays.items():
         array = aligned(array, steps) if path in BOOTSTRAPPED else array
@@ -129,17 +129,17 @@ def rows_of(arrays: Rows, steps: int) -> dict[str, NDArray[Any]]:
 
 
 def bootstrapped(arrays: Rows, steps: int) -> dict[str, NDArray[Any]]:
-    """Copies of the arrays that have bootstrap rows, which `rows_of` leaves out."""
+    """Return copies of the arrays that have bootstrap rows, because `rows_of` leaves these rows out."""
     return {path: arrays[path].copy() for path in BOOTSTRAPPED if path in arrays and len(arrays[path]) != steps}
 
 
 def empty_rows(layout: Layout, count: int) -> dict[str, NDArray[Any]]:
-    """Uninitialised arrays of `count` rows."""
+    """Return uninitialised arrays of `count` rows."""
     return {leaf.path: np.empty((count, *leaf.shape), dtype_of(leaf.dtype)) for leaf in layout}
 
 
 def owned(array: NDArray[Any]) -> NDArray[Any]:
-    """The array itself if nobody can change it (a view of bytes, as in records), else a copy."""
+    """Return the array itself if it cannot change (a view of bytes, as in records), else a copy."""
     root: Any = array
     while isinstance(root, np.ndarray) and not root.flags.writeable and root.base is not None:
         root = root.base

@@ -1,6 +1,6 @@
 """The trajectories of a buffer: index, cache, and a function that fetches trajectories that are not cached.
 
-The cache holds the newest, so one comparison tells which rows are cached. Not thread-safe: its owner holds a lock.
+The cache has the newest trajectories, so one comparison tells which rows are cached. Not thread-safe: its owner holds a lock.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +23,7 @@ from rollstream.consumers.buffers.trajectories.rows import (
 from rollstream.topics.records import Int64
 
 _MAPPED_FILES = 256
-"""Maximum number of files kept mapped: opening one costs more than gathering from it."""
+"""Maximum number of files kept mapped, because opening a file takes longer than gathering rows from it."""
 
 
 class TrajectoryShelf:
@@ -35,15 +35,15 @@ class TrajectoryShelf:
         self._cache = None if cache_size is None else TrajectoryCache(cache_size)
         self._fetch = fetch
         self._mapped: dict[int, dict[str, NDArray[Any]]] = {}
-        """Rows in mapped files by id, first in first out."""
+        """Rows in mapped files by id; the file mapped first is unmapped first."""
 
     @property
     def cached(self) -> int:
-        """Number of trajectories in the cache, which are the newest."""
+        """Number of trajectories in the cache, which has the newest ones."""
         return 0 if self._cache is None else len(self._cache)
 
     def put(self, part: CheckedTrajectory, format_name: str) -> TrajectoryEntry:
-        """Add a trajectory whose layout is that of the others. Raises MemoryError; the shelf is then unchanged."""
+        """Add a trajectory, which must have the layout of the shelf. Raises MemoryError; the shelf is then unchanged."""
         record = part.trajectory
         if not len(self.index) and part.layout != self.layout:
             self.layout = part.layout
@@ -52,7 +52,7 @@ class TrajectoryShelf:
         description = Description(
             part.steps, part.width, record.max_episode_length, record.model_weights_id, record.environment, format_name
         )
-        self.remember(part.arrays, description)  # before the index, because memory may not suffice
+        self.remember(part.arrays, description)  # The cache comes before the index, because it may raise MemoryError.
         return self.index.append(uuid_of(record.uid), description, part.size_bytes)
 
     def remember(self, arrays: Mapping[str, NDArray[Any]], description: Description) -> None:
@@ -66,11 +66,11 @@ class TrajectoryShelf:
         return self._cache.rows(place - len(self.index) + len(self._cache))
 
     def prune(self, max_trajectories: int, max_bytes: int) -> list[TrajectoryEntry]:
-        """Remove the oldest until the rest is within the bounds; 0 is no bound."""
+        """Remove and return the oldest trajectories until the bounds are met; a bound of 0 is no bound."""
         return self.drop(self.index.over(max_trajectories, max_bytes))
 
     def drop(self, count: int) -> list[TrajectoryEntry]:
-        """Remove and return the `count` oldest."""
+        """Remove and return the `count` oldest trajectories."""
         gone = self.index.drop(count)
         for entry in gone:
             self._mapped.pop(entry.trajectory_id, None)
@@ -80,12 +80,12 @@ class TrajectoryShelf:
 
     def draw(self, window_size: int, count: int, generator: np.random.Generator) -> dict[str, NDArray[Any]] | None:
         """Draw at most `count` rows, uniformly with replacement from the steps of the newest `window_size`
-        trajectories; None if there are none."""
+        trajectories; return None if there are none."""
         window = self.index.window(window_size)
         count = min(count, window.samples)
         if not count:
             return None
-        # Not generator.integers: numpy fixes the stream of uniform numbers, not of distributions (NEP 19).
+        # Not generator.integers, because numpy guarantees only the stream of uniform numbers (NEP 19).
         drawn = (generator.random(count) * window.samples).astype(np.int64)
         drawn = np.minimum(drawn, window.samples - 1) + window.base
         places = np.searchsorted(window.ends, drawn, side="right")
@@ -93,7 +93,7 @@ class TrajectoryShelf:
         return self._gather(places + window.first, drawn - starts)
 
     def load(self, content: JournalContent) -> None:
-        """Replace everything by the content of a journal; the cache fetches as many of the newest as fit."""
+        """Replace everything by the content of a journal; the cache fetches as many of the newest trajectories as fit."""
         self.index = TrajectoryIndex()
         entries = content.entries
         self.index.extend(
@@ -110,7 +110,7 @@ class TrajectoryShelf:
                 self.remember(self._checked(entry).arrays, entry.description)
 
     def content(self) -> JournalContent:
-        """Index and layout as the content of a journal."""
+        """Return index and layout as the content of a journal."""
         return JournalContent.of(self.index, self.layout)
 
     def _gather(self, places: Int64, local: Int64) -> dict[str, NDArray[Any]]:

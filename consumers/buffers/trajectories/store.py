@@ -1,7 +1,7 @@
-"""A directory of trajectories, one file each, with one writer: a thread that performs operations in order.
+"""A directory of trajectories, one file for each, with one writer: a thread that performs operations in order.
 
-A file is on disk before the journal names it, and is deleted only after the journal records its removal. A failed write
-raises at the next call and is tried again. After a kill the directory holds everything that was flushed; files that the
+A file is on disk before the journal names it, and is deleted only after the journal records its removal. The error of a
+failed write is raised at the next call, and the write is tried again. After a kill the directory holds everything that was flushed; files that the
 journal does not name are moved aside.
 """
 
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 _GROUP = 64
 """Maximum number of operations in one append to the journal."""
 COMPACT_RECORDS = 4096
-"""A journal is compacted when it has this many records, and two for each trajectory held."""
+"""A journal is compacted when it has more records than this, plus two for each trajectory held."""
 
 
 class AddOperation(NamedTuple):
@@ -85,7 +85,7 @@ class TrajectoryStore:
     def __init__(
         self, directory: Path, *, seed: int, formats: Formats, format_name: str, max_pending_bytes: int = 2**28
     ) -> None:
-        """Raises StoreError if the directory is in use, damaged, or written by another program."""
+        """Open a directory. Raises StoreError if it is in use, damaged, or was written by another program."""
         self.directory = directory
         self.format_name = format_name
         """Format of new files."""
@@ -108,24 +108,24 @@ class TrajectoryStore:
         self.open()
 
     def open(self) -> None:
-        """Open again after `close`. Raises StoreError if the directory is in use or was changed since, and in a forked
-        child, whose copy of the index may be out of date."""
+        """Open the directory again after `close`. Raises StoreError if it is in use or was changed since, and in a
+        forked child, whose copy of the index may be out of date."""
         if self.is_open:
             return
         if os.getpid() != self._process:
             raise StoreError(
-                f"the buffer in {self.directory} is written only by the process that opened it; open another buffer, "
-                "with a directory of its own, in this process"
+                f"the buffer in {self.directory} is written only by the process that opened it; open another buffer "
+                "with another directory in this process"
             )
-        # Also released when the store is garbage-collected, as when a notebook's cell is run again.
+        # It is also released when the store is garbage-collected, for example when a notebook cell is run again.
         self._lock = lock_directory(self.directory, LOCK)
         try:
             if not (self.directory / NAME).exists() and any(
                 FILE.fullmatch(name) for name in os.listdir(self.directory)
             ):
                 raise StoreError(
-                    f"{self.directory} holds trajectories of another program; give an empty directory, and load these "
-                    "into it (load_checkpoint)"
+                    f"{self.directory} contains trajectories of another program; give an empty directory, and load the "
+                    "trajectories into it (load_checkpoint)"
                 )
             self._journal = TrajectoryJournal(self.directory, self._seed)
             if self._records not in (0, self._journal.records):
@@ -147,18 +147,18 @@ class TrajectoryStore:
     # ------------------------------------------------------------------ in
 
     def owned(self, part: CheckedTrajectory) -> CheckedTrajectory:
-        """A trajectory that nobody can change until it is written. Raises RecordError if the format cannot hold it."""
+        """Return a trajectory that cannot change until it is written. Raises RecordError if the format cannot store it."""
         self._formats(self.format_name).check(part)
         return part._replace(arrays={path: owned(array) for path, array in part.arrays.items()})
 
     def ready(self) -> None:
-        """Wait until there is room for more. Raises the failure since the last call; the writer then tries again."""
+        """Wait until there is room for more. Raises the error of a write since the last call, which is then tried again."""
         with self._turn:
             self._turn.wait_for(lambda: self._failure or self._pending_bytes < self._max_pending_bytes)
             self._raise()
 
     def put(self, operation: Operation) -> None:
-        """Hand over an operation; its arrays must not change any more."""
+        """Queue an operation; its arrays must not change any more."""
         with self._turn:
             self._queue.append(operation)
             if isinstance(operation, AddOperation):
@@ -167,8 +167,8 @@ class TrajectoryStore:
             self._work()
 
     def flush(self) -> None:
-        """Wait until every operation is on disk; a failed one is tried again first. Raises StoreError if writing fails;
-        call it again."""
+        """Wait until every operation is on disk; a failed operation is tried again first. Raises StoreError if writing
+        fails; a further call tries again."""
         with self._turn:
             if self._queue:
                 self._failure = None
@@ -183,14 +183,14 @@ class TrajectoryStore:
             return sum(number in self._pending for number in ids)
 
     def load(self, checkpoint: SavedCheckpoint) -> JournalContent:
-        """Replace the content by that of a checkpoint, atomically, and return it: nothing refers to the new files
-        before the change, or to the old ones after it. No operation may be handed over meanwhile."""
+        """Replace the content by that of a checkpoint, atomically, and return it: the old journal names only the old
+        files, and the new journal only the new files. No operation may be queued during the call."""
         self.flush()
         self.replace(bring_files(checkpoint, self.directory))
         return self.content
 
     def replace(self, content: JournalContent) -> None:
-        """Replace the content atomically; its files exist. No operation may be handed over meanwhile."""
+        """Replace the content atomically; its files must exist. No operation may be queued during the call."""
         self.flush()
         self._journal.replace(content)
         self.content = self._journal.content
@@ -199,7 +199,7 @@ class TrajectoryStore:
         sweep(self.directory, self.content)
 
     def close(self) -> None:
-        """Flush, and let others open the directory. Raises StoreError if that fails; the store then stays open."""
+        """Flush, and let another process open the directory. Raises StoreError if that fails; the store then stays open."""
         if not self.is_open:
             return
         self.flush()
@@ -218,7 +218,7 @@ class TrajectoryStore:
         return path_of(self.directory, entry, self._formats)
 
     def arrays(self, entry: TrajectoryEntry) -> FetchedArrays:
-        """Arrays of a trajectory, read-only. Raises StoreError if the file is gone or damaged."""
+        """Return the arrays of a trajectory, read-only. Raises StoreError if the file is gone or damaged."""
         part = self._pending.get(entry.trajectory_id)
         if part is not None:
             return FetchedArrays(part.arrays, mapped=False)
@@ -230,19 +230,19 @@ class TrajectoryStore:
             raise StoreError(f"{path} is gone; restore it, or fill a new directory from the log") from error
 
     def sources(self, content: JournalContent, rows: object) -> Callable[[int], Path]:
-        """Files of trajectories by place, for a checkpoint; they stay until `unpin`. One checkpoint at a time."""
+        """Return the files of trajectories by place, for one checkpoint at a time; no file is deleted until `unpin`."""
         with self._turn:
             self._pinned = True
         return lambda place: self.path(content[place])
 
     def unpin(self) -> None:
-        """Delete the files that left meanwhile, and allow deletion again."""
+        """Delete the files whose trajectories were removed since `sources`, and allow deletion again."""
         with self._turn:
             self._pinned, gone, self._unpinned = False, self._unpinned, []
         try:
             for path in gone:
                 path.unlink(missing_ok=True)
-        except OSError as error:  # opening the directory again deletes them
+        except OSError as error:  # Opening the directory again deletes them.
             event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
 
     # ------------------------------------------------------------------ within
@@ -251,7 +251,7 @@ class TrajectoryStore:
         failure, self._failure = self._failure, None
         if failure is not None:
             self._work()
-            # A copy, because an error raised twice collects the tracebacks of both.
+            # A copy is raised, because an error that is raised twice collects both tracebacks.
             raise copy.copy(failure) from failure
 
     def _work(self) -> None:
@@ -270,7 +270,7 @@ class TrajectoryStore:
                     return
             try:
                 self._write(operations)
-            except Exception as error:  # raised at the next call
+            except Exception as error:  # It is raised at the next call.
                 with self._turn:
                     self._failure, self._writing = error, False
                     self._turn.notify_all()
@@ -286,22 +286,22 @@ class TrajectoryStore:
                 self._turn.notify_all()
 
     def _write(self, operations: list[Operation]) -> None:
-        """Write operations to disk, all or none."""
+        """Write operations to disk, all of them or none."""
         for operation in operations:
             if isinstance(operation, AddOperation):
                 with replacing(self.path(operation.entry), sync_name=False) as file:
                     self._formats(operation.entry.description.format).write(file, operation.part)
         with store_errors(self.directory):
             sync_directory(self.directory)
-        # A copy, because the file lacks the texts of a failed append.
+        # A copy is used, because descriptions in a failed append do not reach the file.
         encoder = self._encoder.copy()
         self._journal.append(b"".join(_record(encoder, operation) for operation in operations))
         self._encoder = encoder
 
     def _tidy(self, operations: list[Operation]) -> Exception | None:
-        """Delete the files of trajectories that left, and compact the journal if most of its records are about them.
+        """Delete the files of removed trajectories, and compact the journal if it has too many records.
 
-        A failure here undoes nothing on disk: it is logged, or returned if it is unexpected.
+        The operations stay on disk if this fails; the error is logged, or returned if it is unexpected.
         """
         try:
             for operation in operations:
@@ -319,9 +319,9 @@ class TrajectoryStore:
             if self._journal.records > COMPACT_RECORDS + 2 * self._held:
                 self._journal.replace(self._journal.read())
                 self._encoder = self._journal.encoder()
-        except OSError as error:  # opening the directory again deletes them
+        except OSError as error:  # Opening the directory again deletes them.
             event(logger, "trajectories_not_deleted", level=logging.WARNING, why=str(error))
-        except StoreError as error:  # the journal stays long until the next attempt
+        except StoreError as error:  # The journal stays long until the next attempt.
             event(logger, "journal_not_shortened", level=logging.WARNING, why=str(error))
         except Exception as error:
             return error

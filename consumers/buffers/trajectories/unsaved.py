@@ -1,6 +1,6 @@
-"""Trajectories in memory, for a buffer without auto_save: the parts that the cache does not hold.
+"""Trajectories in memory, for a buffer without auto_save: the parts that the cache does not have.
 
-Replaces the store of files and has the same methods.
+TrajectoryMemory has the same methods as TrajectoryStore, which it replaces.
 """
 
 from collections import deque
@@ -32,9 +32,9 @@ _fields_of = attrgetter(*_FIELDS)
 
 class _UnsavedTrajectory(NamedTuple):
     fields: tuple[Any, ...]
-    """Fields of a trajectory except its arrays."""
+    """Values of the trajectory's fields, except its arrays."""
     bootstrapped: Mapping[str, NDArray[Any]]
-    """Arrays with bootstrap rows, which the cache leaves out."""
+    """Arrays with bootstrap rows; the cache has them without these rows."""
 
 
 class TrajectoryMemory:
@@ -45,7 +45,7 @@ class TrajectoryMemory:
 
     def __init__(self) -> None:
         self._kept: deque[_UnsavedTrajectory] = deque()
-        """Oldest first."""
+        """Trajectories, oldest first."""
         self._read: dict[int, dict[str, NDArray[Any]]] = {}
         """Loaded arrays that are not cached yet, by id."""
 
@@ -53,7 +53,7 @@ class TrajectoryMemory:
         """Do nothing: memory is always open."""
 
     def owned(self, part: CheckedTrajectory) -> CheckedTrajectory:
-        """Return the trajectory itself: the cache copies it before `put` returns."""
+        """Return the trajectory itself, because the cache copies it before `put` returns."""
         return part
 
     def ready(self) -> None:
@@ -75,7 +75,7 @@ class TrajectoryMemory:
         return 0
 
     def load(self, checkpoint: SavedCheckpoint) -> JournalContent:
-        """Replace the content by that of a checkpoint and return it; nothing changes if a file cannot be read."""
+        """Replace the content by that of a checkpoint and return it; if a file cannot be read, nothing changes."""
         content = checkpoint.content
         kept, read = deque[_UnsavedTrajectory](), {}
         for place in range(len(content)):
@@ -102,11 +102,11 @@ class TrajectoryMemory:
         """Do nothing: no file is open."""
 
     def arrays(self, entry: TrajectoryEntry) -> FetchedArrays:
-        """Arrays of a loaded trajectory; may be called once, because the cache holds it from then on."""
+        """Return the arrays of a loaded trajectory, once; afterwards only the cache has them."""
         return FetchedArrays(self._read.pop(entry.trajectory_id), mapped=False)
 
     def sources(self, content: JournalContent, rows: Callable[[int], Rows]) -> Callable[[int], CheckedTrajectory]:
-        """Copies of whole trajectories by place, for a checkpoint that is written while others add."""
+        """Return copies of whole trajectories by place, for a checkpoint that is written while other threads add."""
         return [self._source(place, content[place], rows) for place in range(len(content))].__getitem__
 
     def unpin(self) -> None:
