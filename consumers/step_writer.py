@@ -207,7 +207,7 @@ class StepWriter(Closing):
             position = read.position
         entries = [indexed for read in reads for indexed in read.round]
         if unknown := set(skipped) - {indexed.entry.batch_id for indexed in entries}:
-            raise ConfigurationError(f"`skipped` names {', '.join(sorted(unknown))}, not among the batches of the step")
+            raise ConfigurationError(f"skipped batches {', '.join(sorted(unknown))} are not in the step")
         return tuple(_use(indexed, skipped.get(indexed.entry.batch_id)) for indexed in entries)
 
     def _resumes_at(self, checkpoint: int | None, end: int) -> int:

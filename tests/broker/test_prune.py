@@ -154,7 +154,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
     with closing(StepLog(run.kafka, run.name, "gone")) as log, JournalTailer(run.kafka, run.name) as tailer:
         assert tailer.progress.consumed == sums[2]
         unknown = rollstream(run, "learner", "retire", "nobody")
-        assert (unknown.returncode, "those on record: gone, main" in unknown.stderr) == (2, True), unknown.stderr
+        assert (unknown.returncode, "learners on record: gone, main" in unknown.stderr) == (2, True), unknown.stderr
         done = rollstream(run, "learner", "retire", "gone", "--reason", "it diverged")
         assert done.returncode == 0, done.stderr
         assert held() == {"learner main": before["learner main"]}

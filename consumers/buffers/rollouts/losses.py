@@ -33,7 +33,7 @@ class EstimatorLoss:
             whole = ", ".join(name for name, how in ESTIMATORS.items() if how.over_batch is None)
             raise ConfigurationError(
                 f"estimator {self.name!r} normalises over the batches that grouping cuts, but a group in a buffer "
-                f"belongs to no batch; choose {whole}, or read rollouts from the log with the advantages of batches"
+                f"belongs to no batch; choose {whole}, or read rollouts and their advantages from the log"
             )
 
     def compute_advantages(self, rollouts: Sequence[Rollout], /) -> list[float]:

@@ -60,7 +60,7 @@ class ShelfRules:
                 return f"weight step {weight_step} is ahead of step {step}"
             case "old_step":
                 old = step - weight_step
-                return f"weight step {weight_step} is {old} steps old, {self.max_rollout_step_delay} are allowed"
+                return f"weight step {weight_step} is {old} steps old, at most {self.max_rollout_step_delay} may be"
             case "too_old":
                 return f"{self.max_rollout_timestamp_delay:g} s old or more"
         return ""
@@ -144,7 +144,7 @@ class Shelf(Generic[T]):
             self._append(name, fresh[name])
             held = self._held[name]
             if (over := len(held) - self.rules.capacity) > 0:
-                reason = f"{self.rules.capacity} newer rollouts fill the buffer"
+                reason = f"{self.rules.capacity} newer ones fill the buffer"
                 left += [Removal(entry, reason, "capacity") for entry in held[:over]]
                 del held[:over]
         return left

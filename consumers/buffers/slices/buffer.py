@@ -79,7 +79,7 @@ class EpisodeSliceBuffer(Closing):
                 f"capacity {capacity}, slice_len {slice_len}, num_slices {num_slices}: each must be at least 1"
             )
         if slice_len is not None and slice_len > capacity:
-            raise ConfigurationError(f"slices of {slice_len} steps do not fit into a ring of {capacity}; raise it")
+            raise ConfigurationError(f"slice_len {slice_len} is above the capacity {capacity}; raise the capacity")
         if pad_output and strict_length:
             raise ConfigurationError("pad_output pads short slices, which strict_length excludes; set only one of them")
         self.slice_len = slice_len

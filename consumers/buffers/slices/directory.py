@@ -48,7 +48,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         )
         for name in (manifest.journal, *(spec.file for spec in manifest.arrays)):
             if not _FILE.fullmatch(name):
-                raise ValueError(f"{name[:80]!r} is not a name of a buffer's file")
+                raise ValueError(f"{name[:80]!r} is not the name of a buffer file")
         nest({spec.path: spec for spec in manifest.arrays})
         return manifest
     except FileNotFoundError:

@@ -186,7 +186,7 @@ class HilEpisodeBuffer(Closing):
             self._human.flush()
 
     def save(self, directory: str | Path, /) -> None:
-        """Write everything to disk, or copy it to another `directory`. Raises StoreError; nothing changes there then."""
+        """Write everything to disk, or copy it to another `directory`. If it raises StoreError, nothing changes."""
         target = Path(directory)
         with self._threads:
             if target.resolve() == self._directory.resolve():

@@ -210,9 +210,7 @@ class TrajectoryReplayBuffer(Closing):
             generator = generator_at(self.seed, self._draws)
             drawn = self._shelf.draw(self.sample_window_size, num_chunks, generator)
             if drawn is None:
-                raise NothingToSample(
-                    "the trajectory buffer is empty; wait until is_ready(1) is true"
-                )
+                raise NothingToSample("the trajectory buffer is empty; wait until is_ready(1) is true")
             self._draws += 1
         return nest(drawn)
 
@@ -253,7 +251,7 @@ class TrajectoryReplayBuffer(Closing):
         return self.window_samples
 
     def is_ready(self, min_size: int) -> bool:
-        """Whether at least `min_size` trajectories are held. Raises ConfigurationError if `min_size` is above the bound."""
+        """Whether at least `min_size` trajectories are held. Raises ConfigurationError if it never can be."""
         if self._max_trajectories and min_size > self._max_trajectories:
             bound = "max_trajectories" if self.auto_save else "sample_window_size and max_trajectories"
             raise ConfigurationError(
@@ -303,7 +301,7 @@ class TrajectoryReplayBuffer(Closing):
                 raise
 
     def close(self) -> None:
-        """Flush, and release the directory. Drawing still works, and adding opens the directory again. Raises StoreError."""
+        """Flush, and release the directory. Drawing still works, and adding opens it again. Raises StoreError."""
         with self._saving, self._documenting, self._lock:
             if self._store.is_open:
                 self._write()

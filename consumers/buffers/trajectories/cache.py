@@ -37,7 +37,7 @@ class TrajectoryCache:
         self._capacity = 0
 
     def put(self, layout: Layout, rows: Rows, count: int) -> None:
-        """Add a trajectory of `count` rows, and remove the oldest to make room. Raises MemoryError; the cache is then unchanged."""
+        """Copy `count` rows in, and remove the oldest to make room. Raises MemoryError; the cache is then unchanged."""
         leave = max(0, len(self) - self.max_trajectories + 1) if self.max_trajectories else 0
         start = self._place(leave, count)
         if start < 0:
@@ -74,8 +74,8 @@ class TrajectoryCache:
         return sum(leaf.nbytes for leaf in self._leaves.values())
 
     def _place(self, leave: int, count: int) -> int:
-        """Return the start of `count` free adjacent rows once the `leave` oldest trajectories are gone; -1 if the ring is
-        too small for them, or much too large."""
+        """Return the start of `count` free adjacent rows once the `leave` oldest trajectories are gone; -1 if the ring
+        is too small for them, or much too large."""
         starts, counts = self._starts.all[leave:], self._counts.all[leave:]
         if self._capacity > _SPARE * (int(counts.sum()) + count):
             return -1
@@ -90,8 +90,9 @@ class TrajectoryCache:
         return tail if tail + count <= head else -1
 
     def _move(self, layout: Layout, leave: int, count: int) -> int:
-        """Move all but the `leave` oldest trajectories to a ring with room for `count` more rows, and return the start of
-        that room. The size follows the content, so no memory is reserved in advance, or kept after long trajectories."""
+        """Move all but the `leave` oldest trajectories to a ring with room for `count` more rows, and return the start
+        of that room. The size follows the content, so memory is neither reserved in advance nor kept once long
+        trajectories are gone."""
         old, counts = self._starts.all[leave:], self._counts.all[leave:]
         held = int(counts.sum())
         capacity = held + count + (held + count) // 2

@@ -146,7 +146,7 @@ def _agree(before: JournalContent, content: JournalContent) -> bool:
 
 
 def _foreign(directory: Path, formats: Formats) -> JournalContent:
-    """Return the content of a directory that RLinf wrote; check every file, and log and leave out entries without a file."""
+    """Return the content of a directory that RLinf wrote. Checks every file; omits and logs entries without one."""
     try:
         metadata = read_json(directory / METADATA)
         index = read_json(directory / (INDEX if (directory / INDEX).exists() else _OLD_INDEX))

@@ -31,9 +31,9 @@ class MixedDataset(Closing):
     """See the module. A batch has `batch_size` rows; with demonstrations, half from each buffer, replayed rows first,
     and one row fewer if the size is odd.
 
-    `prefetch_size` batches are drawn in advance; 0 draws each on request. A draw counts when it is made, so a checkpoint
-    of a buffer also counts draws of batches that were not requested yet. With `ready_timeout_s` None it waits without
-    limit.
+    `prefetch_size` batches are drawn in advance; 0 draws each on request. A draw counts when it is made, so the
+    checkpoint of a buffer also counts draws of batches that were not requested yet. With `ready_timeout_s` None it
+    waits without limit.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class MixedDataset(Closing):
         """Set up the iterator. Raises ConfigurationError for invalid settings."""
         if batch_size < (1 if demo_buffer is None else 2) or prefetch_size < 0:
             raise ConfigurationError(
-                f"batch_size is {batch_size} and prefetch_size is {prefetch_size}; give at least one row for each buffer, "
-                "and a prefetch_size of 0 or more"
+                f"batch_size is {batch_size} and prefetch_size is {prefetch_size}; give at least one row for each "
+                "buffer, and a prefetch_size of 0 or more"
             )
         self._replay, self._demo = replay_buffer, demo_buffer
         self._batch_size = batch_size

@@ -296,7 +296,7 @@ class TrajectoryFiller:
                         f"a buffer is filled to offset {position} of {self._topic}[{partition}], which has {begin} to "
                         f"{end}: "
                         + (
-                            "the records it lacks were deleted; use an empty buffer, which starts at the first record left"
+                            "the records it lacks were deleted; use an empty buffer, which begins with those left"
                             if position < begin
                             else "the topic was created again; use an empty buffer, or the brokers that filled it"
                         )

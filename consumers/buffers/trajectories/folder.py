@@ -46,7 +46,7 @@ Formats = Callable[[str], Format]
 
 
 def file_name(trajectory_id: int, model_weights_id: str, suffix: str) -> str:
-    """Return trajectory_{id}_{model_weights_id}{suffix}; a weights id that is not a valid file name is quoted or hashed."""
+    """Return trajectory_{id}_{model_weights_id}{suffix}; a weights id that no file name can contain is encoded."""
     weights = model_weights_id
     if not _PLAIN.fullmatch(weights):
         weights = urllib.parse.quote(weights, safe="")

@@ -48,7 +48,7 @@ class Format(Protocol):
 
 
 def format_named(name: str, *, allow_pickle: bool = False) -> Format:
-    """Return the format of this name. Raises ConfigurationError if it is unknown, not installed, or not explicitly allowed."""
+    """Return the format of this name. Raises ConfigurationError if it is unknown, not installed, or not allowed."""
     if name == "npz":
         return _Npz()
     if name == "pt":

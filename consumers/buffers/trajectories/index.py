@@ -220,7 +220,7 @@ class TrajectoryIndex:
 
 
 def uuid_of(uid: str) -> bytes:
-    """Return 16 bytes that identify a uid: its bytes if it is a UUID, else a UUID derived from it (RFC 9562, version 5)."""
+    """Return 16 bytes that identify a uid: the uid if it is a UUID, else a version 5 UUID (RFC 9562) of it."""
     try:
         # Our own uids are 32 hexadecimal digits; this takes a tenth of the time of uuid.UUID.
         plain = bytes.fromhex(uid) if len(uid) == 32 else b""

@@ -40,7 +40,7 @@ ENTRY = np.dtype(
         ("size_bytes", "<i8"),
     ]
 )
-"""One trajectory. `offset` is the next offset of its partition; the partition is -1 if the trajectory is not from the log.
+"""One trajectory. `offset` is the next offset of `partition`, which is -1 for a trajectory that is not from the log.
 
 Other kinds of record use the same fields: a drop has the first id that stays, a position has its partition and offset,
 and a state has the next id, seed and draws.
@@ -224,7 +224,7 @@ class TrajectoryJournal:
         self._open(data)
 
     def append(self, records: bytes) -> None:
-        """Write records to disk. Raises StoreError; readers then see none of the records, and they may be appended again."""
+        """Write records to disk. Raises StoreError; readers then see none of them, and a retry is safe."""
         records = stamp(records, self._appends)
         try:
             # The write begins where the last complete append ends, and overwrites the remains of a failed attempt.

@@ -1,4 +1,4 @@
-"""trajectory_index.json and metadata.json: the content of a directory of trajectories, for RLinf's buffers and for people.
+"""trajectory_index.json and metadata.json: the content of a trajectory directory, for RLinf's buffers and for people.
 
 Each is written atomically, after the files that it names. This program reads its journal instead.
 """
@@ -19,7 +19,7 @@ _PIECE = 4096
 
 
 def write_documents(directory: Path, content: JournalContent, format_name: str) -> None:
-    """Write both documents, with `format_name` if the files have several formats or there are none. Raises StoreError."""
+    """Write both documents, with `format_name` if the files have several formats or none exist. Raises StoreError."""
     row_shape = _row_shape(content.layout)
     shared = [json.dumps(_shared_fields(description, row_shape))[1:] for description in content.descriptions]
     ids, uuids = content.entries["id"].tolist(), content.entries["uuid"].tolist()

@@ -1,4 +1,4 @@
-"""Trajectories as rows, [T, B, ...] -> [T * B, ...], and the layout that all trajectories of a buffer share. Pure functions.
+"""Pure functions for trajectories as rows, [T, B, ...] -> [T * B, ...], and the layout that they share in a buffer.
 
 All trajectories of a buffer have the same arrays except for T and B, so a sample of several needs no padding.
 """
@@ -85,7 +85,7 @@ def check_trajectory(trajectory: Trajectory) -> CheckedTrajectory | None:
 
 
 def layout_of(arrays: Rows) -> Layout:
-    """Return the layout of arrays [T, B, ...], which does not depend on T and B. Raises RecordError for arrays of objects."""
+    """Return the layout of arrays [T, B, ...], which is independent of T and B. Raises RecordError for objects."""
     return tuple(LeafSpec(path, dtype_name(arrays[path].dtype), arrays[path].shape[2:]) for path in sorted(arrays))
 
 

@@ -1,6 +1,7 @@
 """The trajectories of a buffer: index, cache, and a function that fetches trajectories that are not cached.
 
-The cache has the newest trajectories, so one comparison tells which rows are cached. Not thread-safe: its owner holds a lock.
+The cache has the newest trajectories, so one comparison tells which rows are cached. Not thread-safe: its owner
+holds a lock.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ class TrajectoryShelf:
         return 0 if self._cache is None else len(self._cache)
 
     def put(self, part: CheckedTrajectory, format_name: str) -> TrajectoryEntry:
-        """Add a trajectory, which must have the layout of the shelf. Raises MemoryError; the shelf is then unchanged."""
+        """Add a trajectory, which must have the shelf's layout. Raises MemoryError; the shelf is then unchanged."""
         record = part.trajectory
         if not len(self.index) and part.layout != self.layout:
             self.layout = part.layout
@@ -93,7 +94,7 @@ class TrajectoryShelf:
         return self._gather(places + window.first, drawn - starts)
 
     def load(self, content: JournalContent) -> None:
-        """Replace everything by the content of a journal; the cache fetches as many of the newest trajectories as fit."""
+        """Replace everything by the content of a journal; fill the cache with the newest trajectories."""
         self.index = TrajectoryIndex()
         entries = content.entries
         self.index.extend(

@@ -1,8 +1,8 @@
 """A directory of trajectories, one file for each, with one writer: a thread that performs operations in order.
 
 A file is on disk before the journal names it, and is deleted only after the journal records its removal. The error of a
-failed write is raised at the next call, and the write is tried again. After a kill the directory holds everything that was flushed; files that the
-journal does not name are moved aside.
+failed write is raised at the next call, and the write is tried again. After a kill the directory contains everything
+that was flushed; files that the journal does not name are moved to a separate folder.
 """
 
 import copy
@@ -147,12 +147,12 @@ class TrajectoryStore:
     # ------------------------------------------------------------------ in
 
     def owned(self, part: CheckedTrajectory) -> CheckedTrajectory:
-        """Return a trajectory that cannot change until it is written. Raises RecordError if the format cannot store it."""
+        """Return a trajectory that cannot change before it is written. Raises RecordError if the format rejects it."""
         self._formats(self.format_name).check(part)
         return part._replace(arrays={path: owned(array) for path, array in part.arrays.items()})
 
     def ready(self) -> None:
-        """Wait until there is room for more. Raises the error of a write since the last call, which is then tried again."""
+        """Wait until there is room for more. Raises the error of a failed write, which is then tried again."""
         with self._turn:
             self._turn.wait_for(lambda: self._failure or self._pending_bytes < self._max_pending_bytes)
             self._raise()
@@ -199,7 +199,7 @@ class TrajectoryStore:
         sweep(self.directory, self.content)
 
     def close(self) -> None:
-        """Flush, and let another process open the directory. Raises StoreError if that fails; the store then stays open."""
+        """Flush, and let another process open the directory. If it raises StoreError, the store stays open."""
         if not self.is_open:
             return
         self.flush()

@@ -60,7 +60,7 @@ def test_a_buffer_of_a_root_path_a_compression_and_a_maker_stores_groups_and_bat
     assert pq.read_table(batch).num_rows == 6
     [group] = replay_buffer.groups()
     assert group.rollouts[0].turns[1].inference.sampling_params == {"temperature": "1.0"}
-    with pytest.raises(RecordError, match="of environment 'other', this store of 'math_problems'"):
+    with pytest.raises(RecordError, match="of environment 'other', but this store is of 'math_problems'"):
         replay_buffer.add_rollout(record(9, environment="other"))
     replay_buffer.close()
     with GroupReplayBuffer(root_path=tmp_path) as again:
@@ -93,7 +93,7 @@ def test_a_maker_without_a_store_takes_records_one_by_one_and_draws_each_once_wi
     assert drawn(42) == drawn(42)
     assert sorted(uid for uid, _advantage in drawn(1)) == [f"q-v10-{n}" for n in range(5)]
     assert drawn(1) != drawn(42)
-    with pytest.raises(RecordError, match="this maker takes only 'math_problems'"):
+    with pytest.raises(RecordError, match="this maker accepts only 'math_problems'"):
         GrpoBatchMaker(environment_name="math_problems").add_rollout(record(0, environment="other"))
 
 

@@ -87,7 +87,7 @@ def test_bytes_are_on_disk_before_a_file_has_its_name(tmp_path: Path, monkeypatc
 
 def test_what_is_no_json_is_named(tmp_path: Path) -> None:
     write_bytes(tmp_path / "index.json", b"{")
-    with pytest.raises(StoreError, match="is no JSON"):
+    with pytest.raises(StoreError, match="is not JSON"):
         read_json(tmp_path / "index.json")
 
 

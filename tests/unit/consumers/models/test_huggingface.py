@@ -145,7 +145,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path) -> None:
     whole = path.read_bytes()
     for damaged in (whole[:-1], whole[:20], b"", b"\xff" * 100):
         path.write_bytes(damaged)
-        with pytest.raises(CheckpointRefused, match=r"model\.safetensors is not a sound safetensors file"):
+        with pytest.raises(CheckpointRefused, match=r"model\.safetensors is not an intact safetensors file"):
             huggingface.load(tmp_path)
 
 

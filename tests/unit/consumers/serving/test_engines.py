@@ -139,7 +139,7 @@ def test_an_engine_of_your_own_is_named_by_its_import_path(tmp_path: Path) -> No
     with pytest.raises(ConfigurationError, match="has no method load, resume, label"):
         engine_named(f"{tmp_path}/my_engine.py:Half")
     with pytest.raises(
-        ConfigurationError, match=re.escape("'vlm'; it is vllm, sglang, vllm-lora, vllm-plugin, or a class")
+        ConfigurationError, match=re.escape("'vlm'; it must be vllm, sglang, vllm-lora, vllm-plugin or package")
     ):
         engine_named("vlm")
 
@@ -147,7 +147,7 @@ def test_an_engine_of_your_own_is_named_by_its_import_path(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"urls": ("127.0.0.1:8000",)}, "serving.urls holds"),
+        ({"urls": ("127.0.0.1:8000",)}, "serving.urls contains"),
         ({"keep_versions": 0}, "serving.keep_versions is 0"),
         ({"load_timeout_s": 0.0}, "serving.load_timeout_s is 0"),
         ({"metrics_interval_s": -1.0}, "serving.metrics_interval_s is -1"),

@@ -102,7 +102,7 @@ def test_an_impossible_merge_is_refused_by_name(tmp_path: Path, capsys: pytest.C
     assert main(["trajectories", "merge", str(one), "--into", str(one)]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert main(["trajectories", "show", str(tmp_path / "nowhere")]) == 2
-    assert "holds no checkpoint" in capsys.readouterr().err
+    assert "contains no checkpoint" in capsys.readouterr().err
 
 
 def test_pickles_of_rlinf_are_merged_if_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

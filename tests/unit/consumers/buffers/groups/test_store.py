@@ -179,7 +179,7 @@ def test_too_many_open_groups_seal_oldest_first_and_the_small_ones_leave_by_coun
 
 def test_a_rollout_of_another_environment_or_an_invalid_one_is_refused_and_not_added(tmp_path: Path) -> None:
     buffer = opened(tmp_path)
-    with pytest.raises(RecordError, match="of environment 'other', this store of 'env'"):
+    with pytest.raises(RecordError, match="of environment 'other', but this store is of 'env'"):
         buffer.add_rollout(attempt(0, environment="other"))
     with pytest.raises(RecordError, match="reward is nan"):
         buffer.add_rollout(attempt(0, reward=float("nan")))

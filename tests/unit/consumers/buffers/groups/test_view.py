@@ -195,7 +195,7 @@ def test_a_copy_saved_elsewhere_is_loaded_unchanged_and_continues(tmp_path: Path
     assert content(GroupStore(tmp_path / "copy", CONFIG)) == content(store), "saved again over the first"
     with pytest.raises(StoreError, match="is not empty"):
         loaded.load(tmp_path / "copy")
-    with pytest.raises(StoreError, match="holds no store"):
+    with pytest.raises(StoreError, match="contains no store"):
         GroupStore(tmp_path / "new", CONFIG).load(tmp_path / "nowhere")
 
 
@@ -261,7 +261,7 @@ def test_a_second_writer_is_refused_and_a_reader_beside_a_writer_sees_what_was_s
     with pytest.raises(StoreError, match="is closed"):
         feed(writer, entries)
     assert GroupStore(tmp_path, CONFIG).size() == 3
-    with pytest.raises(StoreError, match="holds no store"):
+    with pytest.raises(StoreError, match="contains no store"):
         GroupStore(tmp_path / "mistyped", read_only=True)
 
 

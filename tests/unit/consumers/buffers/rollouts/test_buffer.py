@@ -59,7 +59,7 @@ def test_a_group_of_one_has_no_advantage_and_other_losses_may_be_given() -> None
 
 
 def test_an_estimator_that_normalises_over_batches_is_refused() -> None:
-    with pytest.raises(ConfigurationError, match=r"'reinforce_pp' normalises over the batches .*; take rloo, "):
+    with pytest.raises(ConfigurationError, match=r"'reinforce_pp' normalises over the batches .*; choose rloo, "):
         EstimatorLoss("reinforce_pp")
 
 
@@ -151,7 +151,7 @@ def test_one_bad_batch_loses_none_of_the_others() -> None:
         "batch 1: rollout 'torn': loss_mask is |b1 [3]; it must be |b1 [4]",
         "batch 2: ",
         "batch 3: rollout 'nan': its reward is nan",
-        "All other batches are in",
+        "All other batches were added",
     ):
         assert text in str(raised.value)
     assert sorted(uids(replay.sample())) == ["a0", "a1", "d0", "d1"]

@@ -132,9 +132,9 @@ def test_numbers_of_steps_must_be_multiples_of_the_setting(tmp_path: Path) -> No
         assert slices.sample_steps(12)["number"].shape == (3, 4)
         assert numbered.sample_steps(12)["number"].shape == (3, 4)
         assert numbered.sample_steps(27)["obs"]["step"].tolist() == [list(range(9))] * 3
-        with pytest.raises(ConfigurationError, match="10 steps cannot be cut by slice_len 4"):
+        with pytest.raises(ConfigurationError, match="10 steps cannot be divided by slice_len 4"):
             slices.sample_steps(10)
-        with pytest.raises(ConfigurationError, match="10 steps cannot be cut by num_slices 3"):
+        with pytest.raises(ConfigurationError, match="10 steps cannot be divided by num_slices 3"):
             numbered.sample_steps(10)
         with pytest.raises(NothingToDraw, match="none of 1 episodes has 10 steps"):
             numbered.sample_steps(30)
@@ -162,7 +162,7 @@ def test_an_empty_buffer_raises_nothing_to_draw(tmp_path: Path) -> None:
         ({"num_slices": 3}, "give exactly one"),
         ({"slice_len": 0}, "must be at least 1"),
         ({"capacity": 0}, "must be at least 1"),
-        ({"capacity": 3}, "do not fit a ring of 3"),
+        ({"capacity": 3}, "slice_len 80 is above the capacity 3"),
         ({"pad_output": True}, "set only one"),
     ],
 )
@@ -301,8 +301,8 @@ def test_a_trajectory_without_spans_is_cut_by_its_episode_ids(tmp_path: Path) ->
     [
         (lambda tree: tree.pop("number"), "'number' is missing"),
         (lambda tree: tree["obs"].pop("step"), "'obs/step' is missing"),
-        (lambda tree: tree.update(extra=np.zeros(5)), "'extra' is not among those stored"),
-        (lambda tree: tree.update(number=np.zeros(5, np.float32)), "'number' is <f4 \\[\\] a step, stored is <i8"),
+        (lambda tree: tree.update(extra=np.zeros(5)), "'extra' is not stored"),
+        (lambda tree: tree.update(number=np.zeros(5, np.float32)), "'number' is <f4 \\[\\] for each step, but <i8"),
         (lambda tree: tree["obs"].update(wide=np.zeros((5, 3))), "'obs/wide' is <f8 \\[3\\] a step, .* <f8 \\[2\\]"),
         (lambda tree: tree.update(number=np.zeros(4, int)), "different numbers of steps"),
         (lambda tree: tree.update(number=np.array([object()] * 5)), "dtype object cannot be written"),
@@ -326,7 +326,7 @@ def test_arrays_that_differ_from_those_stored_are_refused_by_name(tmp_path: Path
 
 def test_a_refused_first_item_does_not_decide_the_arrays(tmp_path: Path) -> None:
     with buffer(tmp_path, capacity=8) as slices:
-        with pytest.raises(RecordError, match="9 steps at once do not fit a ring of 8; raise its capacity"):
+        with pytest.raises(RecordError, match="9 steps at once do not fit into a ring of 8; raise its capacity"):
             slices.add({"other": np.zeros(9)})
         slices.add(episode(0, 5))
         assert seen(slices, 10)
@@ -338,7 +338,7 @@ def test_trajectories_that_are_invalid_or_without_episodes_are_refused(tmp_path:
             slices.add(trajectory(0, 4))
         with pytest.raises(RecordError, match="are not among 4 rows"):
             slices.add(trajectory(0, 4, span("a", 0, 0, 5)))
-        with pytest.raises(RecordError, match="its spans say which episodes go on"):
+        with pytest.raises(RecordError, match="its spans tell which episodes continue"):
             slices.add(trajectory(0, 4, span("a", 0, 0, 4)), episode="a")
         assert slices.size() == 0
 

@@ -65,7 +65,7 @@ def test_a_sample_has_half_of_each_side_the_policys_first(tmp_path: Path) -> Non
         assert set(both.sample(400)["number"][:200].ravel().tolist()) == set(range(10))
         with pytest.raises(ConfigurationError, match="draw at least 2"):
             both.sample(1)
-        with pytest.raises(ConfigurationError, match="30 steps cannot be cut"):
+        with pytest.raises(ConfigurationError, match="30 steps cannot be divided"):
             both.sample_steps(30)
 
 
@@ -115,16 +115,16 @@ def test_another_control_mode_is_refused(tmp_path: Path, mode: float, message: s
 
 def test_an_episode_that_does_not_say_who_acted_is_refused(tmp_path: Path) -> None:
     with buffer(tmp_path) as both:
-        with pytest.raises(RecordError, match="nothing says its control_mode"):
+        with pytest.raises(RecordError, match="it has no control_mode"):
             both.add({"number": np.zeros(6, int)})
-        with pytest.raises(RecordError, match=r"control_mode is .* at step 0; give one whole number a step"):
+        with pytest.raises(RecordError, match=r"control_mode is .* at step 0; give one whole number for each step"):
             both.add({"control_mode": np.array(["auto"] * 6)})
 
 
 def test_both_sides_store_the_same_arrays(tmp_path: Path) -> None:
     with buffer(tmp_path) as both:
         both.add(episode(0, 0))
-        with pytest.raises(RecordError, match="'extra' is not among those stored"):
+        with pytest.raises(RecordError, match="'extra' is not stored"):
             both.add({**episode(1, 1), "extra": np.zeros(6)})
         assert both.size() == 6
 
@@ -221,7 +221,7 @@ def test_a_reader_follows_both_sides_when_they_are_replaced(tmp_path: Path) -> N
         both.load(tmp_path / "saved")
         assert reader.sample(4)["number"][:, 0].tolist() == [0, 0, 1, 1]
         assert reader.size() == 12
-        with pytest.raises(StoreError, match="is closed or read only"):
+        with pytest.raises(StoreError, match="is closed or read-only"):
             reader.load(tmp_path / "saved")
         with pytest.raises(StoreError, match="was opened read-only"):
             reader.add(episode(3, 0))

@@ -94,7 +94,7 @@ def test_a_saved_copy_opens_by_itself_and_can_be_loaded(tmp_path: Path) -> None:
         buffer.load(tmp_path / "ring")
         assert buffer.position == {0: 301}
     with EpisodeSliceBuffer(tmp_path / "small", 100) as small:
-        with pytest.raises(StoreError, match="is a ring of 3000 steps, this one of 100"):
+        with pytest.raises(StoreError, match="is a ring of 3000 steps, but this ring has 100"):
             small.load(tmp_path / "saved")
         with pytest.raises(StoreError, match="nothing was stored there"):
             small.load(tmp_path / "nowhere")
@@ -112,7 +112,7 @@ def test_a_copy_of_a_ring_that_is_being_overwritten_is_refused(tmp_path: Path, m
             feed(writer, 300)
 
         monkeypatch.setattr(RingFiles, "copy_to", slow)
-        with pytest.raises(StoreError, match="is being written by another buffer; copy it once that is closed"):
+        with pytest.raises(StoreError, match="is being written by another buffer; copy it once that buffer is closed"):
             target.load(tmp_path / "source")
         assert target.size() == 0
         monkeypatch.undo()

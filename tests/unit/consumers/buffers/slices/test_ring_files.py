@@ -105,7 +105,7 @@ def test_a_closed_buffer_says_so(tmp_path: Path) -> None:
 def test_a_second_writer_is_refused(tmp_path: Path) -> None:
     with ring(tmp_path) as buffer:
         feed(buffer, 0)
-        with pytest.raises(StoreError, match="is being written by another buffer; close that one"):
+        with pytest.raises(StoreError, match="is being written by another buffer; close that buffer"):
             ring(tmp_path)
         with pytest.raises(StoreError, match="is being written by another buffer"):
             ring(tmp_path / "second").save(tmp_path)

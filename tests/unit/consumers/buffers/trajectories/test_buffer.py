@@ -134,7 +134,7 @@ def test_with_like_only_trajectories_of_its_arrays_are_accepted(tmp_path: Path, 
             replay.add(odd(2))
         assert replay.trajectory_ids == [0]
     if auto_save:
-        with pytest.raises(ConfigurationError, match=r"surprise is missing.*or give it another `like`"):
+        with pytest.raises(ConfigurationError, match=r"surprise is missing.*or give another `like`"):
             buffer(tmp_path, auto_save, like=odd(0))
 
 

@@ -197,7 +197,7 @@ def test_a_rank_out_of_range_is_refused(tmp_path: Path, rank: int, world_size: i
 def test_loading_without_a_checkpoint_is_an_error_that_changes_nothing(tmp_path: Path, auto_save: bool) -> None:
     with buffer(tmp_path, auto_save) as replay:
         replay.add(trajectory(0))
-        with pytest.raises(FileNotFoundError, match="holds no checkpoint"):
+        with pytest.raises(FileNotFoundError, match="contains no checkpoint"):
             replay.load_checkpoint(tmp_path / "nowhere")
         with pytest.raises(StoreError):
             replay.load(tmp_path / "nowhere")
@@ -413,7 +413,7 @@ def test_tensors_are_kept_and_read_without_running_anything(tmp_path: Path) -> N
     with buffer(tmp_path, True, trajectory_format="pt") as again:
         again.clear()
         torch.save({"rewards": torch.zeros(4, 2), "evil": Path("x")}, tmp_path / "evil.pt")
-        with pytest.raises(StoreError, match=r"holds more than tensors, or is damaged \(UnpicklingError\)"):
+        with pytest.raises(StoreError, match=r"contains more than tensors, or is damaged \(UnpicklingError\)"):
             format_named("pt").read(tmp_path / "evil.pt")
         with pytest.raises(Exception, match="torch has no tensors"):
             again.add(Trajectory(arrays={"rewards": np.zeros((4, 2)), "text": np.full((4, 2), "pick")}))
@@ -487,7 +487,7 @@ def test_saving_over_a_checkpoint_with_trajectories_that_were_not_loaded_is_refu
     with buffer(tmp_path, auto_save, **bound) as replay:
         replay.load_checkpoint(tmp_path / "saved", **how)
         replay.add(trajectory(40))
-        with pytest.raises(StoreError, match=r"holds 20 trajectories that this buffer did not load.*another directory"):
+        with pytest.raises(StoreError, match=r"contains 20 trajectories .*did not load.*another directory"):
             replay.save(tmp_path / "saved" / ".." / "saved")
         replay.save(tmp_path / "elsewhere")
     assert len(stored(tmp_path / "saved")) == 30

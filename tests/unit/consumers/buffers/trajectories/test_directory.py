@@ -162,7 +162,7 @@ def test_a_missing_or_truncated_file_is_an_error(tmp_path: Path) -> None:
         replay.add(trajectory(0))
     [path] = (tmp_path / "buffer").glob("*.npz")
     os.truncate(path, path.stat().st_size // 2)
-    with buffer(tmp_path, True, enable_cache=False) as again, pytest.raises(StoreError, match="not a whole trajectory"):
+    with buffer(tmp_path, True, enable_cache=False) as again, pytest.raises(StoreError, match="not a complete"):
         again.sample(1)
     path.unlink()
     with buffer(tmp_path, True, enable_cache=False) as again, pytest.raises(StoreError, match="is gone"):

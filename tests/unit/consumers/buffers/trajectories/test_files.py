@@ -123,7 +123,7 @@ def test_an_incomplete_file_is_refused(tmp_path: Path) -> None:
     spoiled += [b"x" * 1000, (tmp_path / "other.npz").read_bytes()]
     for content in spoiled:
         path.write_bytes(content)
-        with pytest.raises(StoreError, match="not a whole trajectory"):
+        with pytest.raises(StoreError, match="not a complete trajectory"):
             format_named("npz").read(path)
 
 
@@ -411,7 +411,7 @@ def test_a_header_with_evil_values_or_a_flipped_bit_is_a_documented_error(tmp_pa
     evil += [{name: value for name, value in decoded.items() if name != "about"}, {**decoded, "about": None}, [], 1]
     for value in evil:
         path.write_bytes(whole[:begin] + json.dumps(value).encode().ljust(end - begin) + whole[end:])
-        with pytest.raises(RecordError, match=r"is not a whole trajectory .*restore it") as raised:
+        with pytest.raises(RecordError, match=r"is not a complete trajectory .*restore it") as raised:
             npz.read(path)
         assert isinstance(raised.value, StoreError), value
     for bit in np.random.default_rng(5).integers(0, 8 * end, 500).tolist():
