@@ -23,7 +23,7 @@ UNFINISHED = ".unfinished"
 _DIGEST_KEY = "rollstream.digest"
 _DIGEST_MARK = b"blake2b:"
 _DIGEST_HEX = 32
-"""Number of hexadecimal digits of a digest; the digest is that of the document with zeros in their place."""
+"""Number of hexadecimal digits of a digest, which is computed with zeros in their place."""
 
 
 class StoreError(RollstreamError):

@@ -1,6 +1,6 @@
 """ReplicaUpdater: keeps one inference engine on the newest checkpoint, and never lets it sample with torn weights.
 
-Weights are torn if they are of two versions. An update pauses the engine, loads a checkpoint and resumes the engine. If
+Torn weights are a mix of two versions. An update pauses the engine, loads a checkpoint and resumes the engine. If
 loading fails, the newest version that the engine had is loaded before it resumes; if that fails too, the engine is
 drained: it stays paused, and the update is tried again.
 """

@@ -94,7 +94,7 @@ class GroupReplayBuffer(Closing):
         read_only: bool = False,
     ) -> None:
         """Without an `environment`, groups are in `root_path` itself, and the first rollout decides the environment.
-        `compression` overrides that of `config`.
+        `compression` overrides the compression in `config`.
 
         `clock` gives the time, in seconds since the Unix epoch, for calls without one.
 

@@ -1,7 +1,7 @@
 """The store of all environments' groups and batches, as a view of topics: filled and restored by position.
 
-Its content at a position depends only on the records before it, and times are those of the log. So a store that lost
-its files and is filled again has the same groups under the same names.
+Its content at a position depends only on the records before it, and its times come from the log. So a store that
+lost its files and is filled again has the same groups under the same names.
 """
 
 import contextlib

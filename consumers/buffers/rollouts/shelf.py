@@ -190,8 +190,8 @@ class Shelf(Generic[T]):
         """Draw `count` different rollouts in random order, or None if there are fewer. Count each as used, and
         retire it if it is used up.
 
-        The number from each environment is that of a uniform draw of `count` from all rollouts, or, if `balanced`, the
-        same for each. Within an environment, successive draws have weights (i + 1)**alpha over the remaining rollouts,
+        Each environment contributes as many rollouts as in a uniform draw of `count` from all rollouts, or, if
+        `balanced`, an equal number. Within an environment, successive draws have weights (i + 1)**alpha over the remaining rollouts,
         where i is the place in order of arrival.
         """
         sizes = self.sizes

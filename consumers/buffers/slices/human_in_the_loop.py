@@ -1,7 +1,7 @@
 """Two slice buffers, one for the policy's episodes and one for human episodes; samples take half from each.
 
-The control mode of the first step decides the side of an episode. So a few human episodes are drawn as often as many
-policy episodes, and policy episodes do not displace them.
+The control mode of the first step decides the side of an episode. So human episodes are half of each
+sample even if they are few, and policy episodes do not displace them.
 """
 
 import shutil

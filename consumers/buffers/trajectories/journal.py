@@ -92,7 +92,7 @@ class DecodedJournal(NamedTuple):
     appends: int
     """Number of the next append."""
     closed: bool
-    """Whether the last record is that of a clean close."""
+    """Whether the last record marks a clean close."""
 
 
 class JournalEncoder:

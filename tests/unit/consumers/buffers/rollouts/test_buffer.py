@@ -163,7 +163,7 @@ def test_a_loss_that_gives_no_finite_number_is_named() -> None:
         def compute_advantages(self, rollouts: Any, /) -> list[float]:
             return [float("nan")] * len(rollouts)
 
-    with pytest.raises(RecordError, match="gives 2 advantages"):
+    with pytest.raises(RecordError, match="gave 2 advantages"):
         buffer(loss_module=Odd()).add(group("a", [0.0, 1.0]))
 
 
