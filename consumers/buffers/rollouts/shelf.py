@@ -191,8 +191,8 @@ class Shelf(Generic[T]):
         retire it if it is used up.
 
         Each environment contributes as many rollouts as in a uniform draw of `count` from all rollouts, or, if
-        `balanced`, an equal number. Within an environment, successive draws have weights (i + 1)**alpha over the remaining rollouts,
-        where i is the place in order of arrival.
+        `balanced`, an equal number. Within an environment, successive draws have weights (i + 1)**alpha over the
+        remaining rollouts, where i is the place in order of arrival.
         """
         sizes = self.sizes
         if not 0 <= count <= sum(sizes.values()):
