@@ -254,7 +254,8 @@ class ExactlyOnce(ABC, Generic[P]):
             headers["rollstream.value.size_bytes"] = str(len(value))
             value = None
 
-        # With one partition for each input partition, an open transaction hides only its own dead letters.
+        # If there is one partition for each input partition, an open transaction hides no dead letters of other input
+        # partitions.
         partition = letter.partition % self._letter_partitions
         transaction.send(topic_name(self._run, "dead-letters"), value, key, partition=partition, headers=headers)
 
