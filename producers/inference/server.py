@@ -189,6 +189,7 @@ class InferenceServer:
         except web.HTTPException as error:
             if error.status < 400:
                 raise
+            self._errors += 1
             return web.json_response(error_body(error.reason, kind="invalid_request_error"), status=error.status)
         except Exception as error:  # the generator failed: this request fails, the server continues
             self._errors += 1

@@ -208,6 +208,7 @@ def test_models_health_and_metrics_say_what_runs() -> None:
     assert "rollstream_inference_policy_version 3.0" in lines
     assert "rollstream_inference_rows_total 3.0" in lines
     assert "rollstream_inference_completion_tokens_total 9.0" in lines
+    assert "rollstream_inference_errors_total 1.0" in lines, "the path that there is not"
 
 
 def test_before_the_first_weights_it_lives_but_is_not_ready() -> None:
