@@ -1,7 +1,7 @@
-"""Plays episodes of environments that call the policy themselves, each at an address of its own.
+"""Plays episodes of environments that call the policy themselves, each through its own endpoint.
 
-An episode whose environment fails is tried again. Each attempt has a session of its own, because the calls of the
-failed one are on the log: no rollout comes of them.
+An episode whose environment fails is tried again. Each attempt has its own session, because the calls of a failed
+attempt stay on the log and must not become rollouts.
 """
 
 import asyncio
@@ -19,14 +19,14 @@ from rollstream.topics.records import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class PlayedEpisode:
-    """One member of a group: its rollouts, or the error that it ended with."""
+    """One member of a group: its rollouts, or the error that ended it."""
 
     rollouts: tuple[Rollout, ...] = ()
     """One for each branch."""
     error: BaseException | None = None
     capture: EpisodeCapture | None = None
-    """Session of the last attempt, which must be told whether the rollouts are on the log; None for an environment of
-    texts."""
+    """Session of the last attempt, to which the caller must report whether the rollouts are on the log; None for an
+    environment that exchanges texts."""
 
 
 async def play_agents(
@@ -36,7 +36,7 @@ async def play_agents(
     stamp: GroupStamp,
     limits: EpisodeLimits,
 ) -> Sequence[PlayedEpisode]:
-    """Play all members side by side. Raises the errors of the log."""
+    """Play all members concurrently. Raises errors of writes to the log."""
     stamps = [
         EpisodeStamp(
             environment=stamp.environment,
@@ -54,7 +54,7 @@ async def play_agents(
 async def play_agent(
     environment: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: EpisodeStamp, limits: EpisodeLimits
 ) -> PlayedEpisode:
-    """Play one episode. Raises the errors of the log."""
+    """Play one episode. Raises errors of writes to the log."""
     deadline = asyncio.get_running_loop().time() + limits.timeout_s
     attempt, episode = 1, await capture.open(stamp)
     while True:
@@ -72,16 +72,16 @@ async def play_agent(
             if isinstance(score, Score):
                 return await _finished(episode, score)
             name = type(score).__name__
-            failure = EpisodeFailed(f"environment {stamp.environment} returned {name} where a Score belongs")
+            failure = EpisodeFailed(f"environment {stamp.environment} returned {name} instead of a Score")
         if episode.failure:
-            # The servers were tried again already.
+            # The requests to the servers were already retried.
             return PlayedEpisode(error=InferenceUnavailable(episode.failure), capture=episode)
         note_failure(stamp.environment, prompt, attempt, failure)
         if attempt == limits.attempts:
             return PlayedEpisode(error=failure, capture=episode)
         attempt += 1
-        # Opened before the failed one is closed: a worker that is killed in between leaves an open session, so that its
-        # next process cancels the member.
+        # Open the new session before closing the failed one. Then a killed worker always leaves an open session, from
+        # which its next process learns that it must cancel the member.
         again = await capture.open(stamp, attempt)
         await episode.cancelled(f"tried again: {failure}")
         episode = again

@@ -13,15 +13,15 @@ class WorkerConfig:
     """One environment worker."""
 
     worker_id: str = "env-0"
-    """Name of the worker, unique within the run; part of every uid. The ordinal follows it if a run has several."""
+    """Name of the worker, unique within the run; part of every uid. Several workers of a run append their ordinals."""
     inference_urls: tuple[str, ...] = ("http://127.0.0.1:8000/v1",)
-    """Servers of one model: ours, vLLM or SGLang. A group stays with one while that answers; then another is asked."""
+    """Servers of one model: rollstream's, vLLM or SGLang. A group stays with one server until that server fails."""
     engine: Literal["auto", "rollstream", "vllm", "sglang"] = "auto"
-    """Kind of the servers; auto asks them. rollstream is also any server of OpenAI's completions that returns token
-    ids."""
+    """Kind of the servers; auto asks them. Use rollstream also for any server of OpenAI's completions API that returns
+    token ids."""
     max_version_skew: int = 2
-    """Policy versions that a server may be behind the newest of the others; one further behind gets no requests until
-    it has caught up. Negative is no limit."""
+    """Policy versions that a server may be behind the newest server; a server further behind gets no requests until it
+    has caught up. A negative number means no limit."""
     model: str = "policy"
     """Model name sent to the servers."""
     api_key: str = ""
@@ -35,23 +35,23 @@ class WorkerConfig:
     seed: int = 0
     """Seed for the choice of prompts and for sampling; the worker's id makes it different for each worker."""
     logprobs_mode: Literal["raw", "processed"] = "processed"
-    """Distribution of the server's logprobs: the model's (raw), or the one sampled from (processed; ours)."""
+    """Distribution of the server's logprobs: the model's (raw), or the one sampled from (processed; rollstream's)."""
     assume_version: int = -1
-    """Policy version of a server that reports none, e.g. a fixed model; -1 refuses such a server."""
+    """Policy version assumed for a server that reports none, e.g. of a fixed model; -1 refuses such a server."""
     request_timeout_s: float = 60.0
     """Time for one request, retries included; after that the worker cancels the group."""
     episode_timeout_s: float = 600.0
     """Time for one episode, its verifier included; after that the worker cancels the member."""
     episode_attempts: int = 2
-    """How often an episode is tried if its environment or verifier fails; after that the worker cancels the member."""
+    """Attempts at an episode whose environment or verifier fails; after that the worker cancels the member."""
     drain_timeout_s: float = 10.0
     """Time for groups in flight to finish after SIGTERM; after that the worker cancels them on the log."""
     groups: int = 0
-    """Groups to produce before stopping; 0 is no limit."""
+    """Groups to produce before stopping; 0 means no limit."""
     metrics_interval_s: float = 5.0
     """Time between two records of the worker on the metrics topic; 0 writes none."""
     dual_write_topic: str = ""
-    """Full name of a topic to which every group is also written in the old form (RolloutBatch); empty: none."""
+    """Full name of a topic to which every group is also written in the old form (RolloutBatch); none if empty."""
 
     def __post_init__(self) -> None:
         for name in ("group_size", "concurrency", "episode_attempts"):
@@ -65,7 +65,7 @@ class WorkerConfig:
             )
         if not self.temperature > 0:
             raise ConfigurationError(
-                f"worker.temperature is {self.temperature}; it must be above 0, greedy groups have no variance"
+                f"worker.temperature is {self.temperature}; it must be above 0, because greedy groups have no variance"
             )
 
 
@@ -79,37 +79,36 @@ class EnvironmentConfig:
     """Environment: a built-in name, package.module:Class, path/to/file.py:Class, or the name of an entry point of the
     group rollstream.environments."""
     name: str = ""
-    """Name in every record; empty takes the environment's own. It never changes within a run."""
+    """Name in every record; the environment's own name if empty. It must not change within a run."""
     load_in: Literal["all", "workers"] = "all"
-    """Processes that load it: all that need its prompts, or workers alone, if its library is installed only where
-    supervisor.worker_python is. Its lengths are then not checked, and it gives no examples for the warm start."""
+    """Processes that load it: all that need its prompts, or only workers, if its library is installed only for
+    supervisor.worker_python. With workers, its lengths are not checked and it gives no warm-start examples."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the class, as keywords."""
+    """Keyword arguments of the class."""
     weight: float = 1.0
     """Share of the groups started, relative to the other weights."""
     quota: float = 1.0
-    """Most of the flow control's capacity that its unfinished rollouts may take, from 0 to 1."""
+    """Largest share of the flow control's capacity that its unfinished rollouts may use, above 0 and at most 1."""
     workers: int = 0
-    """Number of workers, from the first, that play it; 0 is all."""
+    """Number of workers that play it, counted from the first; 0 means all."""
     group_size: int = 0
-    """Rollouts of a group; 0 takes worker.group_size."""
+    """Rollouts of a group; 0 uses worker.group_size."""
     temperature: float = 0.0
-    """Sampling temperature; 0 takes worker.temperature."""
+    """Sampling temperature; 0 uses worker.temperature."""
     max_tokens: int = 0
-    """Most tokens of a reply; 0 takes the environment's own limit."""
+    """Maximum number of tokens in a reply; 0 uses the environment's own limit."""
     rewards: Literal["environment", "labeler"] = "environment"
     """Source of its rewards: the environment's own score, or a labeler, for which the rollouts wait on `unlabelled`.
     """
     evaluate: bool = True
-    """Whether evaluations answer its held-out prompts."""
+    """Whether evaluations use its held-out prompts."""
     max_prompts: int = 0
-    """Number of held-out prompts to evaluate, from the first; 0 takes evaluation.max_prompts."""
+    """Number of held-out prompts to evaluate, counted from the first; 0 uses evaluation.max_prompts."""
 
     after: tuple[str, ...] = ()
-    """Names of environments that unlock this one once each has reached `unlock_at`; empty: it is played from the start.
-    """
+    """Names of environments that unlock this one once each has reached `unlock_at`; if empty, it is never locked."""
     unlock_at: float = 0.5
-    """Success rate of each environment of `after`, from 0 to 1, that unlocks this one."""
+    """Success rate, from 0 to 1, that each environment of `after` must reach to unlock this one."""
 
     def __post_init__(self) -> None:
         if not self.use:
@@ -118,13 +117,13 @@ class EnvironmentConfig:
             )
         if self.load_in == "workers" and not self.name:
             raise ConfigurationError(
-                f"environment {self.use} is loaded in workers only, so others cannot ask it for its name; set name"
+                f"environment {self.use} is loaded in workers only, so other processes cannot learn its name; set name"
             )
         for name in ("workers", "group_size", "temperature", "max_tokens", "max_prompts"):
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 < self.weight < math.inf:
-            raise ConfigurationError(f"weight is {self.weight}; it must be above 0; remove an entry that is not played")
+            raise ConfigurationError(f"weight is {self.weight}; it must be above 0; to leave it out, remove its entry")
         if not 0 < self.quota <= 1:
             raise ConfigurationError(f"quota is {self.quota}; it must be above 0 and at most 1")
         if not 0 <= self.unlock_at <= 1:
@@ -134,18 +133,18 @@ class EnvironmentConfig:
 @dataclass(frozen=True, kw_only=True)
 class CurriculumConfig:
     """How the weights of environments follow their success rates. A group's success is the mean of its members' `exact`
-    where they have it, else of their rewards, each limited to 0 to 1."""
+    if they all have it, else of their rewards, each limited to between 0 and 1."""
 
     enabled: bool = False
     """Whether the weight of an environment with success rate r is multiplied by 4 r (1 - r)."""
     floor: float = 0.1
-    """Least value of that factor, so that what is mastered or hopeless is still played."""
+    """Minimum of that factor, so that mastered and hopeless environments are still played."""
     window_groups: int = 64
-    """Groups of a worker over which a success rate is measured; older ones fade."""
+    """Groups of a worker over which a success rate is measured; the weight of older groups decays."""
     min_groups: int = 8
     """Groups that must be measured before a success rate counts."""
     state_interval_s: float = 5.0
-    """Interval at which a worker records its place in the prompts and its success rates on `control`."""
+    """Interval at which a worker records its position in the prompts and its success rates on `control`."""
 
     def __post_init__(self) -> None:
         for name in ("window_groups", "min_groups"):
@@ -169,16 +168,16 @@ class CollectConfig:
     processes: int = 0
     """Collecting processes that `rollstream run` starts."""
     player: str = ""
-    """Generator function that plays, package.module:function or path/to/file.py:function. It takes a Seat and yields
-    chunk steps."""
+    """Generator function that plays, as package.module:function or path/to/file.py:function. It receives a Seat and
+    yields chunk steps."""
     environment: str = "control"
-    """Name of the environment, in every trajectory."""
+    """Name of the environment, recorded in every trajectory."""
     steps: int = 80
-    """Chunk steps of a trajectory, or as many as fit into a record."""
+    """Chunk steps of a trajectory; fewer if a record has no room for that many."""
     max_episode_length: int = 0
-    """Most steps of an episode, recorded in trajectories; 0 is no limit."""
+    """Maximum number of steps in an episode, recorded in trajectories; 0 means no limit."""
     trajectories: int = 0
-    """Trajectories that one process sends before it ends; 0 is no limit."""
+    """Trajectories that one process sends before it ends; 0 means no limit."""
     seed: int = 0
     """Seed passed to the player; the same in all processes."""
     options: dict[str, str] = field(default_factory=dict)
@@ -192,19 +191,19 @@ class CollectConfig:
             )
         if self.processes and not self.player:
             raise ConfigurationError(
-                f"collect.processes is {self.processes}, and no player is named; set collect.player to "
+                f"collect.processes is {self.processes}, but no player is set; set collect.player to "
                 "package.module:function"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Evaluation on held-out prompts during a run, written to `evals`. It asks the servers of worker.inference_urls."""
+    """Evaluation on held-out prompts during a run, written to `evals`. It uses the servers of worker.inference_urls."""
 
     every_versions: int = 0
     """Evaluate each policy version divisible by this number, version 0 included; 0 evaluates none."""
     max_prompts: int = 0
-    """Number of prompts of the held-out split to evaluate, from the first; 0 is all."""
+    """Number of held-out prompts to evaluate, counted from the first; 0 means all."""
     temperature: float = 0.0
     """Sampling temperature; 0 is greedy."""
     concurrency: int = 64
@@ -214,7 +213,7 @@ class EvaluationConfig:
     metrics_interval_s: float = 5.0
     """Time between two records of the evaluator's progress on the metrics topic; 0 writes none."""
     processes: int = 1
-    """Evaluators that `rollstream run` starts: they divide the environments among them."""
+    """Evaluators that `rollstream run` starts; they divide the environments among themselves."""
 
     def __post_init__(self) -> None:
         least_of = {"every_versions": 0, "max_prompts": 0, "temperature": 0, "concurrency": 1, "processes": 1}
@@ -225,25 +224,25 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8kConfig:
-    """The task gsm8k: arithmetic in words (arXiv:2110.14168), from files with one JSON object a line, which has
-    question and answer."""
+    """The task gsm8k: arithmetic word problems (arXiv:2110.14168), from files with one JSON object a line that has the
+    fields question and answer."""
 
     train_file: str = ""
     """Problems to train on, such as GSM8K's train.jsonl."""
     heldout_file: str = ""
-    """Problems to evaluate on, such as GSM8K's test.jsonl; empty holds out every fifth of train_file."""
+    """Problems to evaluate on, such as GSM8K's test.jsonl; if empty, every fifth problem of train_file is held out."""
     prompt: Literal["plain", "chatml"] = "chatml"
     """Prompt template: chatml for a chat model such as Qwen's, plain for a base model that continues text."""
     max_tokens: int = 320
-    """Most tokens of an answer."""
+    """Maximum number of tokens in an answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TasksConfig:
-    """Settings of tasks, by task."""
+    """Settings of individual tasks."""
 
     gsm8k: Gsm8kConfig = field(default_factory=Gsm8kConfig)
-    """Arithmetic in words."""
+    """Arithmetic word problems."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,11 +250,11 @@ class CapacityConfig:
     """Limit on how far producers run ahead of the learner; all numbers except `workers` are other roles' settings."""
 
     max_policy_lag: int = 4
-    """Most steps between the production of a rollout and its training."""
+    """Maximum number of steps between producing a rollout and training on it."""
     rollouts_per_step: int = 256
     """Rollouts of one learner step."""
     partitions: int = 4
-    """Partitions of rollouts."""
+    """Partitions of the topic `rollouts`."""
     batch_rollouts: int = 64
     """Rollouts of one training batch."""
     group_size: int = 16
@@ -265,45 +264,45 @@ class CapacityConfig:
     in_flight: int = 0
     """Rollouts that one worker can have started before grouping reads them, by its concurrency; 0 if unknown."""
     quotas: Mapping[str, float] = field(default_factory=dict)
-    """Largest part of the outstanding rollouts, by environment, between 0 and 1; an environment without one may have
-    them all. A quota holds only while the learner has a whole step waiting."""
+    """Largest share of the outstanding rollouts by environment, above 0 and at most 1; an environment without a quota
+    may have all of them. Quotas apply only while a whole step is waiting for the learner."""
 
     @property
     def fresh(self) -> int:
-        """Rollouts that the learner takes before a rollout started now is too stale, if it takes them in order."""
+        """Rollouts that the learner can train on, in order, before a rollout started now becomes too stale."""
         return (self.max_policy_lag + 1) * self.rollouts_per_step
 
     @property
     def resting(self) -> int:
-        """Rollouts that can rest on the partitions: an incomplete batch and an incomplete group on each."""
+        """Rollouts that can wait on the partitions: an incomplete batch and an incomplete group on each."""
         return self.partitions * (self.batch_rollouts - 1 + self.group_size)
 
     @property
     def floor(self) -> int:
-        """Rollouts that can rest in the pipeline until more arrive: those on the partitions and an incomplete step."""
+        """Rollouts that can wait in the pipeline until more arrive: `resting` and an incomplete step."""
         return self.rollouts_per_step + self.resting
 
     @property
     def needed(self) -> int:
-        """Fewest outstanding rollouts with which a step is always completed: a group in flight for each worker above
-        the floor."""
+        """Fewest outstanding rollouts with which a step is always completed: the floor and a group in flight for each
+        worker."""
         return self.floor + self.workers * self.group_size
 
     @property
     def limit(self) -> int:
-        """Most rollouts that are produced and not yet trained on, skipped or dropped.
+        """Maximum number of rollouts that are produced and not yet trained on, skipped or dropped.
 
-        Rollouts that rest on a partition are overtaken by those of other partitions, so they are kept off `fresh` as
-        far as the steps can do without.
+        Rollouts that wait on a partition are overtaken by rollouts of other partitions and become stale, so `resting`
+        is subtracted from `fresh`, but at least `needed` rollouts remain.
         """
         return min(self.fresh, max(self.needed, self.fresh - self.resting))
 
     @property
     def share(self) -> int:
-        """Most rollouts of one worker that grouping has not read yet.
+        """Maximum number of one worker's rollouts that grouping has not read yet.
 
-        A share beyond `in_flight` would be kept free for the worker in vain, and the others would fill the capacity in
-        bursts.
+        A share beyond `in_flight` would reserve capacity that the worker never uses, and the other workers would fill
+        the remaining capacity in bursts.
         """
         share = (self.limit - self.floor) // self.workers
         return min(share, max(self.in_flight, self.group_size)) if self.in_flight else share
@@ -314,59 +313,60 @@ class InferenceConfig:
     """Inference servers of a run."""
 
     replicas: int = 1
-    """Servers that `rollstream run` starts, each with the whole model. 0 starts none: workers then ask the servers of
-    worker.inference_urls, as they do where that is set and neither this nor the port is."""
+    """Servers that `rollstream run` starts, each with the whole model. 0 starts none: workers then use the servers of
+    worker.inference_urls. The default is 0 if worker.inference_urls is set and inference.port is not."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
-    """Port to listen on; 0 takes a free one. A further replica N listens on the port plus N."""
+    """Port to listen on; 0 chooses a free port. Replica N listens on this port plus N."""
     model: str = "policy"
-    """Name of the model it serves; requests for another model are refused."""
+    """Name of the served model; requests for another model are refused."""
     replica_id: str = "infer-0"
-    """Name of the server, reported in each response; a further replica N has this number in place of 0."""
+    """Name of the server, reported in each response; the name of replica N ends in N instead of 0."""
     max_model_len: int = 64
-    """Most tokens of a prompt and its answer together; learner.sequence_length if it is not set."""
+    """Maximum number of tokens in a prompt and its answer together; learner.sequence_length if not set."""
     chat_template: str = ""
-    """Template of chats: a renderer of the library renderers by name, such as qwen3 (extra chat), a file of a Jinja
-    template, or plain. If empty, the checkpoint's own template, or plain where there is none."""
+    """Chat template: the name of a renderer of the library `renderers`, such as qwen3 (extra chat), the path of a Jinja
+    template, or plain. If empty, the checkpoint's own template is used, or plain if it has none."""
     api_key: str = ""
-    """Bearer token that requests must hold, as a reference: env:NAME or file:PATH; none if empty. It is also the
-    worker's if worker.api_key is not set."""
+    """Bearer token that requests must carry, as a reference: env:NAME or file:PATH; none if empty. Workers also use it
+    if worker.api_key is not set."""
     max_rows: int = 256
-    """Sequences decoded side by side, each in a slot of the cache; a request's n times its prompts must fit."""
+    """Sequences decoded in parallel, each in a slot of the cache. A request is refused if its n times its number of
+    prompts is larger."""
     decode_steps: int = 8
-    """Tokens of each sequence that are decoded before others can join, leave or see new weights."""
+    """Tokens decoded for each sequence before sequences can join or leave and new weights can be loaded."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the parameters, activations and cached keys and values."""
     devices: int = 1
     """Local devices to use; each group of inference.tensor_parallel devices holds the parameters and an equal share of
     the sequences. 0 uses all."""
     tensor_parallel: int = 1
-    """Devices over which each matrix product, and so the parameters and the cache, are split: for models that do not
-    fit on one. It divides inference.devices and the model's num_key_value_heads."""
+    """Devices over which each matrix product, and so the parameters and the cache, are split, for models that do not
+    fit on one device. It must divide inference.devices and the model's num_key_value_heads."""
     max_cache_mib: int = 4096
-    """Most memory of the cache of keys and values; the server does not start if max_rows sequences of max_model_len
-    tokens need more."""
+    """Maximum size of the cache of keys and values, in MiB; the server does not start if max_rows sequences of
+    max_model_len tokens need more."""
     swap: Literal["between_steps", "between_requests"] = "between_steps"
-    """When new weights are loaded: at once, so that one sequence may have tokens of several policy versions; or when
-    the requests that decode have ended, which new requests wait for."""
+    """When new weights are loaded. between_steps: at once, so one sequence may have tokens of several policy versions.
+    between_requests: when all requests in decoding have ended, while new requests wait."""
     gather_ms: float = 3.0
     """Time for which an idle server waits for more requests after the first."""
     refresh_ms: float = 20.0
-    """Interval at which an idle server looks for new weights."""
+    """Interval at which an idle server checks for new weights."""
     max_waiting_requests: int = 1024
-    """Requests that may wait to be decoded; further ones are refused with status 429."""
+    """Requests that may wait to be decoded; further requests are refused with status 429."""
     max_body_bytes: int = 1024 * 1024
-    """Largest body of a request, in bytes; larger ones are refused with status 413."""
+    """Maximum size of a request's body in bytes; larger requests are refused with status 413."""
     drain_timeout_s: float = 10.0
-    """Time for requests in flight to be answered after SIGTERM; new ones are refused with status 503."""
+    """Time for requests in flight to be answered after SIGTERM; new requests are refused with status 503."""
     truncated_sampling: bool = False
-    """Whether requests may ask for top_p, top_k or min_p. Logprobs are then those of the truncated distribution, which
-    a learner does not compute again: for evaluation and agents in use, not for rollouts to train on."""
+    """Whether requests may set top_p, top_k or min_p. Logprobs then refer to the truncated distribution, which a
+    learner cannot recompute: use this for evaluation and deployed agents, not for rollouts to train on."""
     conversation_cache_tokens: int = 4_000_000
-    """Tokens of recent conversations that the server keeps, 4 bytes each, to continue them as they were sampled."""
+    """Tokens of recent conversations that the server keeps, 4 bytes each, to continue conversations as sampled."""
     seed: int = 0
-    """Seed of requests without one."""
+    """Seed of requests that set none."""
     metrics_interval_s: float = 5.0
     """Time between two records of the server on the metrics topic; 0 writes none."""
 
@@ -389,12 +389,12 @@ class InferenceConfig:
             raise ConfigurationError(f"inference.replicas is {self.replicas}; it must be at least 0")
         if not 0 <= self.port <= 65535 or self.port + max(0, self.replicas - 1) > 65535:
             raise ConfigurationError(
-                f"inference.port is {self.port}; it must be between 0 and 65535 (0: a free one), and so must the port "
+                f"inference.port is {self.port}; it must be between 0 and 65535 (0 chooses one), and so must the port "
                 f"of the last of {self.replicas} inference.replicas"
             )
 
     def replica(self, ordinal: int) -> "InferenceConfig":
-        """Return the settings of one of the servers, from 0 on: a port and a name of its own."""
+        """Return the settings of server `ordinal`, counted from 0, with its own port and name."""
         if not ordinal:
             return self
         port = self.port + ordinal if self.port else 0

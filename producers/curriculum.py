@@ -1,8 +1,9 @@
-"""The curriculum of a mixture: success rates of environments, which ones are unlocked, and their weights. Pure.
+"""The curriculum of a mixture: success rates of environments, their weights, and when they are unlocked. Pure.
 
-An environment's success rate comes from the newest groups: each group counts as one trial, and older ones fade. The
-weight peaks where half of the trials succeed, because groups of equal rewards teach nothing. Each worker counts its own
-groups, and adds what the other workers last recorded on `control`, so that all see nearly the same rates.
+An environment's success rate comes from the newest groups: each group counts as one trial, and the weight of older
+groups decays. The weight of an environment peaks where half of the trials succeed, because groups of equal rewards
+teach nothing. Each worker counts its own groups and adds the counts that the other workers last recorded on `control`,
+so all workers see nearly the same rates.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,7 +26,7 @@ class Lesson:
 
 
 def success_of(group: Sequence[Rollout]) -> float:
-    """Return the success of a group, from 0 to 1: the mean of `exact` where every member has it, else of the reward,
+    """Return the success of a group, from 0 to 1: the mean of `exact` if every member has it, else of the reward,
     each limited to that range."""
     values = [rollout.reward_components.get("exact", rollout.reward) for rollout in group]
     if any("exact" not in rollout.reward_components for rollout in group):
@@ -44,7 +45,7 @@ class Curriculum:
     def __init__(
         self, lessons: Sequence[Lesson], config: CurriculumConfig, own: Mapping[str, EnvironmentState]
     ) -> None:
-        """`own` is the worker's earlier state by environment; missing ones begin anew."""
+        """`own` is the worker's earlier state by environment; environments missing from it start from zero."""
         self._lessons = {lesson.environment: lesson for lesson in lessons}
         self._config = config
         self._own = {name: own.get(name, EnvironmentState(environment=name)) for name in self._lessons}
@@ -79,7 +80,7 @@ class Curriculum:
         self._unlock()
 
     def note_others(self, states: Iterable[MixtureState]) -> None:
-        """Take over the newest states of the other workers; what they have unlocked is unlocked here, too."""
+        """Replace the other workers' states; environments that they have unlocked are unlocked here, too."""
         self._others = tuple(states)
         for name, state in self._own.items():
             if any(other.unlocked for other in self._elsewhere(name)):
@@ -87,14 +88,14 @@ class Curriculum:
         self._unlock()
 
     def weigh(self, weights: Mapping[str, float]) -> None:
-        """Use these weights in place of those of the lessons, by environment, until called again."""
+        """Use these weights, by environment, instead of the lessons' weights until the next call."""
         self._weights = dict(weights)
 
     def _weight(self, lesson: Lesson) -> float:
         if not self._own[lesson.environment].unlocked:
             return 0.0
         rate = self.success_rate(lesson.environment) if self._config.enabled else None
-        # An environment is as hard as can be until it is known how hard it is.
+        # Until its success rate is known, an environment has its full weight.
         weight = self._weights.get(lesson.environment, lesson.weight)
         return weight * (1.0 if rate is None else difficulty_weight(rate, self._config.floor))
 
@@ -102,7 +103,7 @@ class Curriculum:
         return [state for other in self._others for state in other.environments if state.environment == environment]
 
     def _unlock(self) -> None:
-        """Unlock what has become due. Nothing is locked again: a policy may forget, and must then practise both."""
+        """Unlock environments that are due. None is locked again: a policy that forgets must practise both."""
         for name, lesson in self._lessons.items():
             if not self._own[name].unlocked and all(
                 (self.success_rate(before) or 0.0) >= lesson.unlock_at and self.success_rate(before) is not None

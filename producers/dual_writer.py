@@ -1,8 +1,8 @@
 """Writes groups a second time in the old form, for old readers during a transition.
 
-A RolloutProducer writes the rollouts to the run as usual. This writes the same groups as RolloutBatches, with metadata
-on the batch and on each rollout, to a topic of the old readers. The two writes are not one transaction: after a crash
-between them, old readers lack a group.
+A RolloutProducer writes the rollouts to the run as usual. This module writes the same groups as RolloutBatches, with
+metadata on the batch and on each rollout, to a topic that old readers consume. The two writes are not one transaction:
+after a crash between them, old readers lack a group.
 """
 
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ class DualWriter(RecordSender):
     not_delivered = "old readers lack it; remove the cause, then write it again"
 
     def __init__(self, kafka: KafkaConfig, topic: str) -> None:
-        """`topic` is a full name. Raises TopicError if it is missing, BrokerUnavailable if no broker answers."""
+        """`topic` is a full topic name. Raises TopicError if it is missing, BrokerUnavailable if no broker answers."""
         super().__init__(kafka, topic, send_timeout_s=30.0)
 
     def write(self, groups: Sequence[Sequence[Rollout]], metadata: OldMetadata | None = None) -> None:
-        """Queue groups as one RolloutBatch; empty groups are left out, and no rollouts make no batch.
+        """Queue groups as one RolloutBatch. Empty groups are left out; without rollouts nothing is queued.
 
-        `metadata` defaults to that of the first rollout. The policy version of a rollout stands in for an unknown
-        weight step. Raises RecordTooLarge, DeadlineExceeded if the queue stays full, and DeliveryError if an earlier
+        `metadata` defaults to the first rollout's. A rollout whose weight step is unknown gets its policy version in
+        its place. Raises RecordTooLarge, DeadlineExceeded if the queue stays full, and DeliveryError if an earlier
         batch was not delivered.
         """
         stepped = [[_with_step(rollout) for rollout in group] for group in groups if group]

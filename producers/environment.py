@@ -35,7 +35,7 @@ class Score:
     reward: float
     """Reward used for training."""
     components: Mapping[str, float] = field(default_factory=dict)
-    """Parts and companions of the reward by name; `exact` (1.0 or 0.0) if the environment can tell success."""
+    """Parts of the reward and further measures by name; `exact` (1.0 or 0.0) if the environment can tell success."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +86,7 @@ class Environment(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of the policy's reply in one turn."""
+        """Maximum number of tokens in the policy's reply in one turn."""
 
     @property
     def stop(self) -> Sequence[str]:
@@ -104,22 +104,22 @@ class Endpoint:
     """An OpenAI-compatible address of the policy for one episode; every call there becomes part of the episode."""
 
     base_url: str
-    """URL that ends in /v1, as OpenAI's clients take it."""
+    """URL that ends in /v1, as OpenAI's clients expect it."""
     api_key: str = field(repr=False)
-    """Key of this episode."""
+    """API key for this episode."""
     model: str
     """Model name to send."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversation:
-    """The beginning of a chat, and the policy's next turn: an example that teaches a form."""
+    """The beginning of a chat, and the policy's next turn: an example that teaches a format."""
 
     messages: Sequence[Mapping[str, Any]]
-    """Messages as OpenAI's protocol has them."""
+    """Messages in the format of OpenAI's protocol."""
     tools: Sequence[Mapping[str, Any]] = ()
     turn: str
-    """The policy's turn, as it writes it: with tool calls in the form of its chat template."""
+    """The turn as the policy writes it, with tool calls in the format of its chat template."""
 
 
 class AgentEnvironment(Protocol):
@@ -134,7 +134,7 @@ class AgentEnvironment(Protocol):
 
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one reply that its calls ask for."""
+        """Maximum number of tokens that one of its calls requests for a reply."""
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
         """The problems of a split, in an order that is the same in every process."""

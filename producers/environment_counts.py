@@ -1,8 +1,8 @@
 """Outstanding rollouts of a run by environment, from the journal's counts and the rollouts that learners consumed.
 
-Pure. The journal counts by environment what was produced, dropped and batched; steps count what was consumed without
-the environment. Learners take batches in the order in which they were cut, so the rollouts still waiting are those
-batched last: a window over the newest journal records tells their environments.
+Pure. The journal counts rollouts produced, dropped and batched by environment; steps count rollouts consumed, but not
+by environment. Learners take batches in the order in which they were cut, so the rollouts still waiting are the ones
+batched last, and a window over the newest journal records shows their environments.
 """
 
 from collections import Counter, deque
@@ -28,7 +28,7 @@ class EnvironmentCounts:
     def add(self, partition: int, journal: JournalCounts) -> None:
         """Add the counts of a partition after its next journal record.
 
-        The first counts of a partition are its history: their order is unknown, so the window does not hold them.
+        The first counts of a partition cover its whole history in unknown order, so the window leaves them out.
         """
         held: Counter[str] = Counter()
         batched: Counter[str] = Counter()

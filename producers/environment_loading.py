@@ -1,6 +1,6 @@
-"""Loads the environments of a run, by the entries that name them: built-in ones, installed ones and users' own files.
+"""Loads the environments that a run's entries name: built-in, installed, or from users' own files.
 
-A class is called with the entry's options; what it returns must follow one of the two protocols.
+Calls the named class with the entry's options; the result must follow one of the two environment protocols.
 """
 
 import difflib
@@ -45,7 +45,7 @@ BUILT_IN = (*TASKS, *_CLASSES)
 
 @dataclass(frozen=True, kw_only=True)
 class LoadedEnvironment:
-    """An environment with the settings of its entry. It follows the protocol Environment itself."""
+    """An environment with the settings of its entry. This class also follows the protocol Environment."""
 
     environment: Environment | AgentEnvironment
     name: str
@@ -67,11 +67,11 @@ class LoadedEnvironment:
 
     @property
     def evaluated(self) -> bool:
-        """Whether evaluations play it: not if it knows no rewards."""
+        """Whether evaluations play it; never if its rewards come from a labeler."""
         return self.entry.evaluate and not self.awaits_label
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Return the prompts of a split. Raises ConfigurationError if none is to train on, or two have one name."""
+        """Return the prompts of a split. Raises ConfigurationError if there are none to train on or two share an id."""
         prompts = self.environment.prompts(split)
         if not prompts and split == "train":
             raise ConfigurationError(f"environment {self.name} has no prompts to train on; prompts('train') is empty")
@@ -79,23 +79,23 @@ class LoadedEnvironment:
         for prompt in prompts:
             if prompt.example_id in names:
                 raise ConfigurationError(
-                    f"environment {self.name} has two prompts of the name {prompt.example_id!r} in split {split}; give "
-                    "each an example_id of its own"
+                    f"environment {self.name} has two prompts with the example_id {prompt.example_id!r} in split "
+                    f"{split}; give each prompt a different example_id"
                 )
             names.add(prompt.example_id)
         return prompts
 
     async def run(self, prompt: Prompt, generate: Generate) -> Episode:
-        """Play one episode of the form that exchanges texts. Raises ConfigurationError for the other form."""
+        """Play one episode. Raises ConfigurationError if the environment calls the policy itself."""
         if self.agent is not None:
             raise ConfigurationError(
-                f"environment {self.name} calls the policy over HTTP, which is not possible here: give it a method run"
+                f"environment {self.name} calls the policy over HTTP, which is not possible here; give it a method run"
             )
         return await self.environment.run(prompt, generate)  # type: ignore[union-attr]
 
     @property
     def demonstrated(self) -> float | None:
-        """Share of its examples for a warm start that show a right answer; None if it does not say."""
+        """Share of its warm-start examples that show a right answer; None if the environment does not state it."""
         share = getattr(self.environment, "demonstrated", None)
         return share if isinstance(share, float | int) else None
 
@@ -113,7 +113,7 @@ class LoadedEnvironment:
 def load_environments(
     entries: Sequence[EnvironmentConfig], worker: WorkerConfig, settings: TasksConfig | None = None
 ) -> tuple[LoadedEnvironment, ...]:
-    """Load the environments of these entries; `worker` has the values that an entry does not set.
+    """Load the environments of these entries; `worker` supplies the values that an entry does not set.
 
     Raises ConfigurationError, naming the entry, if one cannot be loaded or two have the same name.
     """
@@ -122,7 +122,7 @@ def load_environments(
         environment = with_settings(create_environment(entry, settings), worker, entry)
         if environment.name in loaded:
             raise ConfigurationError(
-                f"two environments are called {environment.name!r}; give one of them another name in [[environments]]"
+                f"two environments are named {environment.name!r}; give one of them another name in [[environments]]"
             )
         loaded[environment.name] = environment
     return tuple(loaded.values())
@@ -131,16 +131,16 @@ def load_environments(
 def with_settings(
     environment: Environment | AgentEnvironment, worker: WorkerConfig, entry: EnvironmentConfig | None = None
 ) -> LoadedEnvironment:
-    """Return an environment with the settings of its entry, by default those of `worker`.
+    """Return an environment with the settings of its entry; `worker` supplies the values that the entry does not set.
 
-    Raises ConfigurationError if it does not follow the protocol.
+    Raises ConfigurationError if the environment does not follow the protocol.
     """
     entry = entry or EnvironmentConfig(use=type(environment).__name__)
     _check(environment, entry.use)
     if entry.rewards == "labeler" and not hasattr(environment, "run"):
         raise ConfigurationError(
             f"environment {entry.name or environment.name} calls the policy itself, so its rewards cannot come from a "
-            'labeler: set its rewards to "environment", and ask the judge in play'
+            'labeler: set its rewards to "environment", and call the judge in its method play'
         )
     stop = getattr(environment, "stop", ())
     return LoadedEnvironment(
@@ -155,7 +155,7 @@ def with_settings(
 
 
 def create_environment(entry: EnvironmentConfig, settings: TasksConfig | None = None) -> Environment | AgentEnvironment:
-    """Make the environment that an entry names. Raises ConfigurationError, naming the nearest, if there is none."""
+    """Make the environment that an entry names. Raises ConfigurationError with the nearest name if there is none."""
     options = resolve_options("options", entry.options)
     if entry.use in TASKS:
         return _called(entry.use, create_task, options, entry.use, settings)
@@ -173,13 +173,13 @@ def _plug_in(name: str) -> Any:
         try:
             return plug_ins[name].load()
         except (ImportError, AttributeError) as error:
-            raise ConfigurationError(f"environment {name} is installed and cannot be imported: {error}") from error
+            raise ConfigurationError(f"environment {name} is installed but cannot be imported: {error}") from error
     names = [*BUILT_IN, *plug_ins]
     near = difflib.get_close_matches(name, names, 1)
     hint = (
-        f"did you mean {near[0]!r}?" if near else "one of yours is named package.module:Class or path/to/file.py:Class"
+        f"did you mean {near[0]!r}?" if near else "name your own as package.module:Class or path/to/file.py:Class"
     )
-    raise ConfigurationError(f"no environment is called {name!r}; there are {', '.join(names)}; {hint}")
+    raise ConfigurationError(f"no environment is named {name!r}; the known names are {', '.join(names)}; {hint}")
 
 
 def _called(use: str, factory: Any, options: Mapping[str, Any], *before: Any) -> Environment | AgentEnvironment:
@@ -202,20 +202,20 @@ def _called(use: str, factory: Any, options: Mapping[str, Any], *before: Any) ->
 
 
 def _check(environment: object, use: str) -> None:
-    """Raise ConfigurationError, naming the first part that is missing, if an object is no environment."""
+    """Raise ConfigurationError, naming the first missing part, if an object is not an environment."""
     name = getattr(environment, "name", None)
     if not isinstance(name, str) or not name:
         raise ConfigurationError(f"environment {use} has no attribute `name`; give its class one, e.g. name = 'game'")
     max_tokens = getattr(environment, "max_tokens", None)
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ConfigurationError(
-            f"environment {use} has max_tokens = {max_tokens!r}; set it to the most tokens of a reply, e.g. 16"
+            f"environment {use} has max_tokens = {max_tokens!r}; set it to the maximum tokens of a reply, e.g. 16"
         )
     if not callable(getattr(environment, "prompts", None)):
         raise ConfigurationError(f"environment {use} has no method prompts(split)")
     method = getattr(environment, "run", None) or getattr(environment, "play", None)
     if not inspect.iscoroutinefunction(method):
         raise ConfigurationError(
-            f"environment {use} has no coroutine run(prompt, generate), nor play(prompt, endpoint); write it with "
+            f"environment {use} has no coroutine run(prompt, generate) or play(prompt, endpoint); write it with "
             "`async def`, or derive the class from rollstream.SingleTurn"
         )

@@ -1,6 +1,6 @@
 """Evaluates a split at a policy version and writes the rollouts to `evals`; they are never trained on.
 
-An environment that calls the policy itself plays at an endpoint like a worker's, whose calls are in `evals` alone.
+An environment that calls the policy itself plays through an endpoint like a worker's, but its calls go to `evals` only.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from rollstream.topics.records import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Means over the prompts of a split."""
+    """Results of an evaluation: means over the prompts of a split."""
 
     version: int
     """Version requested."""
@@ -93,10 +93,10 @@ async def evaluate(
     Waits up to the client's timeout for the servers to have the version. Rollouts carry the requested version as
     policy_version, the versions that answered as lowest and highest, and in extra "split", "phase" and "prompts", the
     number of prompts in the evaluation. Nothing is sent before all prompts are answered. `producer` must write to
-    `evals`. An environment that calls the policy itself needs `capture`, which has its temperature. `max_prompts`
-    limits the prompts to the first ones; 0 is no limit. Raises InferenceUnavailable if the version does not arrive,
-    InferenceRefused if another version answered; a newer one is allowed without `exactly`. Raises EpisodeFailed if the
-    environment fails.
+    `evals`. An environment that calls the policy itself needs `capture`, whose temperature it uses. Only the first
+    `max_prompts` prompts are answered; 0 means all. Raises InferenceUnavailable if the version does not arrive, and
+    EpisodeFailed if the environment fails. With `exactly`, raises InferenceRefused if another version answered;
+    without it, a newer version may answer.
     """
     await _await_version(client, version)
     prompts = environment.prompts(split)[: max_prompts or None]
@@ -181,7 +181,7 @@ async def _text_rollout(
 async def _agent_rollouts(
     agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, timeout_s: float
 ) -> list[Rollout]:
-    """Return the rollouts of an episode, one for each branch, under the names that rollouts of texts have.
+    """Return the rollouts of an episode, one for each branch, with the uids that text episodes have.
 
     Raises EpisodeFailed, InferenceUnavailable, RecordError.
     """
@@ -192,7 +192,7 @@ async def _agent_rollouts(
         EpisodeStamp(
             environment=stamp.environment,
             example_id=prompt.example_id,
-            # The name of a prompt may not fit into a URL.
+            # The group id becomes part of a URL, and the example id may not be valid there.
             group_id=hashlib.sha256(stamp.group_id.encode()).hexdigest(),
             group_size=1,
             member=0,
@@ -220,7 +220,7 @@ async def _agent_rollouts(
 
 async def _await_version(client: CompletionsClient, version: int) -> None:
     deadline = time.monotonic() + client.timeout_s
-    # If a server reports no version (-1), the caller vouches for it.
+    # A server that reports no version (-1) is assumed to have the requested one.
     while 0 <= (now := await client.version()) < version:
         if time.monotonic() > deadline:
             raise InferenceUnavailable(

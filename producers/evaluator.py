@@ -1,8 +1,8 @@
-"""Evaluates the held-out split during a run, at policy versions in regular distances, and writes to `evals`.
+"""Evaluates the held-out split during a run, at regular intervals of policy versions, and writes rollouts to `evals`.
 
-Each due version is evaluated once, also across restarts, and so is one that operators ask for. A version overtaken by a
-later due version is skipped, and the log says so. Servers may swap versions meanwhile: each rollout names the versions
-that answered.
+Each due version is evaluated once, even across restarts, and so is a version that an operator requests. A version
+overtaken by a later due version is skipped, and a log event names it. Servers may swap versions during an evaluation,
+so each rollout names the versions that answered.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 PHASE = "periodic"
 COMPONENT = "eval"
 PROGRESS_COMPONENT = "evaluator"
-"""Component of the regular records on progress; those of `COMPONENT` hold one evaluation each."""
+"""Component of the periodic progress records; each record of `COMPONENT` holds one evaluation."""
 _LOOK_EVERY_S = 0.2
 _PASSING = (InferenceRefused, InferenceUnavailable, EpisodeFailed, RecordError, TimeoutError)
 """Errors that end one evaluation; any other ends the evaluator."""
@@ -46,7 +46,7 @@ _PASSING = (InferenceRefused, InferenceUnavailable, EpisodeFailed, RecordError, 
 def due_version(published: Iterable[int], every: int, settled: Iterable[int]) -> tuple[int | None, list[int]]:
     """Return the version to evaluate now, None if there is none, and the overtaken versions to skip.
 
-    `published` are the versions on record, `settled` those evaluated or skipped.
+    `published` are the versions on record; `settled` are the versions already evaluated or skipped.
     """
     known = set(settled)
     newest = max((v for v in known if v % every == 0), default=-1)
@@ -57,12 +57,12 @@ def due_version(published: Iterable[int], every: int, settled: Iterable[int]) ->
 
 
 def share_of(environments: Sequence[LoadedEnvironment], ordinal: int, evaluators: int) -> Sequence[LoadedEnvironment]:
-    """Return the environments of an evaluator; one beyond their number, that is about to end, has none."""
+    """Return an evaluator's environments; none once scaling down has put its ordinal out of range."""
     return environments[ordinal::evaluators] if ordinal < evaluators else environments[:0]
 
 
 def evaluated_versions(rollouts: Iterable[Rollout], environment: str) -> set[int]:
-    """Return the versions whose answers are complete. An evaluation that a crash cut short is not."""
+    """Return the versions whose answers are complete; evaluations cut short by a crash are left out."""
     answers: dict[int, set[str]] = defaultdict(set)
     prompts: dict[int, int] = {}
     for rollout in rollouts:
@@ -98,10 +98,10 @@ async def run_evaluator(
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Evaluate due versions on each environment until `stop` is set, then the last one within worker.drain_timeout_s.
+    """Evaluate due versions on each environment until `stop` is set; then one has worker.drain_timeout_s to finish.
 
-    `worker` has the settings of the servers. Several evaluators divide the environments by their ordinals, also when
-    their number is changed. Raises TopicError, BrokerUnavailable, DeliveryError.
+    `worker` holds the settings of the servers. Evaluators divide the environments by their ordinals, even when their
+    number changes during the run. Raises TopicError, BrokerUnavailable, DeliveryError.
     """
     skipped = SkippedRecords(COMPONENT)
     with ExitStack() as stack:
@@ -113,7 +113,7 @@ async def run_evaluator(
         settled: dict[str, set[int]] = {}
 
         def take(wanted: Sequence[LoadedEnvironment]) -> None:
-            """Take these environments from now on. Others may have evaluated them meanwhile."""
+            """Evaluate these environments from now on, except at versions that other evaluators have done."""
             nonlocal mine, settled
             messages = read_to_end(kafka, topic_name(run, "evals"))
             past = [rollout for _message, rollout in skipped.records(Rollout, messages)]
@@ -189,6 +189,6 @@ async def run_evaluator(
                     labels = {"environment": environment.name, "split": "heldout"}
                     metrics.write(values, labels, step=published.steps[version])
                     event(logger, "evaluated", figures={name: round(value, 4) for name, value in values.items()})
-                # A learner that still publishes makes further versions due for ever.
+                # Return even if more versions are due: a learner that keeps publishing makes new ones due without end.
                 if stopping:
                     return

@@ -1,29 +1,32 @@
 """Flow control: producers never run further ahead of the learner than its policy lag allows. Pure, without I/O.
 
-Outstanding rollouts are those produced and neither dropped, dead-lettered, trained on nor skipped. Their number T stays
-at most `limit`, although no worker knows the state of the others. The limit is (max_policy_lag + 1) * rollouts_per_step
-less what can rest on the partitions while others overtake it, so that hardly anything is stale when it is trained on:
+A rollout is outstanding if it is produced and neither dropped, dead-lettered, trained on nor skipped. The number T of
+outstanding rollouts stays at most `limit`, although no worker knows the state of the others. The limit is
+(max_policy_lag + 1) * rollouts_per_step minus the rollouts that can wait on the partitions while others overtake them,
+so that hardly any rollout is stale when it is trained on:
 
-- A worker sees S, the outstanding rollouts grouping has read (from the journal, `batch-index` and `steps`), and knows
-  its own m: those it started, sent or not, that grouping has not read. So T = S + the sum of all m.
+- A worker sees S, the outstanding rollouts that grouping has read (from the journal, `batch-index` and `steps`), and
+  knows its own m: the rollouts that it started, sent or not, and that grouping has not read. So T = S + the sum of all
+  m.
 - It starts a group of g only while m + g <= share and S + m + g + (n - 1) * share <= limit, which assumes that the
   other n - 1 workers hold their full share. So every start leaves T <= limit, and between starts T only falls.
-  (Splitting the free capacity, m + g <= (limit - S) / n, would not do: while a slow worker holds its m, the others
-  raise S to the limit without it.)
-- share = (limit - floor) / n, or less if a worker never has as much in flight, where floor is the number of rollouts
-  that can rest in the pipeline until more arrive. At or below the floor each worker can fill its share whatever the
-  others do, so a worker that died holding its share never stalls the others; above the floor the learner makes progress
-  by itself.
+  (Splitting the free capacity, m + g <= (limit - S) / n, would not work: while a slow worker holds its m, the others
+  would raise S to the limit and leave it no room.)
+- share = (limit - floor) / n, or less if a worker never has that many rollouts in flight. The floor is the number of
+  rollouts that can wait in the pipeline until more arrive. At or below the floor each worker can fill its share
+  whatever the others do, so a worker that died holding its share never stalls the others; above the floor the learner
+  makes progress by itself.
 
 S is as fresh as the journal: a worker that sees an old S can exceed the limit by at most its share.
 
-While a group is played, the learner takes others that were started later: the most of them in the newest groups of the
-worker comes off the limit, too, and off its share. A quota keeps a fast environment from owning the mixture: the same
-rule holds for its own S and m with share and limit times the quota, and at least a group in flight for each worker.
-Both hold only while the learner has a whole step waiting, so neither starves it.
+While a group is played, the learner consumes rollouts that were started later. The largest such number among the
+worker's newest groups is subtracted from the limit, which also lowers the worker's share. A quota keeps a fast
+environment from dominating the mixture: the same rule applies to the environment's own S and m, with share and limit
+multiplied by the quota, except that each worker may have at least one group in flight. The subtraction and the quotas
+apply only while a whole step is waiting for the learner, so neither starves it.
 
-Rollouts that wait for a label count as their worker's, in m, from the start of their group until grouping has read what
-the labeler made of them. The time that they wait counts as the time that they are played does.
+Rollouts that wait for a label count in their worker's m from the start of their group until grouping has read them
+labeled or cancelled. The time they wait counts like the time they are played.
 """
 
 import heapq
@@ -127,8 +130,8 @@ def within_quota(config: CapacityConfig, environment: str, outstanding: int, min
 def check_capacity(config: CapacityConfig) -> None:
     """Raise ConfigurationError, naming the number to change, if the pipeline could stall for ever.
 
-    Required: `fresh` is at least `needed`, the sum of rollouts_per_step, of what can rest on the partitions, and of a
-    group for each worker.
+    `fresh` must be at least `needed`, which is the sum of rollouts_per_step, the rollouts that can wait on the
+    partitions, and a group for each worker.
     """
     for name in ("rollouts_per_step", "partitions", "batch_rollouts", "group_size", "workers"):
         if getattr(config, name) < 1:
@@ -158,16 +161,16 @@ class FlowControl:
         unlabeled: Mapping[int, range] | None = None,
     ) -> None:
         """`baseline` holds the end of each partition at start, and `unlabeled` the offsets of `unlabelled` that waited
-        then: unread rollouts before these ends may be those of an earlier incarnation, so they count as this
-        worker's."""
+        then. Rollouts up to there that grouping has not read may come from an earlier process of this worker, so they
+        count as its own."""
         check_capacity(config)
         self.config = config
         self._progress = RunProgress()
         self._baseline = dict(baseline or {})
         self._overtaking: deque[int] = deque(maxlen=_GROUPS_REMEMBERED)
-        """Rollouts consumed while a group was played, of the newest groups."""
+        """Rollouts consumed while each of the newest groups was played."""
         self._overtaking_labels: deque[int] = deque(maxlen=_GROUPS_REMEMBERED)
-        """Rollouts consumed while rollouts waited for labels, of the newest."""
+        """Rollouts consumed while each of the newest labeled rollouts waited for its label."""
         self._reserved: Counter[str] = Counter()
         self._delivered: dict[tuple[str, int], list[int]] = {}
         """Offsets that grouping has not read, by environment and partition."""
@@ -178,8 +181,8 @@ class FlowControl:
         """Offsets in `unlabelled` that wait for a label, each with the rollouts consumed when it was delivered."""
 
     def share_with(self, workers: int) -> None:
-        """Share the capacity among so many workers from now on. Raises ConfigurationError, and changes nothing, if the
-        pipeline could stall for ever with them."""
+        """Share the capacity among this number of workers from now on. Raises ConfigurationError and changes nothing if
+        the pipeline could then stall for ever."""
         config = replace(self.config, workers=workers)
         check_capacity(config)
         self.config = config
@@ -196,7 +199,7 @@ class FlowControl:
 
     @property
     def mine_unseen(self) -> int:
-        """Rollouts this worker started and grouping has not read."""
+        """Rollouts that this worker started and grouping has not read."""
         delivered = sum(map(len, self._delivered.values()))
         earlier = sum(max(0, end - self._progress.position(p)) for p, end in self._baseline.items())
         return self._reserved.total() + self.waiting_for_labels + delivered + earlier
@@ -223,8 +226,8 @@ class FlowControl:
                 heapq.heappop(offsets)
 
     def _note_labels(self) -> None:
-        """Count what was labeled as delivered, with the newest record that labeling wrote: no later than that, grouping
-        has read what became of it, a label or a cancellation."""
+        """Count labeled rollouts as delivered at the newest record that labeling wrote: once grouping has read that
+        record, it has also read each rollout's label or cancellation."""
         waited = []
         for (environment, partition), waiting in self._unlabeled.items():
             labeling = self._progress.labeling.get(partition)
@@ -238,8 +241,8 @@ class FlowControl:
             self._overtaking_labels.append(max(waited))
 
     def start_group(self, environment: str = "", rollouts: int = 0) -> bool:
-        """Reserve a group of `rollouts` (default: group_size) of an environment and return True, or return False when
-        there is no room now, or none for this environment."""
+        """Reserve a group of `rollouts` (default: group_size) of an environment and return True, or return False if
+        the limit or the environment's quota leaves no room now."""
         rollouts = rollouts or self.config.group_size
         step_waits = self._progress.waiting >= self.config.rollouts_per_step
         overtaking = max(self._overtaking, default=0) + max(self._overtaking_labels, default=0) if step_waits else 0
@@ -258,12 +261,12 @@ class FlowControl:
         return self._progress.consumed
 
     def note_end(self, consumed_at_start: int) -> None:
-        """Note that a group has ended, given `consumed` when it was started: others overtook it meanwhile."""
+        """Note that a group has ended; the rollouts consumed since `consumed_at_start` overtook it."""
         self._overtaking.append(self.consumed - consumed_at_start)
 
     def note_delivery(self, partition: int, offset: int, environment: str = "") -> None:
-        """Note that a rollout of a group reserved for an environment is on the log; at an unknown offset, -1, it counts
-        as finished."""
+        """Note that a rollout of a group reserved for an environment is on the log. At an unknown offset, -1, it counts
+        as read by grouping."""
         self._reserved[environment] -= 1
         if offset >= self._progress.position(partition):
             heapq.heappush(self._delivered.setdefault((environment, partition), []), offset)
@@ -275,5 +278,5 @@ class FlowControl:
         heapq.heappush(self._unlabeled.setdefault((environment, partition), []), (offset, self.consumed))
 
     def release(self, rollouts: int, environment: str = "") -> None:
-        """Release members of a group reserved for an environment that will never be sent."""
+        """Release reserved members of an environment's group that will never be sent."""
         self._reserved[environment] -= rollouts

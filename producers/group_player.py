@@ -1,6 +1,6 @@
-"""Plays the episodes of one group, each within its time; one whose environment fails is tried again.
+"""Plays the episodes of one group, each within a time limit; an episode whose environment fails is tried again.
 
-A member that fails is a failure, never a reward of zero: the worker cancels it on the log.
+A failed member never counts as a reward of zero; the worker cancels it on the log.
 """
 
 import asyncio
@@ -38,9 +38,9 @@ async def play_group(
     sampling: GroupSampling,
     limits: EpisodeLimits,
 ) -> Sequence[Episode | BaseException]:
-    """Return the episode of each member, or the error that it ended with.
+    """Return the episode of each member, or the error that ended it.
 
-    These are EpisodeFailed, InferenceUnavailable and InferenceRefused (ContextTooLong for a prompt that is too long).
+    Errors are EpisodeFailed, InferenceUnavailable and InferenceRefused (ContextTooLong for a prompt that is too long).
     """
     sampler = GroupSampler(client, environment, sampling)
     try:
@@ -55,14 +55,14 @@ async def play_group(
 async def _member(
     environment: LoadedEnvironment, sampler: GroupSampler, prompt: Prompt, index: int, limits: EpisodeLimits
 ) -> Episode:
-    """Play one member. Each attempt has the same seeds, so that a failure does not choose among answers."""
+    """Play one member. Each attempt uses the same seeds, so that failures do not select among answers."""
     deadline = asyncio.get_running_loop().time() + limits.timeout_s
     for attempt in range(1, limits.attempts + 1):
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 episode = await environment.run(prompt, sampler.member(index))
         except (InferenceUnavailable, InferenceRefused):
-            # The client has tried again already.
+            # The client has already retried.
             raise
         except Exception as error:
             if timeout.expired():
@@ -74,14 +74,14 @@ async def _member(
             if isinstance(episode, Episode):
                 return episode
             failure = EpisodeFailed(
-                f"environment {environment.name} returned {type(episode).__name__} where an Episode belongs"
+                f"environment {environment.name} returned {type(episode).__name__} instead of an Episode"
             )
         note_failure(environment.name, prompt, attempt, failure)
     raise failure
 
 
 def note_failure(environment: str, prompt: Prompt, attempt: int, failure: EpisodeFailed) -> None:
-    """Log an attempt at an episode that failed."""
+    """Log a failed attempt at an episode."""
     event(
         logger,
         "episode_failed",

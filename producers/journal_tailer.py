@@ -1,4 +1,4 @@
-"""Follows `journal`, `batch-index`, `steps` and `control` of a run in a thread of its own, for flow control.
+"""Follows `journal`, `batch-index`, `steps` and `control` of a run in a separate thread, for flow control.
 
 At start it reads each journal partition from the last record that holds every count, and the other topics from the
 beginning.
@@ -47,12 +47,12 @@ class JournalTailer(Tailer):
         self._counts: defaultdict[int, JournalCounts] = defaultdict(JournalCounts)
         self._environments = EnvironmentCounts()
         self.skipped = SkippedRecords("journal-tailer")
-        """Records that could not be read; progress comes from the others."""
+        """Records that could not be read; progress is computed without them."""
         self.rollout_ends: dict[int, int] = {}
         """End of each partition of rollouts when the tailer started."""
 
     def start(self) -> None:
-        """Start the thread and wait until the topics were read to their ends at the start."""
+        """Start the thread, and wait until the topics are read to the ends that they had at the start."""
         super().start()
         if not self._caught_up.wait(self._kafka.patience_s):
             raise DeadlineExceeded(
@@ -63,7 +63,7 @@ class JournalTailer(Tailer):
 
     @property
     def progress(self) -> RunProgress:
-        """The newest progress. Raises the error that stopped the thread, if one did."""
+        """The newest progress. Raises the error that stopped the thread, if any."""
         self._check()
         return self._progress
 
@@ -104,7 +104,7 @@ class JournalTailer(Tailer):
     def _after_last(self, partition: int, low: int, high: int) -> int:
         """Apply the journal of a partition from the last record that holds every count; return the position after it.
 
-        The search for that record goes back from the end in growing distances.
+        The search for that record goes back from the end over growing distances.
         """
         resume, stop, distance = low, high, _FIRST_LOOK_BACK
         records: list[JournalRecord] = []

@@ -1,6 +1,6 @@
-"""JSON of model calls, whose lists of tokens and log-probabilities cost the standard library the most time of a call.
+"""Fast JSON for model calls, whose lists of tokens and log-probabilities take the standard library most of a call's time.
 
-Values that only the standard library takes (NaN, lone surrogates, integers beyond 64 bits) go to it.
+The standard library handles only the values that msgspec rejects (NaN, lone surrogates, integers beyond 64 bits).
 """
 
 import json
@@ -23,7 +23,7 @@ def decode(text: bytes | str) -> Any:
 def encode(value: Any) -> bytes:
     """Return the JSON text of a value, in UTF-8. Raises TypeError or ValueError as `json.dumps` does.
 
-    NaN and infinities become null where nothing else in the value is beyond msgspec.
+    NaN and infinities become null, unless msgspec rejects another part of the value.
     """
     try:
         return _encoder.encode(value)

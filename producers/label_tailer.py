@@ -1,6 +1,6 @@
-"""Follows how far labeling has read `unlabelled`, in a thread of its own, for the flow control of a worker.
+"""Follows how far labeling has read `unlabelled`, in a separate thread, for the flow control of a worker.
 
-It reads the committed positions of the labeling processes, so it costs a request twice a second, however much is
+It reads the committed positions of the labeling processes, so it costs two requests a second, however many rollouts are
 labeled.
 """
 
@@ -36,7 +36,7 @@ class LabelTailer(Tailer):
 
     def start(self) -> None:
         """Read the positions once and start the thread. Raises TopicError, BrokerUnavailable."""
-        # The ends first: what is labeled in between no longer waits.
+        # Read the ends first, so that rollouts labeled before the positions are read do not count as waiting.
         bounds = topic_admin.bounds(self._kafka, self._topic)
         with closing(Reader(self._kafka, group=self._group)) as reader:
             self._positions = self._read(reader, len(bounds))
@@ -48,7 +48,7 @@ class LabelTailer(Tailer):
     @property
     def positions(self) -> dict[int, LabelingPosition]:
         """The newest positions, by partition; none before labeling has begun. Raises the error that stopped the
-        thread, if one did."""
+        thread, if any."""
         self._check()
         return self._positions
 
@@ -61,7 +61,7 @@ class LabelTailer(Tailer):
         try:
             self._positions = read()
         except BrokerUnavailable as error:
-            # A transaction that stands open hides them; old positions only make the worker wait.
+            # An open transaction hides the positions; old positions only make the worker wait longer.
             event(logger, "labeling_positions_not_read", level=logging.WARNING, error=str(error))
 
     def _read(self, reader: Reader, partitions: int) -> dict[int, LabelingPosition]:

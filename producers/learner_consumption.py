@@ -1,8 +1,8 @@
 """Counts the rollouts of a run that its learner has consumed, by its position in `batch-index`. Pure, without I/O.
 
-A learner's totals count from its own start: a learner that starts anew, or after a prune, never reaches the totals of
-its predecessor. So the position counts: everything before it in the index is consumed, and everything deleted from the
-index was consumed earlier.
+A learner's totals count from its own start, so a learner that starts anew, or after a prune, never reaches the totals
+of its predecessor. The position is used instead: every batch before it in the index is consumed, and every batch
+deleted from the index was consumed earlier.
 """
 
 from array import array
@@ -14,7 +14,7 @@ from rollstream.topics.errors import RecordError
 from rollstream.topics.records import BatchIndexEntry, LearnerStep, batch_numbers
 
 _MOST_ROLLOUTS = 2**31 - 1
-"""Most rollouts of a batch: sums of more would be beyond 64 bits."""
+"""Maximum number of rollouts in a batch; with more, sums could exceed 64 bits."""
 
 
 @dataclass
@@ -25,12 +25,12 @@ class _Learner:
     totals: int = 0
     """Rollouts it trained on or skipped since its start, as it reports."""
     floor: int = 0
-    """Index offset before which every batch is used up for it."""
+    """Index offset before which the learner has used up every batch."""
     uses: dict[int, Mapping[int, int]] = field(default_factory=dict)
-    """Rollouts used for the first time, of batches from the floor on: by step, then by index offset."""
+    """Rollouts used for the first time in batches from the floor on, by step, then by index offset."""
 
     def add_step(self, record: LearnerStep) -> None:
-        """Add a step; adding a repeated one changes nothing."""
+        """Add a step; adding it again changes nothing."""
         rows: dict[int, int] = {}
         for use in record.uses:
             if not use.again:
@@ -43,7 +43,7 @@ class _Learner:
 
     @property
     def beyond_floor(self) -> int:
-        """Rollouts used of batches from the floor on: drawn from a buffer, or skipped for a step still to come."""
+        """Rollouts used in batches from the floor on: drawn from a buffer, or skipped for a future step."""
         return sum(count for rows in self.uses.values() for offset, count in rows.items() if offset >= self.floor)
 
 
@@ -51,7 +51,7 @@ class LearnerConsumption:
     """Consumption of the learner that wrote last to `steps` of a run and is not retired."""
 
     def __init__(self, run: str, *, pruned: bool) -> None:
-        """`pruned` tells that entries were deleted from the beginning of the index."""
+        """`pruned` is whether entries were deleted from the beginning of the index."""
         self._run = run
         self._offsets = array("q")
         self._sums = array("q")
@@ -60,20 +60,20 @@ class LearnerConsumption:
         self._writers: dict[str, None] = {}
         """Learners in the order of their newest steps."""
         self.retired: Container[str] = ()
-        """Retired learners: their positions do not count."""
+        """Retired learners, whose positions do not count."""
         self._pruned = pruned
         self._journal: dict[int, tuple[int, int]] = {}
-        """Batches and their rollouts in the first journal record seen, by partition; until compared with the index."""
+        """Batches and their rollouts in the first journal record seen, by partition; kept until compared with the index."""
         self._kept: dict[int, dict[int, int]] = {}
-        """Rollouts of the batches in the index, by partition and number; until compared with the journal."""
+        """Rollouts of the batches in the index, by partition and number; kept until compared with the journal."""
         self._compared: set[int] = set()
         self._deleted = 0
         """Rollouts of batches that are no longer in the index, by the journal's counts."""
 
     def add_entry(self, offset: int, entry: BatchIndexEntry) -> None:
-        """Add an entry of the index; entries come in order. Raises RecordError if it can name no batch."""
+        """Add an entry of the index; entries are added in order. Raises RecordError if no batch can be like it."""
         if not 0 <= entry.rollouts <= _MOST_ROLLOUTS:
-            raise RecordError(f"batch {entry.batch_id} has {entry.rollouts} rollouts by its entry")
+            raise RecordError(f"the index entry of batch {entry.batch_id} names {entry.rollouts} rollouts")
         if self._offsets and offset <= self._offsets[-1]:
             return
         self._offsets.append(offset)
@@ -89,13 +89,13 @@ class LearnerConsumption:
             self._compare(partition)
 
     def end_index(self) -> None:
-        """Note that the index was read to its end: all batches of partitions without an entry were deleted."""
+        """Note that the index was read to its end, so all batches of partitions without an entry were deleted."""
         for partition in [partition for partition in self._journal if partition not in self._kept]:
             self._kept[partition] = {self._journal[partition][0]: 0}
             self._compare(partition)
 
     def _compare(self, partition: int) -> None:
-        """Compute how much was deleted, once the index shows every batch in the journal."""
+        """Compute how many rollouts were deleted, once the index shows every batch in the journal."""
         kept = self._kept.get(partition, {})
         if partition not in self._journal or max(kept, default=-1) < self._journal[partition][0] - 1:
             return

@@ -1,7 +1,7 @@
 """Publisher of a component's metrics: a record on the topic `metrics` at regular intervals while the component runs.
 
 Workers, evaluators, servers and gateways use it. A record holds totals since the start of the process and rates over
-the time since the record before it, so each record can be read alone. Publishing never disturbs the component.
+the time since the previous record, so each record can be read by itself. Publishing never disturbs the component.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ from rollstream.topics.metrics import MetricsWriter
 TOTAL = "_total"
 """Suffix of metrics that only grow; the rate of `tokens_total` is published as `tokens_per_s`."""
 RUNNING = "running"
-"""1 while the component runs, 0 in the record of its end."""
+"""1 while the component runs, 0 in its last record."""
 
 
 def rates(before: Mapping[str, float], now: Mapping[str, float], elapsed_s: float) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""The mixture of a worker: which environment begins a group next, and with which prompt. Pure.
+"""The mixture of a worker: which environment begins the next group, and with which prompt. Pure.
 
-Groups are started in the ratio of the weights, whatever time they take: every start moves an environment back by
-1 / weight, and the one that is furthest ahead is next (stride scheduling). One that could not start for a while, for
-want of capacity, does not make up for it.
+Groups are started in the ratio of the weights, however long they take: every start moves an environment back by
+1 / weight, and the environment that is furthest ahead is next (stride scheduling). An environment that could not start
+for a while, for lack of capacity, does not catch up later.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -16,7 +16,7 @@ from rollstream.topics.records import EnvironmentState, MixtureState
 
 
 class Mixture:
-    """The environments of one worker, and its place in the prompts of each."""
+    """The environments of one worker, and its position in the prompts of each."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class Mixture:
         curriculum: CurriculumConfig | None = None,
         state: MixtureState | None = None,
     ) -> None:
-        """`worker` is this worker's number of `workers`; `state` is where an earlier process of it ended."""
+        """`worker` is this worker's index among `workers`; `state` is the last state of its earlier process."""
         self.environments = tuple(environments)
         earlier: Mapping[str, EnvironmentState] = {s.environment: s for s in state.environments} if state else {}
         lessons = [
@@ -53,7 +53,7 @@ class Mixture:
         self._paused: frozenset[str] = frozenset()
 
     def adjust(self, paused: Collection[str], weights: Mapping[str, float]) -> None:
-        """Begin no group of what is paused, and use these weights in place of the configured ones, by environment."""
+        """Begin no groups of the paused environments, and use these weights in place of the configured weights."""
         self._paused = frozenset(paused)
         self.curriculum.weigh(weights)
 

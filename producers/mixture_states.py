@@ -1,7 +1,7 @@
-"""States of the workers' mixtures on the topic `control`: each worker's next process goes on from the newest.
+"""States of the workers' mixtures on the topic `control`: a worker's next process continues from its newest.
 
-A state is written now and then, so a worker that was killed takes the prompts of its last seconds once more. Writing
-never disturbs the worker: a state that cannot be written is replaced by the next one.
+A state is written every few seconds, so a worker that was killed repeats the prompts of its last seconds. Writing never
+disturbs the worker: a state that cannot be written is replaced by the next state.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 MIXTURE = "mixture"
 """First part of the key of a worker's state; the second is the worker's name."""
 _CURRENT_S = 600.0
-"""Age at which the state of another worker counts no more; workers that run write every few seconds."""
+"""Age at which another worker's state no longer counts; running workers write every few seconds."""
 _CLOSE_S = 5.0
 
 
 class MixtureStates(Closing):
-    """Reads the states of all workers, and writes that of one. Calls block: not for an event loop's thread; several
-    threads may call."""
+    """Reads the states of all workers, and writes the state of one. Calls block, so do not make them in an event loop's
+    thread; several threads may call."""
 
     def __init__(self, kafka: KafkaConfig, run: str, worker_id: str) -> None:
         """Read the topic to its end. Raises TopicError or BrokerUnavailable."""
@@ -60,7 +60,7 @@ class MixtureStates(Closing):
         return self._states.get(self._worker_id)
 
     def others(self) -> list[MixtureState]:
-        """Read on, and return the newest states of the other workers that run."""
+        """Read new records, and return the newest states of the other running workers."""
         with self._lock:
             self._read(0.0)
         since = time.time() - _CURRENT_S
@@ -75,7 +75,7 @@ class MixtureStates(Closing):
             self._lose(str(error))
 
     def close(self) -> None:
-        """Wait a moment for the states sent."""
+        """Wait briefly until the states sent are written."""
         self._sender.waiting(_CLOSE_S)
         with self._lock:
             self._follower.close()
@@ -89,7 +89,7 @@ class MixtureStates(Closing):
 
 
 def newest_states(kafka: KafkaConfig, run: str) -> dict[str, MixtureState]:
-    """Return the newest state of each worker, by its name; none before the first, or without the topic."""
+    """Return the newest state of each worker, by its name; empty before the first state or without the topic."""
     states: dict[str, MixtureState] = {}
     skipped = SkippedRecords(logged=False)
     with contextlib.suppress(TopicError):
@@ -104,7 +104,7 @@ def environments_played(kafka: KafkaConfig, run: str) -> set[str]:
 
 
 def _note(states: dict[str, MixtureState], message: KafkaRecord, skipped: SkippedRecords) -> None:
-    """Take in a record of `control`; other kinds of records, and states that cannot be, change nothing."""
+    """Note a state in a record of `control`; other kinds of records and invalid states change nothing."""
     with skipped.passing(message):
         key = decode_key(message.key)
         if len(key) != 2 or key[0] != MIXTURE or message.value is None:

@@ -1,7 +1,7 @@
 """Policy versions of a run by the labels of weights: the version behind a label, and the learner step behind a version.
 
-Engines name weights by strings. A label that is a number is the policy version; others are looked up in the manifests
-on `policies`, which any server that follows a run has read before it samples.
+Engines name weights by strings. A label that is a number is the policy version; other labels are looked up in the
+manifests on `policies`, which any server that follows a run has read before it samples.
 """
 
 import threading
@@ -37,7 +37,7 @@ class PolicyVersions:
             self._versions[label] = manifest.version
 
     def version_of(self, label: str) -> int:
-        """Return the policy version that a label names, -1 if unknown. A number need not be on record."""
+        """Return the policy version that a label names, -1 if unknown. A number counts even if it is not on record."""
         if label.isascii() and label.isdecimal() and len(label) < 19:
             return int(label)
         return self._versions.get(label, UNKNOWN)
@@ -59,11 +59,11 @@ class PolicySource(Protocol):
         """Versions read so far."""
 
     def read(self, wait_s: float) -> PolicyVersions:
-        """Read what is new, and return all versions."""
+        """Read new manifests, and return all versions."""
 
 
 class NoPolicies:
-    """The versions of no run: labels that are no numbers name none."""
+    """Policy versions without a run: only labels that are numbers name a version."""
 
     def __init__(self) -> None:
         self.versions = PolicyVersions()
@@ -89,7 +89,7 @@ class PolicyFollower(Closing):
         """Read to the end of the topic; at the end, wait up to `wait_s` for another manifest. Return all versions."""
         deadline = time.monotonic() + _LONGEST_READ_S
         with self._lock:
-            # A learner may publish faster than this waits: stop at the end as it was, not once no record comes.
+            # A learner may publish before every wait ends, so stop at the end of the topic, not once no record arrives.
             while messages := self._follower.poll(500, wait_s):
                 for _message, manifest in self.skipped.records(PolicyManifest, messages):
                     self.versions.add(manifest)
@@ -98,7 +98,7 @@ class PolicyFollower(Closing):
         return self.versions
 
     def await_labels(self, labels: Collection[str], timeout_s: float) -> bool:
-        """Read until every label names a version on record; return whether it does within the time."""
+        """Read until every label names a version on record; return whether all do within `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self.versions.lacks(labels) and time.monotonic() < deadline:
             self.read()

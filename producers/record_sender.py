@@ -1,4 +1,4 @@
-"""Base of our producers: sends records to one topic, idempotent, acks=all, whole or not at all.
+"""Base class of the producers: sends records to one topic, idempotently and with acks=all, each whole or not at all.
 
 Accepted records are on the log once `flush` returns. An error names each record that is too large or was not delivered.
 Memory is bounded: sending waits while the queue is full, then raises.
@@ -26,7 +26,7 @@ class RolloutDelivery:
     uid: str
     partition: int
     offset: int
-    """-1 if the broker acknowledged the record without its offset, as it may one that was sent to it twice."""
+    """-1 if the broker acknowledged the record without its offset, as it may for a record that it received twice."""
     environment: str = ""
 
 
@@ -42,11 +42,11 @@ class RecordSender:
     """Remedy in the error for a record that was not delivered."""
 
     def __init__(self, kafka: KafkaConfig, topic: str, *, send_timeout_s: float, **overrides: Any) -> None:
-        """`topic` is a full name. Raises BrokerUnavailable or TopicError if there is no such topic to write to."""
+        """`topic` is a full topic name. Raises BrokerUnavailable, or TopicError if there is no such topic."""
         self.topic = topic
         self.send_timeout_s = send_timeout_s
         self.limit_bytes = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
-        """Most bytes of a record's key and value together."""
+        """Maximum size in bytes of a record's key and value together."""
         topic_admin.partitions_of(kafka, topic)
         self._sender = Sender(clients.producer(kafka, **overrides), remedy=self.not_delivered)
 
@@ -86,14 +86,14 @@ class RecordSender:
         timeout_s: float | None,
         delivered: Callable[[int, int], None] | None = None,
     ) -> None:
-        """Queue a record; `delivered` is called with its partition and its offset, -1 if the broker did not tell it.
-        Raises the errors of the subclasses' methods."""
+        """Queue a record; `delivered` is called with its partition and its offset, -1 if the broker did not report it.
+        Raises the errors that the subclasses' methods document."""
         self._sender.poll()
         value = self._encoded(record)
         size = len(key) + len(value)
         if size > self.limit_bytes:
             raise RecordTooLarge(
-                f"{name} has {size} bytes and {self.topic} takes {self.limit_bytes}; {self.too_large}, or raise "
+                f"{name} has {size} bytes, but {self.topic} accepts {self.limit_bytes}; {self.too_large}, or raise "
                 f"kafka.max_record_bytes (now {self.limit_bytes + RECORD_OVERHEAD_BYTES}) and run `rollstream topics "
                 "apply`"
             )

@@ -1,8 +1,9 @@
 """Folds the model calls of an episode into branches, by longest exact token prefix. Pure.
 
-A call continues the earlier answer whose whole sequence, prompt and answer, its prompt begins with. An answer that no
-call continues ends a branch. If the agent rewrote its history, no answer is continued, and a new branch begins. Every
-sampled token is trained exactly once: an answer shared by several branches is masked in in the first of them.
+A call continues an earlier answer if its prompt begins with that answer's whole sequence, prompt and answer. An answer
+that no call continues ends a branch. If the agent rewrote its history, no answer is continued, and a new branch begins.
+Every sampled token is trained exactly once: an answer shared by several branches counts in the first branch's loss mask
+only.
 """
 
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from rollstream.topics.records import Bool, Float32, InferenceMetadata, Int32, I
 
 @dataclass(frozen=True)
 class AnswerPlace:
-    """An answer of a call and the tokens of a branch it covers."""
+    """An answer of a call, and the tokens that it covers in a branch."""
 
     uid: str
     """uid of the call."""
@@ -25,7 +26,7 @@ class AnswerPlace:
     start: int
     stop: int
     trained: bool
-    """Whether the loss mask of this branch holds its tokens."""
+    """Whether the loss mask of this branch includes its tokens."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +59,7 @@ class _Sample:
 
 
 def distinct(calls: Sequence[ModelCall]) -> list[ModelCall]:
-    """Return the calls without retries: of those with one request and repetition, the first on the log counts."""
+    """Return the calls without retries: of calls with the same request and repetition, only the first on the log."""
     first: dict[tuple[str, int], ModelCall] = {}
     for call in calls:
         first.setdefault((call.request, call.repetition), call)
@@ -138,7 +139,7 @@ def _branch(leaf: _Sample) -> Branch:
 
 
 def _turns(messages: Sequence[ChatMessage], start: int, stop: int) -> list[Turn]:
-    """Turns of the messages before an answer; the last one covers their tokens."""
+    """Turns of the messages before an answer; the last turn covers the tokens of all."""
     turns = [
         Turn(role=str(message.get("role", "user")), text=_text(message), start=start, stop=start)
         for message in messages[:-1]

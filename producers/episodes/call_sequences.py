@@ -1,7 +1,7 @@
-"""Token sequences of a session's model calls, which records hold as differences from earlier calls. Pure.
+"""Token sequences of a session's model calls; records store prompts as differences from earlier calls. Pure.
 
-A writer asks for the earlier answer that a prompt continues; a reader rebuilds every prompt and checks its digest. So
-tokens that were sampled once are never rendered or tokenized again.
+A writer asks for the earlier answer that a prompt continues; a reader rebuilds every prompt and checks its digest.
+Sampled tokens are therefore never rendered or tokenized again.
 """
 
 import hashlib
@@ -51,7 +51,7 @@ class CallSequence:
 
 @dataclass(frozen=True, eq=False)
 class PromptDelta:
-    """A prompt as its record holds it."""
+    """A prompt as its record stores it: what differs from an earlier call."""
 
     parent: str
     parent_answer: int
@@ -73,7 +73,7 @@ class CallSequences:
             self.add(call)
 
     def add(self, call: ModelCall) -> CallSequence:
-        """Rebuild a call. Raises RecordError if its parent is missing or its prompt does not have the digest."""
+        """Rebuild a call. Raises RecordError if its parent is missing or its prompt does not match the digest."""
         if call.uid in self.by_uid:
             return self.by_uid[call.uid]
         parent = self.by_uid.get(call.parent)
@@ -86,13 +86,13 @@ class CallSequences:
             prompt = np.concatenate([parent.with_answer(call.parent_answer)[: call.shared], prompt])
             messages = (*parent.messages[: call.messages_shared], *messages)
         if token_digest(prompt) != call.prompt_digest:
-            raise RecordError(f"the prompt of call {call.uid} of session {call.session} does not have its digest")
+            raise RecordError(f"the prompt of call {call.uid} of session {call.session} does not match its digest")
         sequence = CallSequence(call, prompt, messages)
         self.index(sequence)
         return sequence
 
     def index(self, sequence: CallSequence) -> None:
-        """Add a call that is rebuilt already."""
+        """Add a call that is already rebuilt."""
         call = sequence.call
         self.by_uid[call.uid] = sequence
         for index, answer in enumerate(call.answers):
@@ -101,7 +101,7 @@ class CallSequences:
                 self._by_length.setdefault(len(whole), {}).setdefault(_key(whole), (call.uid, index))
 
     def continued_by(self, prompt: Int32) -> tuple[str, int] | None:
-        """Return the call and answer whose whole sequence is the longest beginning of a prompt; None if none is."""
+        """Return the call and answer whose whole sequence is the longest prefix of a prompt; None if there is none."""
         lengths = sorted(length for length in self._by_length if length <= len(prompt))
         digest, done = hashlib.blake2b(digest_size=_DIGEST_BYTES), 0
         longest = None
@@ -112,7 +112,7 @@ class CallSequences:
         return longest
 
     def delta_of(self, prompt: Int32, messages: Sequence[ChatMessage]) -> PromptDelta:
-        """Return the difference of a prompt from the answer it continues, else from the newest call."""
+        """Return the difference of a prompt from the answer that it continues, or else from the newest call."""
         place = self.continued_by(prompt)
         if place is None and self.by_uid:
             place = (next(reversed(self.by_uid)), 0)

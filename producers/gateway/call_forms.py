@@ -1,6 +1,7 @@
-"""Requests and answers of model calls as the agent, the inference server and the record have them. Pure.
+"""Requests and answers of model calls, in the forms of the agent, the inference server and the record. Pure.
 
-The agent sends what it likes; the server is asked for tokens and logprobs, too; the agent gets back what it asked for.
+The gateway adds tokens and logprobs to what the agent requests from the server, and removes them from the answer unless
+the agent requested them itself.
 """
 
 import hashlib
@@ -26,11 +27,11 @@ _SHAPING = {
     "repetition_penalty": 1.0,
     "logit_bias": None,
 }
-"""Parameters by which the distribution sampled from is no longer the policy's, with the value that does nothing."""
+"""Parameters that make the sampled distribution differ from the policy's, each with its neutral value."""
 _RECORDED = ("temperature", "max_tokens", "max_completion_tokens", "seed", "stop", "n", *_SHAPING)
 _PROMPT_FIELDS = ("prompt_token_ids",)
 _ENGINE_FIELDS = (*_PROMPT_FIELDS, "token_ids", "response_token_ids", "weight_versions", "metadata")
-"""Fields of an answer that an agent reads only if it asks for tokens: its client may not know them."""
+"""Fields of an answer that an agent receives only if it asks for tokens, because its client may not know them."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,11 @@ class AgentRequest:
     route: str
     body: Mapping[str, Any]
     digest: str
-    """Digest of what makes it the same request when it is sent again."""
+    """Digest of the fields that are equal when the same request is sent again."""
 
     @property
     def messages(self) -> Sequence[ChatMessage]:
-        """Its messages; a text prompt is one of its own role, and a prompt of token ids is none."""
+        """Its messages; a text prompt is one message of a special role, and a prompt of token ids has no messages."""
         if self.route == "chat/completions":
             return self.body["messages"]  # type: ignore[no-any-return]
         prompt = self.body.get("prompt")
@@ -73,15 +74,15 @@ class AgentRequest:
 
 
 def parse_request(route: str, body: Any, idempotency_key: str = "") -> AgentRequest:
-    """Check what the gateway itself needs of a request. Raises RecordError; the server checks the rest."""
+    """Check the fields of a request that the gateway reads; the server checks all others. Raises RecordError."""
     if not isinstance(body, dict):
         raise RecordError("the body must be a JSON object")
     if route == "chat/completions":
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) for m in messages):
-            raise RecordError("messages must be a list of objects, and not empty")
+            raise RecordError("messages must be a non-empty list of objects")
     elif isinstance(body.get("prompt"), list) and not {str, list}.isdisjoint(map(type, body["prompt"])):
-        raise RecordError("prompt must be one text or one list of token ids: a call has one prompt")
+        raise RecordError("prompt must be one text or one list of token ids, because a call has one prompt")
     if not isinstance(body.get("stream_options") or {}, dict):
         raise RecordError("stream_options must be an object")
     if route == "completions" and not isinstance(body.get("logprobs") or 0, int):
@@ -115,7 +116,7 @@ def server_request(
 
 
 def previous_turn(messages: Sequence[ChatMessage], known: CallSequences) -> dict[str, Any] | None:
-    """Return the tokens of the call whose conversation and answer the messages continue, if one is known."""
+    """Return the tokens of the call whose conversation and answer the messages continue; None if it is unknown."""
     answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
         return None
@@ -150,7 +151,7 @@ def _tool_calls(message: ChatMessage) -> list[tuple[Any, Any]]:
 
 
 def agent_answer(request: AgentRequest, body: Mapping[str, Any], uid: str) -> dict[str, Any]:
-    """Return an answer, or one event of a stream, without what only the gateway asked for; its id becomes `uid`."""
+    """Return an answer, or one event of a stream, without fields that only the gateway requested, and with id `uid`."""
     hidden = _PROMPT_FIELDS if request.wants_tokens else _ENGINE_FIELDS
     answer = {key: value for key, value in body.items() if key not in hidden}
     answer["id"] = uid
@@ -166,7 +167,7 @@ def agent_answer(request: AgentRequest, body: Mapping[str, Any], uid: str) -> di
 
 
 def with_prompt(request: AgentRequest, answer: Mapping[str, Any], prompt: Sequence[int]) -> dict[str, Any]:
-    """Return a recorded answer with the prompt's token ids if the agent asked for them: records do not repeat them."""
+    """Return a recorded answer; add the prompt's token ids, which records omit, if the agent asked for them."""
     if not request.wants_tokens:
         return dict(answer)
     ids = list(prompt)
@@ -192,13 +193,13 @@ def call_answers(samples: Sequence[Sample], versions: Mapping[str, int]) -> tupl
 
 
 def recorded_sampling(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the parameters of a request to the server that decide how it samples."""
+    """Return the sampling parameters of a request to the server."""
     return {name: str(body[name]) for name in _RECORDED if body.get(name) is not None}
 
 
 def sampling_params(sampling: Mapping[str, str], temperature: float) -> SamplingParams:
-    """Return recorded parameters as a rollout has them. Raises RecordError for those that are no numbers, or that
-    make logprobs unfit for training and that a rollout cannot name."""
+    """Return recorded parameters in the form of a rollout. Raises RecordError for parameters that are not numbers, and
+    for parameters that make logprobs unfit for training and have no field in a rollout."""
     for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"):
         if name in sampling and sampling[name] not in ("{}", str(_SHAPING[name])):
             raise RecordError(
@@ -212,4 +213,4 @@ def sampling_params(sampling: Mapping[str, str], temperature: float) -> Sampling
             min_p=float(sampling.get("min_p", 0.0)),
         )
     except ValueError as error:
-        raise RecordError(f"its calls were sampled with parameters that are no numbers: {error}") from error
+        raise RecordError(f"its calls were sampled with parameters that are not numbers: {error}") from error

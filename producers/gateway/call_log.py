@@ -1,7 +1,7 @@
-"""The topic `calls` as a gateway uses it: appends that wait for the brokers, and the fold of all that anybody wrote.
+"""The topic `calls` as a gateway uses it: appends that wait for the brokers, and the fold of all records.
 
-A gateway reads its own and others' writes: `current` returns once the fold holds every record that was on a partition
-when it was called. Threads read, write and ask for ends; the fold belongs to the event loop.
+A gateway reads its own writes and those of other gateways: `current` returns once the fold holds every record that was
+on a partition when it was called. Threads read, write and query ends; only the event loop changes the fold.
 """
 
 import asyncio
@@ -34,19 +34,19 @@ CallRecord = ModelCall | SessionEvent
 _POLL_S = 0.1
 _CLOSE_S = 10.0
 _ALONE_AFTER_MS = 60_000
-"""Append time without a record of another gateway after which there is none."""
+"""Time without a record of another gateway after which this gateway counts as alone."""
 _SELDOM: dict[str, Any] = {"fetch.min.bytes": 1_000_000, "fetch.wait.max.ms": 100}
-"""Client settings of a gateway that is alone: it reads its own records only, which it has applied, and a fetch for each
-of them competes with the acknowledgements its callers wait for. It hears of another gateway's first record this much
-later."""
+"""Client settings of a gateway that is alone. It reads only its own records, which it has already applied, and a fetch
+for each of them would compete with the acknowledgements that its callers wait for. With these settings it sees another
+gateway's first record up to `fetch.wait.max.ms` later."""
 
 
 class AppendedRecord(NamedTuple):
-    """Place and append time of a record that the brokers hold."""
+    """Place and append time of a record that the brokers have."""
 
     partition: int
     offset: int
-    """Its offset, or a later one on the partition if the brokers did not tell it."""
+    """Its offset, or a later offset on the partition if the brokers did not report it."""
     append_ms: int
 
 
@@ -59,7 +59,7 @@ class _Read(NamedTuple):
 
 
 class CallWriter:
-    """Appends records to `calls`; returns when the brokers have them. For the threads and tasks of one event loop."""
+    """Appends records to `calls` and waits until the brokers have them. Use it in one event loop."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         """Raises BrokerUnavailable or TopicError if there is no topic to write to."""
@@ -67,7 +67,7 @@ class CallWriter:
         self.topic = topic_name(run, "calls")
         self.partitions = topic_admin.partitions_of(kafka, self.topic)
         self._limit = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
-        # A record is one answer that somebody waits for.
+        # A record is not delayed to fill a request, because a caller waits for it.
         producer = clients.producer(kafka, **{"linger.ms": "0"})
         self._sender = Sender(producer, remedy="send the request again", on_failure=self._failed)
         self._waiting: dict[str, asyncio.Future[Delivery]] = {}
@@ -78,22 +78,22 @@ class CallWriter:
         self._thread.start()
 
     def partition_of(self, session: str) -> int:
-        """Return the partition of a session. Raises RecordError if the name is none."""
+        """Return the partition of a session. Raises RecordError if the name is invalid."""
         return partition_of_group(group_of(session), self.partitions)
 
     async def append(
         self, record: CallRecord, on_append: Callable[[AppendedRecord], None] | None = None
     ) -> AppendedRecord:
-        """Append a record; `on_append` is called in the event loop, for records of a partition in their order, but not
-        for one whose offset the brokers did not tell.
+        """Append a record. `on_append` is called in the event loop, in the order of a partition's records, but not for
+        a record whose offset the brokers did not report.
 
-        Raises RecordTooLarge, DeadlineExceeded, DeliveryError; only then may it not be there. After a record without
-        an offset, raises BrokerUnavailable if the end of the partition cannot be asked for.
+        Raises RecordTooLarge, DeadlineExceeded or DeliveryError if the record may be missing from the log. Raises
+        BrokerUnavailable if the offset was not reported and the end of the partition cannot be queried.
         """
         key, value = encode_key(record.session), codec.encode(record)
         if len(key) + len(value) > self._limit:
             raise RecordTooLarge(
-                f"a record of session {record.session} has {len(value)} bytes and {self.topic} takes {self._limit}; "
+                f"a record of session {record.session} has {len(value)} bytes, but {self.topic} accepts {self._limit}; "
                 "raise kafka.max_record_bytes and run `rollstream topics apply`"
             )
         name = f"record {next(self._names)} of session {record.session}"
@@ -118,7 +118,7 @@ class CallWriter:
             del self._waiting[name]
         offset = delivery.known_offset
         if offset is None:
-            # Brokers may acknowledge a record without its offset if they got it twice; it is below the end.
+            # Brokers may omit the offset of a record that they received twice; the offset is below the end.
             ends = await asyncio.to_thread(topic_admin.bounds, self._kafka, self.topic, [partition])
             offset = ends[partition][1] - 1
         return AppendedRecord(partition, offset, delivery.timestamp_ms)
@@ -139,7 +139,7 @@ class CallWriter:
             self._sender.poll(_POLL_S)
 
     async def close(self) -> None:
-        """Wait for records under way."""
+        """Wait for records in flight."""
         await asyncio.to_thread(self._sender.waiting, _CLOSE_S)
         self._stop.set()
         await asyncio.to_thread(self._thread.join)
@@ -157,8 +157,8 @@ class CallLog:
         remembered_sessions: int,
         on_read: Callable[[CapturedSession], None],
     ) -> None:
-        """`author` is the name of the gateway, which remembers so many finished sessions of each partition; `on_read`
-        is called in the event loop with each session that a record was read of."""
+        """`author` is the name of the gateway. It remembers `remembered_sessions` finished sessions of each partition.
+        `on_read` is called in the event loop with the session of each record that was read."""
         self._kafka, self._author = kafka, author
         self._others_ms = 0
         self.writer = CallWriter(kafka, run)
@@ -168,7 +168,7 @@ class CallLog:
         self.skipped = SkippedRecords("gateway")
         """Records that could not be read."""
         self.error: Exception | None = None
-        """The error that ended reading, if one did."""
+        """The error that ended reading, if any."""
         self.failed = asyncio.Event()
         self._on_read = on_read
         self._loop = asyncio.get_running_loop()
@@ -182,17 +182,17 @@ class CallLog:
         self._ends = Reader(kafka, doing="asking for ends")
 
     async def start(self) -> None:
-        """Read the topic to its present end. Raises as `current` does."""
+        """Read the topic to its current end. Raises as `current` does."""
         self._thread.start()
         for partition in range(len(self.folds)):
             await self.current(partition)
 
     def fold_of(self, session: str) -> PartitionSessions:
-        """Return the fold of a session's partition. Raises RecordError if the name is none."""
+        """Return the fold of a session's partition. Raises RecordError if the name is invalid."""
         return self.folds[self.writer.partition_of(session)]
 
     async def append(self, record: CallRecord) -> AppendedRecord:
-        """Append a record, and apply it at once if it follows what is applied. Raises as `CallWriter.append` does."""
+        """Append a record; apply it at once if it is next on its partition. Raises as `CallWriter.append` does."""
 
         def appended(place: AppendedRecord) -> None:
             if place.offset == self.folds[place.partition].position:
@@ -225,7 +225,7 @@ class CallLog:
         return self.folds[partition]
 
     async def close(self) -> None:
-        """Stop reading, and wait for records under way."""
+        """Stop reading, and wait for records in flight."""
         self._stop.set()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
@@ -234,7 +234,7 @@ class CallLog:
         await self.writer.close()
 
     async def _end_of(self, partition: int) -> int:
-        """Return the end of a partition as a broker knows it at some time after this call."""
+        """Return the end of a partition, as reported by a broker after this call."""
         end = self._probes.get(partition)
         if end is None:
             end = self._probes[partition] = self._loop.create_future()
@@ -250,7 +250,7 @@ class CallLog:
                     ends = await self._loop.run_in_executor(
                         self._probe_thread, self._ends.bounds, self.topic, [*wanted]
                     )
-                except Exception as error:  # those who wait raise it
+                except Exception as error:  # the waiting callers raise it
                     for waiting in wanted.values():
                         waiting.set_exception(error)
                 else:
@@ -267,13 +267,13 @@ class CallLog:
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _follow_while(self, *, alone: bool) -> None:
-        """Follow the topic from where the fold stands for as long as other gateways write, or none does."""
+        """Follow the topic from the fold's position until this gateway stops or starts being alone."""
         start = {(self.topic, p): fold.position or BEGINNING for p, fold in enumerate(self.folds)}
         with TopicFollower(self._kafka, start, **(_SELDOM if alone else {})) as follower:
             while self.alone == alone and not self._stop.is_set():
                 messages = follower.poll(500, _POLL_S)
                 ends = {partition: end for (_topic, partition), end in follower.ends.items()}
-                # Most are this gateway's own, and applied already.
+                # Most messages are this gateway's own and already applied.
                 new = [self._decode(m) for m in messages if m.offset >= self.folds[m.partition].position]
                 self._loop.call_soon_threadsafe(self._apply, new, ends)
 
@@ -281,10 +281,10 @@ class CallLog:
         record = None
         with self.skipped.passing(message):
             if message.value is None:
-                raise RecordError("a tombstone, where a record belongs" if message.readable else UNREADABLE)
+                raise RecordError("a tombstone instead of a record" if message.readable else UNREADABLE)
             record = codec.decode(message.value)
             if not isinstance(record, CallRecord):
-                raise RecordError(f"a {type(record).__name__} stands where a call belongs")
+                raise RecordError(f"a {type(record).__name__} instead of a call or session event")
         return _Read(message.partition, message.offset, message.timestamp_ms, record)
 
     def _apply(self, messages: list[_Read], ends: dict[int, int]) -> None:
@@ -308,7 +308,7 @@ class CallLog:
         self._on_read(session)
 
     def _wake(self, partition: int) -> None:
-        """Wake those who wait for the position of a partition."""
+        """Wake the callers that wait for a position of a partition."""
         waiting = self._waiting[partition]
         while waiting and waiting[0][0] <= self.folds[partition].position:
             _resolve(heapq.heappop(waiting)[2], None)

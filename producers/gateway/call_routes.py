@@ -1,4 +1,4 @@
-"""The HTTP of model calls, for the gateway's server and for the endpoint in a worker: routes, events, errors."""
+"""HTTP routes, events and errors of model calls, for the gateway's server and for the endpoint in a worker."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -31,12 +31,12 @@ _STATUS: tuple[tuple[type[RollstreamError], int, str], ...] = (
     (DeadlineExceeded, 503, "log_unavailable"),
     (RecordError, 400, "invalid_request"),
 )
-"""Status and code of each error; the first that fits."""
+"""Status and code of each error type; the first match applies."""
 Events = AsyncIterator[Mapping[str, Any] | str]
 
 
 class CallRoutes:
-    """Handlers of the routes that are captured."""
+    """Handlers of the captured routes."""
 
     def __init__(
         self,
@@ -44,10 +44,10 @@ class CallRoutes:
         session_of: Callable[[web.Request], Awaitable[CapturedSession]],
         on_failure: Callable[[CapturedSession, RollstreamError], Awaitable[None]],
     ) -> None:
-        """`on_failure` is called with the error of a call that was not answered, and with ContextTooLong."""
+        """`on_failure` is called with the error of a call that failed, ContextTooLong included."""
         self._capture, self._session_of, self._on_failure = capture, session_of, on_failure
         self.requests = 0
-        """Requests of any outcome."""
+        """Number of requests, whatever their outcome."""
 
     def routes(self, prefix: str) -> list[web.RouteDef]:
         """Return the routes below a path."""
@@ -58,7 +58,7 @@ class CallRoutes:
             self.requests += 1
             session = await self._session_of(http)
             request = parse_request(route, await json_body(http), http.headers.get("Idempotency-Key", ""))
-            # OpenAI's own clients count their retries.
+            # OpenAI's own clients send the number of their retries.
             first_attempt = http.headers.get("x-stainless-retry-count") == "0"
             try:
                 if request.streamed:
@@ -87,7 +87,7 @@ class CallRoutes:
 
 
 async def _write_events(http: web.Request, events: Events) -> web.StreamResponse:
-    """Write a stream; its errors before the first event are the request's, later ones end the stream."""
+    """Write a stream. Errors before the first event fail the request; later errors end the stream."""
     response: web.StreamResponse | None = None
     async for part in events:
         if response is None:
@@ -101,10 +101,10 @@ async def _write_events(http: web.Request, events: Events) -> web.StreamResponse
 
 
 class Listener:
-    """An HTTP server whose errors have OpenAI's form."""
+    """An HTTP server whose errors are in OpenAI's format."""
 
     def __init__(self, name: str, max_body_bytes: int, *, max_body_setting: str = "") -> None:
-        """`name` is how errors call the server, and `max_body_setting` what sets the other argument."""
+        """`name` names the server in errors, and `max_body_setting` the setting of `max_body_bytes`."""
         self._name = name
         self._max_body_bytes, self._max_body_setting = max_body_bytes, max_body_setting
         self._server: BoundServer | None = None
@@ -112,7 +112,7 @@ class Listener:
         """Requests answered with an error."""
 
     async def listen(self, routes: Sequence[web.RouteDef], host: str, port: int) -> str:
-        """Listen, and return the URL. Raises ConfigurationError if the address cannot be had."""
+        """Listen, and return the URL. Raises ConfigurationError if the address cannot be bound."""
         self._server = await listen(
             routes,
             host,
@@ -127,7 +127,7 @@ class Listener:
         return self._server.url
 
     async def close(self) -> None:
-        """Stop listening, and finish the requests under way."""
+        """Stop listening, and finish the requests in flight."""
         if self._server:
             await self._server.close()
 
@@ -138,7 +138,7 @@ class Listener:
         try:
             return await handler(request)
         except UpstreamRefused as error:
-            # The agent asked for what the server does not do; it reads the server's own words.
+            # The agent's request is at fault, so the agent receives the server's own error.
             self.errors += 1
             return web.Response(text=error.text, status=error.status, content_type="application/json")
         except RollstreamError as error:
@@ -150,7 +150,7 @@ class Listener:
                 raise
             self.errors += 1
             return _error(error.reason, error.status, "invalid_request")
-        except Exception as error:  # this request fails, the server goes on
+        except Exception as error:  # only this request fails; the server continues
             self.errors += 1
             event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
             return _error(repr(error), 500, "internal")

@@ -1,6 +1,6 @@
 """Captures the model calls of sessions: each is on the log before its answer is returned, and none is sampled twice.
 
-The gateway's server and the endpoint inside a worker share it. It speaks no HTTP to agents.
+The gateway's server and the endpoint inside a worker share this module. It does not handle the agents' HTTP.
 """
 
 import asyncio
@@ -38,18 +38,18 @@ from rollstream.topics.records import ModelCall, SessionEvent
 
 @dataclass(frozen=True, kw_only=True)
 class CaptureRules:
-    """How calls are sent on."""
+    """How calls are forwarded to the servers."""
 
     temperature: float
     sampling: Literal["run", "agent"]
     max_calls: int
     author: str
     seed: int | None = None
-    """Seed of calls that name none: a further attempt at an episode samples as the first did. None sends none."""
+    """Seed for calls that name none, so that each attempt at an episode samples alike; with None, no seed is sent."""
 
 
 class SessionLog(Protocol):
-    """The log as a capture needs it: to append, and to know what everybody appended."""
+    """The log as a capture needs it: to append records, and to read the records of all processes."""
 
     async def append(self, record: ModelCall | SessionEvent) -> AppendedRecord:
         """Append a record; return once the brokers have it."""
@@ -58,7 +58,7 @@ class SessionLog(Protocol):
         """Bring a session up to date with the log."""
 
     async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
-        """Bring a session up to date with everything up to a record."""
+        """Bring a session up to date with all records up to this one."""
 
 
 class CallCapture:
@@ -67,12 +67,12 @@ class CallCapture:
     def __init__(self, upstream: Upstream, log: SessionLog, rules: CaptureRules) -> None:
         self._upstream, self._log, self._rules = upstream, log, rules
         self._delivered: dict[str, set[str]] = {}
-        """Calls by session whose answers this process has handed out whole."""
+        """Calls, by session, whose whole answers this process has delivered."""
         self._in_flight: dict[tuple[str, str], asyncio.Future[ModelCall]] = {}
         self._reserved: dict[tuple[str, str], set[int]] = {}
         """Repetitions of requests that are being recorded."""
         self._sent: Counter[str] = Counter()
-        """Requests sent on, by session."""
+        """Requests forwarded, by session."""
         self.calls = 0
         """Calls recorded."""
 
@@ -81,14 +81,15 @@ class CallCapture:
         self._delivered.setdefault(session.name, set()).add(call.uid)
 
     def forget(self, session: str) -> None:
-        """Forget a session that takes no more calls."""
+        """Forget a session that accepts no more calls."""
         self._delivered.pop(session, None)
         del self._sent[session]
 
     def recorded(self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool) -> ModelCall | None:
-        """Return the call that a request repeats; None if it is a new one.
+        """Return the call that a request repeats; None if the request is new.
 
-        A request is new, too, if its client says that it never sent it before, and has the answers of all its equals.
+        A request is also new if its client says that it has not sent it before and the answers of all equal requests
+        have been delivered.
         """
         handed_out = self._delivered.get(session.name, set()) if first_attempt else set()
         return next((call for call in session.answered(request.digest) if call.uid not in handed_out), None)
@@ -101,9 +102,9 @@ class CallCapture:
     async def answer(
         self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool = False
     ) -> tuple[ModelCall, dict[str, Any]]:
-        """Return the call of a request and its answer, recorded.
+        """Return the recorded call of a request, made now if it is new, and its answer.
 
-        Raises SessionClosed, InferenceUnavailable, InferenceRefused, UpstreamRefused, and the errors of the log.
+        Raises SessionClosed, InferenceUnavailable, InferenceRefused, UpstreamRefused, and errors of writes to the log.
         """
         await self._log.current(session)
         if call := self.recorded(session, request, first_attempt=first_attempt):
@@ -118,7 +119,7 @@ class CallCapture:
             recorded.set_result(call)
         except BaseException as error:
             recorded.set_exception(error)
-            recorded.exception()  # nobody else may wait for it
+            recorded.exception()  # marks it as retrieved, because no other caller may be waiting
             raise
         finally:
             if self._in_flight.get(key) is recorded:
@@ -147,7 +148,7 @@ class CallCapture:
     async def stream(
         self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool = False
     ) -> AsyncIterator[Mapping[str, Any] | str]:
-        """Yield the events of a streamed answer; those that complete it come once the call is recorded.
+        """Yield the events of a streamed answer; the events that complete it follow once the call is recorded.
 
         Raises as `answer` does, before the first event; a stream that breaks off later raises InferenceUnavailable.
         """
@@ -200,10 +201,10 @@ class CallCapture:
 
     def _check_open(self, session: CapturedSession) -> None:
         if session.closed or session.finished or session.ended:
-            why = (session.closed.reason if session.closed else "") or "it is ended"
-            raise SessionClosed(f"session {session.name} takes no more calls: {why}; start another")
+            why = (session.closed.reason if session.closed else "") or "it has ended"
+            raise SessionClosed(f"session {session.name} accepts no more calls: {why}; start another")
         if len(session.calls) >= self._rules.max_calls:
-            raise SessionClosed(f"session {session.name} has made {len(session.calls)} calls, the most it may make")
+            raise SessionClosed(f"session {session.name} has made {len(session.calls)} calls, which is its maximum")
 
     def _server_body(self, session: CapturedSession, request: AgentRequest) -> dict[str, Any]:
         body = server_request(
@@ -229,7 +230,7 @@ class CallCapture:
         uid: str,
         first_attempt: bool,
     ) -> ModelCall:
-        """Record a call; return the one that counts: another process may have recorded the same request first."""
+        """Record a call and return it, or return the call of a process that recorded the same request first."""
         samples = samples_of(answer, ROUTES[request.route], source=url)
         if not samples:
             raise InferenceRefused(f"{url} answered without a choice")

@@ -1,4 +1,4 @@
-"""Rollouts of a captured session, one for each branch, the same bytes whichever gateway makes them. Pure."""
+"""Rollouts of a captured session, one for each branch, with the same bytes from every gateway. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ class RolloutForm:
     temperature: float
     """Temperature of calls that name none."""
     assume_version: int = -1
-    """Policy version of tokens whose server names none; -1 refuses them."""
+    """Policy version assumed for tokens whose server names none; -1 refuses them."""
 
 
 def rollouts_of(session: CapturedSession, form: RolloutForm, policies: PolicyVersions) -> list[Rollout]:
@@ -65,12 +65,12 @@ def cancellation_of(session: CapturedSession, reason: str) -> GroupCancelled:
 
 
 def rollout_uids(episode: str, branches: int) -> list[str]:
-    """Return the uids of an episode's rollouts: its name, with the branch if there are several."""
+    """Return the uids of an episode's rollouts: its name, followed by the branch number if there are several."""
     return [episode] if branches == 1 else [f"{episode}.{branch}" for branch in range(branches)]
 
 
 def _rewards_by_call(session: CapturedSession) -> dict[str, float]:
-    """Rewards of single calls by uid; those named by number are counted in the order of the log."""
+    """Rewards of single calls by uid; a number names the call at this index in the order of the log."""
     calls = distinct(session.calls)
     uids = {call.uid for call in calls}
     rewards: dict[str, float] = {}
@@ -143,7 +143,7 @@ def _turns(branch: Branch, rewards: Mapping[str, float]) -> tuple[Turn, ...]:
 
 
 def _token_rewards(branch: Branch, rewards: Mapping[str, float]) -> Float32:
-    """Rewards of calls on the last token of their first answer that is trained here; none if no call has one."""
+    """Rewards by token: a call's reward is on the last token of its first answer. Empty if no call has a reward."""
     if not rewards:
         return NO_FLOATS
     values = np.zeros(len(branch.tokens), "<f4")
@@ -161,7 +161,7 @@ def _sampling(session: CapturedSession, branch: Branch, form: RolloutForm) -> Sa
     if len(used) > 1:
         temperatures = sorted({sampling.temperature for sampling in used})
         raise RecordError(
-            f"calls of one sequence were sampled in {len(used)} ways (temperatures {temperatures}); a rollout has one: "
-            "send the same parameters with every call, or set gateway.sampling to run"
+            f"calls of one sequence were sampled with {len(used)} sets of parameters (temperatures {temperatures}); "
+            "a rollout records one: send the same parameters with every call, or set gateway.sampling to run"
         )
     return used.pop()

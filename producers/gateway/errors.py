@@ -5,7 +5,7 @@ from rollstream.topics.errors import RollstreamError
 
 
 class SessionClosed(RollstreamError):
-    """The session takes no more calls: it is ended, failed or abandoned."""
+    """The session accepts no more calls because it has ended, failed or been abandoned."""
 
 
 class NoSuchSession(RollstreamError):
@@ -21,7 +21,7 @@ class NoVersion(RollstreamError):
 
 
 class UpstreamRefused(RollstreamError):
-    """A server refused a request for a reason that lies in the request; `cause` says which."""
+    """A server refused a request because of the request itself; `cause` is the reason."""
 
     def __init__(self, status: int, text: str, cause: InferenceRefused) -> None:
         super().__init__(str(cause))

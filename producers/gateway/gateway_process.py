@@ -35,7 +35,7 @@ async def run_gateway(
 ) -> None:
     """Run a gateway until `stop` is set; `on_ready` is called with its URL once it serves.
 
-    Servers, model, key, temperature and logprobs_mode are those of `worker`. Without `capacity` there is no limit but
+    Servers, model, key, temperature and logprobs_mode come from `worker`. Without `capacity`, the only limit is
     gateway.max_sessions. Raises ConfigurationError, TopicError, BrokerUnavailable.
     """
     async with AsyncExitStack() as stack:
@@ -111,7 +111,7 @@ async def run_gateway(
 
 
 async def _until_served(serving: "asyncio.Task[None]", beside: "set[asyncio.Task[None]]") -> None:
-    """Wait for a task; raise the error of one beside it at once, because a gateway does not work without it."""
+    """Wait for `serving`; raise an error of a background task at once, because a gateway needs all of them."""
     try:
         while not serving.done():
             done, _pending = await asyncio.wait({serving, *beside}, return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +128,7 @@ _LOOK_EVERY_S = 1.0
 
 
 async def _look_for_versions(upstream: Upstream, stop: asyncio.Event) -> None:
-    """Keep the newest policy version up to date: groups are stamped with it."""
+    """Keep the newest policy version up to date, because groups are stamped with it."""
     while not stop.is_set():
         await upstream.version()
         with contextlib.suppress(TimeoutError):

@@ -1,9 +1,9 @@
 """Ends the episodes that killed workers left open on `calls`: each is finished if its rollouts are on the log, else
 cancelled, so that no group waits for them and the ledger knows the fate of their calls. A worker that was killed
-between two attempts at an episode left a session of each.
+between two attempts at an episode left a session for each attempt.
 
-A worker ends those of its own earlier processes when it starts, and those of other workers once they are older than any
-episode can be.
+When a worker starts, it ends the episodes that its own earlier processes left, and also other workers' episodes that
+are older than any running episode can be.
 """
 
 import asyncio
@@ -35,12 +35,12 @@ logger = logging.getLogger(__name__)
 LEFT = "the worker that played the episode is gone"
 """Reason of the cancellation."""
 _SKEW_MS = 60_000
-"""Difference that the clocks of brokers may have."""
+"""Tolerated difference between the clocks of brokers."""
 _FLUSH_S = 30.0
 
 
 class LeftEpisode(NamedTuple):
-    """The fate of an episode that a killed worker left."""
+    """The fate of an episode that a killed worker left open."""
 
     session: CapturedSession
     uids: tuple[str, ...]
@@ -50,7 +50,7 @@ class LeftEpisode(NamedTuple):
 async def end_left_episodes(
     kafka: KafkaConfig, run: str, config: WorkerConfig, *, author: str, producer: RolloutProducer
 ) -> list[LeftEpisode]:
-    """End the episodes that earlier processes of a worker left, and those of others that have become too old.
+    """End the episodes that earlier processes of a worker left open, and other workers' episodes that are too old.
 
     `author` is the name of this process, `worker_id` and its incarnation. `producer` writes the cancellations. Raises
     BrokerUnavailable, TopicError, DeliveryError.
@@ -86,7 +86,7 @@ async def end_left_episodes(
 def longest_silence_s(config: WorkerConfig) -> float:
     """Return the time without a record after which the worker that plays an episode must be gone.
 
-    A member that ends first waits for the others of its group before its rollouts are written.
+    A member that ends first waits for the other members of its group before its rollouts are written.
     """
     return 2 * config.episode_timeout_s + config.drain_timeout_s + _SKEW_MS / 1000
 
@@ -109,11 +109,11 @@ def _read_left(kafka: KafkaConfig, run: str, config: WorkerConfig, author: str) 
 
 
 def _open_sessions(kafka: KafkaConfig, run: str) -> list[CapturedSession]:
-    """Return the sessions of workers that are not finished, without their calls: those are most of the topic."""
+    """Return the workers' unfinished sessions, without their calls, which are most of the topic."""
     folds: dict[int, PartitionSessions] = {}
     for message in read_to_end(kafka, topic_name(run, "calls")):
         fold = folds.setdefault(message.partition, PartitionSessions(keep_finished=0))
-        with contextlib.suppress(RecordError):  # gateways and the ledger report it
+        with contextlib.suppress(RecordError):  # gateways and the ledger report bad records
             if codec.kind_of(message.value) == "ModelCall":
                 if session := fold.sessions.get(str(*decode_key(message.key)[:1])):
                     session.last_ms = message.timestamp_ms
@@ -145,7 +145,7 @@ def _with_calls(kafka: KafkaConfig, run: str, sessions: Sequence[CapturedSession
 
 
 def _expected_uids(session: CapturedSession) -> tuple[str, ...]:
-    """Return the uids of the rollouts that a worker wrote, if it wrote any; none if there could be none."""
+    """Return the uids that a session's rollouts have if they were written; none if it cannot have rollouts."""
     try:
         return tuple(rollout_uids(session.episode, len(branches_of(session.calls))))
     except RecordError:
@@ -153,7 +153,7 @@ def _expected_uids(session: CapturedSession) -> tuple[str, ...]:
 
 
 def _present(kafka: KafkaConfig, run: str, sessions: Iterable[CapturedSession], wanted: set[str]) -> set[str]:
-    """Return those uids of sessions' rollouts that are on `rollouts`; they were appended after the sessions' ends."""
+    """Return the wanted uids that are on `rollouts`; their records were appended after the sessions' ends."""
     topic, present = topic_name(run, "rollouts"), set[str]()
     with closing(Reader(kafka, doing="looking for rollouts", isolation="read_uncommitted")) as reader:
         since_ms: dict[int, int] = {}
@@ -168,6 +168,6 @@ def _present(kafka: KafkaConfig, run: str, sessions: Iterable[CapturedSession], 
                 continue
             for message in read_to_end(kafka, topic, partitions=[partition], start={partition: begin}, reader=reader):
                 if codec.kind_of(message.value) == "Rollout":
-                    with contextlib.suppress(RecordError):  # grouping reports it
+                    with contextlib.suppress(RecordError):  # grouping reports bad records
                         present |= wanted & {codec.decode_as(Rollout, message.value).uid}
     return present

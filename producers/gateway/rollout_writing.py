@@ -1,8 +1,9 @@
-"""Writes the rollouts of captured sessions, each once, whichever gateway is killed when.
+"""Writes the rollouts of captured sessions, each exactly once even if gateways are killed.
 
-A gateway announces on `calls` that it writes, with the end of the partition of `rollouts`; it writes; it records that
-it did. One that takes over reads `rollouts` from the announced end on, and writes only what is not there. Rollouts are
-the same bytes under the same uids in every gateway; grouping drops what a gateway that was suspended writes twice.
+A gateway announces on `calls` that it will write, with the end of the partition of `rollouts`; it writes; then it
+records that it has written. A gateway that takes over reads `rollouts` from the announced end on, and writes only the
+missing records. Every gateway writes the same bytes under the same uids, so grouping drops the duplicates of a gateway
+that was suspended while it wrote.
 """
 
 import asyncio
@@ -50,7 +51,7 @@ class RolloutWriter:
         self._takeover_ms = int(takeover_s * 1000)
         self._topic = topic_name(run, "rollouts")
         self._partitions = topic_admin.partitions_of(kafka, self._topic)
-        # Rollouts of filtered sampling are cancelled with their reason, not left to grouping.
+        # The producer refuses rollouts of filtered sampling, so that their episodes are cancelled with this reason.
         at_once: dict[str, Any] = {"linger.ms": "0"}
         self._producer = RolloutProducer(kafka, run, on_delivery=self._delivered, **at_once)
         self._ends = Reader(kafka, doing="asking for ends")
@@ -110,7 +111,7 @@ class RolloutWriter:
     def _records(
         self, session: CapturedSession, policies: PolicyVersions
     ) -> tuple[list[Rollout | GroupCancelled], str]:
-        """Return what to write for a session, and why if it is a cancellation."""
+        """Return the records to write for a session, and the reason if they cancel the episode."""
         assert session.closed is not None
         reason = session.closed.reason
         if not reason:
@@ -121,7 +122,7 @@ class RolloutWriter:
         return [cancellation_of(session, reason)], reason
 
     def _write(self, session: CapturedSession, records: list[Rollout | GroupCancelled], reason: str) -> str:
-        """Write records and wait for the brokers; return why the episode is cancelled, empty if it is not."""
+        """Write records and wait for the brokers; return why the episode is cancelled; empty if it is not."""
         try:
             for record in records:
                 if isinstance(record, Rollout):
@@ -129,7 +130,7 @@ class RolloutWriter:
                 else:
                     self._producer.cancel(record)
         except RecordError as error:
-            # Rollouts of the episode that were sent already go with it.
+            # The cancellation also drops rollouts of the episode that were already sent.
             reason = str(error)
             self._producer.cancel(cancellation_of(session, reason))
         self._producer.flush(_FLUSH_S)
@@ -140,7 +141,7 @@ class RolloutWriter:
         present: set[str] = set()
         first = topic_admin.bounds(self._kafka, self._topic, [partition])[partition][0]
         start = {partition: max(begin, first)}
-        # Ours are in no transaction; those of others must not hide them.
+        # Gateways write without transactions, and other producers' open transactions must not hide their records.
         for message in read_to_end(
             self._kafka, self._topic, partitions=[partition], start=start, isolation="read_uncommitted"
         ):
@@ -148,11 +149,11 @@ class RolloutWriter:
                 try:
                     present |= uids & set(_uids(codec.decode(message.value)))
                 except RecordError:
-                    continue  # grouping reports it
+                    continue  # grouping reports bad records
         return present
 
     async def close(self) -> None:
-        """Wait for what is under way."""
+        """Wait for writes in progress."""
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
         await asyncio.to_thread(self._producer.close)
         self._ends.close()

@@ -1,6 +1,6 @@
 """The gateway's HTTP side: sessions, rewards, and OpenAI's calls at `/sessions/ID/v1`.
 
-Clients of AReaL (session key as Bearer token) and of rllm (session in the URL) work when their URL changes.
+Clients of AReaL (session key as Bearer token) and of rllm (session in the URL) work once their URL points here.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class GatewayServer:
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        """Listen. Raises ConfigurationError if the address cannot be had."""
+        """Listen. Raises ConfigurationError if the address cannot be bound."""
         routes = [
             web.post("/rl/start_session", self._start),
             web.post("/rl/set_reward", self._reward),
@@ -52,7 +52,7 @@ class GatewayServer:
             web.get("/readyz", self._readyz),
             web.get("/metrics", self._metrics),
         ]
-        # As in the base_url of a session, and where clients of AReaL expect them.
+        # Below the base_url of a session, and at the paths that clients of AReaL expect.
         for prefix in ("/sessions/{session}/v1", "/sessions/{session}", "/v1", ""):
             routes += self._calls.routes(prefix)
             routes.append(web.get(f"{prefix}/models", self._models))
@@ -63,7 +63,7 @@ class GatewayServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Stop listening, and finish the requests under way."""
+        """Stop listening, and finish the requests in flight."""
         await self._listener.close()
 
     # ------------------------------------------------------------------ sessions
@@ -150,7 +150,7 @@ class GatewayServer:
         model = {"id": self._upstream.model, "object": "model", "created": 0, "owned_by": "rollstream-gateway"}
         return web.json_response({"object": "list", "data": [model]})
 
-    # ------------------------------------------------------------------ who asks
+    # ------------------------------------------------------------------ authorization
 
     async def _session_of_call(self, http: web.Request) -> CapturedSession:
         return await self._session_of(http, {})
@@ -160,16 +160,16 @@ class GatewayServer:
         keyed = session_of_key(bearer, self._secret)
         named = http.match_info.get("session") or _text(body, "session_id", "") or keyed or ""
         if self._secret and bearer != self._secret and keyed != named:
-            raise web.HTTPUnauthorized(reason="the key of the session, or that of the gateway, is missing or wrong")
+            raise web.HTTPUnauthorized(reason="the key of the session or of the gateway is missing or wrong")
         if not named:
-            raise RecordError("no session is named: use its base_url, its key as Bearer token, or session_id")
+            raise RecordError("the request names no session; use its base_url, its key as Bearer token, or session_id")
         return await self._service.session(named)
 
     def _check_admin(self, http: web.Request) -> None:
         if self._secret and http.headers.get("Authorization", "") != f"Bearer {self._secret}":
-            raise web.HTTPUnauthorized(reason="sessions are started with the gateway's key, gateway.api_key")
+            raise web.HTTPUnauthorized(reason="starting a session requires the gateway's key, gateway.api_key")
 
-    # ------------------------------------------------------------------ figures
+    # ------------------------------------------------------------------ probes and metrics
 
     async def _livez(self, _http: web.Request) -> web.Response:
         return web.Response(text="ok\n")
@@ -178,7 +178,7 @@ class GatewayServer:
         return web.Response(text=f"ok, {self._service.open_sessions} sessions open\n")
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name: totals since the start, which end in _total, and the state now."""
+        """Metrics by name: totals since the start, whose names end in _total, and the current state."""
         return {
             "requests_total": self._calls.requests,
             "calls_total": self._capture.calls,

@@ -1,6 +1,6 @@
-"""Sessions of a gateway: starts them within the capacity rule, takes their rewards and ends, and writes their rollouts.
+"""Sessions of a gateway: starts them within the capacity rule, records their rewards and ends, and writes rollouts.
 
-It keeps nothing that is not on `calls`: any gateway of a run serves any session, and one that restarts continues all.
+All lasting state is on `calls`, so any gateway of a run serves any session, and a restarted gateway continues them all.
 """
 
 import asyncio
@@ -41,11 +41,11 @@ class SessionRequest:
     group_id: str = ""
     group_size: int = 1
     member: int | None = None
-    """The one member to start; None starts all."""
+    """Member to start; None starts all."""
 
 
 class SharedLog:
-    """The log of a gateway, which others write to as well."""
+    """The log of a gateway, to which other gateways also write."""
 
     def __init__(self, log: CallLog) -> None:
         self._log = log
@@ -60,7 +60,7 @@ class SharedLog:
             await self._log.current(self._log.writer.partition_of(session.name))
 
     async def applied(self, _session: CapturedSession, _record: ModelCall, place: AppendedRecord) -> None:
-        """Bring a session up to date with everything up to a record."""
+        """Bring a session up to date with all records up to this one."""
         await self._log.applied(place.partition, place.offset + 1)
 
 
@@ -79,7 +79,7 @@ class SessionService:
         read_progress: Callable[[], RunProgress] = RunProgress,
         draining: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Without `capacity` only gateway.max_sessions limits sessions; `draining` tells whether none may begin."""
+        """Without `capacity` only gateway.max_sessions limits sessions; while `draining` is true, none can start."""
         self._log, self._writer, self._upstream = log, writer, upstream
         self._config = config
         self._assume_version = assume_version
@@ -99,7 +99,7 @@ class SessionService:
 
     @property
     def open_sessions(self) -> int:
-        """Sessions whose rollouts are not written."""
+        """Number of sessions whose rollouts are not written."""
         return sum(len(fold.open) for fold in self._log.folds)
 
     @property
@@ -117,13 +117,13 @@ class SessionService:
         except RecordError as error:
             raise NoSuchSession(str(error)) from error
         if name not in fold.sessions:
-            raise NoSuchSession(f"no session is called {name[:64]!r}; POST /rl/start_session starts one")
+            raise NoSuchSession(f"no session is named {name[:64]!r}; POST /rl/start_session starts one")
         return fold.sessions[name]
 
     async def start(self, request: SessionRequest) -> list[CapturedSession]:
-        """Start the sessions of a group, or one of them; sessions that exist are returned as they are.
+        """Start the sessions of a group, or one of them; existing sessions are returned unchanged.
 
-        Raises NoCapacity, NoVersion, RecordError for a request that no rollout could come from.
+        Raises NoCapacity, NoVersion, or RecordError for a request that could not lead to a rollout.
         """
         group = request.group_id or uuid.uuid4().hex
         self._check(request)
@@ -150,20 +150,20 @@ class SessionService:
     def _check(self, request: SessionRequest) -> None:
         for name, value in (("task_id", request.task_id), ("environment", request.environment)):
             if not 0 < len(value) <= NAME_LIMIT:
-                raise RecordError(f"{name} has {len(value)} characters, which must be 1 to {NAME_LIMIT}")
+                raise RecordError(f"{name} has {len(value)} characters; it must have 1 to {NAME_LIMIT}")
         if not 1 <= request.group_size <= self._config.max_group_size:
             raise RecordError(f"group_size is {request.group_size}; it must be 1 to {self._config.max_group_size}")
         if request.member is not None and not 0 <= request.member < request.group_size:
-            raise RecordError(f"member is {request.member} in a group of {request.group_size}")
+            raise RecordError(f"member is {request.member}; it must be from 0 up to group_size {request.group_size} - 1")
         if request.member is not None and not request.group_id:
             raise RecordError("member is given without group_id; name the group that it belongs to")
 
     def _admit(self, sessions: int) -> None:
         if self._draining():
-            raise NoCapacity("the run is being drained, so no session begins; those that are open go on to their ends")
+            raise NoCapacity("the run is being drained, so no session can start; open sessions continue to their ends")
         is_open = self.open_sessions
         if is_open + sessions > self._config.max_sessions:
-            raise NoCapacity(f"{is_open} sessions are open, and at most {self._config.max_sessions} may be")
+            raise NoCapacity(f"{is_open} sessions are open, and at most {self._config.max_sessions} may be open")
         if self._capacity is None:
             return
         progress = self._read_progress()
@@ -171,8 +171,8 @@ class SessionService:
         deliveries[:] = [d for d in deliveries if d.offset >= progress.position(d.partition)]
         if not may_start(self._capacity, progress.outstanding, is_open + len(deliveries), sessions):
             raise NoCapacity(
-                f"{progress.outstanding} rollouts wait for the learner and {is_open} sessions are open; more would be "
-                f"stale before it reads them (learner.max_policy_lag {self._capacity.max_policy_lag})"
+                f"{progress.outstanding} rollouts wait for the learner and {is_open} sessions are open; more would "
+                f"be stale before the learner reads them (learner.max_policy_lag {self._capacity.max_policy_lag})"
             )
 
     def _start_event(self, request: SessionRequest, group: str, name: str, member: int, version: int) -> SessionEvent:
@@ -202,10 +202,10 @@ class SessionService:
         turn_rewards: Mapping[str, float],
         request: str = "",
     ) -> bool:
-        """Give a session a reward; the last one before its end counts. Return whether its rollouts are written.
+        """Give a session a reward; the last reward before it is closed counts. Return whether its rollouts are written.
 
-        Raises SessionClosed if the session was closed with another reward or without one, RecordError if the reward is
-        invalid: then the episode is cancelled, because no number stands for what was not judged.
+        Raises SessionClosed if the session was closed with another reward or without a reward. Raises RecordError if
+        the reward is invalid; the episode is then cancelled, because no number can replace a missing judgement.
         """
         await self._current(session)
         if session.closed or session.finished:
@@ -213,7 +213,7 @@ class SessionService:
                 return await self._writer.finish(session)
             why = session.closed.reason if session.closed else ""
             raise SessionClosed(
-                f"session {session.name} is closed{': ' if why else ''}{why}; its reward stays as it is"
+                f"session {session.name} is closed{': ' if why else ''}{why}; its reward cannot change"
             )
         values = [*([] if reward is None else [reward]), *components.values(), *turn_rewards.values()]
         problem = next(filter(None, map(reward_problem, values)), "")
@@ -250,7 +250,7 @@ class SessionService:
         )
 
     async def fail_call(self, session: CapturedSession, error: RollstreamError) -> None:
-        """Note a call that was not answered: the episode is cancelled, or, for one refused for length, truncated."""
+        """Note a call that failed: mark the episode as truncated if the call was too long, else cancel the episode."""
         if isinstance(error, ContextTooLong):
             await self._change(session, "truncated")
         else:
@@ -264,7 +264,7 @@ class SessionService:
         return await self._writer.finish(session)
 
     async def end(self, session: CapturedSession) -> bool:
-        """End a session: no call follows. Return whether its rollouts are written; else it waits for its reward."""
+        """End a session: it accepts no more calls. Return whether its rollouts are written."""
         await self._current(session)
         if not session.ended and not session.closed and not session.finished:
             await self._change(session, "end")
@@ -283,12 +283,12 @@ class SessionService:
         place = await self._log.append(change)
         await self._log.applied(place.partition, place.offset + 1)
 
-    # ------------------------------------------------------------------ what nobody asks for
+    # ------------------------------------------------------------------ timeouts and takeovers
 
     async def attend(self, stop: asyncio.Event) -> None:
-        """Mark sessions whose time has passed, and write what other gateways left, until `stop` is set.
+        """Until `stop` is set, mark sessions whose time has passed, and write what other gateways left unwritten.
 
-        The local clock only decides when to write a mark; whether it ends a session, its append time decides.
+        The local clock only decides when to write a mark; the mark's append time decides whether it ends a session.
         """
         while not stop.is_set():
             beat("sessions")
@@ -307,7 +307,7 @@ class SessionService:
         now = time.monotonic()
         quiet_s = now - self._seen.get(session.name, now)
         if session.closed is not None:
-            # The gateway that closed it is about to write; another takes its place after a time.
+            # The gateway that closed the session writes its rollouts; after takeover_s, any other gateway may.
             if session.last_author == self._config.replica_id or quiet_s >= self._config.takeover_s:
                 await self._writer.finish(session)
             return

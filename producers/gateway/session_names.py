@@ -1,8 +1,8 @@
 """Names and keys of sessions. Pure.
 
-A session is called `GROUP.MEMBER`, so its group, and with it its partition of `calls`, is in its name. Further attempts
-of a worker at the same episode are called `GROUP.MEMBER-2` and so on. A session key is the name and a code over it with
-the gateway's secret: any gateway with the same secret knows it, and none stores it.
+A session is named `GROUP.MEMBER`, so its name contains its group, which determines its partition of `calls`. A worker's
+further attempts at the same episode are named `GROUP.MEMBER-2` and so on. A session key is the name and a code computed
+from it with the gateway's secret, so any gateway with the same secret can check it, and none stores it.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _CODE_BYTES = 16
 
 
 def session_name(group: str, member: int, attempt: int = 1) -> str:
-    """Return the name of an attempt's session. Raises RecordError if the group's name cannot stand in a URL."""
+    """Return the name of an attempt's session. Raises RecordError if the group's name cannot be part of a URL."""
     if not _GROUP.fullmatch(group):
         raise RecordError(
             f"group_id {group[:64]!r} cannot be part of a URL: use up to 200 letters, digits, '.', '_' and '-'"
@@ -29,15 +29,15 @@ def session_name(group: str, member: int, attempt: int = 1) -> str:
 
 
 def group_of(session: str) -> str:
-    """Return the group in a session's name. Raises RecordError if it is none."""
+    """Return the group in a session's name. Raises RecordError if the name is invalid."""
     group, _, member = session.rpartition(".")
     if not (group and _MEMBER.fullmatch(member)):
-        raise RecordError(f"no session is called {session[:64]!r}; POST /rl/start_session starts one")
+        raise RecordError(f"no session is named {session[:64]!r}; POST /rl/start_session starts one")
     return group
 
 
 def episode_of(session: str) -> str:
-    """Return the episode of a session, `GROUP.MEMBER`: all attempts at a member are one."""
+    """Return the episode of a session, `GROUP.MEMBER`, which all attempts at a member share."""
     again = _FURTHER_ATTEMPT.fullmatch(session)
     return again[1] if again else session
 
@@ -48,12 +48,12 @@ def partition_of_group(group: str, partitions: int) -> int:
 
 
 def session_key(session: str, secret: str) -> str:
-    """Return the key with which an agent makes the calls of a session."""
+    """Return the key that authorizes an agent to make the calls of a session."""
     return f"{session}{_SEPARATOR}{_code(session, secret)}"
 
 
 def session_of_key(key: str, secret: str) -> str | None:
-    """Return the session of a key; None if it is no key made with this secret."""
+    """Return the session of a key; None if the key was not made with this secret."""
     session, separator, code = key.rpartition(_SEPARATOR)
     right = separator and hmac.compare_digest(code.encode(), _code(session, secret).encode())
     return session if right else None

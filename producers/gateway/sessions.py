@@ -1,7 +1,8 @@
 """The sessions of one partition of `calls`: a pure fold over its records, the same in every gateway and in the ledger.
 
-The broker's append times are its only clock, and only records change a session: one whose time has passed ends when a
-mark on it is read, and a gateway that began to write rollouts is replaced when another says so after its time.
+The broker's append times are its only clock, and only records change a session. A session whose time has passed ends
+when a mark on it is read. A gateway that began to write rollouts is replaced when another gateway announces after
+takeover_s that it writes them.
 """
 
 import math
@@ -17,7 +18,7 @@ from rollstream.topics.validation import REWARD_LIMIT
 
 @dataclass(frozen=True)
 class Intent:
-    """The first record of writing a session's rollouts: which gateway writes them, since when."""
+    """The announcement that a gateway writes a session's rollouts, and its append time."""
 
     author: str
     append_ms: int
@@ -26,7 +27,7 @@ class Intent:
 
 @dataclass(frozen=True)
 class Closed:
-    """The fate of a session's calls: rollouts, or, with a reason, none."""
+    """The fate of a session's calls: rollouts if `reason` is empty, else a cancellation."""
 
     reason: str = ""
     """Why the episode is cancelled; empty if it becomes rollouts."""
@@ -39,16 +40,16 @@ class Closed:
 
 @dataclass(eq=False)
 class CapturedSession:
-    """One session as its records tell it."""
+    """One session, as its records describe it."""
 
     start: SessionEvent
     start_offset: int
     policy_version: int
-    """Version that the group is stamped with: that of the first start of a session of the group."""
+    """Version that the group is stamped with, from the first start of one of its sessions."""
     last_ms: int
     """Append time of its last record."""
     calls: list[ModelCall] = field(default_factory=list)
-    """In the order of the log, retries included."""
+    """Calls in the order of the log, retries included."""
     sequences: CallSequences = field(default_factory=CallSequences)
     reward: float | None = None
     components: dict[str, float] = field(default_factory=dict)
@@ -67,9 +68,9 @@ class CapturedSession:
     counted_calls: int = 0
     """Calls without retries."""
     retried_calls: int = 0
-    """Calls that repeat a recorded one: only the first counts."""
+    """Calls that repeat a recorded call; only the first counts."""
     late_calls: int = 0
-    """Calls recorded after the session was closed; they are in no rollout."""
+    """Calls recorded after the session was closed; no rollout contains them."""
     _settled: Closed | None = None
     _answered: dict[str, dict[int, ModelCall]] = field(default_factory=dict)
 
@@ -80,17 +81,17 @@ class CapturedSession:
 
     @property
     def episode(self) -> str:
-        """Name of its episode, which begins the uids of its rollouts: that of the first attempt's session."""
+        """Name of its episode, with which the uids of its rollouts begin: the name of the first attempt's session."""
         return episode_of(self.name)
 
     @property
     def scored(self) -> bool:
-        """Whether it has a reward, of the whole episode or of a call."""
+        """Whether it has a reward for the whole episode or for a call."""
         return self.reward is not None or bool(self.turn_rewards)
 
     @property
     def closed(self) -> Closed | None:
-        """Its fate; None while it is open: it is not ended, or waits for its reward."""
+        """Its fate; None while it is open, because it has not ended or waits for its reward."""
         if self._settled is not None:
             return self._settled
         if self.failure:
@@ -113,8 +114,8 @@ class CapturedSession:
         return self.last_ms + (self.start.reward_timeout_ms if self.ended else self.start.idle_timeout_ms)
 
     def writer(self, takeover_ms: int) -> Intent | None:
-        """Return the intent in force; None if no gateway has begun. Later intents count after `takeover_ms`, or from
-        the same gateway."""
+        """Return the intent in force; None if no gateway has begun to write. A later intent replaces an earlier one if
+        it is from the same gateway or was appended at least `takeover_ms` later."""
         current: Intent | None = None
         for intent in self.intents:
             if (
@@ -126,11 +127,11 @@ class CapturedSession:
         return current
 
     def answered(self, request: str) -> list[ModelCall]:
-        """Return the calls with this request, by repetition: of retries, the first on the log counts."""
+        """Return the calls with this request, one for each repetition; of retries, the first on the log counts."""
         return list(self._answered.get(request, {}).values())
 
     def add_call(self, call: ModelCall, append_ms: int) -> None:
-        """Add a call; one after the session was closed is late. Raises RecordError if it does not fit the others."""
+        """Add a call; after the session's end, count it as late. Raises RecordError if its prompt cannot be rebuilt."""
         if self.closed or self.finished or self.ended:
             self.late_calls += 1
             return
@@ -173,7 +174,7 @@ class CapturedSession:
             self._add_reward(event)
 
     def _finish(self, event: SessionEvent) -> None:
-        """Take the end as settled, and release the calls: nobody needs them any more."""
+        """Record the final event, and release the calls, which are no longer needed."""
         if self.finished is None:
             self._settled = Closed(event.reason or ("" if event.uids else "the episode was cancelled"))
             self.finished = event
@@ -194,7 +195,7 @@ def reward_problem(value: float) -> str:
     """Return why a reward cannot be trained on; empty if it can."""
     if math.isfinite(value) and abs(value) <= REWARD_LIMIT:
         return ""
-    return f"reward is {value}, no number of at most {REWARD_LIMIT:g}"
+    return f"reward is {value}; it must be a number of at most {REWARD_LIMIT:g}"
 
 
 @dataclass
@@ -202,21 +203,21 @@ class PartitionSessions:
     """The sessions of one partition, by name."""
 
     keep_finished: int | None = None
-    """Finished sessions that are remembered, the newest on the log; None remembers all."""
+    """Number of newest finished sessions that are remembered; None remembers all."""
     sessions: dict[str, CapturedSession] = field(default_factory=dict)
     position: int = 0
     """Offset after the last record applied."""
     orphans: int = 0
     """Calls of sessions that were never started."""
     problems: list[str] = field(default_factory=list)
-    """Records that do not fit the session they name, the first hundred."""
+    """The first hundred errors of records that do not fit their session."""
     open: dict[str, CapturedSession] = field(default_factory=dict)
     """Sessions whose rollouts are not written."""
     _groups: dict[str, dict[str, CapturedSession]] = field(default_factory=dict)
     _finished: deque[CapturedSession] = field(default_factory=deque)
 
     def apply(self, offset: int, append_ms: int, record: ModelCall | SessionEvent) -> CapturedSession | None:
-        """Apply the next record; return the session it belongs to, None if there is none."""
+        """Apply the next record; return the session that it belongs to, or None if there is none."""
         self.position = offset + 1
         session = self.sessions.get(record.session)
         if isinstance(record, SessionEvent) and record.kind == "start":

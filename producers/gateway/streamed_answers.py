@@ -1,4 +1,4 @@
-"""Streams of OpenAI's events: puts the parts of an answer together, and takes a whole answer apart. Pure."""
+"""Streams of OpenAI's events: assembles an answer from its events, and splits a whole answer into events. Pure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -8,12 +8,12 @@ from rollstream.producers.json_text import decode, encode
 
 DONE = "[DONE]"
 _MOST_CALLS = 1024
-"""Most tool calls of one answer: a server may name any number, and those before it would be made up."""
+"""Maximum number of tool calls in one answer. A server may send any index, and all calls before it are filled in."""
 _SUMMED = ("token_ids", "response_token_ids")
 
 
 class StreamedAnswer:
-    """Puts the events of one stream together to the answer that would have come without streaming."""
+    """Assembles the events of one stream into the answer that the server would give without streaming."""
 
     def __init__(self, *, chat: bool, source: str = "the server") -> None:
         """`source` names the server in errors."""
@@ -23,7 +23,7 @@ class StreamedAnswer:
         self._choices: dict[int, dict[str, Any]] = {}
 
     def add(self, event: Mapping[str, Any]) -> None:
-        """Add an event. Raises InferenceRefused if it is none of OpenAI's; nothing can be added after it."""
+        """Add an event. Raises InferenceRefused if it is not in OpenAI's format; add no events after that."""
         try:
             for key, value in event.items():
                 if key != "choices" and value is not None:
@@ -31,7 +31,7 @@ class StreamedAnswer:
             for part in event.get("choices") or ():
                 self._add_part(part)
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise InferenceRefused(f"{self._source} streamed an event that is none of OpenAI's: {error!r}") from error
+            raise InferenceRefused(f"{self._source} streamed an event not in OpenAI's format: {error!r}") from error
 
     def _add_part(self, part: Mapping[str, Any]) -> None:
         index = int(part.get("index", 0))
@@ -86,7 +86,7 @@ def _add_tool_calls(calls: list[dict[str, Any]], parts: list[Mapping[str, Any]])
     for position, part in enumerate(parts):
         index = int(part.get("index", position))
         if not 0 <= index < _MOST_CALLS:
-            raise ValueError(f"tool call {index} of an answer")
+            raise ValueError(f"tool call index {index} is not in range")
         while len(calls) <= index:
             calls.append({"type": "function", "function": {"name": "", "arguments": ""}})
         call = calls[index]
@@ -97,7 +97,7 @@ def _add_tool_calls(calls: list[dict[str, Any]], parts: list[Mapping[str, Any]])
 
 
 def events_of(answer: Mapping[str, Any], *, chat: bool, usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield a whole answer as the events of a stream: one for each choice, and the usage if it is asked for."""
+    """Yield a whole answer as the events of a stream: one for each choice, and the usage if requested."""
     kind = "chat.completion.chunk" if chat else "text_completion"
     head = {**{key: value for key, value in answer.items() if key not in ("choices", "usage")}, "object": kind}
     for choice in answer.get("choices", ()):
@@ -113,13 +113,13 @@ def events_of(answer: Mapping[str, Any], *, chat: bool, usage: bool) -> Iterator
 
 
 def event_of(data: str, source: str) -> dict[str, Any]:
-    """Return the event that stands in the data of a stream. Raises InferenceRefused if it is no JSON object."""
+    """Return the event in the data of a stream. Raises InferenceRefused if the data is not a JSON object."""
     try:
         event = decode(data)
     except (ValueError, RecursionError) as error:
         raise InferenceRefused(f"{source} streamed invalid JSON: {error}") from error
     if not isinstance(event, dict):
-        raise InferenceRefused(f"{source} streamed a JSON {type(event).__name__} where an object belongs")
+        raise InferenceRefused(f"{source} streamed a JSON {type(event).__name__} instead of an object")
     return event
 
 
@@ -129,13 +129,13 @@ def framed(event: Mapping[str, Any] | str) -> bytes:
 
 
 class EventLines:
-    """Splits the bytes of a stream into the data of its events, however they are cut."""
+    """Splits the bytes of a stream into the data of its events, wherever the bytes are cut."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """Yield the data of each event that is complete."""
+        """Yield the data of each complete event."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):

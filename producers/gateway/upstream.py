@@ -1,11 +1,11 @@
-"""The inference servers behind a gateway: passes requests on, whole or streamed, and tries the next if one fails.
+"""The inference servers behind a gateway: forwards requests, and tries another server if one fails.
 
-A session stays with one server while that answers, so that its prefixes stay cached. Until the first byte of an answer
-has come, a failed request is sent again within the time for it; after that it is not.
+A session stays with one server while that server answers, so that its prefixes stay cached. A failed request is retried
+until its deadline, unless the first byte of an answer has already arrived.
 
-The answers of vLLM's OpenAI routes do not say which weights sampled. So it is asked for their label before each
-request, and waited for while it replaces them: that is the version of all tokens of the answer, also where the weights
-change under it.
+The answers of vLLM's OpenAI routes do not name the weights that sampled them. So the label of the weights is requested
+from vLLM before each request, once any replacement of them is complete. This label counts for all tokens of the answer,
+even if the weights change while the answer is sampled.
 """
 
 import asyncio
@@ -33,12 +33,12 @@ _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
 _LOOK_S = 5.0
 _PAUSED_S = 5.0
-"""Longest wait for a paused vLLM before another server is asked, where there is one."""
+"""Longest wait for a paused vLLM before another server is asked, if there is one."""
 _PAUSED_ROUTE = "/is_paused"
 _UNNAMED = "default"
-"""Label of weights to which nobody gave another, in vLLM and SGLang."""
+"""Label of weights that were given none, in vLLM and SGLang."""
 _REST_S = 1.0
-"""Time for which a server that failed is asked last."""
+"""Time for which a failed server is tried last."""
 
 
 PreviousTurn = Callable[[], dict[str, Any] | None]
@@ -46,7 +46,7 @@ PreviousTurn = Callable[[], dict[str, Any] | None]
 
 @dataclass(frozen=True)
 class UpstreamAnswer:
-    """A whole answer and the server it came from."""
+    """A whole answer and the server that gave it."""
 
     url: str
     body: dict[str, Any]
@@ -56,21 +56,21 @@ class UpstreamEvent(NamedTuple):
     """The data of one event of a streamed answer."""
 
     url: str
-    """The server it came from."""
+    """Server that sent the event."""
     label: str
-    """Label of the weights that sample the answer; empty where the answer says so itself."""
+    """Label of the weights that sample the answer; empty if the answer itself names them."""
     data: str
 
 
 class _Kind(NamedTuple):
     continues: bool
-    """Whether the server takes the tokens of a conversation's last turn."""
+    """Whether the server accepts the tokens of a conversation's last turn."""
     label_route: str
-    """Route that tells the label of its weights, where its answers do not."""
+    """Route that returns the label of its weights; empty if its answers name them."""
 
 
 def labelled(answer: dict[str, Any], label: str) -> dict[str, Any]:
-    """Return an answer that names the weights that sampled it, as SGLang's do; it wins where it names others."""
+    """Return an answer with `label` as its weight_version, as in SGLang's; a `weight_version` already there stays."""
     if not label:
         return answer
     metadata = answer.get("metadata")
@@ -113,8 +113,8 @@ class Upstream:
             await self._http.close()
 
     async def version(self) -> int:
-        """Return the newest policy version that any server has named, -1 if none has. A server that is down says
-        nothing."""
+        """Ask the servers that are up, and return the newest policy version that any server has named; -1 if none
+        has."""
         await asyncio.gather(*map(self._look, self._urls))
         return self.newest_version
 
@@ -136,8 +136,8 @@ class Upstream:
         self.note_version(version)
 
     async def _json(self, url: str) -> dict[str, Any]:
-        """Return the object that a server answers; empty for any other answer. Raises aiohttp's connection errors, and
-        TimeoutError for a server that is not ready."""
+        """Return the JSON object in a server's answer; empty for any other answer. Raises aiohttp's connection errors,
+        and TimeoutError for a server that is not ready."""
         assert self._http, "used outside its context manager"
         async with self._http.get(url) as response:
             if response.status in _RETRIED_STATUS:
@@ -154,8 +154,8 @@ class Upstream:
         return label if isinstance(label, str) and label != _UNNAMED else ""
 
     async def _label_in_force(self, url: str, route: str) -> str:
-        """Return the label of the weights that sample next: a request that waits while they are replaced gets the new
-        ones. Raises TimeoutError while a vLLM stays paused, and as `_json` does."""
+        """Return the label of the weights that sample the next request; if they are being replaced, wait for the new
+        weights. Raises TimeoutError if vLLM stays paused, and raises as `_json` does."""
         until = time.monotonic() + _PAUSED_S
         while (await self._json(url.removesuffix("/v1") + _PAUSED_ROUTE)).get("is_paused") is True:
             if time.monotonic() >= until:
@@ -164,28 +164,29 @@ class Upstream:
         return await self._label(url, route)
 
     async def versions_of(self, labels: Collection[str]) -> dict[str, int]:
-        """Return the policy version of each label, -1 if it is on no record."""
+        """Return the policy version of each label; -1 if no record names the label."""
         versions = self._policies.versions
         if any(label and versions.version_of(label) < 0 for label in labels):
             await asyncio.to_thread(self._policies.read, 0.0)
         return {label: versions.version_of(label) for label in labels}
 
     def note_version(self, version: int) -> None:
-        """Note a policy version that sampled."""
+        """Note a policy version that sampled an answer."""
         self.newest_version = max(self.newest_version, version)
 
     async def call(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
     ) -> UpstreamAnswer:
-        """Return the answer to a request; a server that takes the tokens of a conversation's last turn, as ours does,
-        gets those that `turn` returns. Raises InferenceUnavailable after the deadline, UpstreamRefused."""
+        """Return the answer to a request. A server that accepts the tokens of a conversation's last turn, as
+        rollstream's does, receives the result of `turn`. Raises InferenceUnavailable after the deadline, and
+        UpstreamRefused."""
         async with self._response(session, path, body, turn) as (url, label, response):
             try:
                 answer = decode(await response.read())
             except (aiohttp.ClientError, ValueError, RecursionError) as error:
                 raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
         if not isinstance(answer, dict):
-            raise InferenceUnavailable(f"{url} answered a JSON {type(answer).__name__} where an object belongs")
+            raise InferenceUnavailable(f"{url} answered with a JSON {type(answer).__name__} instead of an object")
         return UpstreamAnswer(url, labelled(answer, label))
 
     async def stream(
@@ -205,11 +206,12 @@ class Upstream:
     async def _response(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn
     ) -> AsyncIterator[tuple[str, str, aiohttp.ClientResponse]]:
-        """Server, label of its weights where its answers name none, and answer."""
+        """Send a request until a server answers; yield the server, the label in force (empty if answers name it), and
+        the answer."""
         assert self._http, "used outside its context manager"
         headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
         deadline = time.monotonic() + self._timeout_s
-        pause_s, cause = _FIRST_PAUSE_S, "nothing came in time"
+        pause_s, cause = _FIRST_PAUSE_S, "no answer in time"
         while time.monotonic() < deadline:
             url = self._ranked(session)[0]
             try:
@@ -238,8 +240,8 @@ class Upstream:
         )
 
     async def _kind_of(self, url: str) -> _Kind:
-        """Return the kind of a server. Raises TimeoutError if it is not known and the server does not say: without its
-        last turn a conversation is tokenised anew, and may split in two."""
+        """Return the kind of a server. Raises TimeoutError if the kind is unknown and the server does not answer:
+        without its last turn, a conversation would be tokenised again and might split into two branches."""
         if url not in self._kinds:
             await self._look(url)
             if url not in self._kinds:
@@ -247,7 +249,7 @@ class Upstream:
         return self._kinds[url]
 
     def _ranked(self, session: str) -> list[str]:
-        """Return the servers, those that rest last, each session's in an order of its own (rendezvous hashing)."""
+        """Return the servers in the session's order (rendezvous hashing), with recently failed servers last."""
         now = time.monotonic()
         return sorted(self._urls, key=lambda url: (self._rests.get(url, 0.0) > now, _weight(session, url)))
 

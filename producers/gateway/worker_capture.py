@@ -1,7 +1,7 @@
-"""An endpoint inside a worker at which environments make the model calls of their episodes, captured token by token.
+"""An endpoint inside a worker that captures the model calls of environments' episodes token by token.
 
-Calls are on `calls` before they are answered, like those of a gateway; the worker writes the rollouts and says so. An
-evaluator has the same endpoint without a log: its calls are in its rollouts alone.
+As in a gateway, calls are on `calls` before they are answered; the worker writes the rollouts and records that it has.
+An evaluator has the same endpoint without a log, so its calls appear only in its rollouts.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ from rollstream.topics.records import ModelCall, Rollout, SessionEvent
 _SECRET = "worker"
 _LIMITS = GatewayConfig()
 _MOST_BODY = 64 * 1024 * 1024
-"""Largest request: agents within the worker are trusted with its memory."""
+"""Largest request in bytes; generous, because agents inside the worker are trusted with its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class EpisodeStamp:
 
 
 class _Unrecorded:
-    """Takes records as a writer does, and keeps none."""
+    """Accepts records as a CallWriter does, but stores none."""
 
     def __init__(self) -> None:
         self._places = itertools.count()
@@ -66,7 +66,7 @@ class _Unrecorded:
 
 
 class _OwnLog:
-    """The log of a worker's sessions, to which nobody else writes."""
+    """The log of a worker's sessions, to which no other process writes."""
 
     def __init__(self, writer: CallWriter | _Unrecorded) -> None:
         self._writer = writer
@@ -96,9 +96,9 @@ class WorkerCapture:
         sampling: Literal["run", "agent"] = "run",
         recorded: bool = True,
     ) -> None:
-        """`author` names the worker and its incarnation in records; `policies` maps labels of weights to versions,
-        `temperature` by default the worker's, and `sampling` as gateway.sampling. Without `recorded` nothing is written
-        to `calls`."""
+        """`author` names the worker and its incarnation in records. `policies` maps labels of weights to versions.
+        `temperature` defaults to the worker's; `sampling` means the same as gateway.sampling. Without `recorded`,
+        nothing is written to `calls`."""
         self.policies = policies
         """Policy versions of the run, and their learner steps."""
         self._kafka, self._run, self._worker = kafka, run, worker
@@ -143,7 +143,7 @@ class WorkerCapture:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        """Stop listening; sessions that are open stay open on the log."""
+        """Stop listening; open sessions stay open on the log."""
         await self._stack.aclose()
 
     @property
@@ -152,8 +152,8 @@ class WorkerCapture:
         return self._upstream.newest_version
 
     async def open(self, stamp: EpisodeStamp, attempt: int = 1) -> "EpisodeCapture":
-        """Start the session of an attempt at an episode. Raises RecordError for an unfit group id, DeliveryError."""
-        # A gateway gives it up after this time, if no worker does.
+        """Start the session of an attempt at an episode. Raises RecordError for an invalid group id, DeliveryError."""
+        # A gateway ends the session after this time if no worker does.
         silence_ms = int(longest_silence_s(self._worker) * 1000)
         start = SessionEvent(
             session=session_name(stamp.group_id, stamp.member, attempt),
@@ -220,18 +220,18 @@ class EpisodeCapture:
 
     @property
     def failure(self) -> str:
-        """The model call that no server answered; empty if none."""
+        """Why a model call failed; empty if none did."""
         return self._session.failure
 
     @property
     def branches(self) -> list[Branch]:
-        """Branches of the calls so far. Raises RecordError if a record does not fit the others."""
+        """Branches of the calls so far. Raises RecordError if a prompt cannot be rebuilt."""
         return branches_of(self._session.calls)
 
     async def finish(self, score: Score) -> list[Rollout]:
-        """End the session, and return its rollouts: one for each branch, under uids that begin with GROUP.MEMBER.
+        """End the session, and return its rollouts: one for each branch, with uids that begin with GROUP.MEMBER.
 
-        Raises InferenceUnavailable if a call failed, RecordError if there was none, or if it cannot be trained on.
+        Raises InferenceUnavailable if a call failed, RecordError if there was no call or it cannot be trained on.
         """
         if self.failure:
             raise InferenceUnavailable(self.failure)
@@ -248,5 +248,5 @@ class EpisodeCapture:
         await self._capture.change(self._session, "finished", uids=tuple(rollout.uid for rollout in rollouts))
 
     async def cancelled(self, reason: str) -> None:
-        """Record that no rollouts come of the calls: the episode is cancelled on the log, or tried again."""
+        """Record that the calls yield no rollouts, because the episode is cancelled on the log or tried again."""
         await self._capture.change(self._session, "finished", reason=reason[:4096] or "cancelled")

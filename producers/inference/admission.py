@@ -1,4 +1,4 @@
-"""Admission of requests: the server's key, a limit on what waits, and a drain that finishes what was admitted."""
+"""Admission of requests: the server's key, a limit on waiting requests, and a drain that finishes admitted requests."""
 
 import asyncio
 import hmac
@@ -11,11 +11,11 @@ RETRY_AFTER_S = 1
 
 
 class TooManyWaiting(RollstreamError):
-    """More requests wait than the server's limit; a later try may succeed."""
+    """The server's limit of waiting requests is reached; a later attempt may succeed."""
 
 
 class Draining(RollstreamError):
-    """The server is about to stop and takes no new requests."""
+    """The server is about to stop and accepts no new requests."""
 
 
 class Admission:
@@ -34,11 +34,11 @@ class Admission:
     def admit(self) -> Iterator[None]:
         """Count a request until it is answered. Raises Draining or TooManyWaiting."""
         if self.draining:
-            raise Draining("the server is about to stop; ask another, or this one once it is back")
+            raise Draining("the server is about to stop; use another server, or try again later")
         waiting = self._waiting()
         if waiting >= self._max_waiting:
             raise TooManyWaiting(
-                f"{waiting} requests wait, the most that this server lets wait (inference.max_waiting_requests); "
+                f"{waiting} requests wait, which is the limit of this server (inference.max_waiting_requests); "
                 "try again later"
             )
         self.admitted += 1
@@ -61,9 +61,9 @@ class Admission:
 
 
 def authorised(header: str | None, key: str) -> bool:
-    """Whether an Authorization header holds the server's key; any does if the server has none."""
+    """Whether an Authorization header holds the server's key; always true if the server has no key."""
     if not key:
         return True
     scheme, _, token = (header or "").partition(" ")
-    # In constant time, and over bytes: a header may hold characters beyond ASCII.
+    # Compare in constant time, and as bytes, because a header may hold characters beyond ASCII.
     return scheme.lower() == "bearer" and hmac.compare_digest(token.strip().encode(errors="replace"), key.encode())

@@ -17,9 +17,9 @@ from rollstream.topics.records import Float32, Int32, Int64
 
 Dialect = Literal["chat", "completions", "generate", "sglang"]
 _NO_LOGPROB = -9999.0
-"""vLLM's stand-in for a log-probability that JSON cannot hold."""
+"""vLLM's stand-in for a log-probability that JSON cannot represent."""
 _TOKEN_ID = "token_id:"
-"""Prefix of vLLM's tokens where it returns them as ids."""
+"""Prefix of tokens that vLLM returns as ids."""
 _TOO_LONG_CODES = {"context_length_exceeded", "context_window_exceeded"}
 _TOO_LONG_TEXTS = (
     "maximum context length",  # OpenAI, vLLM, and SGLang for prompt and answer together
@@ -46,7 +46,7 @@ class Sample:
     text: str
     """Text sampled; empty where the dialect gives tokens only."""
     finish_reason: str
-    """Why it ended: stop, length, tool_calls, abort, or another of the server's words."""
+    """Why it ended: stop, length, tool_calls, abort, or another value of the server's."""
     prompt_tokens: Int32
     """Token ids of the prompt."""
     tokens: Int32
@@ -67,12 +67,12 @@ class Sample:
 
     @property
     def aborted(self) -> bool:
-        """Whether the server gave the sample up, e.g. to swap weights; a new request may succeed."""
+        """Whether the server aborted the sample, e.g. to swap weights; a new request may succeed."""
         return self.finish_reason == "abort"
 
 
 def refusal_of(status: int, text: str, *, source: str) -> InferenceRefused:
-    """Return the error for an answer that is not 200: ContextTooLong for a refusal for length, else InferenceRefused.
+    """Return the error for a status other than 200: ContextTooLong if the request was too long, else InferenceRefused.
 
     Recognises OpenAI's code and the texts of vLLM and SGLang.
     """
@@ -87,7 +87,7 @@ def refusal_of(status: int, text: str, *, source: str) -> InferenceRefused:
 def samples_of(body: Any, dialect: Dialect, *, source: str, prompt_tokens: Sequence[int] | None = None) -> list[Sample]:
     """Return the samples in an answer, in the order of their index.
 
-    `source` names the server in errors; `prompt_tokens` are those of the request, for answers that do not repeat them.
+    `source` names the server in errors; `prompt_tokens` are the request's, for answers that do not repeat them.
     Raises InferenceRefused if tokens, the prompt's tokens or logprobs are missing or disagree, or if the versions do
     not cover the tokens.
     """
@@ -98,7 +98,7 @@ def samples_of(body: Any, dialect: Dialect, *, source: str, prompt_tokens: Seque
         choices = sorted(body["choices"], key=lambda choice: choice["index"])
         return [_openai_sample(choice, body, len(choices), source, prompt_tokens) for choice in choices]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InferenceRefused(f"{source} answered in a shape that is not that of {dialect}: {error!r}") from error
+        raise InferenceRefused(f"{source} answered in a form that is not valid for {dialect}: {error!r}") from error
 
 
 def token_versions(spans: Sequence[VersionSpan], length: int, version_of: Callable[[str], int]) -> Int64:
@@ -122,7 +122,7 @@ def _openai_sample(
     message = choice.get("message") or {}
     text = message.get("content") if message else choice.get("text")
     logprobs, named_tokens = _logprobs(choice.get("logprobs") or {})
-    # SGLang's chat says response_token_ids.
+    # SGLang's chat names the field response_token_ids.
     tokens = _first(choice.get("token_ids"), choice.get("response_token_ids"), named_tokens)
     return _sample(
         source,
@@ -168,7 +168,7 @@ def _sample(
 ) -> Sample:
     if tokens is None or prompt_tokens is None:
         raise InferenceRefused(
-            f"{source} answered without token_ids and prompt_token_ids; tokens are never guessed from text: use a "
+            f"{source} answered without token_ids or prompt_token_ids; tokens are never guessed from text: use a "
             "server that returns them (rollstream infer, or a vLLM or SGLang that knows return_token_ids)"
         )
     if logprobs is None or len(logprobs) != len(tokens) or any(value is None for value in logprobs):
@@ -193,7 +193,7 @@ def _sample(
 
 
 def _logprobs(logprobs: Mapping[str, Any]) -> tuple[Sequence[float | None] | None, list[int] | None]:
-    """Return the logprobs of completions or of chat, and the token ids they name, if they name all."""
+    """Return the logprobs of completions or of chat, and the token ids that they name, if they name all."""
     if "token_logprobs" in logprobs:
         values, names = logprobs["token_logprobs"], logprobs.get("tokens") or ()
     elif "content" in logprobs:
@@ -227,13 +227,13 @@ def _openai_versions(choice: Mapping[str, Any], body: Mapping[str, Any], choices
 
 
 def _spans(versions: Any, length: int, source: str) -> tuple[VersionSpan, ...]:
-    """Return spans over [0, length) from a list of spans or from one label; no span of length 0."""
+    """Return spans over [0, length) from a list of spans or from one label, without empty spans."""
     if versions is None or versions == -1 or not length:
         return ()
     if isinstance(versions, str | int):
         return (VersionSpan(label=str(versions), start=0, stop=length),)
     spans = [
-        # Tokens that the server cut off again, such as those of a stop string, may still be in the last spans.
+        # The last spans may still cover tokens that the server removed, such as the tokens of a stop string.
         VersionSpan(label=str(v["version"]), start=int(v["start"]), stop=min(int(v["end"]), length))
         for v in versions
     ]
@@ -254,7 +254,7 @@ def _token_ids(values: Sequence[int]) -> Int32:
 
 
 def _error_code(text: str) -> str:
-    """Return the code of OpenAI's error object, as OpenAI nests it or as SGLang does not; empty without one."""
+    """Return the code of an error object, nested as OpenAI does or flat as SGLang does; empty if there is none."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):

@@ -1,7 +1,7 @@
 """Requests samples from inference servers and returns token ids exactly as the server sampled them.
 
-Speaks to our server, vLLM and SGLang. Transient failures (no connection, 429, 502, 503, 504, an aborted sample) are
-retried until a deadline, on another server where there is one; other errors are raised at once.
+Supports rollstream's server, vLLM and SGLang. Transient failures (no connection, 429, 502, 503, 504, an aborted sample) are
+retried until a deadline, on another server if there is one; other errors are raised at once.
 """
 
 import asyncio
@@ -39,13 +39,13 @@ _NEW_LABEL_S = 1.0
 """Longest wait for the manifest of a version that was just sampled."""
 _NO_SUCH_ROUTE = {403, 404, 405}
 _MISSING_S = 30.0
-"""Time until a label that named no version on record is looked for again."""
+"""Time until a label without a version on record is looked up again."""
 _LOOK_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """One sample of N tokens, with what its request and the policies on record tell of it."""
+    """One sample of N tokens, with data from its request and from the policy versions on record."""
 
     text: str
     """Text sampled, without the end token or stop string."""
@@ -95,7 +95,7 @@ class CompletionsClient:
         max_version_skew: int = 2,
         policies: PolicyFollower | None = None,
     ) -> None:
-        """`base_urls` end in /v1, as OpenAI's clients take them; `timeout_s` bounds a call, retries included.
+        """`base_urls` end in /v1, as OpenAI's clients expect; `timeout_s` bounds a call, retries included.
 
         `api_key` may be a reference (rollstream.topics.secrets). `policies` maps labels of weights to versions and
         steps; without it only labels that are numbers name a version. Raises ConfigurationError if the key cannot be
@@ -109,7 +109,7 @@ class CompletionsClient:
         self._budget = RetryBudget()
         self._policies = policies
         self._missing: dict[str, float] = {}
-        """Labels that named no version on record, with the time to look for them again."""
+        """Labels without a version on record, each with the time of its next lookup."""
         self._sessions = 0
         self._looks: set[asyncio.Task[None]] = set()
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -122,11 +122,11 @@ class CompletionsClient:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Servers that are asked now."""
+        """Servers in use."""
         return tuple(replica.url for replica in self._replicas.replicas)
 
     def ask(self, urls: Sequence[str]) -> None:
-        """Ask these servers from now on, one or more. Calls that have begun may still be answered by others."""
+        """Use these servers, at least one, from now on. Calls in flight may still be answered by others."""
         self._replicas.use(urls)
 
     async def __aenter__(self) -> Self:
@@ -158,7 +158,7 @@ class CompletionsClient:
             request.session, "/completions", lambda chosen: self._samples(chosen, request)
         )
         if len(samples) != request.n:
-            raise InferenceRefused(f"{replica.url} answered {len(samples)} choices where n={request.n} were asked for")
+            raise InferenceRefused(f"{replica.url} answered with {len(samples)} choices instead of n={request.n}")
         elapsed_s = time.monotonic() - began
         known = await self._known_versions({span.label for sample in samples for span in sample.spans})
         completions = [_completion(sample, replica.url, request, known, elapsed_s) for sample in samples]
@@ -170,7 +170,7 @@ class CompletionsClient:
         return (await self._ask(session, "/tokenize", lambda replica: self._tokens(replica, text)))[0]
 
     async def version(self) -> int:
-        """Return the lowest policy version of the servers that answer, by their lists of models; -1 if none names one.
+        """Return the lowest policy version in the model lists of the servers that answer; -1 if none names a version.
 
         Raises InferenceUnavailable if no server answers within the deadline.
         """
@@ -180,7 +180,7 @@ class CompletionsClient:
         return min((r.version for r in replicas if r.version >= 0 and not r.failures), default=UNKNOWN)
 
     async def _ask(self, session: str, route: str, call: Callable[[Replica], Awaitable[T]]) -> tuple[T, Replica]:
-        """Return what `call` returns and the server that answered, within the deadline."""
+        """Return the result of `call` and the server that answered, within the deadline."""
         deadline = time.monotonic() + self.timeout_s
         if not session:
             self._sessions += 1
@@ -203,7 +203,7 @@ class CompletionsClient:
                 cause = error
             except aiohttp.InvalidURL as error:
                 raise InferenceRefused(
-                    f"{replica.url} is no URL; worker.inference_urls are like http://host:8000/v1"
+                    f"{replica.url} is not a URL; set worker.inference_urls to URLs like http://host:8000/v1"
                 ) from error
             now = time.monotonic()
             self._replicas.failed(replica, now, retry_after_s)
@@ -226,7 +226,7 @@ class CompletionsClient:
         except InferenceRefused as error:
             if self._engine != "auto" or engine == "rollstream" or error.status not in _NO_SUCH_ROUTE:
                 raise
-            # The engine is older than its route, or was started without it; its completions name no versions.
+            # The engine is too old for its route or was started without it; its completions work, but name no versions.
             event(logger, "route_missing", level=logging.WARNING, url=replica.url, engine=engine, error=str(error))
             replica.engine = "rollstream"
             return await self._samples(replica, request)
@@ -255,7 +255,7 @@ class CompletionsClient:
         """Ask a server for its list of models; note its kind and version."""
         body = await self._json(replica, "GET", "/v1/models", None)
         if not isinstance(body, dict):
-            raise InferenceRefused(f"{replica.url} answered /v1/models with no object")
+            raise InferenceRefused(f"{replica.url} answered /v1/models without a JSON object")
         engine, version = listed_models(body)
         replica.engine = engine or "rollstream"
         if version < 0 and replica.engine in LABEL_ROUTES:
@@ -275,7 +275,7 @@ class CompletionsClient:
         return (await self._known_versions({label})).version_of(label)
 
     def _look_around(self) -> None:
-        """Look at servers that get no requests, so that they get some again once they are up and up to date."""
+        """Probe servers that get no requests, so that they get requests again once they are up and up to date."""
         for replica in self._replicas.to_look_at(time.monotonic()):
             look = asyncio.create_task(self._look_or_rest(replica))
             self._looks.add(look)
@@ -289,7 +289,7 @@ class CompletionsClient:
             self._replicas.failed(replica, time.monotonic())
 
     async def _known_versions(self, labels: Collection[str]) -> PolicyVersions:
-        """Return the versions on record, read on to those of `labels` where they are new."""
+        """Return the versions on record, after reading new records if `labels` are not known yet."""
         if self._policies is None:
             return PolicyVersions()
         versions = self._policies.versions
@@ -309,7 +309,7 @@ class CompletionsClient:
         payload: Mapping[str, Any] | None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the JSON of an answer. Raises _Busy for a passing refusal, InferenceRefused for another."""
+        """Return the JSON of an answer. Raises _Busy for a temporary refusal, InferenceRefused for any other."""
         assert self._http, "used outside its context manager"
         url = replica.url.removesuffix("/v1") + path
         async with self._http.request(method, url, json=payload, headers=headers) as response:
@@ -338,7 +338,7 @@ def client_of(config: WorkerConfig, policies: PolicyFollower | None = None) -> C
 
 
 class _Busy(Exception):
-    """A refusal that may pass."""
+    """A temporary refusal."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)

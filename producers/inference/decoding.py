@@ -38,14 +38,14 @@ class SampledSequence(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeRequest:
-    """Prompts to decode. Every prompt is a row with a seed of its own; equal prompts share one prefill."""
+    """Prompts to decode. Every prompt is a row with its own seed; equal prompts share one prefill."""
 
     prompts: Sequence[Sequence[int]]
     seeds: Sequence[int]
-    """One for each prompt, below 2**64."""
+    """Seeds, one for each prompt, below 2**64."""
     max_tokens: int
     temperature: float
-    """0 takes the likeliest token."""
+    """0 chooses the likeliest token."""
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
@@ -54,8 +54,8 @@ class DecodeRequest:
     on_tokens: Callable[[int, Sequence[int], Sequence[float]], None] | None = None
     """Called in the engine's thread with the index of a row, its new tokens and their logprobs, before the result."""
     ends: Callable[[Sequence[int]], bool] | None = None
-    """Called in the engine's thread with all tokens of a row that has new ones; True ends the row, as a stop string
-    does. Tokens after the one that completed the stop string may be among them."""
+    """Called in the engine's thread with all tokens of a row that has new tokens; True ends the row, e.g. at a stop
+    string. The tokens may go beyond the end of the stop string."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DecodeResult:
 
 
 class DecodeRow(NamedTuple):
-    """One row of a request, as a generator takes it."""
+    """One row of a request, as a generator receives it."""
 
     request: DecodeRequest
     number: int
@@ -102,19 +102,19 @@ class DecodedTokens(Protocol):
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Reason why the row ended, and its slot is free; None while it goes on."""
+        """Why the row ended, which frees its slot; None while it continues."""
 
 
 class Generator(Protocol):
-    """A model, its weights, and slots in which rows decode side by side. Only the engine's thread calls it."""
+    """A model, its weights, and slots in which rows are decoded in parallel. Only the engine's thread calls it."""
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its answer together."""
+        """Maximum number of tokens in a prompt and its answer together."""
 
     @property
     def cache_bytes(self) -> int:
-        """Size of the slots."""
+        """Size of all slots in bytes."""
 
     @property
     def free(self) -> int:
@@ -141,6 +141,6 @@ class Generator(Protocol):
 
 
 def row_seed(*parts: int | str) -> int:
-    """Return a 64-bit seed for one row, e.g. of (request seed, sample index), so that rows are independent."""
+    """Return a 64-bit seed for one row, e.g. from (request seed, sample index), so that rows are independent."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

@@ -1,7 +1,7 @@
-"""The inference engine: one thread that decodes rows of many requests; they join and leave while others decode.
+"""The inference engine: one thread that decodes rows of many requests, which join and leave while others are decoded.
 
 Rows start in the order in which requests arrived. Newer weights are loaded between two calls of the generator, without
-an end to any row: each sequence says which version sampled which of its tokens.
+ending any row, so each sequence records which version sampled which of its tokens.
 """
 
 import queue
@@ -27,7 +27,7 @@ from rollstream.producers.inference.decoding import (
 from rollstream.topics.heartbeats import beat
 
 _ABANDON_S = 5.0
-"""Longest wait at the end for a call of the generator."""
+"""Longest wait for the generator's last call when the engine closes."""
 _STOPPED = "the inference engine has stopped"
 
 
@@ -41,7 +41,7 @@ class EngineStatistics:
     """Rows of these requests."""
     prompt_tokens: int = 0
     tokens: int = 0
-    """Tokens sampled, those of cancelled rows included."""
+    """Tokens sampled, including the tokens of cancelled rows."""
     decode_calls: int = 0
     generate_s: float = 0.0
     swaps: int = 0
@@ -75,7 +75,7 @@ class _Pending:
     started: int = 0
     """Rows that were given a slot."""
     unfinished: int = 0
-    """Rows without an end."""
+    """Rows that have not ended."""
     sequences: list[_Sequence] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -121,7 +121,7 @@ class Engine:
         self._thread.start()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Refuse requests without a row in a slot, finish the others, and stop; what takes longer is refused too."""
+        """Refuse requests that have not started, finish the others, and stop; after `timeout_s`, refuse all."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -181,7 +181,7 @@ class Engine:
             self._refuse_not_started()
 
     def _receive(self) -> None:
-        """Take requests that have arrived. Without work, wait for one, and a little for those that come with it."""
+        """Receive requests that have arrived. If there is no work, wait for a request, then up to gather_ms for more."""
         timeout_s = 0.0 if self._in_slots or self._waiting else self._config.refresh_ms / 1000
         deadline = time.monotonic() + timeout_s
         rows = 0
@@ -197,7 +197,7 @@ class Engine:
             rows += len(pending.request.prompts)
 
     def _swap(self) -> None:
-        """Load newer weights; for one version a request, only while no row is in a slot."""
+        """Load newer weights; if swap is between_requests, only while no request has started."""
         started = self._in_slots or any(pending.started for pending in self._waiting)
         if self._config.swap == "between_requests" and started:
             return
@@ -253,7 +253,7 @@ class Engine:
                 if not pending.unfinished:
                     finished.append(pending)
         for pending in finished:
-            # Before the results: a client that has one finds it in the statistics.
+            # Count before setting results, so that a client that has a result finds it in the statistics.
             request = pending.request
             self.statistics.requests += 1
             self.statistics.rows += len(request.prompts)
@@ -262,7 +262,7 @@ class Engine:
                 pending.future.set_result(pending.result())
 
     def _deliver(self, pending: _Pending, index: int, decoded: DecodedTokens) -> bool:
-        """Add tokens to a row and hand them on; return whether the row has ended, and so left its slot."""
+        """Add tokens to a row and pass them to `on_tokens`; return whether the row has ended and left its slot."""
         request, sequence = pending.request, pending.sequences[index]
         sequence.extend(decoded, self.version)
         if pending.future.done():
@@ -273,7 +273,7 @@ class Engine:
             if decoded.finish_reason is None and request.ends and request.ends(sequence.tokens):
                 sequence.finish_reason = "stop"
                 self.generator.end(decoded.slot)
-        except Exception as error:  # of the request's own function: only this request fails
+        except Exception as error:  # raised by the request's own callback: only this request fails
             pending.fail(error)
         return sequence.finish_reason is not None
 
@@ -285,7 +285,7 @@ class Engine:
             del self._in_slots[slot]
 
     def _fail_started(self, error: Exception) -> None:
-        """Fail every request with a row in a slot: an error of the generator may have lost what is there."""
+        """Fail every request that has started, because an error of the generator may have lost its rows."""
         started = [pending for pending, _ in self._in_slots.values()]
         started += [pending for pending in self._waiting if pending.started]
         self._in_slots.clear()

@@ -1,4 +1,4 @@
-"""Errors of calls to inference servers, apart from the client so that parsers and gateways raise the same ones."""
+"""Errors of calls to inference servers, apart from the client, so that parsers and gateways raise the same errors."""
 
 from rollstream.topics.errors import RollstreamError
 
@@ -17,4 +17,4 @@ class InferenceRefused(RollstreamError):
 
 
 class ContextTooLong(InferenceRefused):
-    """Prompt and answer together exceed the context of the model: the episode ends truncated, the worker goes on."""
+    """Prompt and answer together exceed the context of the model; the episode ends truncated, and the worker continues."""

@@ -16,7 +16,7 @@ from rollstream.producers.inference.dialects.sampled_choices import SampledChoic
 
 
 class EventStream:
-    """Writes the parts of the choices of one request. All parts together hold what the whole answer would."""
+    """Writes the choices of one request in parts, which together contain the same data as the whole answer."""
 
     def __init__(self, http: web.Request, dialect: Dialect[Any], request: Any, header: AnswerHeader) -> None:
         self._http = http
@@ -31,11 +31,11 @@ class EventStream:
         self._response: web.StreamResponse | None = None
 
     def on_tokens(self, row: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
-        """Take new tokens of a row from the engine's thread."""
+        """Receive new tokens of a row; called in the engine's thread."""
         self._loop.call_soon_threadsafe(self._arrivals.put_nowait, (row, tokens, logprobs))
 
     async def write(self, decoding: "asyncio.Future[DecodeResult]") -> web.StreamResponse:
-        """Write until the engine is done; the request ends with its client.
+        """Write until the engine is done; the request is cancelled if its client disconnects.
 
         Raises the engine's error if nothing is written yet; else the error is the last event.
         """
@@ -48,7 +48,7 @@ class EventStream:
             if self._request.include_usage:
                 frame = self._header.fields(self._dialect.stream_kind)
                 await self._send({**frame, "choices": [], "usage": usage(self._request.sampling, choices)})
-        except ConnectionError:  # the client is gone, and nobody is left to read an error
+        except ConnectionError:  # the client is gone, so no error can be sent
             assert self._response is not None, "only writing raises it"
             return self._response
         except Exception as error:
@@ -63,14 +63,14 @@ class EventStream:
         return self._response
 
     async def _write_parts(self) -> None:
-        """Write what arrives, until the engine is done."""
+        """Write tokens as they arrive, until the engine is done."""
         while (arrival := await self._arrivals.get()) is not None:
             index, tokens, logprobs = arrival
             row = self._rows[index]
             row[0].extend(tokens)
             row[1].extend(logprobs)
             if not self._streams[index].ended:
-                # Versions, and the reason of the end, are in the last part.
+                # The versions and the finish reason are in the last part.
                 await self._advance(
                     sampled_choice(
                         index,

@@ -1,7 +1,8 @@
-"""Chooses a server for each request, from what is known of all servers of one model. Pure; times are passed in.
+"""Chooses a server for each request, by the known state of all servers of one model. Pure; times are passed in.
 
-A session stays with its server while that is healthy and not behind (rendezvous hashing), so that prefixes stay cached.
-A failed server rests, longer after each failure; a server whose version lags is passed over until it has caught up.
+A session stays with its server while that server is healthy and up to date (rendezvous hashing), so that prefixes stay
+cached. A failed server is avoided for a time that grows with each failure. A server whose version lags is avoided until
+it has caught up.
 """
 
 import hashlib
@@ -18,10 +19,10 @@ _LOOK_AGAIN_S = 1.0
 
 @dataclass
 class Replica:
-    """One server and what its answers tell of it."""
+    """One server, and its state as known from its answers."""
 
     url: str
-    """Base URL, ends in /v1."""
+    """Base URL, which ends in /v1."""
     engine: EngineName | None = None
     """Kind of server, once known."""
     version: int = -1
@@ -29,22 +30,22 @@ class Replica:
     failures: int = 0
     """Failures since the last answer."""
     ready_at: float = 0.0
-    """Time until which it rests."""
+    """Time until which the server is avoided after a failure."""
     looked_at: float = 0.0
-    """Time of the last look at a server that lags or rests."""
+    """Time of the last probe of the server."""
 
 
 class ReplicaSet:
-    """The servers that a client may ask."""
+    """The servers that a client may use."""
 
     def __init__(self, urls: Iterable[str], *, max_version_skew: int, random_seed: int | None = None) -> None:
-        """Pass over servers more than `max_version_skew` versions behind the newest; negative is no limit."""
+        """Avoid servers more than `max_version_skew` versions behind the newest; a negative value means no limit."""
         self.replicas = [Replica(url.rstrip("/")) for url in dict.fromkeys(urls)]
         self._max_version_skew = max_version_skew
         self._random = random.Random(random_seed)
 
     def use(self, urls: Iterable[str]) -> None:
-        """Ask these servers from now on; what is known of those that stay is kept."""
+        """Use these servers from now on; servers that were already in use keep their state."""
         known = {replica.url: replica for replica in self.replicas}
         wanted = [url.rstrip("/") for url in dict.fromkeys(urls)]
         self.replicas = [known.get(url) or Replica(url) for url in wanted]
@@ -55,17 +56,17 @@ class ReplicaSet:
         return max(replica.version for replica in self.replicas)
 
     def choose(self, session: str, now: float) -> Replica:
-        """Return the server to ask for a session. If it rests, all do, and it is ready at its `ready_at`."""
+        """Return the server to use for a session. If all servers are avoided after failures, its `ready_at` is first."""
         ranked = sorted(self.replicas, key=lambda replica: _weight(session, replica.url), reverse=True)
         return min(ranked, key=lambda r: (max(r.ready_at, now), r.failures > 0, self.lags(r)))
 
     def lags(self, replica: Replica) -> bool:
-        """Whether a server is too far behind the newest version. One that names no version never is."""
+        """Whether a server is too far behind the newest version; always false for a server that names no version."""
         behind = self.newest_version - replica.version
         return replica.version >= 0 and 0 <= self._max_version_skew < behind
 
     def to_look_at(self, now: float) -> Sequence[Replica]:
-        """Return the servers without requests that are due for a look: those that lag, or failed and have rested."""
+        """Return the servers due for a probe, because they lag or because their pause after a failure is over."""
         due = [
             replica
             for replica in self.replicas
@@ -83,7 +84,7 @@ class ReplicaSet:
         replica.version = max(replica.version, version)
 
     def failed(self, replica: Replica, now: float, retry_after_s: float | None = None) -> None:
-        """Note a failure: the server rests for as long as it asks, else for a random time, longer after each failure.
+        """Note a failure: avoid the server for as long as it asks, or else for a random time that grows with each failure.
 
         Requests that fail together count as one failure.
         """
@@ -96,9 +97,9 @@ class ReplicaSet:
 
 
 class RetryBudget:
-    """Bounds the retries of all requests of a client together: a burst, then a rate.
+    """Limits the retries of all requests of a client together: to a burst, then to a rate.
 
-    However many requests fail at once, servers that struggle are asked no faster than that.
+    However many requests fail at once, struggling servers receive retries no faster than that.
     """
 
     def __init__(self, *, burst: int = 64, per_s: float = 10.0) -> None:

@@ -1,7 +1,7 @@
 """Builds requests for samples in the dialect of each engine. Pure.
 
-rollstream takes OpenAI's completions, and so does any server that knows return_token_ids. vLLM and SGLang tell which
-weights sampled each token only on routes of their own, which take token ids.
+rollstream accepts OpenAI's completions, as does any server that supports return_token_ids. vLLM and SGLang report which
+weights sampled each token only on their own routes, which accept token ids.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from rollstream.producers.inference.answers import Dialect
 EngineName = Literal["rollstream", "vllm", "sglang"]
 ENGINES: tuple[EngineName, ...] = ("rollstream", "vllm", "sglang")
 LABEL_ROUTES: Mapping[EngineName, str] = {"vllm": "/weight_info", "sglang": "/model_info"}
-"""Routes by which engines whose lists of models name no version tell the label of their weights; vLLM's is there in
+"""Routes that return the label of the weights, for engines whose model lists name no version; vLLM has its route only in
 development mode."""
 
 
@@ -33,7 +33,7 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """A request as one engine takes it."""
+    """A request in the form that one engine expects."""
 
     path: str
     """Path below the server's root."""
@@ -42,16 +42,16 @@ class EngineRequest:
 
 
 class ListedModels(NamedTuple):
-    """Kind and version of a server, by its list of models."""
+    """Kind and version of a server, from its list of models."""
 
     engine: EngineName | None
-    """The kind of server; None if it does not say. It is asked as ours is then."""
+    """Kind of the server; None if the list does not name it. It then gets requests like a rollstream server."""
     version: int
     """Newest policy version; -1 if the list names none."""
 
 
 def listed_models(models: Mapping[str, Any]) -> ListedModels:
-    """Return what a list of models says; entries of an invalid form say nothing."""
+    """Return the kind and version in a list of models; invalid entries are ignored."""
     data = models.get("data")
     entries = [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
     owners = [entry.get("owned_by") for entry in entries]

@@ -49,7 +49,7 @@ from rollstream.topics.secrets import resolve
 
 logger = logging.getLogger(__name__)
 _OPEN_PATHS = {"/livez", "/readyz", "/health", "/metrics"}
-"""Paths that need no key: probes and scrapers have none."""
+"""Paths that need no key, because probes and scrapers have none."""
 
 
 class InferenceServer:
@@ -63,7 +63,7 @@ class InferenceServer:
         template: ChatTemplate | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`template` renders chats, by default the plain one; `vocab_size` is the model's, by default the tokenizer's.
+        """`template` renders chats, by default the plain template; `vocab_size` is the model's, by default the tokenizer's.
 
         Raises ConfigurationError if the key cannot be resolved.
         """
@@ -118,8 +118,8 @@ class InferenceServer:
             web.get("/health", self._readyz),
             web.get("/metrics", self._metrics),
         ]
-        # The engine has answered or refused every request by the time this waits for handlers. A client that goes away
-        # cancels its handler, and with it its request.
+        # By the time the shutdown waits for handlers, the engine has answered or refused every request. A client that
+        # disconnects cancels its handler, which cancels its request.
         self._server = await listen(
             routes,
             self.config.host,
@@ -137,7 +137,7 @@ class InferenceServer:
         event(logger, "inference_listening", url=self.url, replica_id=self.config.replica_id)
 
     async def close(self) -> None:
-        """Refuse new requests, answer those admitted within inference.drain_timeout_s, and stop listening."""
+        """Refuse new requests, finish admitted requests within inference.drain_timeout_s, and stop listening."""
         drained = not self._engine.alive or await self._admission.drain(self.config.drain_timeout_s)
         if not drained:
             event(logger, "drain_timeout", level=logging.WARNING, unanswered=self._admission.admitted)
@@ -155,7 +155,7 @@ class InferenceServer:
         await self.close()
 
     async def serve_until(self, stop: asyncio.Event) -> None:
-        """Return when `stop` is set. Raises the error of the engine if that stops first."""
+        """Return when `stop` is set. Raises the engine's error if the engine stops first."""
         waits = [asyncio.ensure_future(stop.wait()), asyncio.ensure_future(self._failed.wait())]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -296,7 +296,7 @@ class InferenceServer:
         return web.Response(text=f"ok, policy version {self._engine.version}\n")
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name: totals since the start, which end in _total, and the state now."""
+        """Metrics by name: totals since the start, whose names end in _total, and the current state."""
         statistics = self._engine.statistics
         return {
             "requests_total": statistics.requests,

@@ -19,7 +19,7 @@ class TokenCodec(Protocol):
         """Return the token ids of a text. Raises a RollstreamError or ValueError if it cannot be encoded."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids; the end token has none."""
+        """Return the text of token ids; the end token has no text."""
 
 
 @runtime_checkable

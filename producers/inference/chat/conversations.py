@@ -1,7 +1,7 @@
-"""Recent turns by the messages that they are shown as, so that a conversation is continued from its tokens.
+"""Recent turns, looked up by their messages, so that a conversation is continued from its sampled tokens.
 
-A turn is found again only where every message up to its answer came back as it was: text that was sampled is never
-tokenised a second time, and a history that was changed is another history.
+A turn is found only if every message up to its answer is sent back unchanged. Its sampled text is then not tokenised a
+second time. A changed history counts as a new conversation.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from rollstream.topics.records import Int32
 
 
 class ConversationMemory:
-    """At most `max_tokens` tokens of turns, the least recently used forgotten first."""
+    """Remembers at most `max_tokens` tokens of turns; the least recently used turns are forgotten first."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -26,7 +26,7 @@ class ConversationMemory:
         """Tokens held."""
 
     def add(self, session: str, messages: Sequence[Message], tools: Sequence[Tool], turn: SampledTurn) -> None:
-        """Remember a turn; the last of `messages` is its answer, as the client was given it."""
+        """Remember a turn; the last of `messages` is its answer, as the client received it."""
         key = _key(session, messages, tools)
         self._forget(key)
         tokens = np.asarray([*turn.prompt, *turn.sampled], np.int32)
@@ -60,7 +60,7 @@ def last_answer(messages: Sequence[Message]) -> int | None:
 
 
 def _key(session: str, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
-    # Clients rarely send reasoning back, and the tokens hold it.
+    # Ignore reasoning: clients rarely send it back, and the remembered tokens contain it.
     shown = [{name: value for name, value in message.items() if name != "reasoning_content"} for message in messages]
     conversation = json.dumps([session, list(tools), shown], sort_keys=True)
     return hashlib.blake2b(conversation.encode(), digest_size=16).digest()

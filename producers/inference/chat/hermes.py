@@ -1,6 +1,6 @@
 """Tool calls as text, in the form of Hermes and Qwen: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
-A call that is no valid JSON stays in the text: it is what the model said, and an environment may answer it.
+A call that is not valid JSON stays in the text, so that an environment can respond to it.
 """
 
 import json
@@ -15,9 +15,9 @@ _BLOCK = re.compile(re.escape(OPEN) + r"(.*?)" + re.escape(CLOSE), re.DOTALL)
 
 
 def parse(text: str, *, complete: bool = True) -> AssistantMessage:
-    """Split a text in content and tool calls.
+    """Split a text into content and tool calls.
 
-    The end of an incomplete text is kept back from the first call that is not closed.
+    If the text is not `complete`, everything from the first unclosed call on is left out.
     """
     content: list[str] = []
     calls: list[ToolCall] = []
@@ -33,14 +33,14 @@ def parse(text: str, *, complete: bool = True) -> AssistantMessage:
     rest = text[end:]
     content.append(rest if complete else rest.partition(OPEN)[0])
     joined = "".join(content)
-    # Around calls models write line breaks, which are no message.
+    # Models write line breaks around calls; they are not content.
     return AssistantMessage(content="" if calls and not joined.strip() else joined, tool_calls=tuple(calls))
 
 
 def parse_with_reasoning(text: str, *, opened: bool, complete: bool = True) -> AssistantMessage:
-    """Split a text in reasoning, which comes first, and what `parse` returns.
+    """Split a text into the reasoning at its start, the content and the tool calls.
 
-    `opened` says that the prompt ends with the beginning of the reasoning.
+    `opened` is true if the prompt already ends with the tag that begins the reasoning.
     """
     begins = text.lstrip().startswith(THINK)
     if not opened and not begins:
@@ -73,4 +73,4 @@ def _call(text: str) -> ToolCall | None:
 
 
 def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")

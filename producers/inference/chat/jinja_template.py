@@ -1,7 +1,7 @@
-"""Chat templates in Jinja, as checkpoints have them beside their tokenizer.
+"""Chat templates in Jinja, as found next to a checkpoint's tokenizer.
 
-A conversation is continued from its tokens where the template only adds to what it rendered before. Tool calls and
-reasoning are read in the form of Hermes and Qwen.
+A conversation is continued from its tokens if the template only adds to what it rendered before. Tool calls and
+reasoning are parsed in the format of Hermes and Qwen.
 """
 
 import json
@@ -22,13 +22,13 @@ class JinjaTemplate:
     markers = (hermes.OPEN, hermes.THINK, hermes.END_OF_THINK)
 
     def __init__(self, tokenizer: TokenCodec, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are the texts of bos_token and others. Raises ConfigurationError for a bad template."""
+        """`special_tokens` holds the texts of bos_token and so on. Raises ConfigurationError for a bad template."""
         try:
             import jinja2
             from jinja2.sandbox import ImmutableSandboxedEnvironment
         except ImportError as error:
             raise ConfigurationError(
-                "the checkpoint's chat template takes the package jinja2: pip install 'rollstream[hf]', or set "
+                "the checkpoint's chat template needs the package jinja2: pip install 'rollstream[hf]', or set "
                 "inference.chat_template=plain"
             ) from error
         environment = ImmutableSandboxedEnvironment(
@@ -54,7 +54,7 @@ class JinjaTemplate:
     ) -> list[int] | None:
         """Return the turn's tokens and what the template adds after the end of the answer.
 
-        None if it renders the messages before in another form, or does not close an answer with an end token.
+        None if the template renders the earlier messages differently or does not close an answer with an end token.
         """
         before = self._text(messages[:known], tools, prompt=False)
         whole = self._text(messages, tools, prompt=True)

@@ -1,4 +1,4 @@
-"""Chat templates of the library renderers: families of models as code, which continue conversations from tokens."""
+"""Chat templates of the library `renderers`, which has code for each family of models to render and continue chats."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,15 +15,15 @@ class LibraryTemplate:
     """Renders conversations with a renderer of the library, given by its name, such as qwen3."""
 
     markers = ()
-    """The library reads special tokens, which come whole."""
+    """Empty, because the library parses special tokens, which are never incomplete."""
 
     def __init__(self, tokenizer: TokenCodec, name: str) -> None:
-        """Raises ConfigurationError if the library is missing, has no such renderer, or the tokenizer is another's."""
+        """Raises ConfigurationError if the library or its renderer is missing, or the tokenizer does not fit."""
         try:
             import renderers
         except ImportError as error:
             raise ConfigurationError(
-                f"inference.chat_template is {name!r}, a renderer of the library renderers: "
+                f"inference.chat_template is {name!r}, which needs the library renderers: "
                 "pip install 'rollstream[chat]'"
             ) from error
         if not isinstance(tokenizer, NamedTokenCodec):
@@ -35,7 +35,7 @@ class LibraryTemplate:
             config = renderers.config_from_name(name)
             if name == "default" or config is None:
                 raise ValueError("name the renderer of the model's family, or leave the setting empty")
-            # Else a new question drops earlier reasoning, so that what was sampled is rendered again without it.
+            # By default, a new question drops earlier reasoning, and sampled turns are rendered again without it.
             config = config.model_copy(update={"thinking_retention": "all"})
             self._renderer = renderers.create_renderer(_LibraryTokenizer(tokenizer, name), config)
         except (ValueError, AssertionError, TypeError) as error:
@@ -52,7 +52,7 @@ class LibraryTemplate:
     def extend(
         self, turn: SampledTurn, messages: Sequence[Message], known: int, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the turn's tokens and the new messages, as the library bridges them; None where it cannot."""
+        """Return the turn's tokens and the new messages, joined by the library; None if it cannot join them."""
         prompt, sampled = list(turn.prompt), list(turn.sampled)
         with _refusals():
             bridged = self._renderer.bridge_to_next_turn(
@@ -64,7 +64,7 @@ class LibraryTemplate:
         return tokens if tokens[: len(prompt) + len(sampled)] == prompt + sampled else None
 
     def parse(self, turn: SampledTurn, *, complete: bool = True) -> AssistantMessage:
-        """Return the content, reasoning and tool calls of the answer; a call that is malformed stays in the content."""
+        """Return the content, reasoning and tool calls of the answer; a malformed call stays in the content."""
         parsed = self._renderer.parse_response(list(turn.sampled), prompt_ids=list(turn.prompt))
         calls = [call for call in parsed.tool_calls if call.status.value == "ok" and call.name]
         content = parsed.content
@@ -78,7 +78,7 @@ class LibraryTemplate:
 
 
 class _LibraryTokenizer:
-    """A tokenizer in the form that the library asks for."""
+    """A tokenizer with the interface that the library expects."""
 
     def __init__(self, tokenizer: NamedTokenCodec, name: str) -> None:
         self._tokenizer = tokenizer
@@ -95,7 +95,7 @@ class _LibraryTokenizer:
         return self._tokenizer.decode([token_ids] if isinstance(token_ids, int) else list(token_ids))
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Ids of tokens by their text; None for one that is not in the vocabulary."""
+        """Ids of tokens by their text; None for a text that is not in the vocabulary."""
         if isinstance(tokens, str):
             return self._tokenizer.token_id(tokens)
         return [self._tokenizer.token_id(token) for token in tokens]

@@ -1,12 +1,12 @@
-"""Messages of a conversation in OpenAI's form, without what has no meaning for a model."""
+"""Messages of a conversation in OpenAI's format, without fields that have no meaning for a model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
-"""`role` (system, user, assistant, tool) and `content`, a string; of an assistant also `tool_calls` and
-`reasoning_content`, of a tool `tool_call_id`, and `name`: absent where there is none."""
+"""A message has `role` (system, user, assistant, tool) and `content`, a string. It may have `name`; an assistant's may
+have `tool_calls` and `reasoning_content`, and a tool's may have `tool_call_id`."""
 Tool = dict[str, Any]
 """OpenAI's description of a function: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
@@ -16,7 +16,7 @@ class ToolCall(NamedTuple):
 
     name: str
     arguments: str
-    """JSON of an object."""
+    """JSON text of an object."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""The chat template of vocabularies whose only special token is the end of a text, such as our characters.
+"""The chat template of vocabularies whose only special token is the end of a text, such as the built-in characters.
 
-A message is its role, a line break, its text, the end token and a line break. No text can be taken for the end of a
+A message is its role, a line break, its text, the end token and a line break. No text can be mistaken for the end of a
 turn, because no text is encoded as the end token.
 """
 
@@ -22,7 +22,7 @@ class PlainTemplate:
         self.stop_ids = tuple(tokenizer.eos_ids)
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the prompt of a whole conversation. Tools are a part of the system message."""
+        """Return the prompt of a whole conversation. Tools become part of the system message."""
         if tools and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": ""}, *messages]
         prompt: list[int] = []

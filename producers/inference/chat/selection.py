@@ -15,9 +15,9 @@ _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 
 
 def chat_template(setting: str, tokenizer: TokenCodec, checkpoint: str) -> ChatTemplate:
-    """Return the template that `inference.chat_template` names, for the tokenizer of a checkpoint's directory.
+    """Return the template that `setting`, the value of `inference.chat_template`, names.
 
-    `checkpoint` is empty if the model starts from none. Raises ConfigurationError.
+    `checkpoint` is the directory of the model's checkpoint, empty if there is none. Raises ConfigurationError.
     """
     config = _tokenizer_config(Path(checkpoint)) if checkpoint else {}
     if setting == PLAIN:
@@ -32,7 +32,7 @@ def chat_template(setting: str, tokenizer: TokenCodec, checkpoint: str) -> ChatT
 
 
 def _own_template(directory: Path, config: dict[str, object]) -> str:
-    """Return the template beside a tokenizer, of several the one for tools; empty if there is none."""
+    """Return the template stored with a tokenizer; of several, the template for tools. Empty if there is none."""
     file = directory / "chat_template.jinja"
     if file.is_file():
         return _read(file)

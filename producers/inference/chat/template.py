@@ -1,4 +1,4 @@
-"""The protocol of chat templates: a conversation to the token ids of a prompt, and an answer's tokens to a message."""
+"""The protocol of chat templates: from a conversation to a prompt's tokens, and from an answer's tokens to a message."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -31,15 +31,15 @@ class ChatTemplate(Protocol):
     def extend(
         self, turn: SampledTurn, messages: Sequence[Message], known: int, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the prompt of a conversation whose first `known` messages are a turn as it was sampled.
+        """Return the prompt of a conversation whose first `known` messages are the sampled turn `turn`.
 
-        The prompt begins with the turn's own tokens. None if the template cannot continue from them, e.g. because it
-        shows an earlier turn in another form once a later one is there. Raises as `render` does.
+        The prompt begins with the turn's own tokens. Returns None if the template cannot continue from them, e.g.
+        because it renders an earlier turn differently once a later turn follows. Raises as `render` does.
         """
 
     def parse(self, turn: SampledTurn, *, complete: bool = True) -> AssistantMessage:
-        """Return the message that a turn's sampled tokens are.
+        """Return the message that a turn's sampled tokens represent.
 
-        The message of an incomplete answer holds what later tokens do not change, and perhaps the beginning of a marker
-        at its end.
+        The message of an incomplete answer contains only text that later tokens do not change, except that it may end
+        with the beginning of a marker.
         """

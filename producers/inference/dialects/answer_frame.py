@@ -30,7 +30,7 @@ class AnswerHeader:
 
 
 def metadata(choices: Sequence[SampledChoice]) -> dict[str, Any]:
-    """Return the newest policy version of the choices, ours and as SGLang's label; of one choice its spans too."""
+    """Return the newest policy version of the choices, also as SGLang's label; for a single choice also its spans."""
     newest = max((choice.highest_version for choice in choices), default=-1)
     spans = {"weight_versions": choices[0].version_fields["weight_versions"]} if len(choices) == 1 else {}
     return {"policy_version": newest, "metadata": {"weight_version": str(newest), **spans}}

@@ -1,6 +1,6 @@
-"""The answer to one choice as it grows: what is new of its text, tokens and calls since the part before. Pure.
+"""The growing answer of one choice, in parts: the text, tokens and calls that are new since the previous part. Pure.
 
-All parts together are the whole answer: text is kept back while later tokens may still change it.
+All parts together are the whole answer, because text is held back while later tokens may still change it.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ class StreamedPart:
     choice: SampledChoice
     """The choice so far."""
     start: int
-    """Number of its tokens that earlier parts hold."""
+    """Number of its tokens in earlier parts."""
     text: str
     reasoning: str
     tool_calls: Sequence[ToolCall]
     first_call: int
-    """Number of its calls that earlier parts hold."""
+    """Number of its calls in earlier parts."""
     first: bool
     last: bool
 
@@ -47,22 +47,22 @@ class StreamedPart:
 
 
 class ChoiceStream:
-    """The stream of one choice: it knows what earlier parts hold."""
+    """The stream of one choice; keeps track of what earlier parts contain."""
 
     def __init__(self) -> None:
         self._tokens = 0
         self._visible = VisibleAnswer(text="")
         self._begun = False
         self.ended = False
-        """Whether the last part is out."""
+        """Whether the last part was returned."""
 
     def advance(self, choice: SampledChoice, visible: VisibleAnswer) -> StreamedPart | None:
-        """Return what is new, None if nothing is. A choice with a finish reason is complete."""
+        """Return the new part, or None if nothing is new. A choice with a finish reason is complete."""
         last = choice.finish_reason is not None
         if self.ended or not (last or len(choice.tokens) > self._tokens):
             return None
         before = self._visible
-        # A parser that took back what it showed cannot reach what is sent already.
+        # Text that was already sent stays, even if the parser no longer shows it.
         visible = replace(
             visible,
             text=visible.text if visible.text.startswith(before.text) else before.text,

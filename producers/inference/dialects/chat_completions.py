@@ -1,6 +1,6 @@
 """OpenAI's chat completions with tools, and the token ids of vLLM and SGLang: POST /v1/chat/completions.
 
-A conversation is continued from its tokens: of the turns before, only messages that are not the model's are rendered.
+A conversation is continued from its tokens, so only the messages that are not the model's are rendered again.
 """
 
 import hashlib
@@ -79,7 +79,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         sampling_parameters.check_names(body, _READ, _OFF, _HARMLESS)
         parameters = sampling_parameters.parse_parameters(body, self.limits, stop_token_ids=self._stop_ids)
         if fields.integer(body, "top_logprobs", 0, least=0) > 1:
-            raise BadRequest("top_logprobs: only the sampled token's is known; ask for 0", "top_logprobs")
+            raise BadRequest("top_logprobs: only the sampled token's logprob is known; ask for 0", "top_logprobs")
         messages = parse_messages(body.get("messages"))
         tools = parse_tools(body.get("tools"), body.get("tool_choice"))
         prompt = self.prompt_of(messages, tools, session, self._previous_turn(body))
@@ -106,7 +106,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         """
         known = last_answer(messages)
         if previous is not None and known is None:
-            raise BadRequest("previous_turn is given, and no message follows an answer", "previous_turn")
+            raise BadRequest("previous_turn is given, but no message follows an answer", "previous_turn")
         turn = previous or self._memory.find(session, messages, tools)
         if turn is not None and known is not None:
             with _refusals():
@@ -142,7 +142,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         }
 
     def visible(self, request: ChatRequest, choice: SampledChoice) -> VisibleAnswer:
-        """Return content, reasoning and tool calls; calls only of a complete answer, which names them."""
+        """Return content and reasoning, and the tool calls if the answer is complete."""
         complete = choice.finish_reason is not None
         message = self._template.parse(SampledTurn(choice.prompt, choice.tokens), complete=complete)
         stops = request.sampling.parameters.stop
@@ -153,7 +153,7 @@ class ChatCompletions(Dialect[ChatRequest]):
             return VisibleAnswer(text=content, reasoning=message.reasoning, tool_calls=message.tool_calls)
         markers = (*self._template.markers, *stops)
         content = held_back(content, markers)
-        # Line breaks alone are no message if calls follow.
+        # Line breaks alone are not content if calls follow.
         return VisibleAnswer(text=content if content.strip() else "", reasoning=held_back(message.reasoning, markers))
 
     def part(self, request: ChatRequest, part: StreamedPart, header: AnswerHeader) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         }
 
     def remember(self, request: ChatRequest, choice: SampledChoice) -> None:
-        """Keep the tokens of the turn for the next one."""
+        """Keep the tokens of the turn for the next turn."""
         message = self._message(request, choice)
         answer = parse_messages([message])
         self._memory.add(
@@ -201,7 +201,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         )
         if not prompt:
             raise BadRequest(
-                "previous_turn holds no prompt_token_ids; send prompt_token_ids and token_ids as they were answered",
+                "previous_turn holds no prompt_token_ids; send prompt_token_ids and token_ids as the server returned them",
                 "previous_turn",
             )
         return SampledTurn(prompt, sampled)
@@ -254,7 +254,7 @@ def _refusals() -> Iterator[None]:
 
 
 def _calls(choice: SampledChoice, calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
-    """Return OpenAI's objects of tool calls. The same tokens have the same identifiers, so that answers repeat."""
+    """Return OpenAI's tool call objects. Equal tokens give equal identifiers, so that answers are reproducible."""
     digest = hashlib.blake2b(digest_size=8)
     for tokens in (choice.prompt, choice.tokens):
         digest.update(np.asarray(tokens, "<i8").tobytes())

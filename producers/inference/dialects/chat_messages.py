@@ -1,4 +1,4 @@
-"""Messages and tools of a request for a chat, checked and brought to one form. Raises BadRequest, naming the field."""
+"""Messages and tools of a chat request, validated and normalized. Raises BadRequest, naming the field."""
 
 import json
 from collections.abc import Mapping
@@ -19,14 +19,14 @@ def parse_messages(value: Any) -> list[Message]:
 
 
 def parse_tools(value: Any, choice: Any) -> list[Tool]:
-    """Return the tools that a model may call: none where `choice`, the field tool_choice, is none."""
+    """Return the tools that a model may call: none if `choice`, the field tool_choice, is "none". """
     if value is not None and not isinstance(value, list):
         raise BadRequest("tools must be a list", "tools")
     tools = [_tool(tool, f"tools[{position}]") for position, tool in enumerate(value or [])]
     if choice not in (None, "auto", "none"):
         raise BadRequest(
-            f"tool_choice={fields.shown(choice)} is not supported here: no answer is forced into a form; leave it out, "
-            "or use auto or none",
+            f"tool_choice={fields.shown(choice)} is not supported here, because answers are not constrained; leave it "
+            "out, or use auto or none",
             "tool_choice",
         )
     return [] if choice == "none" else tools

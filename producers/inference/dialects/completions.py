@@ -47,12 +47,12 @@ class Completions(Dialect[CompletionRequest]):
         best_of = fields.integer(body, "best_of", parameters.n, least=1)
         if best_of != parameters.n:
             raise BadRequest(
-                f"best_of={fields.shown(best_of)} is not supported here; leave it out, or equal to n", "best_of"
+                f"best_of={fields.shown(best_of)} is not supported here; leave it out, or set it to n", "best_of"
             )
         logprobs = fields.integer(body, "logprobs", -1, least=0)
         if logprobs > 1:
             raise BadRequest(
-                f"logprobs={fields.shown(logprobs)}: only the sampled token's is known; ask for 1", "logprobs"
+                f"logprobs={fields.shown(logprobs)}: only the sampled token's logprob is known; ask for 1", "logprobs"
             )
         prompts = self._prompts(body.get("prompt"))
         if len(prompts) * parameters.n > self.limits.max_rows:
@@ -91,7 +91,7 @@ class Completions(Dialect[CompletionRequest]):
         }
 
     def part(self, request: CompletionRequest, part: StreamedPart, header: AnswerHeader) -> dict[str, Any]:
-        """Return a text_completion with what is new."""
+        """Return a text_completion with the new part of a choice."""
         choice = part.choice
         return {
             **header.fields(self.stream_kind),

@@ -1,4 +1,4 @@
-"""The base of the dialects: what the server asks of each of them."""
+"""The base class of the dialects: the interface that the server uses."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,9 @@ class Dialect(ABC, Generic[R]):
     """Parses bodies of one endpoint, and builds its answers."""
 
     prefix: str
-    """Begins the identifier of an answer."""
+    """Prefix of the identifier of an answer."""
     stream_kind: str
-    """OpenAI's object of an event of a stream."""
+    """Value of `object` in the events of a stream."""
 
     def __init__(self, tokenizer: TokenCodec, limits: RequestLimits) -> None:
         self.tokenizer = tokenizer
@@ -44,7 +44,7 @@ class Dialect(ABC, Generic[R]):
 
     @abstractmethod
     def parse(self, body: Mapping[str, Any], session: str) -> R:
-        """Parse the body of a request of a session, "" if it has none. Raises BadRequest, naming the parameter."""
+        """Parse a request's body; `session` is empty if it has no session. Raises BadRequest, naming the parameter."""
 
     @abstractmethod
     def answer(self, request: R, choices: Sequence[SampledChoice], header: AnswerHeader) -> Any:
@@ -52,13 +52,13 @@ class Dialect(ABC, Generic[R]):
 
     @abstractmethod
     def part(self, request: R, part: StreamedPart, header: AnswerHeader) -> dict[str, Any]:
-        """Return one event of a stream: what is new of one choice."""
+        """Return one event of a stream, with the new part of one choice."""
 
     def visible(self, request: R, choice: SampledChoice) -> VisibleAnswer:
-        """Return what a client sees of a choice, and what later tokens do not change."""
+        """Return the part of a choice that a client sees and that later tokens do not change."""
         if choice.finish_reason is not None:
             return VisibleAnswer(text=choice.text)
         return VisibleAnswer(text=held_back(choice.text, request.sampling.parameters.stop))
 
     def remember(self, request: R, choice: SampledChoice) -> None:
-        """Take note of a complete choice before its client has it."""
+        """Remember a complete choice before its client receives it."""

@@ -39,7 +39,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def strings(body: Mapping[str, Any], name: str, *, most: int) -> tuple[str, ...]:
-    """Return a list of at most `most` strings, none of them empty; one string stands for a list of one."""
+    """Return a list of at most `most` strings, none of them empty; a single string counts as a list of one."""
     value = body.get(name)
     texts = () if value is None else (value,) if isinstance(value, str) else value
     if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
@@ -71,7 +71,7 @@ def token_ids(value: Any, name: str, vocab_size: int) -> list[int]:
 
 
 def is_integer(value: Any) -> bool:
-    """Whether a JSON value is an integer; true and false are none."""
+    """Whether a JSON value is an integer; true and false are not."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

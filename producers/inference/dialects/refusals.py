@@ -3,7 +3,7 @@
 from typing import Any
 
 CONTEXT_TOO_LONG = "context_length_exceeded"
-"""OpenAI's code for a prompt, or a prompt and its answer, that the context has no room for."""
+"""OpenAI's code for a prompt that does not fit into the context, alone or with its answer."""
 
 
 class BadRequest(Exception):

@@ -11,12 +11,12 @@ from rollstream.producers.inference.token_codec import TokenCodec
 from rollstream.topics.errors import RollstreamError
 
 UNKNOWN_CHARACTER = "\ufffd"
-"""Text of a character of which not all tokens are there."""
+"""Text of a character whose tokens are incomplete."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledChoice:
-    """One answer to a prompt, or what there is of it so far."""
+    """One answer to a prompt, complete or still growing."""
 
     index: int
     prompt: Sequence[int]
@@ -70,9 +70,9 @@ def sampled_choice(
     *,
     complete: bool = True,
 ) -> SampledChoice:
-    """Cut a row at the first stop string or token of the request, whichever comes first.
+    """Cut a row at the first stop string or stop token of the request.
 
-    A row that is not complete has no reason of its end, even where it is cut.
+    A row that is not complete has no finish reason, even if it is cut.
     """
     count, text, reason = _first_stop(row.tokens, parameters, tokenizer)
     finish_reason = row.finish_reason if reason is None else "stop"
@@ -93,7 +93,7 @@ def sampled_choice(
 def held_back(text: str, markers: Sequence[str]) -> str:
     """Return the part of an incomplete text that later tokens cannot change.
 
-    Its end is kept back while it may begin one of `markers`, or is a character of which not all tokens are there.
+    The end of the text is held back if it may be the beginning of one of `markers` or of an incomplete character.
     """
     text = text.rstrip(UNKNOWN_CHARACTER)
     longest = max(
@@ -119,7 +119,7 @@ def encode(text: str, tokenizer: TokenCodec, param: str = "prompt") -> list[int]
 def _first_stop(
     tokens: Sequence[int], parameters: SamplingParameters, tokenizer: TokenCodec
 ) -> tuple[int, str, int | str | None]:
-    """Return the number of tokens up to the first stop, the text before it, and what it was."""
+    """Return the number of tokens up to the first stop, the text before it, and the stop itself if there is one."""
     position = next((i for i, token in enumerate(tokens) if token in parameters.stop_token_ids), None)
     count, reason = (len(tokens), None) if position is None else (position + 1, tokens[position])
     text = tokenizer.decode(tokens[: count - (reason is not None)])

@@ -34,7 +34,7 @@ HARMLESS = {
     "session_id", "cache_salt", "priority", "return_token_ids", "skip_special_tokens", "detokenize",
     "spaces_between_special_tokens",
 }  # fmt: skip
-"""Fields accepted without effect: they name or route a request, or ask for what every answer holds."""
+"""Fields accepted without effect: they name or route a request, or ask for data that every answer has."""
 READ = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"}
 
 
@@ -43,11 +43,11 @@ class RequestLimits:
     """Limits on the requests that a server accepts."""
 
     max_model_len: int
-    """Most tokens of a prompt and its answer together."""
+    """Maximum number of tokens in a prompt and its answer together."""
     max_rows: int
-    """Most sequences of one request."""
+    """Maximum number of sequences in one request."""
     vocab_size: int
-    """Number of token ids that the model knows: not fewer than the tokenizer's."""
+    """Number of token ids that the model knows, at least as many as the tokenizer's."""
     truncated_sampling: bool
     """Whether top_p, top_k and min_p are allowed."""
 
@@ -60,7 +60,7 @@ class SamplingParameters:
     temperature: float
     top_p: float
     top_k: int
-    """0 is off."""
+    """0 turns it off."""
     min_p: float
     seed: int | None
     stop: tuple[str, ...]
@@ -69,7 +69,7 @@ class SamplingParameters:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingRequest:
-    """Prompts to sample after."""
+    """Prompts, and how to sample after them."""
 
     prompts: Sequence[Sequence[int]]
     parameters: SamplingParameters
@@ -92,16 +92,16 @@ def check_names(
             raise BadRequest(f"unrecognized request argument supplied: {fields.shown(name)}", name)
         if value is not None and value not in off[name]:
             raise BadRequest(
-                f"{name}={fields.shown(value)} is not supported here; leave it out (off is {off[name][0]!r})", name
+                f"{name}={fields.shown(value)} is not supported here; leave it out (its neutral value is {off[name][0]!r})", name
             )
 
 
 def parse_parameters(
     body: Mapping[str, Any], limits: RequestLimits, *, stop_token_ids: frozenset[int] = frozenset()
 ) -> SamplingParameters:
-    """Return the common parameters of a body whose names are checked. Raises BadRequest, naming the parameter.
+    """Return the common parameters of a body with checked names. Raises BadRequest, naming the parameter.
 
-    `stop_token_ids` end every answer, besides those of the request.
+    `stop_token_ids` end every answer, in addition to the request's own stop tokens.
     """
     n = fields.integer(body, "n", 1, least=1)
     if n > limits.max_rows:
@@ -117,12 +117,12 @@ def parse_parameters(
     for name, off in (("top_p", top_p == 1), ("top_k", top_k == 0), ("min_p", min_p == 0)):
         if not off and not limits.truncated_sampling:
             raise BadRequest(
-                f"{name}={fields.shown(body[name])}: a learner cannot compute the logprobs of a truncated distribution "
-                "again; leave it out, or set inference.truncated_sampling where no rollouts come from",
+                f"{name}={fields.shown(body[name])}: a learner cannot recompute the logprobs of a truncated "
+                "distribution; leave it out, or set inference.truncated_sampling if no answers are trained on",
                 name,
             )
     if top_p == 0:
-        raise BadRequest("top_p must be above 0; temperature 0 is greedy", "top_p")
+        raise BadRequest("top_p must be above 0; for greedy sampling use temperature 0", "top_p")
     return SamplingParameters(
         n=n,
         temperature=fields.number(body, "temperature", 1.0, least=0),
@@ -140,7 +140,7 @@ def check_prompt(prompt: Sequence[int], param: str, limits: RequestLimits) -> No
     fields.token_ids(list(prompt), param, limits.vocab_size)
     if not 0 < len(prompt) < limits.max_model_len:
         raise BadRequest(
-            f"{param} has {len(prompt)} tokens; this server takes 1 to {limits.max_model_len - 1}: shorten it, or "
+            f"{param} has {len(prompt)} tokens; this server accepts 1 to {limits.max_model_len - 1}: shorten it, or "
             "raise inference.max_model_len",
             param,
             code=CONTEXT_TOO_LONG if prompt else None,
@@ -150,13 +150,13 @@ def check_prompt(prompt: Sequence[int], param: str, limits: RequestLimits) -> No
 def answer_limit(
     body: Mapping[str, Any], name: str, prompt_tokens: int, limits: RequestLimits, *, default: int | None = None
 ) -> int:
-    """Return the most tokens of an answer: the field `name`, else `default`, else all that the context has room for."""
+    """Return the token limit of an answer: the field `name`, else `default`, else all that the context has room for."""
     room = limits.max_model_len - prompt_tokens
     max_tokens = fields.integer(body, name, room if default is None else min(default, room), least=1)
     if max_tokens > room:
         raise BadRequest(
-            f"{name}={fields.shown(max_tokens)} after a prompt of {prompt_tokens} tokens; both together may have "
-            f"{limits.max_model_len} here: shorten them, or raise inference.max_model_len",
+            f"{name}={fields.shown(max_tokens)} does not fit after a prompt of {prompt_tokens} tokens; both together "
+            f"may have {limits.max_model_len} here: shorten them, or raise inference.max_model_len",
             name,
             code=CONTEXT_TOO_LONG,
         )

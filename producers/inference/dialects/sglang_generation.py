@@ -37,7 +37,7 @@ class SglangGeneration(Dialect[SglangRequest]):
     stream_kind = "generate"
 
     def parse(self, body: Mapping[str, Any], session: str) -> SglangRequest:
-        """Parse a body; a prompt is input_ids, or text. Without max_new_tokens an answer may take all the room."""
+        """Parse a body; a prompt is input_ids, or text. Without max_new_tokens an answer may fill the context."""
         sampling_parameters.check_names(
             body, {"input_ids", "text", "sampling_params", "return_logprob"}, _OFF, _HARMLESS
         )
@@ -60,7 +60,7 @@ class SglangGeneration(Dialect[SglangRequest]):
         return answers[0] if len(answers) == 1 else answers
 
     def part(self, request: SglangRequest, part: StreamedPart, header: AnswerHeader) -> dict[str, Any]:
-        """Raise NotImplementedError: requests for streams are refused."""
+        """Raise NotImplementedError, because requests for streams are refused."""
         raise NotImplementedError
 
     def _object(self, request: SglangRequest, choice: SampledChoice, header: AnswerHeader) -> dict[str, Any]:

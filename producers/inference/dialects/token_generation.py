@@ -36,7 +36,7 @@ class TokenGeneration(Dialect[TokenRequest]):
     stream_kind = "generate.chunk"
 
     def parse(self, body: Mapping[str, Any], session: str) -> TokenRequest:
-        """Parse a body; a prompt is token ids. Without max_tokens an answer may take all the room there is."""
+        """Parse a body whose prompt is token ids. Without max_tokens an answer may fill the context."""
         sampling_parameters.check_names(body, _READ, _OFF)
         params = fields.mapping(body, "sampling_params")
         sampling_parameters.check_names(params, _PARAMETERS)
@@ -67,7 +67,7 @@ class TokenGeneration(Dialect[TokenRequest]):
         }
 
     def part(self, request: TokenRequest, part: StreamedPart, header: AnswerHeader) -> dict[str, Any]:
-        """Return what is new of one choice."""
+        """Return the new part of one choice."""
         return {
             **self._head(request, header),
             **({"prompt_token_ids": list(part.choice.prompt)} if part.first else {}),
@@ -86,7 +86,7 @@ class TokenGeneration(Dialect[TokenRequest]):
             "stop_reason": choice.stop_reason,
             "token_ids": list(choice.tokens[start:]),
             "logprobs": {
-                # vLLM names a token by token_id, clients of older versions by token.
+                # vLLM names a token in token_id; clients of older versions expect it in token.
                 "content": [
                     {"token": f"token_id:{token}", "token_id": token, "logprob": float(logprob), "top_logprobs": []}
                     for token, logprob in zip(choice.tokens[start:], choice.logprobs[start:], strict=True)

@@ -21,7 +21,7 @@ class Tokenization:
         self._chat = chat
 
     def tokens(self, body: Mapping[str, Any]) -> list[int]:
-        """Return the token ids of `prompt`, or of the prompt that `messages` become. Raises BadRequest."""
+        """Return the token ids of `prompt`, or of the prompt rendered from `messages`. Raises BadRequest."""
         if body.get("messages") is not None:
             return self._chat.rendered(
                 parse_messages(body["messages"]), parse_tools(body.get("tools"), body.get("tool_choice"))

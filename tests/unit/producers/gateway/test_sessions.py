@@ -161,7 +161,7 @@ def test_rewards_of_calls_by_uid_or_number_lie_on_the_last_token_of_their_answer
             "does not say which policy",
         ),
         ({"sampling": {"presence_penalty": "0.5"}}, "presence_penalty=0.5"),
-        ({"sampling": {"temperature": "hot"}}, "no numbers"),
+        ({"sampling": {"temperature": "hot"}}, "not numbers"),
     ],
 )
 def test_what_cannot_be_trained_on_has_a_reason(changed: dict[str, Any], reason: str) -> None:
