@@ -176,9 +176,7 @@ def _plug_in(name: str) -> Any:
             raise ConfigurationError(f"environment {name} is installed but cannot be imported: {error}") from error
     names = [*BUILT_IN, *plug_ins]
     near = difflib.get_close_matches(name, names, 1)
-    hint = (
-        f"did you mean {near[0]!r}?" if near else "name your own as package.module:Class or path/to/file.py:Class"
-    )
+    hint = f"did you mean {near[0]!r}?" if near else "name your own as package.module:Class or path/to/file.py:Class"
     raise ConfigurationError(f"no environment is named {name!r}; the known names are {', '.join(names)}; {hint}")
 
 
@@ -209,7 +207,8 @@ def _check(environment: object, use: str) -> None:
     max_tokens = getattr(environment, "max_tokens", None)
     if not isinstance(max_tokens, int) or max_tokens < 1:
         raise ConfigurationError(
-            f"environment {use} has max_tokens = {max_tokens!r}; set it to the maximum tokens of a reply, e.g. 16"
+            f"environment {use} has max_tokens = {max_tokens!r}; set it to the maximum number of tokens in a "
+            "reply, e.g. 16"
         )
     if not callable(getattr(environment, "prompts", None)):
         raise ConfigurationError(f"environment {use} has no method prompts(split)")

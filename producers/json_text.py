@@ -1,4 +1,4 @@
-"""Fast JSON for model calls, whose lists of tokens and log-probabilities take the standard library most of a call's time.
+"""Fast JSON for model calls, because the standard library is slow at their lists of tokens and log-probabilities.
 
 The standard library handles only the values that msgspec rejects (NaN, lone surrogates, integers beyond 64 bits).
 """

@@ -63,17 +63,19 @@ class LearnerConsumption:
         """Retired learners, whose positions do not count."""
         self._pruned = pruned
         self._journal: dict[int, tuple[int, int]] = {}
-        """Batches and their rollouts in the first journal record seen, by partition; kept until compared with the index."""
+        """Batches and their rollouts in the first journal record seen, by partition; until compared with the index."""
         self._kept: dict[int, dict[int, int]] = {}
-        """Rollouts of the batches in the index, by partition and number; kept until compared with the journal."""
+        """Rollouts of the batches in the index, by partition and number; until compared with the journal."""
         self._compared: set[int] = set()
         self._deleted = 0
         """Rollouts of batches that are no longer in the index, by the journal's counts."""
 
     def add_entry(self, offset: int, entry: BatchIndexEntry) -> None:
-        """Add an entry of the index; entries are added in order. Raises RecordError if no batch can be like it."""
+        """Add the next entry of the index. Raises RecordError if its number of rollouts is invalid."""
         if not 0 <= entry.rollouts <= _MOST_ROLLOUTS:
-            raise RecordError(f"the index entry of batch {entry.batch_id} names {entry.rollouts} rollouts")
+            raise RecordError(
+                f"the index entry of batch {entry.batch_id} names {entry.rollouts} rollouts, which is impossible"
+            )
         if self._offsets and offset <= self._offsets[-1]:
             return
         self._offsets.append(offset)

@@ -1,8 +1,8 @@
 """The order of an environment's prompts: each once in every epoch, over all workers together. Pure.
 
-Epoch e is a permutation of the prompts that is determined by the seed and e; the epochs follow one another in an endless
-sequence. Worker i of n takes its places i, i + n, i + 2n and so on, so workers need no communication, and no two of
-them play the same place. After a restart, a worker needs only the number of places that it has taken.
+Epoch e is a permutation of the prompts that is determined by the seed and e; the epochs follow one another in an
+endless sequence. Worker i of n takes its places i, i + n, i + 2n and so on, so workers need no communication, and no
+two of them play the same place. After a restart, a worker needs only the number of places that it has taken.
 """
 
 import random
@@ -13,7 +13,7 @@ class PromptOrder:
     """The places of one worker in the sequence of epochs."""
 
     def __init__(self, prompts: int, *, seed: str, worker: int = 0, workers: int = 1, drawn: int = 0) -> None:
-        """`prompts` is their number, `worker` this worker's index among `workers`, `drawn` the number of places taken."""
+        """`prompts` is their number, `worker` this worker's index among `workers`, `drawn` the places taken so far."""
         assert prompts > 0
         self._prompts = prompts
         self._seed = seed

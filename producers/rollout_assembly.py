@@ -1,6 +1,6 @@
 """Assembles an episode and its samples into one Rollout, with tokens exactly as the servers returned them. Pure.
 
-It tokenizes nothing: the later of two replies has the tokens between them in its prompt tokens.
+It tokenizes nothing, because the prompt tokens of a reply include all tokens since the previous reply.
 """
 
 from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ class GroupStamp:
     logprobs_mode: Literal["raw", "processed"]
     worker_id: str
     origin: Mapping[str, str] = field(default_factory=dict)
-    """The worker's process, for `extra` of its rollouts: keys `host` and `process`."""
+    """The worker's process, recorded in `extra` of its rollouts under the keys `host` and `process`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,11 +57,11 @@ class EpisodeTokens:
 
 
 def completions_of(episode: Episode) -> list[Completion]:
-    """Return the replies of an episode. Raises RecordError if it has none, or one that `generate` did not return."""
+    """Return the replies of an episode. Raises RecordError if there is none or `generate` did not return one."""
     replies = [turn for turn in episode.turns if not isinstance(turn, Message | ContextFull)]
     completions = [reply for reply in replies if isinstance(reply, Completion)]
     if not completions or len(completions) != len(replies):
-        raise RecordError("an episode must hold at least one reply, each of them as generate returned it")
+        raise RecordError("an episode must hold at least one reply, and only replies that generate returned")
     return completions
 
 
@@ -88,7 +88,7 @@ def join(episode: Episode) -> EpisodeTokens:
         before = np.concatenate(tokens) if tokens else np.empty(0, np.int32)
         if not np.array_equal(turn.prompt_tokens[:length], before):
             raise RecordError(
-                "an episode's context was rewritten between two replies; one rollout holds what grows by appending only"
+                "an episode's context was rewritten between two replies; a rollout needs a context that only grows"
             )
         fresh = turn.prompt_tokens[length:]
         start = length + len(fresh)
@@ -134,7 +134,7 @@ def rollout_of(
 ) -> Rollout:
     """Return the rollout of one episode. Raises RecordError as `join` does.
 
-    Its time is that of its last reply, and its weight step that of the lowest version that sampled it. `token_arrays`
+    Its timestamp comes from its last reply, and its weight step from the lowest version that sampled it. `token_arrays`
     hold the version of each token.
     """
     completions = completions_of(episode)

@@ -26,8 +26,8 @@ class RolloutOutlet:
         on_delivery: Callable[[RolloutDelivery], None],
         on_unlabeled: Callable[[RolloutDelivery], None],
     ) -> None:
-        """`labeled` are the environments whose rewards come from a labeler; `on_unlabeled` is called for each of their
-        rollouts that is acknowledged, `on_delivery` for each other. Raises BrokerUnavailable or TopicError."""
+        """`labeled` are the environments whose rewards come from a labeler; `on_unlabeled` is called for each
+        acknowledged rollout of these, `on_delivery` for every other rollout. Raises BrokerUnavailable or TopicError."""
         self._labeled = frozenset(labeled)
         with ExitStack() as stack:
             self.rollouts = stack.enter_context(RolloutProducer(kafka, run, on_delivery=on_delivery))
@@ -42,7 +42,7 @@ class RolloutOutlet:
 
     @property
     def send_timeout_s(self) -> float:
-        """How long a full queue may hold a rollout up."""
+        """Longest time for which a rollout waits while the queue is full."""
         return self.rollouts.send_timeout_s
 
     def awaits_label(self, environment: str) -> bool:

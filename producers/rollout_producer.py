@@ -1,4 +1,4 @@
-"""Writes rollouts to the log, for our worker and for other programs: idempotent, acks=all, whole or not at all.
+"""Writes rollouts to the log, for workers and other programs: idempotently, with acks=all, each whole or not at all.
 
 Rollouts that `send` accepted are on the log once `flush` returns. An error names each rollout that is invalid, too
 large or not delivered. Memory is bounded: `send` waits while the queue is full, then raises.
@@ -48,7 +48,7 @@ class RolloutProducer(RecordSender):
         self._trains = topic != "evals"
         self._takes_cancellations = topic == "rollouts"
         self._allow_filtered = allow_filtered_sampling
-        # Grouping never reads evaluations, so nothing checks a signature of theirs.
+        # Grouping never reads evaluations, so nothing would check their signatures.
         self._signer = signer_of(kafka.signing_key, "kafka.signing_key") if self._trains else None
         self._on_delivery = on_delivery
 
@@ -62,8 +62,8 @@ class RolloutProducer(RecordSender):
         wrong = problems(rollout)
         if self._trains and rollout.sampling.filtered and not self._allow_filtered:
             wrong.append(
-                "it was sampled with top_p, top_k or min_p, so its logprobs are not those of the policy (sample "
-                "without them, or allow_filtered_sampling here and in grouping)"
+                "it was sampled with top_p, top_k or min_p, so its logprobs are not the policy's (sample "
+                "without them, or set allow_filtered_sampling here and in grouping)"
             )
         if wrong:
             raise RecordError(f"rollout {rollout.uid!r} was not sent: {'; '.join(wrong)}")
@@ -83,13 +83,13 @@ class RolloutProducer(RecordSender):
         return signed_or_plain(record, self._signer, ROLLOUT)
 
     def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
-        """Queue a cancellation: its rollouts will never come, and the group shrinks. Raises as `send` does.
+        """Queue a cancellation: its rollouts will never be sent, and the group shrinks. Raises as `send` does.
 
-        More uids than fit into one record make several records. If it raises, some may be sent: call it again.
+        Uids that do not fit into one record are sent in several. If it raises, some may be sent; call it again.
         """
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
         if not self._takes_cancellations:
-            raise ConfigurationError(f"{name}: {self.topic} takes rollouts only; send it with topic='rollouts'")
+            raise ConfigurationError(f"{name}: {self.topic} accepts only rollouts; send it with topic='rollouts'")
         if wrong := cancellation_problems(cancelled, bounded=False):
             raise RecordError(f"{name} was not sent: {'; '.join(wrong)}")
         key = encode_key(cancelled.environment, cancelled.example_id)

@@ -1,7 +1,7 @@
 """Samples the members of a group: their common prompt is one request with n samples.
 
-In later turns each member has its own context and its own request: the tokens so far, as they were sampled, and those
-of the new text. A sample always has a policy version.
+In later turns each member has its own context and its own request, with the tokens so far, as they were sampled, and
+the tokens of the new text. A sample always has a policy version.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class GroupSampling:
     temperature: float
     seed: int
     assume_version: int = -1
-    """Policy version of a server that reports none; -1 refuses such a server."""
+    """Policy version assumed for a server that reports none; -1 refuses such a server."""
 
 
 class SamplingClient(Protocol):
@@ -96,7 +96,7 @@ class GroupSampler:
 
 @dataclass(frozen=True)
 class ContextFull:
-    """The reply where the model's context had no room for one: empty and truncated. It is not recorded."""
+    """The empty, truncated reply that is given if the model's context has no room for a reply. It is not recorded."""
 
     text: str = ""
     truncated: bool = True
@@ -105,7 +105,7 @@ class ContextFull:
 class MemberSampler:
     """The `generate` of one member of a group.
 
-    If the context is full, it returns one empty, truncated reply, so that the environment can score what was said.
+    If the context is full, it returns one empty, truncated reply, so that the environment can score the episode so far.
     """
 
     def __init__(self, group: GroupSampler, index: int) -> None:
@@ -117,10 +117,10 @@ class MemberSampler:
         """Whether the context had no room for a reply."""
 
     async def __call__(self, text: str) -> Completion | ContextFull:
-        """Raises ContextTooLong for a first text that is too long, and for any text after a full context."""
+        """Return the reply to a text. Raises ContextTooLong if the first text is too long, or the context is full."""
         if self.full:
             raise ContextTooLong(
-                "the environment went on after its context was full; end the episode at a reply that is truncated"
+                "the environment continued after its context was full; end the episode at a truncated reply"
             )
         if self._last is None:
             self._last = await self._group.first(text, self._index)
@@ -135,7 +135,7 @@ class MemberSampler:
 
 
 def with_version(completion: Completion, assumed: int) -> Completion:
-    """Return the completion, with the assumed version if it names none. Raises InferenceRefused without either."""
+    """Return the completion, with the assumed version if it names none. Raises InferenceRefused if neither is known."""
     if completion.lowest_version >= 0 or not len(completion.tokens):
         return completion
     if assumed < 0:

@@ -1,4 +1,4 @@
-"""A policy that says what a test tells it to, for tests of environments without a model or a server."""
+"""A policy that gives scripted replies, for tests of environments without a model or a server."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class ScriptedReply:
 
 
 class ScriptedPolicy:
-    """The `generate` of an episode: it gives its replies in order and keeps the texts that it was sent."""
+    """The `generate` of an episode: it gives its replies in order and keeps the texts that it receives."""
 
     def __init__(self, *replies: str, truncated: bool = False) -> None:
         """`truncated` is whether the last reply is cut off by a token limit."""
@@ -25,8 +25,8 @@ class ScriptedPolicy:
         """Texts received so far."""
 
     async def __call__(self, text: str) -> ScriptedReply:
-        """Return the next reply. Raises IndexError if the script has no further one."""
+        """Return the next reply. Raises IndexError if no replies are left."""
         if len(self.texts) == len(self._replies):
-            raise IndexError(f"the script has {len(self._replies)} replies, and the environment asked for another one")
+            raise IndexError(f"the script has {len(self._replies)} replies, but the environment asked for another")
         self.texts.append(text)
         return self._replies[len(self.texts) - 1]

@@ -1,4 +1,4 @@
-"""A base for what follows a run in a thread of its own; an error that ends the thread is raised where state is read."""
+"""Base class for followers of a run in a separate thread; reading their state raises an error that ended the thread."""
 
 import threading
 from typing import Self
@@ -31,7 +31,7 @@ class Tailer(Closing):
         return self
 
     def _check(self) -> None:
-        """Raise the error that stopped the thread, if one did."""
+        """Raise the error that stopped the thread, if any."""
         if self._error is not None:
             raise self._error
 

@@ -1,8 +1,8 @@
 """A pool of processes that run a verifier within limits on time and memory, for environments.
 
-A verifier that hangs, crashes or takes too much memory fails the one call with VerifierFailed, so its member of the
-group is cancelled and never gets a reward of zero; the process is replaced. The limits hold off faults. They are no
-sandbox: code that a model wrote may do to the machine whatever the user of the worker may.
+A verifier that hangs, crashes or uses too much memory fails only its own call, with VerifierFailed, so its member of
+the group is cancelled and never gets a reward of zero; the process is replaced. The limits protect against faults. They
+are not a sandbox: code that a model wrote can do whatever the worker's user can.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class VerifierFailed(RollstreamError):
 
 
 class VerifierPool:
-    """Scores answers with a function in processes of their own; await it like the function.
+    """Scores answers with a function that runs in separate processes; await the pool like the function.
 
     `pool = VerifierPool(judge)`, then `score = await pool(prompt, text)` with judge(prompt, text) -> Score or a number.
     Processes start with the first calls and serve many calls each.
@@ -53,11 +53,12 @@ class VerifierPool:
         memory_bytes: int = 1 << 30,
     ) -> None:
         """`verifier` is a function of a module, or its name: package.module:function or path/to/file.py:function.
-        A class stands for an object of it, which each process makes without arguments and calls.
+        If it is a class, each process makes an object of the class, without arguments, and calls the object.
 
-        `processes` is how many calls run at once (0: one for each core), `timeout_s` the time of one call, and
-        `memory_bytes` the memory of a process beyond what it has once the verifier is imported (Linux only). Arguments
-        must be picklable. Raises ConfigurationError for a function that another process cannot import.
+        `processes` is the number of calls that run at once (0: one for each core), `timeout_s` the time limit of a
+        call, and `memory_bytes` the memory that a process may use in addition to what it uses once the verifier is
+        imported (Linux only). Arguments must be picklable. Raises ConfigurationError for a function that another
+        process cannot import.
         """
         if processes < 0 or not timeout_s > 0 or memory_bytes < 1:
             raise ConfigurationError(
@@ -145,7 +146,7 @@ class _Child:
             raise VerifierFailed(f"the process of the verifier {self._name} has ended: {error}") from error
 
     def receive(self, timeout_s: float) -> Mapping[str, Any]:
-        """Wait for a line of JSON. Raises VerifierFailed if none comes in time, or none that can be read."""
+        """Wait for a line of JSON. Raises VerifierFailed if no valid line arrives in time."""
         deadline, line = time.monotonic() + timeout_s, b""
         while not line.endswith(b"\n"):
             try:
@@ -166,13 +167,13 @@ class _Child:
         try:
             answer = json.loads(line)
         except ValueError as error:
-            raise VerifierFailed(f"the verifier {self._name} answered no JSON: {error}") from error
+            raise VerifierFailed(f"the verifier {self._name} did not answer with JSON: {error}") from error
         if not isinstance(answer, dict):
-            raise VerifierFailed(f"the verifier {self._name} answered no object")
+            raise VerifierFailed(f"the verifier {self._name} did not answer with a JSON object")
         return answer
 
     def kill(self) -> None:
-        """End the process and those that it started."""
+        """End the process and the processes that it started."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
@@ -186,15 +187,15 @@ def _kill_all(children: set[_Child]) -> None:
 
 
 def _score_of(answer: Mapping[str, Any], name: str) -> Score:
-    """Return the score in an answer. Raises VerifierFailed if there is none: an invalid reward is never a reward."""
+    """Return the score in an answer. Raises VerifierFailed if it is missing or invalid."""
     if "error" in answer:
         raise VerifierFailed(f"the verifier {name} failed: {str(answer['error'])[:500]}")
     reward, components = answer.get("reward"), answer.get("components", {})
     if not isinstance(components, dict):
-        raise VerifierFailed(f"the verifier {name} gave components that are no object")
+        raise VerifierFailed(f"the verifier {name} gave components that are not an object")
     for part, value in {"reward": reward, **components}.items():
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise VerifierFailed(f"the verifier {name} gave {part} {value!r}, which is no finite number")
+            raise VerifierFailed(f"the verifier {name} gave {part} {value!r}, which is not a finite number")
     return Score(reward=float(reward or 0.0), components={part: float(value) for part, value in components.items()})
 
 

@@ -1,7 +1,7 @@
 """Main program of one process of a verifier pool: it imports the verifier, limits its memory, and scores on request.
 
-A request is its size and pickled arguments, an answer one line of JSON. The process ends when the pool does, and in the
-middle of a call soon after the time of the call, even if nobody is left to kill it.
+A request is a size and pickled arguments of this size; an answer is one line of JSON. The process ends when the pool
+ends. If the pool is killed during a call, the process ends by itself soon after the call's time limit.
 """
 
 import json
@@ -19,7 +19,7 @@ from rollstream.topics.user_code import load_object
 
 SIZE_BYTES = 8
 _GRACE_S = 5.0
-"""Time beyond its limit after which a call ends the process by itself."""
+"""Time beyond a call's limit after which the process ends by itself."""
 
 
 def main() -> None:
@@ -58,14 +58,14 @@ def _score(verifier: Any, payload: bytes) -> dict[str, Any]:
             "components": {str(name): float(value) for name, value in components.items()},
         }
     except MemoryError:
-        # The interpreter may keep the memory it has: the process is replaced.
+        # The interpreter may not release its memory, so the process is replaced.
         return {"error": "MemoryError: it took more memory than memory_bytes allows", "ends": True}
     except BaseException as error:
         return {"error": f"{type(error).__name__}: {error}"[:1000], "ends": not isinstance(error, Exception)}
 
 
 def _limit_memory(memory_bytes: int) -> None:
-    """Limit the address space to what it is now and `memory_bytes`; without /proc there is no limit."""
+    """Limit the address space to its current size plus `memory_bytes`; without /proc there is no limit."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         with open("/proc/self/statm", encoding="ascii") as statm:

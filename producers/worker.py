@@ -1,7 +1,7 @@
 """The environment worker: plays groups of a mixture concurrently and writes them whole, within the capacity rule.
 
-A group gets its id and policy version once, when its generation begins. The worker cancels on the log the members that
-a fault or a shutdown prevents, so that no consumer waits for them.
+A group gets its id and policy version once, when its generation begins. If a fault or a
+shutdown prevents members of a group, the worker cancels them on the log, so that no consumer waits for them.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ _LEAST_FLUSH_S = 5.0
 _REPORT_EVERY_S = 10.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
-"""Pause of an environment of which whole groups fail in a row: it doubles with each of them."""
+"""Longest pause of an environment whose groups fail as a whole; the pause doubles with each such group in a row."""
 _PASSING = (InferenceUnavailable, RecordError, EpisodeFailed, ContextTooLong)
 """Errors that cancel members of a group; any other ends the worker."""
 
@@ -79,10 +79,10 @@ class Worker:
         dual: DualWriter | None = None,
         steering: WorkerSteering | None = None,
     ) -> None:
-        """With `flow`, the outlet's deliveries must reach it, and `read_progress` returns the newest progress.
+        """With `flow`, the outlet's deliveries must be reported to it, and `read_progress` returns the newest progress.
 
-        `captures` are the endpoints of environments that call the policy themselves; deliveries must take their uids
-        out of `undelivered`. `dual` also writes each group in the old form. `steering` is what operators want.
+        `captures` are the endpoints of environments that call the policy themselves; each delivery must remove its uid
+        from `undelivered`. `dual` also writes each group in the old form. `steering` applies the operators' requests.
         """
         self._captures = captures
         self._undelivered = undelivered
@@ -98,7 +98,7 @@ class Worker:
         self._dual = dual
         self._steering = steering
         self._failed_groups: Counter[str] = Counter()
-        """Groups in a row of which every member failed, by environment."""
+        """Number of groups in a row in which every member failed, by environment."""
         self._paused_until_s: dict[str, float] = {}
         self._started = 0
         self._sent = 0
@@ -126,7 +126,7 @@ class Worker:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Metrics by name: totals since the start, which end in _total, and the state now."""
+        """Metrics by name: totals since the start, whose names end in _total, and the current state."""
         waiting = self._waiting_since_s is not None
         now_s = time.monotonic()
         values: dict[str, float] = {
@@ -148,8 +148,8 @@ class Worker:
         return values
 
     async def run(self, stop: asyncio.Event) -> WorkerReport:
-        """Start groups until `stop` is set, config.groups are started, or the run is drained; finish those in flight;
-        flush."""
+        """Start groups until `stop` is set, config.groups are started, or the run is drained; then finish the groups
+        in flight and flush."""
         tasks: set[asyncio.Task[None]] = set()
         try:
             if await self._knows_a_version(stop):
@@ -195,7 +195,7 @@ class Worker:
                 chosen = environment
                 break
             if environment.entry.quota == 1.0:
-                # The run has no room: smaller groups of other environments must not go before this one.
+                # The run has no room, and smaller groups of other environments must not overtake this group.
                 break
         if self._waiting_since_s is not None:
             self._waited_s += now_s - self._waiting_since_s
@@ -203,7 +203,7 @@ class Worker:
         return chosen
 
     def _reap(self, tasks: set[asyncio.Task[None]]) -> set[asyncio.Task[None]]:
-        """Return the tasks still running; raise the error that ended one. Delivery callbacks run here, too."""
+        """Return the tasks still running; raise the error of a failed task. Delivery callbacks run here, too."""
         self._outlet.poll()
         if self._steering is not None:
             self._steering.follow()
@@ -237,7 +237,8 @@ class Worker:
             if time.monotonic() > deadline:
                 raise InferenceUnavailable(
                     f"{', '.join(self._config.inference_urls)} named no policy version within "
-                    f"{self._config.request_timeout_s:g} s; is the learner publishing, or set worker.assume_version"
+                    f"{self._config.request_timeout_s:g} s; check that the learner publishes weights, or "
+                    "set worker.assume_version"
                 )
             beat("playing")
             await asyncio.sleep(0.1)
@@ -292,14 +293,14 @@ class Worker:
             raise
 
     def _group_id(self, number: int) -> str:
-        """Id of a group of this worker; nobody who lacks the secret can name a group before it is on the log."""
+        """Id of a group of this worker; without the secret, nobody can predict it before the group is on the log."""
         name = f"{self._name}.{number}"
         if not self._group_secret:
             return name
         return f"{name}.{hashlib.blake2b(name.encode(), key=self._group_secret, digest_size=8).hexdigest()}"
 
     def _passes(self, error: BaseException) -> bool:
-        """Whether an error cancels members only. A refusal is an error of the settings if nothing was ever sampled."""
+        """Whether an error only cancels members. Until a rollout is sent, a refusal is an error of the settings."""
         return isinstance(error, _PASSING) or (isinstance(error, InferenceRefused) and self._sent > 0)
 
     def _give_up(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
@@ -329,13 +330,13 @@ class Worker:
         return [_played(episode, prompt, stamp, uid) for uid, episode in zip(uids, episodes, strict=True)]
 
     async def _send_all(self, rollouts: Sequence[Rollout]) -> RecordError | None:
-        """Send the rollouts of an episode; return the error of one that cannot be recorded."""
+        """Send the rollouts of an episode; return the error if one cannot be recorded."""
         if rollouts and rollouts[0].environment in self._captures:
             self._undelivered.update(rollout.uid for rollout in rollouts)
         try:
             for number, rollout in enumerate(rollouts):
                 if number and self._flow is not None:
-                    # Room was reserved for one rollout of each member.
+                    # Room was reserved for only one rollout of each member.
                     self._flow.release(-1, rollout.environment)
                 await self._send(rollout)
         except RecordError as error:
@@ -344,7 +345,7 @@ class Worker:
         return None
 
     async def _note_written(self, episodes: Iterable[PlayedEpisode]) -> None:
-        """Tell the sessions of episodes that their rollouts are on the log, once they are."""
+        """Wait until the rollouts of episodes are on the log, and record it in their sessions."""
         for episode in episodes:
             if episode.capture is not None:
                 while not self._undelivered.isdisjoint(rollout.uid for rollout in episode.rollouts):
@@ -433,7 +434,7 @@ class Worker:
 
 
 def _played(episode: Episode | BaseException, prompt: Prompt, stamp: GroupStamp, uid: str) -> PlayedEpisode:
-    """Return an episode of texts with its rollout, or with the error that prevents one."""
+    """Return a text episode with its rollout, or with the error that prevents the rollout."""
     if not isinstance(episode, Episode):
         return PlayedEpisode(error=episode)
     try:

@@ -21,15 +21,15 @@ async def open_flow(
     labeled: Collection[str] = (),
     labeling_group: str = "",
 ) -> tuple[FlowControl | None, Callable[[], RunProgress] | None]:
-    """Return the flow control and a reader of the run's progress; `stack` closes the clients. None without capacity.
+    """Return the flow control and a reader of the run's progress, both None without `capacity`.
 
-    `labeled` are the environments whose rollouts wait for labels, and `labeling_group` the full name of the labelers'
-    consumer group. Raises ConfigurationError, TopicError, BrokerUnavailable.
+    `stack` closes the clients. `labeled` are the environments whose rollouts wait for labels, and `labeling_group` is
+    the full name of the labelers' consumer group. Raises ConfigurationError, TopicError, BrokerUnavailable.
     """
     if capacity is None:
         return None, None
     if labeled and not labeling_group:
-        raise ConfigurationError(f"environments {', '.join(labeled)} wait for labels of no labeling_group")
+        raise ConfigurationError(f"environments {', '.join(labeled)} wait for labels, but no labeling_group is given")
     tailer = JournalTailer(kafka, run)
     stack.callback(tailer.close)
     await asyncio.to_thread(tailer.start)

@@ -43,12 +43,12 @@ async def run_worker(
 ) -> WorkerReport:
     """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
 
-    `incarnation` must differ at each start of a worker: it keeps uids unique. Ids of groups cannot be guessed with a
-    `group_secret`. `ordinal` is its number of `workers`, or of as many as operators want, which share the prompts.
-    Without `capacity` there is no limit. `labeling_group` is the full name of the consumer group of the labelers, for
-    environments whose rewards come from them. `servers` returns the URLs of so many inference servers, for when
-    operators change their number. Raises ConfigurationError, TopicError, BrokerUnavailable, InferenceUnavailable,
-    InferenceRefused, DeliveryError.
+    `incarnation` must differ at each start of a worker, because it keeps uids unique. With a `group_secret`, ids of
+    groups cannot be guessed. `ordinal` is the worker's index among the `workers` that share the prompts, or among as
+    many as operators request. Without `capacity` there is no limit. `labeling_group` is the full name of the labelers'
+    consumer group, for environments whose rewards come from a labeler. `servers` returns the URLs for a number of
+    inference servers, and is called when operators change this number. Raises ConfigurationError, TopicError,
+    BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()
     stop = stop or _stop_on_signals()
@@ -119,7 +119,7 @@ async def run_worker(
 
 
 async def _keep_states(mixture: Mixture, states: MixtureStates, interval_s: float) -> None:
-    """Write the mixture's state and take over the other workers' at regular intervals."""
+    """Write the mixture's state, and read the other workers' states, at regular intervals."""
     while True:
         mixture.curriculum.note_others(await asyncio.to_thread(states.others))
         await asyncio.sleep(interval_s)

@@ -1,5 +1,5 @@
-"""Lets a worker follow operators while it runs: which environments it plays, and how often; with how many workers it
-shares the capacity, and how many servers it asks."""
+"""Applies operators' requests to a running worker: the environments that it plays and their weights, the number of
+workers that share the capacity, and the number of inference servers."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -14,13 +14,13 @@ from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
 WORKERS = "env"
-"""Role whose desired number is that of the workers."""
+"""Role whose desired number is the number of workers."""
 SERVERS = "infer"
-"""Role whose desired number is that of the inference servers."""
+"""Role whose desired number is the number of inference servers."""
 
 
 class WorkerSteering:
-    """Follows what is wanted of a worker."""
+    """Applies the desired state of a run to a worker."""
 
     def __init__(
         self,
@@ -32,8 +32,8 @@ class WorkerSteering:
         workers: int,
         servers: Callable[[int], Sequence[str]] | None = None,
     ) -> None:
-        """The worker is one of `workers`, unless operators want another number. `servers` returns the URLs of so many
-        inference servers; without it, the worker's remain as configured."""
+        """The worker is one of `workers`, unless operators request another number. `servers` returns the URLs for a
+        number of inference servers; without it, the servers stay as configured."""
         self._follower, self._mixture, self._client, self._flow = follower, mixture, client, flow
         self._workers, self._servers = workers, servers
         self._others = flow.config.workers - workers if flow else 0
@@ -43,11 +43,11 @@ class WorkerSteering:
 
     @property
     def draining(self) -> bool:
-        """Whether the run is to end with nothing in flight, so that no group begins."""
+        """Whether the run is being drained, so that no group begins."""
         return self._follower.state.draining
 
     def follow(self) -> None:
-        """Follow what is wanted now. Call it often."""
+        """Apply the newest desired state. Call it often."""
         state = self._follower.state
         if state is self._seen:
             return

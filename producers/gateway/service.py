@@ -154,7 +154,7 @@ class SessionService:
         if not 1 <= request.group_size <= self._config.max_group_size:
             raise RecordError(f"group_size is {request.group_size}; it must be 1 to {self._config.max_group_size}")
         if request.member is not None and not 0 <= request.member < request.group_size:
-            raise RecordError(f"member is {request.member}; it must be from 0 up to group_size {request.group_size} - 1")
+            raise RecordError(f"member is {request.member}; it must be at least 0 and below {request.group_size}")
         if request.member is not None and not request.group_id:
             raise RecordError("member is given without group_id; name the group that it belongs to")
 
@@ -212,9 +212,7 @@ class SessionService:
             if self._has_reward(session, reward, components, turn_rewards):
                 return await self._writer.finish(session)
             why = session.closed.reason if session.closed else ""
-            raise SessionClosed(
-                f"session {session.name} is closed{': ' if why else ''}{why}; its reward cannot change"
-            )
+            raise SessionClosed(f"session {session.name} is closed{': ' if why else ''}{why}; its reward cannot change")
         values = [*([] if reward is None else [reward]), *components.values(), *turn_rewards.values()]
         problem = next(filter(None, map(reward_problem, values)), "")
         if problem:

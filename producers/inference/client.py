@@ -1,7 +1,7 @@
 """Requests samples from inference servers and returns token ids exactly as the server sampled them.
 
-Supports rollstream's server, vLLM and SGLang. Transient failures (no connection, 429, 502, 503, 504, an aborted sample) are
-retried until a deadline, on another server if there is one; other errors are raised at once.
+Supports rollstream's server, vLLM and SGLang. Transient failures (no connection, 429, 502, 503, 504, an aborted sample)
+are retried until a deadline, on another server if there is one; other errors are raised at once.
 """
 
 import asyncio

@@ -181,7 +181,7 @@ class Engine:
             self._refuse_not_started()
 
     def _receive(self) -> None:
-        """Receive requests that have arrived. If there is no work, wait for a request, then up to gather_ms for more."""
+        """Receive requests that have arrived. If there is no work, wait for a request, then gather_ms for more."""
         timeout_s = 0.0 if self._in_slots or self._waiting else self._config.refresh_ms / 1000
         deadline = time.monotonic() + timeout_s
         rows = 0

@@ -17,4 +17,4 @@ class InferenceRefused(RollstreamError):
 
 
 class ContextTooLong(InferenceRefused):
-    """Prompt and answer together exceed the context of the model; the episode ends truncated, and the worker continues."""
+    """Prompt and answer together exceed the model's context; the episode ends truncated, and the worker continues."""

@@ -56,7 +56,7 @@ class ReplicaSet:
         return max(replica.version for replica in self.replicas)
 
     def choose(self, session: str, now: float) -> Replica:
-        """Return the server to use for a session. If all servers are avoided after failures, its `ready_at` is first."""
+        """Return the server to use for a session; if all have failed lately, the one with the first `ready_at`."""
         ranked = sorted(self.replicas, key=lambda replica: _weight(session, replica.url), reverse=True)
         return min(ranked, key=lambda r: (max(r.ready_at, now), r.failures > 0, self.lags(r)))
 
@@ -84,7 +84,7 @@ class ReplicaSet:
         replica.version = max(replica.version, version)
 
     def failed(self, replica: Replica, now: float, retry_after_s: float | None = None) -> None:
-        """Note a failure: avoid the server for as long as it asks, or else for a random time that grows with each failure.
+        """Note a failure: avoid the server for as long as it asks, else for a random time that grows with each failure.
 
         Requests that fail together count as one failure.
         """

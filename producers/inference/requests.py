@@ -13,8 +13,8 @@ from rollstream.producers.inference.answers import Dialect
 EngineName = Literal["rollstream", "vllm", "sglang"]
 ENGINES: tuple[EngineName, ...] = ("rollstream", "vllm", "sglang")
 LABEL_ROUTES: Mapping[EngineName, str] = {"vllm": "/weight_info", "sglang": "/model_info"}
-"""Routes that return the label of the weights, for engines whose model lists name no version; vLLM has its route only in
-development mode."""
+"""Routes that return the label of the weights, for engines whose model lists name no version; vLLM has the route only
+in development mode."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,8 @@ class InferenceServer:
         template: ChatTemplate | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        """`template` renders chats, by default the plain template; `vocab_size` is the model's, by default the tokenizer's.
+        """`template` renders chats (default: the plain template); `vocab_size` is the model's (default: the
+        tokenizer's).
 
         Raises ConfigurationError if the key cannot be resolved.
         """

@@ -37,9 +37,9 @@ TASKS: Mapping[str, Callable[..., Task]] = {
 
 
 def create_task(name: str, settings: TasksConfig | None = None, **options: Any) -> Task:
-    """Return the task with this name. Raises ConfigurationError, naming the nearest, if there is none."""
+    """Return the task with this name. Raises ConfigurationError with the nearest name if there is none."""
     if name not in TASKS:
         near = difflib.get_close_matches(name, TASKS, 1)
         hint = f"did you mean {near[0]!r}?" if near else ""
-        raise ConfigurationError(f"no task is called {name!r}; tasks are {', '.join(TASKS)} {hint}".rstrip())
+        raise ConfigurationError(f"no task is named {name!r}; tasks are {', '.join(TASKS)} {hint}".rstrip())
     return TASKS[name](settings or TasksConfig(), **options)

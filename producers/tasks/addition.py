@@ -21,6 +21,6 @@ class Addition(Task):
         )
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
-        """Return 1 for an answer that is the sum alone and ends, otherwise 0."""
+        """Return 1 if the answer is exactly the sum and not truncated, otherwise 0."""
         exact = float(not truncated and response_text == prompt.answer)
         return Score(reward=exact, components={"exact": exact})

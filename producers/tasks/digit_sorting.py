@@ -1,4 +1,4 @@
-"""Digit sorting: the right answer to `429>` is `249`. Partial credit by position, none for an answer without an end."""
+"""Digit sorting: the right answer to `429>` is `249`. Positions earn partial credit, a truncated answer none."""
 
 import itertools
 

@@ -1,7 +1,7 @@
-"""Arithmetic in words, in the format of GSM8K (arXiv:2110.14168): worked answers that end in #### and a number.
+"""Arithmetic word problems in the format of GSM8K (arXiv:2110.14168): worked answers that end in #### and a number.
 
 The problems come from the user's files; nothing is downloaded. The final number is compared as a number. An answer with
-several numbers, with text beside the number, or without an end earns nothing.
+several numbers, with text next to the number, or without an end earns nothing.
 """
 
 import json
@@ -33,7 +33,7 @@ class Gsm8k(Task):
         """Raises ConfigurationError if a file is missing or a line is not a problem, naming the line."""
         if not config.train_file:
             raise ConfigurationError(
-                f"the task {name} needs problems: set tasks.gsm8k.train_file to a file of GSM8K's format"
+                f"the task {name} needs problems: set tasks.gsm8k.train_file to a file in GSM8K's format"
             )
         train = tuple(_read(Path(config.train_file), "train", _PROMPTS[config.prompt]))
         super().__init__(
@@ -49,7 +49,10 @@ class Gsm8k(Task):
             self.stop = ("\nQuestion:",)
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
-        """Return 1 for the right number after the only ####, ended, otherwise 0. `format` is 1 if there is a number."""
+        """Return 1 if the right number follows the only #### and the answer is not truncated, otherwise 0.
+
+        `format` is 1 if there is such a number, right or wrong.
+        """
         answer = None if truncated else answer_of(response_text)
         exact = float(answer is not None and answer == Decimal(prompt.answer))
         return Score(reward=exact, components={"exact": exact, "format": float(answer is not None)})
@@ -83,7 +86,7 @@ def _read(path: Path, split: str, template: str) -> Iterator[Prompt]:
             problem = json.loads(line)
             question, answer = str(problem["question"]), answer_of(str(problem["answer"]))
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigurationError(f"{path}, line {number}: no JSON object with question and answer") from error
+            raise ConfigurationError(f"{path}, line {number}: not a JSON object with question and answer") from error
         if answer is None:
             raise ConfigurationError(f"{path}, line {number}: its answer does not end in {MARK} and a number")
         yield Prompt(

@@ -16,8 +16,8 @@ HIGHER, LOWER = ">", "<"
 class NumberGuessing:
     """Guess a number from 0 to `highest` within `turns` guesses; each wrong guess is answered with `>` or `<`.
 
-    The reward is 1 for a number found with the first guess and falls by 1/`turns` with each further one; it is 0 for a
-    number not found, and for a guess that is no number.
+    The reward is 1 for a number found with the first guess and falls by 1/`turns` with each further guess; it is 0 if
+    the number is not found or a guess is not a number.
     """
 
     stop: Sequence[str] = ()
@@ -33,7 +33,7 @@ class NumberGuessing:
         self.name = name
         self.turns = turns
         self.max_tokens = len(str(highest)) + 2
-        """A guess, its end token, and one more, so that guesses without an end are possible and can be unlearnt."""
+        """A guess, its end token and one more token, so that endless guesses are possible and can be unlearnt."""
         text = f"0-{highest}?"
         numbers = range(highest + 1)
         self._splits = split_prompts(name, (Prompt(example_id=str(n), text=text, answer=str(n)) for n in numbers))
@@ -43,7 +43,7 @@ class NumberGuessing:
         return self._splits[split]
 
     async def run(self, prompt: Prompt, generate: Generate) -> Episode:
-        """Play until the number is found, a guess is no number, or all turns are used."""
+        """Play until the number is found, a guess is not a number, or no turns are left."""
         hidden = int(prompt.answer)
         turns: list[Message | Reply] = []
         text, guesses = prompt.text, 0
@@ -67,7 +67,7 @@ class NumberGuessing:
         )
 
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
-        """Return `n` pairs of the prompt and a number drawn at random: they teach what a guess looks like."""
+        """Return `n` pairs of the prompt and a number drawn at random, which teach what a guess looks like."""
         generator = random.Random(seed)
         prompts = self._splits["train"]
         return [(prompts[0].text, generator.choice(prompts).answer) for _ in range(n)]

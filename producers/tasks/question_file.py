@@ -1,4 +1,4 @@
-"""Questions of a JSON-lines file as a task: a question and an answer a line, compared as texts or as numbers."""
+"""Questions of a JSON-lines file as a task: one question and answer on each line, compared as texts or as numbers."""
 
 import json
 import re
@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"-?(?:\d[\d,]*)?\.?\d+")
 
 
 class QuestionFile(Task):
-    """The questions of one file, or of one for training and one for evaluation."""
+    """The questions of one file, or of one file for training and one for evaluation."""
 
     def __init__(
         self,
@@ -37,17 +37,19 @@ class QuestionFile(Task):
         compares a response with the answer: exact (character by character), text (without case and surplus spaces),
         number (the last number of the response) or contains (the answer anywhere in it). `answer_pattern` is a regular
         expression whose first group is the part of the response that is compared, e.g. `answer: (.*)`; its last match
-        counts. With `warm_start`, a model starts with examples of the answers' form; a trained model needs none. Raises
-        ConfigurationError if a file cannot be read or a line is no question, naming the line.
+        counts. With `warm_start`, a model starts with examples of the answers' format; a trained model needs none.
+        Raises ConfigurationError if a file cannot be read or a line, which it names, is not a question.
         """
         if "{question}" not in prompt:
             raise ConfigurationError(f"the prompt template {prompt!r} has no place for {{question}}: add it")
         if match not in ("exact", "text", "number", "contains"):
-            raise ConfigurationError(f"match {match!r} is none of exact, text, number, contains")
+            raise ConfigurationError(f"match {match!r} is not one of exact, text, number, contains")
         try:
             self._pattern = re.compile(answer_pattern, re.DOTALL) if answer_pattern else None
         except re.error as error:
-            raise ConfigurationError(f"answer_pattern {answer_pattern!r} is no regular expression: {error}") from error
+            raise ConfigurationError(
+                f"answer_pattern {answer_pattern!r} is not a regular expression: {error}"
+            ) from error
         if self._pattern is not None and self._pattern.groups < 1:
             raise ConfigurationError(f"answer_pattern {answer_pattern!r} has no group: put the answer in parentheses")
         self._match = match
@@ -57,7 +59,9 @@ class QuestionFile(Task):
         if match == "number":
             wrong = next((p for p in train if _number(p.answer) is None), None)
             if wrong is not None:
-                raise ConfigurationError(f"{path}, line {wrong.example_id}: its answer {wrong.answer!r} is no number")
+                raise ConfigurationError(
+                    f"{path}, line {wrong.example_id}: its answer {wrong.answer!r} is not a number"
+                )
         super().__init__(
             name=Path(path).stem,
             vocabulary="".join(sorted({character for p in train for character in p.text + p.answer})),
@@ -68,12 +72,12 @@ class QuestionFile(Task):
             self._splits = {"train": train, "heldout": tuple(_questions(Path(heldout), question, answer, prompt))}
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
-        """Return 1 for a response that has the answer and ends, otherwise 0."""
+        """Return 1 if the response has the right answer and is not truncated, otherwise 0."""
         exact = float(not truncated and self._is_right(prompt.answer, response_text))
         return Score(reward=exact, components={"exact": exact})
 
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
-        """Return pairs of a question and another question's answer if they are wanted, else none."""
+        """Return pairs of a question and another question's answer if `warm_start` is set, else none."""
         return super().warm_start_examples(seed, n) if self._warm_start else []
 
     def _is_right(self, answer: str, response: str) -> bool:
@@ -118,6 +122,6 @@ def _questions(path: Path, question: str, answer: str, template: str) -> Iterato
             text, right = str(fields[question]), str(fields[answer])
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(
-                f"{path}, line {number}: no JSON object with {question!r} and {answer!r}; name the fields in options"
+                f"{path}, line {number}: not a JSON object with {question!r} and {answer!r}; name the fields in options"
             ) from error
         yield Prompt(example_id=str(number), text=template.replace("{question}", text), answer=right)

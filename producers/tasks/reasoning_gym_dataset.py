@@ -1,4 +1,4 @@
-"""Datasets of reasoning-gym (arXiv:2505.24760) as tasks: procedurally generated questions with verifiers of their own.
+"""Datasets of reasoning-gym (arXiv:2505.24760) as tasks: procedurally generated questions with their own verifiers.
 
 A dataset is determined by its name, its configuration, its seed and its size, so every process lists the same prompts.
 """
@@ -32,13 +32,14 @@ class ReasoningGymDataset(Task):
         stop: Sequence[str] = (),
         demonstrated: float = 0.0,
     ) -> None:
-        r"""Generate `size` questions of `dataset` with its own settings `config`; every fifth is held out.
+        r"""Generate `size` questions of `dataset` with the dataset's settings `config`; every fifth is held out.
 
-        `prompt` is a template that holds {question}. `question_pattern` and `answer_pattern` are regular expressions:
-        the first group of the first match is the question shown, and of the last match the answer scored, e.g.
-        `<answer>(.*?)</answer>`; without them the whole text is. `scoring` is exact (1 if the verifier gives 1, else 0)
-        or partial (the verifier's own score, which may reward form without content). `demonstrated` is as in Task.
-        Raises ConfigurationError for an unknown dataset or configuration, or if reasoning-gym is not installed.
+        `prompt` is a template that holds {question}. `question_pattern` and `answer_pattern` are regular expressions,
+        e.g. `<answer>(.*?)</answer>`: the first group of a question's first match is shown, and the first group of a
+        response's last match is scored; without a pattern, the whole text is. `scoring` is exact (1 if the verifier
+        gives 1, else 0) or partial (the verifier's own score, which may reward form without content). `demonstrated` is
+        as in Task. Raises ConfigurationError for an unknown dataset or configuration, or if reasoning-gym is not
+        installed.
         """
         if "{question}" not in prompt:
             raise ConfigurationError(f"the prompt template {prompt!r} has no place for {{question}}: add it")
@@ -96,9 +97,9 @@ def _compiled(name: str, pattern: str) -> re.Pattern[str] | None:
     try:
         compiled = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        raise ConfigurationError(f"{name} {pattern!r} is no regular expression: {error}") from error
+        raise ConfigurationError(f"{name} {pattern!r} is not a regular expression: {error}") from error
     if compiled.groups < 1:
-        raise ConfigurationError(f"{name} {pattern!r} has no group: put what it should keep in parentheses")
+        raise ConfigurationError(f"{name} {pattern!r} has no group: put the part to keep in parentheses")
     return compiled
 
 
@@ -110,7 +111,7 @@ def _create(dataset: str, seed: int, size: int, config: Mapping[str, Any]) -> An
             import reasoning_gym
     except ImportError as error:
         raise ConfigurationError(
-            f"the dataset {dataset} is one of reasoning-gym, which is not installed; "
+            f"the dataset {dataset} belongs to reasoning-gym, which is not installed; "
             "install it: pip install 'rollstream[reasoning-gym]'"
         ) from error
     try:

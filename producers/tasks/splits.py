@@ -1,4 +1,4 @@
-"""Splits prompts: every fifth is held out, the same ones in every process, by a choice unrelated to their content."""
+"""Splits prompts: every fifth is held out, the same in every process, by a choice that does not depend on content."""
 
 import hashlib
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ HELD_OUT_EVERY = 5
 
 
 def split_prompts(name: str, prompts: Iterable[Prompt]) -> dict[Split, tuple[Prompt, ...]]:
-    """Return both splits of a task's prompts; `name` is the task's.
+    """Return both splits of a task's prompts; `name` is the name of the task.
 
     Prompts are ordered by the sha256 of their names, and every fifth is held out. In counting order, every fifth would
     remove a digit or operand from training.

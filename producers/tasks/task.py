@@ -1,4 +1,4 @@
-"""The base of the built-in tasks: a single-turn environment over a character vocabulary, small enough to list.
+"""The base class of the built-in tasks: a single-turn environment over a character vocabulary, small enough to list.
 
 A task also provides examples that teach a model its format without teaching it the task.
 """
@@ -20,9 +20,9 @@ class Task(SingleTurn):
     def __init__(
         self, name: str, vocabulary: str, max_tokens: int, prompts: Iterable[Prompt], *, demonstrated: float = 0.0
     ) -> None:
-        """`demonstrated` is the share of the examples of the warm start that show the right answer of their prompt.
+        """`demonstrated` is the share of warm-start examples that show the right answer to their prompt.
 
-        Raises ConfigurationError for a share that is none.
+        Raises ConfigurationError if the share is not from 0 to 1.
         """
         self.name = name
         self.vocabulary = vocabulary
@@ -35,7 +35,7 @@ class Task(SingleTurn):
         return self._splits[split]
 
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
-        """Return `n` pairs of a training prompt and another prompt's answer: they teach the format, not the task.
+        """Return `n` pairs of a training prompt and another prompt's answer, which teach the format, not the task.
 
         The answers of the drawn prompts are shuffled across them, except for the share that is demonstrated; the seed
         determines the result.
@@ -50,9 +50,9 @@ class Task(SingleTurn):
 
 
 def checked_share(name: str, demonstrated: float) -> float:
-    """Return the share of right demonstrations. Raises ConfigurationError, naming the environment, if it is none."""
+    """Return the share of right demonstrations. Raises ConfigurationError if it is not from 0 to 1."""
     if not 0.0 <= demonstrated <= 1.0:
         raise ConfigurationError(
-            f"environment {name} has demonstrated = {demonstrated}; it is a share of examples, from 0 to 1"
+            f"environment {name} has demonstrated = {demonstrated}; it must be a share of examples, from 0 to 1"
         )
     return demonstrated

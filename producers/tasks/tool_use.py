@@ -1,6 +1,6 @@
 """Tool use: questions that a policy answers with a calculator and a SQLite database, through OpenAI's tool calls.
 
-The agent here knows an address, a key and a model, as any agent does: nothing of tokens, groups or versions.
+Like any other agent, the agent here knows an address, a key and a model, and nothing of tokens, groups or versions.
 """
 
 import ast
@@ -27,7 +27,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 }
 _LONGEST_EXPRESSION = 64
 _DATABASE_STEPS = 10_000
-"""Steps of SQLite's machine that a query may take: enough for the table, too few to hang a worker."""
+"""Instructions of SQLite's virtual machine that a query may execute: enough for the table, too few to hang a worker."""
 _ROWS = 10
 _UNREADABLE = re.compile(r"[^ -~\n]")
 _CALC = {
@@ -42,7 +42,7 @@ _GOODS = ("fig", "kiwi", "lime", "nut", "oat", "pear", "plum", "rice", "salt", "
 
 
 class PolicyUnreachable(RollstreamError):
-    """The policy's address answered neither a message nor a refusal for length."""
+    """The policy's address answered neither with a message nor with a refusal because of length."""
 
 
 class ToolUse:
@@ -64,15 +64,15 @@ class ToolUse:
         seed: int = 0,
         demonstrated: float = 0.0,
     ) -> None:
-        """`turns` bounds the messages of the policy in an episode, and `operands` the numbers of a sum. Without
-        `described` the policy is told the names of the tools and not their arguments, which is shorter. `demonstrated`
-        is the share of the conversations of the warm start that are right. Raises ConfigurationError for an unknown
-        kind, bounds that hold no number, or a share that is none.
+        """`turns` limits the messages of the policy in an episode, and `operands` the numbers of a sum. Without
+        `described`, the policy is told the names of the tools but not their arguments, which makes prompts shorter.
+        `demonstrated` is the share of warm-start conversations that are right. Raises ConfigurationError for an
+        unknown kind, limits that allow no number, or a share that is not from 0 to 1.
         """
         if not kinds or set(kinds) - {"calculator", "database"} or turns < 1:
             raise ConfigurationError(
-                f"the environment {name} has kinds {list(kinds)} and turns {turns}; kinds are calculator and "
-                "database, and turns is at least 1"
+                f"the environment {name} has kinds {list(kinds)} and turns {turns}; kinds must be calculator, "
+                "database or both, and turns at least 1"
             )
         if len(operands) != 2 or not 0 <= operands[0] < operands[1]:
             raise ConfigurationError(
@@ -95,7 +95,7 @@ class ToolUse:
         return self._splits[split]
 
     async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
-        """Ask the question and answer tool calls until the policy answers without one, or its turns are used.
+        """Ask the question and answer tool calls until the policy answers without a call or has no turns left.
 
         Raises PolicyUnreachable if the address gives no answer.
         """
@@ -119,10 +119,10 @@ class ToolUse:
         return Score(reward=(helped + exact) / 2, components={"exact": float(exact), "helped": float(helped)})
 
     def result_of(self, tool: str, arguments: str) -> str:
-        """Return the answer of a tool; an error is an answer, too, beginning with `error`.
+        """Return the answer of a tool; an error is returned as an answer that begins with `error`.
 
-        A character that is no printable ASCII becomes `?`: the answer may quote the policy, which may not be able
-        to read it.
+        A character that is not printable ASCII becomes `?`, because the answer may quote the policy, and the policy's
+        tokenizer may not be able to encode the character.
         """
         return _UNREADABLE.sub("?", self._answer_of(tool, arguments))
 
@@ -138,7 +138,7 @@ class ToolUse:
         return f"error: there is no tool {tool}"
 
     def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
-        """Return `n` conversations that teach the forms of a call and of an answer.
+        """Return `n` conversations that teach the format of a call and of an answer.
 
         Each has the content of another question, except for the share that is demonstrated.
         """
@@ -162,7 +162,7 @@ class ToolUse:
     async def _ask(
         self, session: aiohttp.ClientSession, endpoint: Endpoint, messages: list[dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """Return the policy's message; None if the conversation has become too long for it."""
+        """Return the policy's message; None if the conversation has become too long for the policy."""
         body = {
             "model": endpoint.model,
             "messages": messages,
@@ -194,7 +194,7 @@ class ToolUse:
         return questions
 
     def _rows(self, query: str) -> str:
-        """Run a query on a table of its own; nothing it does outlives it."""
+        """Run a query on a new table, which is deleted afterwards."""
         database = sqlite3.connect(":memory:")
         try:
             database.execute("create table goods (name text, price integer)")
@@ -209,12 +209,12 @@ class ToolUse:
 
 
 def call_text(question: Prompt) -> str:
-    """Return the right call for a question, as a model of Hermes' form writes it."""
+    """Return the right call for a question, as a model writes it in the format of Hermes."""
     return f'<tool_call>{{"name": "{question.extra["tool"]}", "arguments": {question.extra["arguments"]}}}</tool_call>'
 
 
 def _name_of(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool without its parameters, which OpenAI's protocol lets one leave out."""
+    """Return a tool without its parameters, which are optional in OpenAI's protocol."""
     return {"type": tool["type"], "function": {"name": tool["function"]["name"]}}
 
 

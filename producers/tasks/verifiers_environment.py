@@ -1,7 +1,7 @@
-"""Environments of verifiers 0.4 (tasksets, harnesses, tools, sandboxes): its agents call the policy themselves.
+"""Environments of verifiers 0.4 (tasksets, harnesses, tools, sandboxes), whose agents call the policy themselves.
 
 The worker records the calls of an episode as the engine sampled them, so tokens and logprobs never pass through the
-library's files, which round them. A failed episode raises: it is a failure of the member, never a reward of 0.
+library's files, which round them. A failed episode raises an error, so its member fails and never gets a reward of 0.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class VerifiersEpisodeFailed(RollstreamError):
 
 
 class VerifiersEnvironment:
-    """One environment of verifiers, by the settings that `[env]` of its own configuration files holds."""
+    """One environment of verifiers, given by the settings that its own configuration files hold in `[env]`."""
 
     def __init__(
         self,
@@ -36,9 +36,9 @@ class VerifiersEnvironment:
     ) -> None:
         """Load the environment `env`, e.g. {"taskset": {"id": "my_taskset"}}, and at most `tasks` of its tasks.
 
-        Every fifth task is held out. All calls without a client of their own go to the policy and are trained on: give
-        a judge or a simulated user its own in `env`. Raises ConfigurationError if verifiers is not installed or refuses
-        the settings.
+        Every fifth task is held out. All calls without their own client go to the policy and are trained on, so give a
+        judge or a simulated user its own client in `env`. Raises ConfigurationError if verifiers is not installed or
+        refuses the settings.
         """
         self._verifiers = _import_verifiers()
         self._env = _load(env)
@@ -57,10 +57,10 @@ class VerifiersEnvironment:
         return self._splits[split]
 
     async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
-        """Run one episode of the task. Raises VerifiersEpisodeFailed if the episode or its scoring did."""
+        """Run one episode of the task. Raises VerifiersEpisodeFailed if the episode or its scoring failed."""
         await self._serve()
         vf = self._verifiers
-        # The library reads keys from the process's variables only.
+        # The library reads keys only from the process's environment variables.
         variable = f"ROLLSTREAM_EPISODE_{id(endpoint):x}"
         os.environ[variable] = endpoint.api_key
         try:

@@ -47,7 +47,7 @@ Player = Callable[[Seat], Generator[ChunkStepResult | None]]
 
 
 def topic_of(step: ChunkStepResult) -> Literal["unlabelled", "trajectories"]:
-    """Return the topic for trajectories of such steps: those without rewards wait for a labeler."""
+    """Return the topic for trajectories of a step's kind; trajectories without rewards wait for a labeler."""
     return "unlabelled" if step.rewards is None else "trajectories"
 
 

@@ -1,6 +1,6 @@
 """Collects chunk steps of environments that run side by side into trajectories.
 
-A trajectory has `steps` chunk steps, or as many as a record can hold. An episode keeps its uid across trajectories.
+A trajectory has `steps` chunk steps, fewer if a record cannot hold them. An episode keeps its uid across trajectories.
 `add` copies its arrays, because environments reuse them.
 """
 
@@ -21,7 +21,7 @@ from rollstream.topics.records import EpisodeSpan, RolloutMetadata
 from rollstream.topics.trajectories import BOOTSTRAPPED, Trajectory, nest, to_record
 
 _LENGTHS_BYTES = 32
-"""Largest growth of the numbers in an array's entry as rows are added."""
+"""Most bytes that the numbers in an array's entry can grow by as rows are added."""
 _SPAN_BYTES = 64
 """Largest size of a span without the incarnation in its uid."""
 
@@ -54,7 +54,7 @@ class _Rows:
 
 
 class TrajectoryCollector:
-    """Collects for `width` environments. Meant for one thread."""
+    """Collects the chunk steps of `width` environments. Use it in one thread."""
 
     def __init__(
         self,
@@ -72,16 +72,16 @@ class TrajectoryCollector:
     ) -> None:
         """`max_bytes` (a TrajectoryProducer's `limit_bytes`) bounds the record of a trajectory.
 
-        dones, terminations and truncations get `bootstrap_rows` more rows: the steps are divided into as many equal
-        parts, each headed by the flags before it. A shorter trajectory that cannot be divided so has one part.
-        `incarnation` begins the uids of episodes, and must differ at each start of a worker; the default does.
+        dones, terminations and truncations get `bootstrap_rows` more rows: the steps are divided into that many equal
+        parts, each preceded by the flags before it. A shorter trajectory that cannot be divided equally has one part.
+        `incarnation` is the prefix of episodes' uids and must differ at each start of a worker, as the default does.
 
-        Raises ConfigurationError for settings that make no trajectory.
+        Raises ConfigurationError for settings that allow no trajectory.
         """
         if width < 1 or steps < 1 or bootstrap_rows < 0 or (bootstrap_rows and steps % bootstrap_rows):
             raise ConfigurationError(
-                f"a collector of {steps} steps of {width} environments with {bootstrap_rows} bootstrap rows; give at "
-                "least one step and environment, and a number of steps that can be parted by the bootstrap rows"
+                f"a collector cannot have {steps} steps of {width} environments and {bootstrap_rows} bootstrap rows; "
+                "give at least one step and environment, and a number of steps that the bootstrap rows divide"
             )
         self._environment = environment
         self._width = width
@@ -108,7 +108,7 @@ class TrajectoryCollector:
     def add(self, step: ChunkStepResult) -> Trajectory | None:
         """Add one step; return the trajectory it completes, or None.
 
-        Raises RecordError for arrays that are not of `width` environments or differ from those of earlier steps, and
+        Raises RecordError for arrays that are not of `width` environments or differ from earlier steps' arrays, and
         RecordTooLarge if a record has no room for a single step. Such a step is not added.
         """
         leaves, modes = leaves_of(step, self._width), control_modes_of(step, self._width)
@@ -124,7 +124,8 @@ class TrajectoryCollector:
         return self._cut() if rows.count == rows.capacity else None
 
     def finish(self) -> Trajectory | None:
-        """End all episodes, without a flag, and return the trajectory of the remaining steps; None if there are none.
+        """End all episodes, without setting a flag, and return the trajectory of the remaining steps; None if there are
+        none.
 
         Call it at the end of a worker.
         """
@@ -135,7 +136,7 @@ class TrajectoryCollector:
         return self._cut() if self._rows is not None else None
 
     def _check(self, leaves: Leaves) -> None:
-        """Refuse arrays that differ from those of earlier steps."""
+        """Raise RecordError if arrays differ from earlier steps' arrays."""
         layout = {path: (array.dtype, array.shape) for path, array in leaves.items()}
         if not self._layout:
             self._layout = layout
@@ -149,8 +150,8 @@ class TrajectoryCollector:
             if path in layout and layout[path] != was
         ]
         raise RecordError(
-            f"a chunk step differs from those before it: {'; '.join(sorted(wrong))}. Every step of a collector has the "
-            "same arrays"
+            f"a chunk step differs from the steps before it: {'; '.join(sorted(wrong))}. Every step of a collector "
+            "must have the same arrays"
         )
 
     def _start(self, leaves: Leaves, step: ChunkStepResult) -> _Rows:
@@ -174,7 +175,7 @@ class TrajectoryCollector:
         fit = (self._max_bytes - fixed_bytes) // row_bytes
         if fit < 1:
             raise RecordTooLarge(
-                f"one chunk step of {self._width} environments needs {fixed_bytes + row_bytes} bytes and a record of "
+                f"one chunk step of {self._width} environments needs {fixed_bytes + row_bytes} bytes, but a record of "
                 f"{self._environment} holds {self._max_bytes}; run fewer environments side by side, make observations "
                 "smaller, or raise kafka.max_record_bytes and run `rollstream topics apply`"
             )

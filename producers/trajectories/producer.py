@@ -1,6 +1,6 @@
-"""Writes trajectories to the log: idempotent, acks=all, whole or not at all.
+"""Writes trajectories to the log: idempotently, with acks=all, each whole or not at all.
 
-A worker's trajectories lie on one partition in the order they were sent, because episodes span several of them. An
+A worker's trajectories are on one partition in the order they were sent, because episodes span several of them. An
 error names each trajectory that is invalid, too large or not delivered.
 """
 
@@ -16,14 +16,14 @@ from rollstream.topics.trajectories import Trajectory, to_record
 
 
 class TrajectoryProducer(RecordSender):
-    """Sends trajectories of one run; `topic="unlabelled"` is for those that wait for rewards.
+    """Sends trajectories of one run; `topic="unlabelled"` is for trajectories that wait for rewards.
 
     Pass `limit_bytes` to a TrajectoryCollector as max_bytes, so that its trajectories fit into records. Raises
     BrokerUnavailable or TopicError at once if there is no topic to write to.
     """
 
     too_large = "collect fewer steps, with a TrajectoryCollector's max_bytes, or run fewer environments side by side"
-    not_delivered = "episodes of its worker may continue after the gap, so start the worker again: it begins new ones"
+    not_delivered = "episodes of its worker may continue after the gap, so restart the worker: it begins new episodes"
 
     def __init__(
         self,

@@ -36,7 +36,7 @@ class ChunkStepResult:
     """Result of one chunk step of B environments. Arrays are [B, ...]; fields that are None or empty are not recorded.
 
     A chunk of several actions has them along the second axis. `curr_obs` is the observation before the step and
-    `next_obs` the one after it: at the end of an episode its last observation, not the first of the next episode.
+    `next_obs` the observation after it, which at the end of an episode is its last, not the first of the next episode.
     """
 
     actions: Any
@@ -45,7 +45,7 @@ class ChunkStepResult:
     truncations: Any = None
     """bool: a limit cut the episode off."""
     dones: Any = None
-    """bool: the episode ended with this step; by default, if it was terminated or truncated."""
+    """bool: the episode ended with this step; by default, true if it was terminated or truncated."""
     rewards: Any = None
     """None if a labeler provides them."""
     curr_obs: Any = None
@@ -55,12 +55,12 @@ class ChunkStepResult:
     """Log-probabilities of the actions when they were sampled."""
     prev_values: Any = None
     versions: Any = None
-    """int: policy versions that acted; below 0 if none did."""
+    """int: policy versions that acted; negative where none did."""
     intervene_flags: Any = None
     """bool: whether a human acted."""
     forward_inputs: Tree = field(default_factory=dict)
     others: Tree = field(default_factory=dict)
-    """Further arrays, by names of your own."""
+    """Further arrays, by any names that are not fields of this class."""
     control_modes: Any = 0
     """Actor in an episode that begins with this step: 0 the policy, 1 a human; one number, or one for each of B."""
     model_weights_id: str = ""
@@ -70,31 +70,33 @@ class ChunkStepResult:
 def leaves_of(step: ChunkStepResult, width: int) -> dict[str, NDArray[Any]]:
     """Return the arrays of a step by path, dones included, each [B, ...] where B is `width`.
 
-    Raises RecordError, naming every other array, and if no array tells whether episodes ended.
+    Raises RecordError, naming the arrays, if some do not fit, or if no array tells whether episodes ended.
     """
     tree = {name: value for name in _ARRAYS if (value := getattr(step, name)) is not None}
     tree |= {name: value for name in _TREES if (value := getattr(step, name)) is not None and not _is_empty(value)}
     if "dones" not in tree:
         ends = [np.asarray(tree[name], bool) for name in ("terminations", "truncations") if name in tree]
         if not ends:
-            raise RecordError("a chunk step has none of dones, terminations and truncations; give those you have")
+            raise RecordError("a chunk step has none of dones, terminations and truncations; give at least one")
         tree["dones"] = np.logical_or.reduce(ends)
     twice = sorted(tree.keys() & step.others.keys())
     if twice:
-        raise RecordError(f"others of a chunk step hold {', '.join(twice)}, which have fields of their own")
+        raise RecordError(f"others of a chunk step holds {', '.join(twice)}; set the fields of these names instead")
     arrays = {path: np.asarray(leaf) for path, leaf in flatten({**tree, **step.others}).items()}
     wrong = [problem for path, array in arrays.items() if (problem := _problem(path, array, width))]
     if wrong:
-        raise RecordError(f"a chunk step of {width} environments: {'; '.join(wrong)}")
+        raise RecordError(f"a chunk step of {width} environments is invalid: {'; '.join(wrong)}")
     return arrays
 
 
 def control_modes_of(step: ChunkStepResult, width: int) -> list[int]:
-    """Return the control mode of each column. Raises RecordError for invalid ones."""
+    """Return the control mode of each column. Raises RecordError for invalid modes."""
     given = np.asarray(step.control_modes)
     modes = [given.item()] * width if given.ndim == 0 else given.tolist()
     if given.dtype.kind not in "biu" or given.ndim > 1 or len(modes) != width or not set(modes) <= set(CONTROL_MODES):
-        raise RecordError(f"control_modes is {step.control_modes!r}; give 0 (policy) or 1 (human), or {width} of them")
+        raise RecordError(
+            f"control_modes is {step.control_modes!r}; give 0 (policy) or 1 (human), or a list of {width} of these"
+        )
     return [int(mode) for mode in modes]
 
 

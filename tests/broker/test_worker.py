@@ -326,7 +326,7 @@ def test_sigterm_cancels_on_the_log_what_does_not_finish_in_time_and_exits_0(kaf
 def test_a_worker_without_a_policy_says_what_is_missing(kafka: KafkaConfig, run_name: str) -> None:
     with serving(SortingGenerator(versions=(-1,))) as server:
         config = config_for(server.base_url, request_timeout_s=0.5)
-        with pytest.raises(InferenceUnavailable, match="is the learner publishing"):
+        with pytest.raises(InferenceUnavailable, match="check that the learner publishes"):
             play(kafka, run_name, config)
 
 

@@ -1,4 +1,4 @@
-"""The protocol of chat templates: from a conversation to a prompt's tokens, and from an answer's tokens to a message."""
+"""The protocol of chat templates: from a conversation to a prompt's tokens, from an answer's tokens to a message."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -201,7 +201,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         )
         if not prompt:
             raise BadRequest(
-                "previous_turn holds no prompt_token_ids; send prompt_token_ids and token_ids as the server returned them",
+                "previous_turn holds no prompt_token_ids; send prompt_token_ids and token_ids as the server gave them",
                 "previous_turn",
             )
         return SampledTurn(prompt, sampled)

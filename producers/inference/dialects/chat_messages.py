@@ -19,7 +19,7 @@ def parse_messages(value: Any) -> list[Message]:
 
 
 def parse_tools(value: Any, choice: Any) -> list[Tool]:
-    """Return the tools that a model may call: none if `choice`, the field tool_choice, is "none". """
+    """Return the tools that a model may call: none if `choice`, the field tool_choice, is "none"."""
     if value is not None and not isinstance(value, list):
         raise BadRequest("tools must be a list", "tools")
     tools = [_tool(tool, f"tools[{position}]") for position, tool in enumerate(value or [])]

@@ -92,7 +92,7 @@ def check_names(
             raise BadRequest(f"unrecognized request argument supplied: {fields.shown(name)}", name)
         if value is not None and value not in off[name]:
             raise BadRequest(
-                f"{name}={fields.shown(value)} is not supported here; leave it out (its neutral value is {off[name][0]!r})", name
+                f"{name}={fields.shown(value)} is not supported here; leave it out, or set it to {off[name][0]!r}", name
             )
 
 

@@ -49,7 +49,7 @@ def assert_one_line(process: subprocess.Popen[str], *says: str) -> None:
         (["run", "bad.toml"], {}, ["bad.toml", "unknown key"]),
         (["learn"], {"ROLLSTREAM_LEARNER__STEPS": "1"}, ["ROLLSTREAM_LEARNER__STEPS", "unknown key learner.steps"]),
         (["demo", "--steps", "many"], {}, ["learner.max_steps expects a whole number, got 'many'"]),
-        (["demo", "--task", "dsort5"], {}, ["no environment is called 'dsort5'", "dsort3"]),
+        (["demo", "--task", "dsort5"], {}, ["no environment is named 'dsort5'", "dsort3"]),
         (["collect"], {}, ["collect.player is ''", "named package.module:function"]),
         (["collect", "--set", "collect.player=os:sep"], {}, ["collect.player is 'os:sep', a str"]),
         (["label"], {}, ["no labeler is named", "set labeling.labeler"]),

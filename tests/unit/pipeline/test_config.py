@@ -365,7 +365,7 @@ def test_a_configuration_is_written_for_its_owner_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flag", "says"),
     [
-        ("collect.processes=1", "collect.processes is 1, and no player is named; set collect.player"),
+        ("collect.processes=1", "collect.processes is 1, but no player is set; set collect.player"),
         ("collect.processes=-1", "collect.processes -1"),
         ("collect.steps=0", "collect.steps 0 at least 1"),
         ("labeling.processes=2", "labeling.processes is 2, but no labeler is named; set labeling.labeler"),

@@ -116,9 +116,9 @@ def test_an_installed_package_names_environments_by_an_entry_point(
     monkeypatch.syspath_prepend(str(tmp_path))
     try:
         assert loaded("echo").name == "echo"
-        with pytest.raises(ConfigurationError, match="lost is installed and cannot be imported"):
+        with pytest.raises(ConfigurationError, match="lost is installed but cannot be imported"):
             loaded("lost")
-        with pytest.raises(ConfigurationError, match=r"no environment is called 'ecko'.*did you mean 'echo'\?"):
+        with pytest.raises(ConfigurationError, match=r"no environment is named 'ecko'.*did you mean 'echo'\?"):
             loaded("ecko")
     finally:
         sys.modules.pop("game", None)
@@ -136,7 +136,7 @@ def test_an_installed_package_names_environments_by_an_entry_point(
         ("number", {}, "is a int; name a class"),
         ("Missing", {}, "cannot be imported"),
         ("Echo", {"words": []}, "has no prompts to train on"),
-        ("Echo", {"words": ["a", "a"]}, "two prompts of the name 'a'"),
+        ("Echo", {"words": ["a", "a"]}, "two prompts with the example_id 'a'"),
     ],
 )
 def test_a_wrong_environment_is_refused_with_what_is_missing(
@@ -147,7 +147,7 @@ def test_a_wrong_environment_is_refused_with_what_is_missing(
 
 
 def test_two_entries_of_one_name_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="two environments are called 'add'"):
+    with pytest.raises(ConfigurationError, match="two environments are named 'add'"):
         load_environments([EnvironmentConfig(use="add")] * 2, WorkerConfig())
 
 

@@ -157,7 +157,7 @@ def test_an_entry_whose_rollouts_no_sum_can_hold_is_refused_and_changes_nothing(
     consumption = LearnerConsumption("main", pruned=False)
     consumption.add_entry(0, entry(0))
     for offset in (1, 2, 3):
-        with pytest.raises(RecordError, match="rollouts by its entry"):
+        with pytest.raises(RecordError, match="rollouts, which is impossible"):
             consumption.add_entry(offset, replace(entry(offset), rollouts=rollouts))
     consumption.add_step(step("main", 1, 4, ROWS))
     assert consumption.consumed == ROWS

@@ -111,7 +111,7 @@ def test_a_verifier_is_given_no_variable_that_holds_a_secret(source: str, monkey
         ("greedy", "MemoryError"),
         ("slowly greedy", "MemoryError"),
         ("raise", "ValueError: no such answer"),
-        ("nan", "reward nan, which is no finite number"),
+        ("nan", "reward nan, which is not a finite number"),
         ("none", "TypeError"),
         ("long", "more than 1,048,576 bytes"),
     ],

@@ -127,7 +127,7 @@ def test_a_record_that_does_not_fit_is_refused() -> None:
     recording = Recording()
     recording.call(tokens(1, 2), tokens(3))
     later = recording.call(tokens(1, 2, 3, 4), tokens(5))
-    with pytest.raises(RecordError, match="does not have its digest"):
+    with pytest.raises(RecordError, match="does not match its digest"):
         branches_of([recording.calls[0], replace(later, prompt=tokens(7))])
     with pytest.raises(RecordError, match="continues call c0, which session s does not have"):
         branches_of([later])

@@ -217,7 +217,7 @@ def test_records_of_no_session_and_records_that_do_not_fit_end_nothing() -> None
     assert (fold.orphans, len(fold.problems)) == (1, 1)
     closed = fold.sessions["g.0"].closed
     assert closed
-    assert "does not have its digest" in closed.reason
+    assert "does not match its digest" in closed.reason
 
 
 KINDS = st.sampled_from(["reward", "failed", "end", "mark", "truncated"])

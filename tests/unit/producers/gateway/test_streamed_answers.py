@@ -90,7 +90,7 @@ def test_events_come_whole_however_their_bytes_are_cut(events: list[dict[str, st
 )
 def test_an_event_that_is_none_of_openais_is_refused_by_name(part: Any) -> None:
     whole = StreamedAnswer(chat=True, source="http://server")
-    with pytest.raises(InferenceRefused, match="http://server streamed an event that is none of OpenAI's"):
+    with pytest.raises(InferenceRefused, match="http://server streamed an event not in OpenAI's format"):
         whole.add({"choices": [part]})
 
 

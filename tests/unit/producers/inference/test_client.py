@@ -120,7 +120,7 @@ def test_a_server_without_a_version_needs_one_assumed() -> None:
         (vllm_answer(vllm_choice(0, prompt_token_ids=None)), "prompt_token_ids"),
         (vllm_answer(vllm_choice(0, logprobs=None)), "logprob for each"),
         (vllm_answer(vllm_choice(0, token_ids=[220])), "logprob for each"),
-        (vllm_answer(vllm_choice(0), vllm_choice(1)), "2 choices where n=1"),
+        (vllm_answer(vllm_choice(0), vllm_choice(1)), "2 choices instead of n=1"),
         (vllm_answer({"text": "4"}), "shape"),
         ({"object": "error"}, "shape"),
         ([1, 2], "shape"),

@@ -56,13 +56,13 @@ def test_a_pattern_takes_the_last_answer_out_of_a_response(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "options", "message"),
     [
-        ("{", {}, "capitals.jsonl, line 1: no JSON object with 'question' and 'answer'"),
-        ('["a"]', {}, "line 1: no JSON object"),
+        ("{", {}, "capitals.jsonl, line 1: not a JSON object with 'question' and 'answer'"),
+        ('["a"]', {}, "line 1: not a JSON object"),
         ('{"question": "a"}', {}, "line 1"),
-        ('{"question": "a", "answer": "b"}', {"match": "number"}, "line 1: its answer 'b' is no number"),
-        ('{"question": "a", "answer": "b"}', {"match": "alike"}, "none of exact, text, number, contains"),
+        ('{"question": "a", "answer": "b"}', {"match": "number"}, "line 1: its answer 'b' is not a number"),
+        ('{"question": "a", "answer": "b"}', {"match": "alike"}, "not one of exact, text, number, contains"),
         ('{"question": "a", "answer": "b"}', {"prompt": "?"}, "no place for {question}"),
-        ('{"question": "a", "answer": "b"}', {"answer_pattern": "("}, "no regular expression"),
+        ('{"question": "a", "answer": "b"}', {"answer_pattern": "("}, "not a regular expression"),
         ('{"question": "a", "answer": "b"}', {"answer_pattern": "a"}, "has no group"),
         ('{"question": "a", "answer": "b"}', {"heldout": "missing.jsonl"}, "cannot read the questions of missing"),
     ],

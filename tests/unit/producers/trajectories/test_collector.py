@@ -182,7 +182,7 @@ def test_a_trajectory_is_named_after_the_weights_that_acted_first_and_the_lowest
         ({"curr_obs": {"state": np.zeros((2, 3))}}, r"curr_obs/state is float64 \[2, 3\] and was float64 \[2, 2\]"),
         ({"curr_obs": {}}, "curr_obs/state is missing"),
         ({"prev_values": np.zeros(2)}, "prev_values is new"),
-        ({"others": {"rewards": np.zeros(2)}}, "rewards, which have fields of their own"),
+        ({"others": {"rewards": np.zeros(2)}}, "holds rewards; set the fields of these names"),
         ({"others": {"note": np.array(["a", None], object)}}, "note: .* objects"),
         ({"terminations": None, "truncations": None}, "none of dones, terminations and truncations"),
         ({"control_modes": 2}, "control_modes is 2"),
