@@ -17,8 +17,8 @@ class WorkerConfig:
     inference_urls: tuple[str, ...] = ("http://127.0.0.1:8000/v1",)
     """Servers of one model: rollstream's, vLLM or SGLang. A group stays with one server until that server fails."""
     engine: Literal["auto", "rollstream", "vllm", "sglang"] = "auto"
-    """Kind of the servers; auto asks them. Use rollstream also for any server of OpenAI's completions API that returns
-    token ids."""
+    """Kind of the servers; auto asks each server. Use rollstream also for any server of OpenAI's completions API that
+    returns token ids."""
     max_version_skew: int = 2
     """Policy versions that a server may be behind the newest server; a server further behind gets no requests until it
     has caught up. A negative number means no limit."""
@@ -82,7 +82,7 @@ class EnvironmentConfig:
     """Name in every record; the environment's own name if empty. It must not change within a run."""
     load_in: Literal["all", "workers"] = "all"
     """Processes that load it: all that need its prompts, or only workers, if its library is installed only for
-    supervisor.worker_python. With workers, its lengths are not checked and it gives no warm-start examples."""
+    supervisor.worker_python. In the latter case, its lengths are not checked and it gives no warm-start examples."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     weight: float = 1.0
@@ -163,7 +163,7 @@ class CurriculumConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CollectConfig:
-    """Processes that play control tasks and write trajectories. A run with such processes has no token roles."""
+    """Processes that play control tasks and write trajectories. A run with such processes has no roles for tokens."""
 
     processes: int = 0
     """Collecting processes that `rollstream run` starts."""
@@ -279,12 +279,12 @@ class CapacityConfig:
 
     @property
     def floor(self) -> int:
-        """Rollouts that can wait in the pipeline until more arrive: `resting` and an incomplete step."""
+        """Rollouts that can wait in the pipeline until more arrive: `resting` plus an incomplete step."""
         return self.rollouts_per_step + self.resting
 
     @property
     def needed(self) -> int:
-        """Fewest outstanding rollouts with which a step is always completed: the floor and a group in flight for each
+        """Fewest outstanding rollouts with which a step is always completed: the floor plus a group in flight for each
         worker."""
         return self.floor + self.workers * self.group_size
 

@@ -1,8 +1,8 @@
 """Outstanding rollouts of a run by environment, from the journal's counts and the rollouts that learners consumed.
 
 Pure. The journal counts rollouts produced, dropped and batched by environment; steps count rollouts consumed, but not
-by environment. Learners take batches in the order in which they were cut, so the rollouts still waiting are the ones
-batched last, and a window over the newest journal records shows their environments.
+by environment. Learners take batches in the order in which they were cut, so the rollouts still waiting were batched
+last, and a window over the newest journal records shows their environments.
 """
 
 from collections import Counter, deque
@@ -18,7 +18,7 @@ class EnvironmentCounts:
 
     def __init__(self) -> None:
         self._held: dict[int, Counter[str]] = {}
-        """By partition: rollouts read by grouping, neither finished untrained nor batched."""
+        """By partition: rollouts that grouping has read and neither batched, dropped nor dead-lettered."""
         self._batched: dict[int, Counter[str]] = {}
         """By partition: rollouts batched since the start of the run."""
         self._window: deque[Counter[str]] = deque()

@@ -98,7 +98,7 @@ async def run_evaluator(
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Evaluate due versions on each environment until `stop` is set; then one has worker.drain_timeout_s to finish.
+    """Evaluate due versions on each environment until `stop` is set, with worker.drain_timeout_s to finish.
 
     `worker` holds the settings of the servers. Evaluators divide the environments by their ordinals, even when their
     number changes during the run. Raises TopicError, BrokerUnavailable, DeliveryError.
@@ -189,6 +189,6 @@ async def run_evaluator(
                     labels = {"environment": environment.name, "split": "heldout"}
                     metrics.write(values, labels, step=published.steps[version])
                     event(logger, "evaluated", figures={name: round(value, 4) for name, value in values.items()})
-                # Return even if more versions are due: a learner that keeps publishing makes new ones due without end.
+                # Return even if more versions are due: a learner that keeps publishing makes versions due without end.
                 if stopping:
                     return

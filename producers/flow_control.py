@@ -161,8 +161,8 @@ class FlowControl:
         unlabeled: Mapping[int, range] | None = None,
     ) -> None:
         """`baseline` holds the end of each partition at start, and `unlabeled` the offsets of `unlabelled` that waited
-        then. Rollouts up to there that grouping has not read may come from an earlier process of this worker, so they
-        count as its own."""
+        then. Unread rollouts before these ends, and at these offsets, may come from an earlier process of this
+        worker, so they count as its own."""
         check_capacity(config)
         self.config = config
         self._progress = RunProgress()

@@ -16,7 +16,7 @@ from rollstream.topics.records import EnvironmentState, MixtureState
 
 
 class Mixture:
-    """The environments of one worker, and its position in the prompts of each."""
+    """The environments of one worker, and the worker's position in the prompts of each."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""States of the workers' mixtures on the topic `control`: a worker's next process continues from its newest.
+"""States of the workers' mixtures on the topic `control`: a worker's next process continues from the newest state.
 
 A state is written every few seconds, so a worker that was killed repeats the prompts of its last seconds. Writing never
 disturbs the worker: a state that cannot be written is replaced by the next state.

@@ -89,7 +89,7 @@ class PolicyFollower(Closing):
         """Read to the end of the topic; at the end, wait up to `wait_s` for another manifest. Return all versions."""
         deadline = time.monotonic() + _LONGEST_READ_S
         with self._lock:
-            # A learner may publish before every wait ends, so stop at the end of the topic, not once no record arrives.
+            # A learner may publish more often than every `wait_s`, so stop at the end of the topic, not at a pause.
             while messages := self._follower.poll(500, wait_s):
                 for _message, manifest in self.skipped.records(PolicyManifest, messages):
                     self.versions.add(manifest)

@@ -57,7 +57,7 @@ class EpisodeTokens:
 
 
 def completions_of(episode: Episode) -> list[Completion]:
-    """Return the replies of an episode. Raises RecordError if there is none or `generate` did not return one."""
+    """Return the replies of an episode. Raises RecordError if there is none, or if one is not from `generate`."""
     replies = [turn for turn in episode.turns if not isinstance(turn, Message | ContextFull)]
     completions = [reply for reply in replies if isinstance(reply, Completion)]
     if not completions or len(completions) != len(replies):

@@ -89,7 +89,7 @@ class RolloutProducer(RecordSender):
         """
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
         if not self._takes_cancellations:
-            raise ConfigurationError(f"{name}: {self.topic} accepts only rollouts; send it with topic='rollouts'")
+            raise ConfigurationError(f"{name}: {self.topic} accepts rollouts only; send it with topic='rollouts'")
         if wrong := cancellation_problems(cancelled, bounded=False):
             raise RecordError(f"{name} was not sent: {'; '.join(wrong)}")
         key = encode_key(cancelled.environment, cancelled.example_id)

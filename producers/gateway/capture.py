@@ -88,7 +88,7 @@ class CallCapture:
     def recorded(self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool) -> ModelCall | None:
         """Return the call that a request repeats; None if the request is new.
 
-        A request is also new if its client says that it has not sent it before and the answers of all equal requests
+        A request is also new if its client says that this is the first attempt and the answers of all equal requests
         have been delivered.
         """
         handed_out = self._delivered.get(session.name, set()) if first_attempt else set()

@@ -35,7 +35,7 @@ class GatewayConfig:
     takeover_s: float = 10.0
     """Time after which another gateway writes the rollouts that a gateway began to write but did not finish."""
     max_sessions: int = 10_000
-    """Maximum number of open sessions; further ones are refused with status 429."""
+    """Maximum number of open sessions; starting more is refused with status 429."""
     remembered_sessions: int = 10_000
     """Number of newest finished sessions that a gateway remembers for each partition, about 3 KiB each. Clients may
     repeat a reward or an end of a remembered session; older sessions are unknown to the gateway."""

@@ -8,7 +8,7 @@ from rollstream.producers.json_text import decode, encode
 
 DONE = "[DONE]"
 _MOST_CALLS = 1024
-"""Maximum number of tool calls in one answer. A server may send any index, and all calls before it are filled in."""
+"""Maximum number of tool calls in one answer: a server may send any index, and empty calls are added up to it."""
 _SUMMED = ("token_ids", "response_token_ids")
 
 

@@ -36,7 +36,7 @@ _PAUSED_S = 5.0
 """Longest wait for a paused vLLM before another server is asked, if there is one."""
 _PAUSED_ROUTE = "/is_paused"
 _UNNAMED = "default"
-"""Label of weights that were given none, in vLLM and SGLang."""
+"""Default label of weights in vLLM and SGLang."""
 _REST_S = 1.0
 """Time for which a failed server is tried last."""
 
@@ -70,7 +70,7 @@ class _Kind(NamedTuple):
 
 
 def labelled(answer: dict[str, Any], label: str) -> dict[str, Any]:
-    """Return an answer with `label` as its weight_version, as in SGLang's; a `weight_version` already there stays."""
+    """Return an answer with `label` as its weight_version, as SGLang has it; a `weight_version` already there stays."""
     if not label:
         return answer
     metadata = answer.get("metadata")

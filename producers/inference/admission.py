@@ -51,7 +51,7 @@ class Admission:
                 self._idle.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the admitted ones; return whether all were answered in time."""
+        """Refuse new requests and wait for the admitted requests; return whether all were answered in time."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)

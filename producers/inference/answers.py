@@ -46,7 +46,7 @@ class Sample:
     text: str
     """Text sampled; empty where the dialect gives tokens only."""
     finish_reason: str
-    """Why it ended: stop, length, tool_calls, abort, or another value of the server's."""
+    """Why it ended: stop, length, tool_calls, abort, or another value that the server uses."""
     prompt_tokens: Int32
     """Token ids of the prompt."""
     tokens: Int32
@@ -98,7 +98,7 @@ def samples_of(body: Any, dialect: Dialect, *, source: str, prompt_tokens: Seque
         choices = sorted(body["choices"], key=lambda choice: choice["index"])
         return [_openai_sample(choice, body, len(choices), source, prompt_tokens) for choice in choices]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        raise InferenceRefused(f"{source} answered in a form that is not valid for {dialect}: {error!r}") from error
+        raise InferenceRefused(f"{source} answered in a shape that is not valid for {dialect}: {error!r}") from error
 
 
 def token_versions(spans: Sequence[VersionSpan], length: int, version_of: Callable[[str], int]) -> Int64:

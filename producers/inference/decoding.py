@@ -30,7 +30,7 @@ class SampledSequence(NamedTuple):
     tokens: Sequence[int]
     """Token ids, including the end token if there is one."""
     logprobs: Sequence[float]
-    """Their log-probabilities under the distribution sampled from."""
+    """Log-probabilities of `tokens` under the distribution sampled from."""
     finish_reason: FinishReason
     spans: Sequence[PolicySpan] = ()
     """Policy versions of all tokens, in order and without gaps."""
@@ -98,7 +98,7 @@ class DecodedTokens(Protocol):
 
     @property
     def logprobs(self) -> Sequence[float]:
-        """Their log-probabilities under the distribution sampled from."""
+        """Log-probabilities of `tokens` under the distribution sampled from."""
 
     @property
     def finish_reason(self) -> FinishReason | None:

@@ -1,4 +1,4 @@
-"""Errors of calls to inference servers, apart from the client, so that parsers and gateways raise the same errors."""
+"""Errors of calls to inference servers, separate from the client so that parsers and gateways raise the same errors."""
 
 from rollstream.topics.errors import RollstreamError
 

@@ -99,7 +99,7 @@ class ReplicaSet:
 class RetryBudget:
     """Limits the retries of all requests of a client together: to a burst, then to a rate.
 
-    However many requests fail at once, struggling servers receive retries no faster than that.
+    However many requests fail at once, struggling servers receive retries no faster than this rate.
     """
 
     def __init__(self, *, burst: int = 64, per_s: float = 10.0) -> None:

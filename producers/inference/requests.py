@@ -63,7 +63,7 @@ def listed_models(models: Mapping[str, Any]) -> ListedModels:
 
 
 def takes_tokens(engine: EngineName) -> bool:
-    """Whether the engine's route takes token ids only, so that a text must be tokenized before."""
+    """Whether the engine's route takes token ids only, so that a text must be tokenized first."""
     return engine != "rollstream"
 
 

@@ -38,7 +38,7 @@ class QuestionFile(Task):
         number (the last number of the response) or contains (the answer anywhere in it). `answer_pattern` is a regular
         expression whose first group is the part of the response that is compared, e.g. `answer: (.*)`; its last match
         counts. With `warm_start`, a model starts with examples of the answers' format; a trained model needs none.
-        Raises ConfigurationError if a file cannot be read or a line, which it names, is not a question.
+        Raises ConfigurationError if a file cannot be read or a line is not a question; the error names the line.
         """
         if "{question}" not in prompt:
             raise ConfigurationError(f"the prompt template {prompt!r} has no place for {{question}}: add it")

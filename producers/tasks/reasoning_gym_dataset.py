@@ -36,10 +36,10 @@ class ReasoningGymDataset(Task):
 
         `prompt` is a template that holds {question}. `question_pattern` and `answer_pattern` are regular expressions,
         e.g. `<answer>(.*?)</answer>`: the first group of a question's first match is shown, and the first group of a
-        response's last match is scored; without a pattern, the whole text is. `scoring` is exact (1 if the verifier
-        gives 1, else 0) or partial (the verifier's own score, which may reward form without content). `demonstrated` is
-        as in Task. Raises ConfigurationError for an unknown dataset or configuration, or if reasoning-gym is not
-        installed.
+        response's last match is scored; without a pattern, the whole text is used. `scoring` is exact (1 if the
+        verifier gives 1, else 0) or partial (the verifier's own score, which may reward form without content).
+        `demonstrated` is as in Task. Raises ConfigurationError for an unknown dataset or configuration, or if
+        reasoning-gym is not installed.
         """
         if "{question}" not in prompt:
             raise ConfigurationError(f"the prompt template {prompt!r} has no place for {{question}}: add it")

@@ -1,4 +1,4 @@
-"""Chat templates of the library `renderers`, which has code for each family of models to render and continue chats."""
+"""Chat templates of the library `renderers`, which has code to render and continue chats of each model family."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ class LibraryTemplate:
     """Renders conversations with a renderer of the library, given by its name, such as qwen3."""
 
     markers = ()
-    """Empty, because the library parses special tokens, which are never incomplete."""
+    """Empty, because the library finds calls and reasoning by special tokens, not by parts of a text."""
 
     def __init__(self, tokenizer: TokenCodec, name: str) -> None:
         """Raises ConfigurationError if the library or its renderer is missing, or the tokenizer does not fit."""

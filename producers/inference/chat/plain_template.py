@@ -1,4 +1,4 @@
-"""The chat template of vocabularies whose only special token is the end of a text, such as the built-in characters.
+"""The chat template of vocabularies whose only special token is the end of a text, such as rollstream's characters.
 
 A message is its role, a line break, its text, the end token and a line break. No text can be mistaken for the end of a
 turn, because no text is encoded as the end token.

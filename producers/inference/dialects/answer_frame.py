@@ -19,7 +19,7 @@ class AnswerHeader:
     replica_id: str
 
     def fields(self, kind: str) -> dict[str, Any]:
-        """Return the first fields of an answer, or of an event of a stream, of OpenAI's object `kind`."""
+        """Return the first fields of an answer or of a stream's event; `kind` is OpenAI's type of object."""
         return {
             "id": self.identifier,
             "object": kind,
