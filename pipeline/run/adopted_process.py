@@ -7,12 +7,12 @@ from pathlib import Path
 from rollstream.infra.process_identity import ProcessIdentity, await_end, is_running, send
 
 NO_EXIT_CODE = 256
-"""The exit code of an adopted process that left none, as one that was killed."""
+"""Exit code reported for an adopted process that left none, for example because it was killed."""
 _LONG_S = 1e9
 
 
 class AdoptedProcess:
-    """A running process, whose exit code is in a file once it has ended by itself."""
+    """A running process that writes its exit code to a file when it ends by itself."""
 
     def __init__(self, identity: ProcessIdentity, exit_file: Path) -> None:
         self.identity = identity
@@ -21,13 +21,13 @@ class AdoptedProcess:
         self._exit_file = exit_file
 
     def poll(self) -> int | None:
-        """Return the exit code; None while it runs."""
+        """Return the exit code, or None while the process runs."""
         if self.returncode is None and not is_running(self.identity):
             self.returncode = _read(self._exit_file)
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end, and return the exit code. Raises subprocess.TimeoutExpired."""
+        """Wait until the process ends and return its exit code. Raises subprocess.TimeoutExpired."""
         if not await_end(self.identity, _LONG_S if timeout is None else timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
         code = self.poll()
@@ -35,11 +35,11 @@ class AdoptedProcess:
         return code
 
     def terminate(self) -> None:
-        """Send SIGTERM, unless it has ended."""
+        """Send SIGTERM, unless the process has ended."""
         send(self.identity, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL, unless it has ended."""
+        """Send SIGKILL, unless the process has ended."""
         send(self.identity, signal.SIGKILL)
 
 

@@ -1,8 +1,8 @@
 """Adds and removes grouping processes of a run by the rule of `pipeline.deployment.scaling`, under its supervisor.
 
-Told to end, a grouping process commits what it has begun and gives its partitions away, and nothing is read twice. As
-static members do not leave their group by themselves, the supervisor removes them from it. A number that an operator
-wants goes before the rule, for as long as it is wanted.
+A grouping process that is told to end commits what it has begun and releases its partitions, so nothing is read twice.
+Static members do not leave their consumer group by themselves, so the supervisor removes them from it. A number of
+processes that an operator sets overrides the rule for as long as it is set.
 """
 
 import logging
@@ -29,15 +29,15 @@ AGAIN_S = 10.0
 
 
 def at_first(config: RunConfig, running: int = 0) -> RunConfig:
-    """Return the configuration with as many grouping processes to begin with as the rule's bounds allow: those that
-    are `running`, if any."""
+    """Return the configuration with the number of grouping processes to begin with: as many as are `running`, or as
+    configured if none are, within the rule's bounds."""
     least, most = bounds(config.grouper.autoscale, config.topics.partitions)
     processes = min(max(running or config.grouper.processes, least), most)
     return replace(config, grouper=replace(config.grouper, processes=processes))
 
 
 def grouping_processes(config: RunConfig, path: Path, roles: ScaledRoles, ports: ServicePorts) -> NumberedProcesses:
-    """Return the grouping processes of a run whose configuration lies at `path`; they run already."""
+    """Return the grouping processes of a run whose configuration is at `path`. They already run."""
     return NumberedProcesses(
         _ROLE,
         config.grouper.processes,
@@ -49,7 +49,7 @@ def grouping_processes(config: RunConfig, path: Path, roles: ScaledRoles, ports:
 
 
 class GroupScaler:
-    """Decides every `grouper.autoscale.interval_s` how many grouping processes there are."""
+    """Decides every `grouper.autoscale.interval_s` how many grouping processes should run."""
 
     def __init__(
         self,
@@ -60,8 +60,9 @@ class GroupScaler:
         clock: Callable[[], float] = time.monotonic,
         say: Callable[[str], None] = lambda _line: None,
     ) -> None:
-        """`config` is that of `at_first`, and lies at `path`; its grouping processes run already. `say` is told when
-        the gauges cannot be read. Raises TopicError or BrokerUnavailable."""
+        """`config` is the result of `at_first`; its grouping processes already run. They read their configuration from
+        `path`. `say` is called when the gauges cannot be read, and when they can be read again. Raises TopicError or
+        BrokerUnavailable."""
         self._config, self._clock, self._say = config, clock, say
         self._rule = config.grouper.autoscale
         self._partitions = config.topics.partitions
@@ -74,20 +75,20 @@ class GroupScaler:
         self.gauges: GroupingGauges = self._follower.gauges
         """Lag and position of the run's grouping."""
         self.manual: int | None = None
-        """Number that an operator wants; None: the rule decides."""
+        """Number of processes that an operator has set, or None if the rule decides."""
 
     @property
     def processes(self) -> int:
-        """Grouping processes that there should be now."""
+        """Number of grouping processes that should run now."""
         return self._numbered.processes
 
     @property
     def settled(self) -> bool:
-        """Whether no process is ending."""
+        """Whether the last decision has been carried out and no process is still ending."""
         return self._numbered.settled
 
     def poll(self) -> None:
-        """Read the gauges and, if it is time, decide. Call it often."""
+        """Read the gauges and, if it is time, decide on the number of processes. Call it often."""
         self._read()
         self._numbered.poll()
         if self.manual is not None:
@@ -121,12 +122,12 @@ class GroupScaler:
             self._follower = None
             self._open_at = self._clock() + AGAIN_S
             self._say(
-                f"{error}; there remain {self.processes} grouping processes, whatever their lag, until it can be read: "
-                f"tried every {AGAIN_S:.0f} s"
+                f"{error}; the run keeps {self.processes} grouping processes until their lag can be read again, which "
+                f"is tried every {AGAIN_S:.0f} s"
             )
 
     def _open_again(self) -> None:
-        """Follow the gauges again, from a thread of its own: the brokers may not answer for a while."""
+        """Follow the gauges again. A separate thread connects, because the brokers may not answer for a while."""
         if self._opening is not None:
             if not self._opening.is_alive():
                 self._opening = None

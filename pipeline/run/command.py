@@ -1,7 +1,7 @@
 """`rollstream run`: starts every role of a run under one supervisor, until it is stopped or its work is done.
 
-The broker is not part of it and must be running. However the command ends, it stops producers first, drains what they
-wrote, then stops the learner; no process that it started remains.
+The command does not start the broker, which must be running. However the command ends, it stops the producers first,
+drains what they wrote, then stops the learner; no process that it started remains.
 """
 
 import argparse
@@ -56,7 +56,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Run until SIGTERM (0), Ctrl-C (130), the end of its work (0) or a role that keeps failing (1)."""
+    """Run until SIGTERM (exit code 0), Ctrl-C (130), the end of the run's work (0) or a role that keeps failing (1)."""
     if not config.is_control:
         require_jax()
         plans.check_labeler(config)
@@ -86,8 +86,8 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 def _supervise(
     config: RunConfig, interrupts: Interrupts, following: SteeringFollower, registry: ProcessRegistry
 ) -> None:
-    """Start or adopt every process, and watch over them until the work is done."""
-    # Processes that go on use the configuration as it was settled for them.
+    """Start or adopt every process, and watch them until the work is done."""
+    # Processes that a previous supervisor started keep the configuration that it wrote for them.
     orphans = frozenset(registry.orphans)
     config, path = plans.settled_again(config) if orphans else plans.settled(config)
     grouping = sum(name.startswith(f"{GROUP}-") for name in orphans)
@@ -111,7 +111,7 @@ def _supervise(
         _say_ready(config, supervisor, ports)
         if config.is_control:
             control_run.watch(config, supervisor, roles, lambda: page.tell(partial(print, flush=True)))
-            print(f"run {config.run}: what was collected is on the log, labeled and filled in", flush=True)
+            print(f"run {config.run}: everything that was collected is labeled and filled in", flush=True)
             return
 
         def steer(say: Callable[[str], None], stack: ExitStack) -> Steer:
@@ -126,7 +126,7 @@ def _supervise(
 
 
 def _may_end(kind: str, wanted: DesiredState) -> bool:
-    """Whether a drain lets processes of a kind end."""
+    """Whether processes of a kind may end because the run is being drained."""
     return (kind == ENV and wanted.draining) or (kind == GROUP and wanted.drained)
 
 
@@ -135,17 +135,17 @@ def _why(config: RunConfig, following: SteeringFollower) -> str:
         left = open_groups(config.kafka, config.run, config.grouper)
         names = ", ".join(map(str, left[:_MOST_NAMED])) + (", ..." if len(left) > _MOST_NAMED else "")
         rest = f"incomplete groups remain: {names}" if left else "nothing is in flight"
-        return f", as `rollstream stop --drain` asked; {rest}; `rollstream stop --withdraw` lets it go on"
+        return f", as `rollstream stop --drain` asked; {rest}; `rollstream stop --withdraw` lets the run go on"
     last = following.state.last_step
     return (
         ""
         if last is None
-        else f", as `rollstream stop --at-step {last}` asked; `rollstream stop --withdraw` lets it go on"
+        else f", as `rollstream stop --at-step {last}` asked; `rollstream stop --withdraw` lets the run go on"
     )
 
 
 class Steer:
-    """Lets a run have the processes that operators, or the lag of grouping, ask for."""
+    """Adjusts the processes of a run to the numbers that operators set or that the lag of grouping requires."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class Steer:
         self._following, self._steered, self._scaler, self._say = following, steered, scaler, say
 
     def poll(self) -> None:
-        """Look once. Call it often."""
+        """Apply the numbers that are wanted now. Call it often."""
         self._steered.poll(self._following.state)
         if self._scaler is None:
             return
@@ -165,11 +165,11 @@ class Steer:
         self._scaler.poll()
         if self._scaler.processes != before:
             why = (
-                f"{self._scaler.gauges.lag:,} records wait for it"
+                f"{self._scaler.gauges.lag:,} records wait"
                 if self._scaler.manual is None
                 else "as `rollstream scale` asked"
             )
-            self._say(f"grouping has {self._scaler.processes} processes, after {before}: {why}")
+            self._say(f"grouping has {self._scaler.processes} processes instead of {before}: {why}")
 
 
 def _say_ready(config: RunConfig, supervisor: Supervisor, ports: ServicePorts) -> None:
@@ -181,11 +181,11 @@ def _say_ready(config: RunConfig, supervisor: Supervisor, ports: ServicePorts) -
 
 
 def _say_adopted(config: RunConfig, supervisor: Supervisor, orphans: Collection[str]) -> None:
-    """Say how many processes of a supervisor before go on."""
+    """Say how many processes of a previous supervisor go on."""
     if orphans:
         print(
-            f"run {config.run}: {len(supervisor.adopted)} of {len(supervisor.pids)} processes go on; `rollstream run` "
-            "before this one was killed",
+            f"run {config.run}: {len(supervisor.adopted)} of {len(supervisor.pids)} processes go on from a previous "
+            "`rollstream run` that was killed",
             flush=True,
         )
 

@@ -1,8 +1,8 @@
-"""Newest metrics of a run's workers, evaluators, servers, gateways and grouping processes, by component, and tables of
-them.
+"""The newest metrics of each worker, evaluator, server, gateway and grouping process of a run, and tables of them.
 
 Pure: it takes the records of `metrics` in the order a reader gets them. Records of other components, such as learners,
-are left out: their figures are in `steps`. So are those of a grouping process about one partition or environment.
+are left out, because their figures are in `steps`. So are a grouping process's records about one partition or
+environment.
 """
 
 import math
@@ -32,7 +32,7 @@ class ComponentMetrics:
     """Time since the record."""
     values: Mapping[str, float] = field(default_factory=dict)
     components: int = 1
-    """Number of components summed up in it."""
+    """Number of components that this entry sums up."""
 
     @property
     def running(self) -> bool:
@@ -142,7 +142,7 @@ class NewestMetrics:
         """Add the next record of the topic. A value that is not finite is left out."""
         role, component = record.labels.get("role", ""), record.component
         if _is_of_grouping_process(record):
-            # Its name as a member of the group has the run's, for which a row has no room.
+            # Its name in the consumer group contains the name of the run, for which a row has no room.
             role, component = _GROUPING, f"{_GROUPING}-{component.rpartition('-')[2]}"
         if role not in _TABLES:
             return
@@ -151,9 +151,9 @@ class NewestMetrics:
         self._newest[component] = ComponentMetrics(component=component, role=role, timestamp=timestamp, values=values)
 
     def at(self, now_s: float) -> tuple[ComponentMetrics, ...]:
-        """Return the components by role and name, as seen at a wall time.
+        """Return the components as seen at a wall time, sorted by role and name.
 
-        Without those of a role that ended or fell silent while others of the role still write.
+        Components that ended or fell silent are left out while others of their role still write.
         """
         aged = [replace(each, age_s=max(0.0, now_s - each.timestamp)) for each in self._newest.values()]
         alive = {each.role for each in aged if each.alive}
@@ -170,7 +170,7 @@ def _is_of_grouping_process(record: Metrics) -> bool:
 def component_lines(components: Sequence[ComponentMetrics], most: int) -> list[str]:
     """Return tables of the components, one for each role, in at most `most` lines of 80 columns.
 
-    A role whose components do not fit is one row of sums; a table that does not fit at all is left out.
+    A role whose components do not fit becomes one row of sums; a table that still does not fit is left out.
     """
     by_role = {role: [each for each in components if each.role == role] for role in _TABLES}
     by_role = {role: members for role, members in by_role.items() if members}
@@ -186,7 +186,7 @@ def component_lines(components: Sequence[ComponentMetrics], most: int) -> list[s
 
 
 def _sum(members: Sequence[ComponentMetrics]) -> ComponentMetrics:
-    """Sum up components of one role: versions are the lowest, fractions the mean."""
+    """Sum up components of one role, with the lowest version and the mean of fractions."""
     kinds = {column.metric: column.kind for column in _TABLES[members[0].role][1]}
     values: dict[str, float] = {RUNNING: max(float(each.running) for each in members)}
     for metric, kind in kinds.items():
@@ -221,7 +221,7 @@ def _table(role: str, rows: Sequence[ComponentMetrics]) -> list[str]:
 
 
 def _short(value: float) -> str:
-    """A number in seven characters."""
+    """Return a number in at most seven characters."""
     for size, unit in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M")):
         if value >= size:
             return f"{value / size:.1f}{unit}"

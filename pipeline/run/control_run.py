@@ -30,7 +30,7 @@ def watch(config: RunConfig, supervisor: Supervisor, roles: RunPlan, look: Calla
     while not (collectors and all(supervisor.finished(spec.name) for spec in collectors)):
         supervisor.poll(_POLL_S)
         look()
-    # Filling ends last: labeling may write until it has ended itself.
+    # Filling is checked last, because labeling writes trajectories until it has read everything.
     for behind in (is_labeling_behind, _is_filling_behind):
         while behind(config):
             wait_until = time.monotonic() + _LOOK_S
@@ -56,7 +56,7 @@ def _is_filling_behind(config: RunConfig) -> bool:
 
 
 def _is_behind(config: RunConfig, topic: str, positions: dict[int, int]) -> bool:
-    """Whether a record lies beyond these positions. End offsets do not tell: transaction markers have offsets, too."""
+    """Whether a record remains at or after these positions. End offsets cannot tell: they count transaction markers."""
     full = topic_name(config.run, topic)
     bounds = topic_admin.bounds(config.kafka, full)
     start = {p: max(begin, positions.get(p, begin)) for p, (begin, _end) in bounds.items()}

@@ -6,15 +6,15 @@ from rollstream.pipeline.run.supervisor import CrashLoop
 
 
 class LoopWatch:
-    """Compares the crash loops with those that were told of."""
+    """Compares the crash loops with those that it already reported."""
 
     def __init__(self, run: str) -> None:
         self._run = run
         self._told: dict[str, CrashLoop] = {}
 
     def look(self, loops: Mapping[str, CrashLoop]) -> list[str]:
-        """Return a warning for each role that loops since now or exited for another reason, and for each that is over
-        it."""
+        """Return a warning for each role that began to loop or exited for another reason, and a line for each that
+        recovered."""
         lines = []
         for name, loop in loops.items():
             before = self._told.get(name)

@@ -1,7 +1,7 @@
 """`rollstream demo`: runs the whole loop on a local Kafka until the model has learned its task, then checks the ledger.
 
 On the way it kills a grouping consumer and the learner, to show that the ledger still balances. Every role is a
-process of its own. However the demo ends, Ctrl-C included, no process that it started remains.
+separate process. However the demo ends, Ctrl-C included, no process that it started remains.
 """
 
 import argparse
@@ -50,12 +50,12 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.reader import read_to_end
 
 OTHER_ESTIMATOR = "grpo"
-"""Estimator with which the log is folded again, beside the original; `_ANOTHER` if the run uses this one itself."""
+"""Estimator with which the log is replayed for comparison; a run that uses it is replayed with `_ANOTHER` instead."""
 _ANOTHER = "rloo"
 
 _SETTINGS = Path(__file__).parents[1]
 _RECIPES = _SETTINGS / "recipes"
-"""Settings of demos by task, where those of the default task do not suit."""
+"""Folder of settings by task, for tasks that the settings of the default task do not suit."""
 
 Say = Callable[[str], None]
 
@@ -76,7 +76,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream demo`."""
     set_handler(parser, run, example="rollstream demo --seed 1 --task add", json=True)
     parser.add_argument(
-        "--seed", dest="seed=", action=Setting, metavar="N", help="of everything that is drawn (default: 0)"
+        "--seed", dest="seed=", action=Setting, metavar="N", help="seed of every random draw (default: 0)"
     )
     parser.add_argument(
         "--task",
@@ -94,10 +94,10 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="data_dir=",
         action=Setting,
         metavar="DIR",
-        help="where its data lies (default: .rollstream/demo)",
+        help="folder for its data (default: .rollstream/demo)",
     )
     add_flags(parser)
-    parser.add_argument("--keep", action="store_true", help="keep the broker's data, to ask it more afterwards")
+    parser.add_argument("--keep", action="store_true", help="keep the broker's data for later queries")
     parser.add_argument("--no-faults", action="store_true", help="kill nothing on the way")
     parser.add_argument(
         "--compare", action="store_true", help="train the same recipe in one process, too, and show what the log costs"
@@ -105,13 +105,13 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale",
         action="store_true",
-        help="train nothing: show grouping processes that are added and removed as a load rises and falls, and draw it",
+        help="train nothing: show how grouping processes are added and removed as a load rises and falls, as a picture",
     )
     parser.set_defaults(default_config=recipe_of)
 
 
 def recipe_of(args: argparse.Namespace) -> Path:
-    """Return the settings of the demo of a task: those of its own recipe, or of the default task; or of scaling."""
+    """Return the settings file of the demo: that of scaling with --scale, else the task's recipe, else the default."""
     if args.scale:
         return _SETTINGS / "scale.toml"
     own = _RECIPES / f"{getattr(args, 'task=', None) or ''}.toml"
@@ -128,8 +128,8 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     require_jax()
     if config.awaits_labels:
         raise ConfigurationError(
-            "the rewards of an environment come from a labeler, and a demo plays environments that know their rewards; "
-            "use `rollstream run`"
+            "the rewards of an environment come from a labeler, but a demo plays only environments that compute their "
+            "own rewards; use `rollstream run`"
         )
     check_lengths(config, environments_of(config))
     config = with_engine(config, args)
@@ -161,7 +161,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def display_of(config: RunConfig, *, json: bool, began: float) -> Display[RunObserver]:
-    """Return the display of the demo: rewards over the window of the stop rule."""
+    """Return the display of the demo, which shows mean rewards over the window of the stop rule."""
     newest = config.demo.window
 
     def line(observer: RunObserver) -> str:
@@ -230,7 +230,7 @@ def train(
     interrupts.kill_now = kill_now
     page = RunPage(config, path, supervisor)
     observer = stack.enter_context(closing(RunObserver(config.kafka, config.run)))
-    server = "a vLLM, which takes minutes" if roles.of(ENGINE) else "the inference server"
+    server = "a vLLM server, which takes minutes" if roles.of(ENGINE) else "the inference server"
     say(f"starting the learner (a short format warm start makes version 0), {server}, the groupers")
     supervisor.start(*roles.consumers)
     supervisor.wait_ready(spec.name for spec in roles.consumers)
@@ -291,7 +291,7 @@ def examine(config: RunConfig, training: TrainingOutcome, *, kept: bool, began: 
     verification = verify(config.kafka, config.run, makers, estimators=estimators).as_dict()
     traced = trace(config)
     estimator = OTHER_ESTIMATOR if config.grouping.estimator != OTHER_ESTIMATOR else _ANOTHER
-    say(f"the same log as the estimator {estimator} would have had it")
+    say(f"replaying the same log with the estimator {estimator}")
     other = replay(config.kafka, config.run, {"estimator": estimator}, makers, estimators=estimators)
     first, last = observer.first(config.demo.window), observer.last(config.demo.window)
     return DemoReport(
@@ -340,7 +340,7 @@ def trace(config: RunConfig) -> LineageNode | None:
 
 
 def topic_bytes(config: RunConfig) -> dict[str, int]:
-    """Bytes of keys and values written to each topic; those of weights, which are compacted, by their manifests."""
+    """Return the bytes of keys and values written to each topic; `weights` is compacted, so its manifests count."""
     sizes = {}
     for spec in CATALOGUE:
         if spec.name != "weights":

@@ -1,7 +1,8 @@
-"""The demo with an inference server of others: a vLLM of another environment samples, and follows the learner.
+"""The demo with a third-party inference engine: vLLM, installed in another environment, samples the rollouts.
 
-Its promise is not that the model learned, which takes long on an engine that is not made for tiny models, but that the
-engine got the versions: rollouts carry tokens of several versions, and each token names the one that sampled it.
+It does not promise that the model learns, which takes long on an engine that is not made for tiny models. It promises
+that the engine receives the policy versions: rollouts carry tokens of several versions, and each token names the
+version that sampled it.
 """
 
 import argparse
@@ -39,7 +40,7 @@ class EngineUse:
     versions: int
     """Versions that sampled a token of a rollout."""
     rollouts_by_versions: Mapping[int, int]
-    """Rollouts by the number of versions that sampled their tokens: more than one if weights changed meanwhile."""
+    """Rollouts by the number of versions that sampled their tokens; several if weights changed during sampling."""
     unnamed: int
     """Rollouts with a token whose version is not known."""
 
@@ -54,25 +55,25 @@ class EngineUse:
         return tuple(failures)
 
     def as_text(self) -> str:
-        """Text that says what decides."""
+        """Return a text that explains whether the demo passes."""
         mixed = sum(count for versions, count in self.rollouts_by_versions.items() if versions > 1)
         lines = (
             f"PASSED depends on the engine ({self.engine}), and not on exact match: of {self.published:,} policy",
             f"versions published, rollouts carry tokens of {self.versions:,}, and {NEEDED_VERSIONS} are needed;",
-            f"{self.unnamed:,} rollouts have tokens of no known version, and none may.",
+            f"{self.unnamed:,} rollouts have tokens of no known version, and 0 are allowed.",
             f"{mixed:,} rollouts carry several versions: weights changed while they were sampled.",
         )
         return "\n".join(lines)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of a demo with an engine of others."""
+    """Add the flags of a demo with a third-party engine."""
     parser.add_argument(
         "--engine",
         dest="serving.engine=",
         action=Setting,
         metavar="NAME",
-        help="sample with an engine of others: vllm, or vllm-plugin (with --engine-python)",
+        help="sample with a third-party engine: vllm, or vllm-plugin (with --engine-python)",
     )
     parser.add_argument(
         "--engine-python",
@@ -94,7 +95,7 @@ def with_engine(config: RunConfig, args: argparse.Namespace) -> RunConfig:
     check_engine_python(config.serving)
     if not getattr(args, _STEPS_FLAG, None):
         config = replace(config, learner=replace(config.learner, max_steps=min(config.learner.max_steps, STEPS)))
-    # An engine that is compiled for its shapes starts minutes later.
+    # Compiling the model for its shapes would delay the start of the engine by minutes.
     flags = ("--enforce-eager", *config.serving.flags)
     timeout_s = max(config.worker.request_timeout_s, _REQUEST_TIMEOUT_S)
     return replace(
@@ -105,7 +106,7 @@ def with_engine(config: RunConfig, args: argparse.Namespace) -> RunConfig:
 
 
 def engine_use(config: RunConfig) -> EngineUse | None:
-    """Return what the rollouts on the log tell of the engine; None if the run has none."""
+    """Return what the rollouts on the log show about the engine, or None if the run uses no third-party engine."""
     if not config.serving.python:
         return None
     versions: set[int] = set()

@@ -1,6 +1,6 @@
 """Fault injection of the demo: kills a grouping consumer and the learner, and measures how long each takes to recover.
 
-Both die at once, at a step drawn from the seed. The supervisor starts them again, as they would in any run.
+Both are killed at once, at a step drawn from the seed. The supervisor starts them again, as it would in any run.
 """
 
 import random
@@ -39,8 +39,8 @@ class Fault:
     at_s: float
     """Time since the workers started."""
     back_s: float | None = None
-    """Time from the kill until it worked again: a grouping consumer with its partitions and their state, the learner
-    with a new step. None if that was not observed."""
+    """Time from the kill until the role worked again, which a grouping consumer does once it has restored its
+    partitions, and the learner once it has made a new step. None if that was not observed."""
     back: str = ""
     """Description of the evidence that it works again."""
 
@@ -90,7 +90,7 @@ class FaultInjector:
         return any(fault.back_s is None for fault in self.faults)
 
     def poll(self, step: int) -> None:
-        """Kill the roles if it is time, and note recoveries; `step` is the newest on record. Call it often."""
+        """Kill the roles if it is time, and note recoveries; `step` is the newest step on the log. Call it often."""
         if self._plan is not None and step >= self._plan.step and not self._roles.finished(LEARN):
             plan, self._plan = self._plan, None
             self._kill(plan, step)
@@ -107,7 +107,7 @@ class FaultInjector:
         self._say(f"kill -9 of {victims} at step {step}")
 
     def _recovered(self, fault: Fault, step: int) -> Fault:
-        """The fault, with its recovery if the role works again."""
+        """Return the fault, with its recovery if the role works again."""
         if fault.role != LEARN:
             back = "its partitions" if self._roles.is_ready(fault.role) else ""
         elif self._roles.finished(LEARN):

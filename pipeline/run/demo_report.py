@@ -58,11 +58,11 @@ class DemoReport:
     demonstrated: float | None = 0.0
     """Share of the examples of the warm start that show the right answer; None if that is not known."""
     window: int = 1000
-    """Rollouts in the means at the start and at the end."""
+    """Number of rollouts in the means at the start and at the end."""
     needed_gain: float = 0.5
-    """Least rise of exact match, over the rollouts produced, that passes."""
+    """Smallest rise of exact match, over the rollouts produced, with which the demo passes."""
     engine: "EngineUse | None" = None
-    """Use of an engine of others, which then decides instead of exact match; None if our server sampled."""
+    """Use of a third-party engine, which decides instead of exact match; None if rollstream's own server sampled."""
     topic_bytes: Mapping[str, int]
     """Bytes of keys and values that went through each topic."""
     ledger: Mapping[str, Any]
@@ -72,7 +72,7 @@ class DemoReport:
     lineage: "LineageNode | None" = None
     """Lineage of one rollout, in both directions."""
     replay: "ReplayComparison | None" = None
-    """The log folded again with another estimator."""
+    """Replay of the log with another estimator."""
     compare: "Comparison | None" = None
     """Comparison with the same recipe in one process, if requested."""
     kept: bool
@@ -162,10 +162,10 @@ class DemoReport:
         prompts = self.heldout_last.prompts
         return (
             f"PASSED depends on {_DECISIVE}: it rose by {self.exact_last - self.exact_first:.3f}, and "
-            f"{self.needed_gain} is needed.\nIt is over {self.window:,} sampled answers, trained on or not: its "
-            f"standard error is {_standard_error(self.window):.3f} at most.\n"
-            f"That of {prompts} held-out answers is up to {_standard_error(prompts):.3f}; they show how far the task "
-            "was learned,\nand not the prompts."
+            f"{self.needed_gain} is needed.\nIt is measured over {self.window:,} sampled answers, trained on or not; "
+            f"its standard error is at most {_standard_error(self.window):.3f}.\n"
+            f"Over {prompts} held-out answers the standard error is at most {_standard_error(prompts):.3f}; they show "
+            "whether the task\nwas learned, rather than the prompts."
         )
 
     def _flow(self) -> str:
@@ -187,7 +187,7 @@ class DemoReport:
         if self.replay is not None:
             from rollstream.pipeline.tools.replay import replay_text
 
-            parts.append(f"the same log, folded with another estimator:\n{replay_text(self.replay)}")
+            parts.append(f"the same log, replayed with another estimator:\n{replay_text(self.replay)}")
         if self.compare is not None:
             from rollstream.pipeline.run.one_process import comparison_text
 
@@ -241,7 +241,7 @@ def selection_text(selections: Mapping[str, Any]) -> str:
             rows.append((label, kind["rollouts"], measured if kind["rollouts"] else "", *means))
         lines += [warning(environment, figure, selection) for figure in selection["alerts"]]
     verdict = [f"WARNING: {line}" for line in lines] or [
-        f"what was lost shifts no mean by more than {TOLERANCE} standard deviations, beyond chance"
+        f"the lost rollouts shift no mean by more than {TOLERANCE} standard deviations, beyond chance"
     ]
     header = ("environment", "rollouts", "measured", *(f"mean {figure}" for figure in MEASURES))
     return "\n".join([table(header, rows), *verdict])

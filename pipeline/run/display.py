@@ -1,6 +1,6 @@
 """Live output of a demo or a run: a line for each event and, on a terminal, a live frame below them.
 
-Without a terminal it prints lines only, and one every few seconds shows progress.
+Without a terminal it prints only lines; every few seconds, a line shows progress.
 """
 
 import sys
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class Display(Generic[T]):
-    """Prints to standard output, or to standard error if standard output carries JSON. T is what is shown."""
+    """Prints to standard output, or to standard error if standard output carries JSON. `show` gets values of type T."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Display(Generic[T]):
         frame: Callable[[T, int], RenderableType],
         every_s: float = _LINE_S,
     ) -> None:
-        """`line` formats progress where there is no terminal, every `every_s` seconds; `frame` draws it in a width."""
+        """`line` formats progress without a terminal, every `every_s` seconds; `frame` draws it at the given width."""
         self._stream = sys.stderr if json else sys.stdout
         self._began = began
         self._line, self._frame = line, frame

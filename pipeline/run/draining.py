@@ -1,9 +1,9 @@
-"""Brings a run to an end with nothing in flight, once operators ask for it: from threads of its grouping processes.
+"""Drains a run when operators ask for it, in a thread of each grouping process.
 
-Workers and gateways begin nothing more by themselves, and the learner ends once it has trained on the whole index. A
-drainer does the rest: when no producer has anything open, and labelers have read everything, it has every partition cut
-its sealed groups, until only incomplete ones are left, and records the end on `control`. Each part may be done again,
-by any of these processes, so one that is killed meanwhile leaves nothing to undo.
+Workers and gateways begin nothing new by themselves, and the learner ends once it has trained on the whole index. A
+drainer waits until no producer has anything open and labelers have read everything. It then makes every partition cut
+its sealed groups until only incomplete groups are left, and records the end on `control`. Any grouping process may
+repeat each of these stages, so a process that is killed during one leaves nothing to undo.
 """
 
 import logging
@@ -39,37 +39,37 @@ _LOOK_S = 1.0
 _AGAIN_S = 5.0
 """Time until a drain that failed is tried again."""
 _NEWEST_METRICS = 5000
-"""Records of `metrics` that are read: components write one every few seconds."""
+"""Number of the newest records of each partition of `metrics` to read; components write one every few seconds."""
 _QUIET_S = 2.0
-"""Time without a new record of `rollouts` after which producers that say that they have ended are believed."""
+"""Time without a new record of `rollouts` after which producers whose metrics say so count as ended."""
 _UNKNOWN_QUIET_S = GONE_S
-"""The same where producers write no metrics."""
+"""The same time for producers that write no metrics."""
 _PRODUCERS = ("env", "gateway")
 
 
 @dataclass(frozen=True, kw_only=True)
 class IncompleteGroup:
-    """A group of which grouping waits for more members, or for a policy version."""
+    """A group for which grouping awaits more members, or its policy version."""
 
     environment: str
     group: str
-    """Its id, or its example's if it has none."""
+    """Id of the group, or of its example if the group has none."""
     members: int
-    """Rollouts of it that are there."""
+    """Number of its rollouts that are in flight."""
     size: int
-    """Members that it declares."""
+    """Number of members that it declares."""
     ahead: bool
-    """Whether it is of a version that grouping does not know of yet."""
+    """Whether its policy version is newer than any that grouping knows."""
 
     def __str__(self) -> str:
         return f"{self.environment}/{self.group} ({self.members} of {self.size})"
 
 
 class Drainer(Closing):
-    """Follows whether a run is to be drained, and brings its grouping to an end."""
+    """Follows requests to drain a run, and drains its grouping."""
 
     def __init__(self, config: RunConfig) -> None:
-        """Begin to follow. Raises BrokerUnavailable."""
+        """Begin to follow requests. Raises BrokerUnavailable."""
         self._config = config
         self._following = SteeringFollower(config.kafka, config.run)
         self._closing = threading.Event()
@@ -77,7 +77,7 @@ class Drainer(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop following; a drain that goes on ends with the process."""
+        """Stop following requests; a stage in progress may run on until the process ends."""
         self._closing.set()
         self._following.close()
 
@@ -110,7 +110,7 @@ class Drainer(Closing):
         return not is_labeling_behind(self._config)
 
     def _is_cut(self) -> bool:
-        """Cut the sealed groups; return whether only incomplete ones are left."""
+        """Cut the sealed groups; return whether only incomplete groups are left."""
         config = self._config
         drain(config.kafka, config.run, config.grouper)
         left = open_groups(config.kafka, config.run, config.grouper)
@@ -124,7 +124,7 @@ def _record_end(kafka: KafkaConfig, run: str, request: DrainRequest) -> None:
 
 
 class QuietProducers:
-    """Tells whether nothing that writes rollouts has anything open: by what they publish, and by the log."""
+    """Checks that no producer of rollouts has anything open, by their metrics and by the log."""
 
     def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock
@@ -132,7 +132,7 @@ class QuietProducers:
         self._since = clock()
 
     def __call__(self) -> bool:
-        """Look once. Raises TopicError or BrokerUnavailable."""
+        """Return whether producers are quiet now. Raises TopicError or BrokerUnavailable."""
         kafka, run = self._config.kafka, self._config.run
         bounds = topic_admin.bounds(kafka, topic_name(run, "rollouts"))
         ends = {partition: end for partition, (_begin, end) in bounds.items()}
@@ -145,7 +145,7 @@ class QuietProducers:
 
 
 def has_open_producers(components: tuple[ComponentMetrics, ...]) -> bool:
-    """Whether a worker plays, or a gateway has a session open, as far as their newest metrics tell."""
+    """Whether a worker plays, or a gateway has a session open, according to their newest metrics."""
     for component in components:
         if component.alive and (component.role == "env" or _has_open_sessions(component)):
             return True
@@ -167,7 +167,7 @@ def newest_components(kafka: KafkaConfig, run: str) -> tuple[ComponentMetrics, .
 
 
 def open_groups(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[IncompleteGroup]:
-    """Return the groups that are in flight at the committed position of grouping, in the order of their names.
+    """Return the groups that are in flight at the committed position of grouping, sorted by name.
 
     Raises StateRefused as `committed_task` does.
     """
@@ -179,7 +179,7 @@ def open_groups(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[In
 
 
 def _groups_of(kafka: KafkaConfig, topic: str, state: TaskState) -> list[IncompleteGroup]:
-    """Return the group of each rollout that is in flight, with one member."""
+    """Return one group with one member for each rollout in flight."""
     groups = []
     unfinished = state.unfinished
     span = (min(unfinished), max(unfinished) + 1) if unfinished else (0, 0)

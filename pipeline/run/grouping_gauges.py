@@ -1,7 +1,7 @@
 """The gauges of a run's grouping, followed on topic `metrics`: lag and position of each partition.
 
-They are what processes serve as rollstream_grouping_lag and rollstream_grouping_position. A partition that moves from
-one process to another keeps its last values meanwhile, so the total does not dip.
+Processes serve the same gauges as rollstream_grouping_lag and rollstream_grouping_position. A partition keeps its last
+values while it moves from one process to another, so the total does not dip.
 """
 
 from rollstream.consumers.grouping.config import GrouperConfig
@@ -25,7 +25,7 @@ class GroupingGauges:
         self._positions: dict[int, float] = {}
 
     def add(self, record: Metrics) -> None:
-        """Take the next record of the topic; records about anything else are left out."""
+        """Add the next record of the topic; records about anything else are ignored."""
         partition = record.labels.get("partition", "")
         if record.labels.get("consumergroup") != self._group or not partition.isdecimal():
             return
@@ -40,12 +40,12 @@ class GroupingGauges:
 
     @property
     def lag(self) -> int:
-        """Records that wait, over all partitions known."""
+        """Number of records that wait, over all partitions with known lag."""
         return int(sum(self._lags.values()))
 
     @property
     def position(self) -> int:
-        """Records that were read since the run began, over all partitions known."""
+        """Number of records read since the run began, over all partitions with a known position."""
         return int(sum(self._positions.values()))
 
 
@@ -61,7 +61,7 @@ class GaugeFollower:
         self.gauges = GroupingGauges(grouper.group_id(run))
 
     def poll(self) -> None:
-        """Take what has arrived; waits for nothing. Raises TopicError or BrokerUnavailable."""
+        """Process the records that have arrived, without waiting. Raises TopicError or BrokerUnavailable."""
         for message in self._follower.poll(_AT_ONCE, 0.0):
             record = self._skipped.decode(Metrics, message)
             if record is not None:

@@ -14,7 +14,7 @@ from rollstream.producers.rollout_producer import RolloutProducer
 def evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore:
     """Evaluate the held-out split greedily at a version, once the server has it, and publish to `evals`.
 
-    Raises InferenceUnavailable if the server does not get it in time, InferenceRefused if it has a newer one.
+    Raises InferenceUnavailable if the server does not get the version in time, InferenceRefused if it has a newer one.
     """
     return asyncio.run(_evaluate(config, version, phase))
 

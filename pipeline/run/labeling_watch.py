@@ -1,4 +1,4 @@
-"""Follows how many records of `unlabelled` wait for labels, in a thread of its own, for displays and stall warnings.
+"""Follows, in a separate thread, how many records of `unlabelled` wait for labels, for displays and stall warnings.
 
 Every two seconds it asks for the ends of the topic and for the positions of the labelers; it reads no record.
 """
@@ -23,12 +23,12 @@ _FIRST_S = 5.0
 
 
 class LabelingState(NamedTuple):
-    """How far labeling is."""
+    """How far labeling has got."""
 
     waiting: int = 0
     """Records that no labeler has read."""
     read: int = 0
-    """Records that labelers have read, and those deleted since."""
+    """Records that labelers have read, including records deleted since."""
 
 
 class LabelingWatch(Closing):
@@ -40,7 +40,7 @@ class LabelingWatch(Closing):
         self._topic = topic_name(run, "unlabelled")
         self._stop = threading.Event()
         self.state = LabelingState()
-        """The newest state; zeros if nothing is ever sent to labelers."""
+        """The newest state; zeros as long as nothing was sent to labelers."""
         try:
             self._update(_FIRST_S)
         except TopicError:
@@ -49,7 +49,7 @@ class LabelingWatch(Closing):
         self._thread.start()
 
     def close(self) -> None:
-        """Stop the thread, without waiting for a request of it."""
+        """Stop the thread, without waiting for a request in progress."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -61,7 +61,7 @@ class LabelingWatch(Closing):
                 return
 
     def _update(self, timeout_s: float) -> None:
-        """Read the state; one that cannot be read now stays as it was."""
+        """Read the state; keep the last one if the broker does not answer."""
         try:
             bounds = topic_admin.bounds(self._kafka, self._topic)
             if any(end for _begin, end in bounds.values()):

@@ -1,4 +1,4 @@
-"""The other processes of a learner, for a command on this machine that all of its processes execute together."""
+"""Starts the other processes of a learner on this machine, for a command that all of its processes execute together."""
 
 import subprocess
 import sys
@@ -19,11 +19,10 @@ _LEAVE_TIMEOUT_S = 60.0
 def members(config: RunConfig, command: Sequence[str], process: int) -> Iterator[RunConfig]:
     """Execute a command as processes 1, 2, ... of a learner; yield the configuration of this `process`.
 
-    Process 0 starts them if they all run on this machine: without `learner.coordinator`, or with the one that
-    `rollstream run` left in its settings, in whose place comes a new one, since a learner may still use it. With
-    another coordinator, whoever starts the command starts each of them. The log of a member that failed goes to stderr
-    if this process fails, too. No member outlives the block, and if this process is killed, they lose their lead and
-    end.
+    Process 0 starts the others if all of them run on this machine. They do if `learner.coordinator` is empty or was
+    chosen by `rollstream run`; a new coordinator then replaces it, because a learner may still use the old one. With
+    any other coordinator, the user starts each process. The log of a member that failed goes to stderr if this process
+    fails, too. No member outlives the block; if this process is killed, the members lose their coordinator and end.
     """
     if config.learner.processes == 1 or process > 0 or not is_of_this_machine(config.learner.coordinator):
         yield config

@@ -15,8 +15,8 @@ logger = logging.getLogger(__name__)
 def check_lengths(config: RunConfig, environments: Sequence[LoadedEnvironment]) -> None:
     """Raise ConfigurationError if a prompt with the longest answer does not fit into learner.sequence_length.
 
-    If learner.too_long handles such rollouts, log a warning instead. Later turns are not known here; the inference
-    server ends an episode at inference.max_model_len. Raises PromptRefused for a prompt that cannot be encoded.
+    If learner.too_long handles such rollouts, log a warning instead. Later turns of an episode are not checked: the
+    inference server ends it at inference.max_model_len. Raises PromptRefused for a prompt that cannot be encoded.
     """
     learner, encode = config.learner, tokenizer_of(config.learner).encode
     for environment in environments:
@@ -26,11 +26,11 @@ def check_lengths(config: RunConfig, environments: Sequence[LoadedEnvironment]) 
             continue
         what = (
             f"a rollout of environment {environment.name} may have {needed} tokens ({prompt} of the longest prompt and "
-            f"{environment.max_tokens} of an answer), more than learner.sequence_length {learner.sequence_length}"
+            f"{environment.max_tokens} of an answer), more than learner.sequence_length, {learner.sequence_length}"
         )
         if learner.too_long in ("refuse", "error"):
             raise ConfigurationError(
-                f'{what}; set it to {needed}, or learner.too_long to "skip" or "truncate": that biases training '
+                f'{what}; set it to {needed}, or set learner.too_long to "skip" or "truncate", which biases training '
                 "towards short answers"
             )
         event(logger, "rollouts_may_be_too_long", level=logging.WARNING, what=what, too_long=learner.too_long)

@@ -1,7 +1,7 @@
-"""Starts and ends processes of one role, so that there are as many as wanted.
+"""Starts and ends processes of one role, so that the wanted number of them runs.
 
-The processes have the ordinals from 0 on without gaps, so that a process that comes back has the name, and the
-transactional id, it had. The highest are removed: told to end, each finishes what it has begun.
+The ordinals of the processes begin at 0 and have no gaps, so a process that is added again gets its former name and
+transactional id. Processes with the highest ordinals are removed: each is told to end, and finishes what it has begun.
 """
 
 import logging
@@ -49,29 +49,29 @@ class NumberedProcesses:
         spec: Callable[[int], RoleSpec],
         leave: Callable[[tuple[int, ...]], None] = lambda _ordinals: None,
     ) -> None:
-        """So many `processes` run already. `leave` is called, in a thread of its own, with the ordinals of processes
-        that have ended."""
+        """`processes` is the number that already run. `leave` is called, in a separate thread, with the ordinals of
+        processes that have ended."""
         self._role, self._roles, self._ports, self._spec, self._leave = role, roles, ports, spec, leave
         self.processes = processes
-        """Processes that there should be now."""
+        """Number of processes that should run now."""
         self._wanted = processes
         self._ending: tuple[int, ...] = ()
-        """Ordinals of processes that were told to end, and have not been seen off yet."""
+        """Ordinals of processes that were told to end, until `leave` has returned for them."""
         self._leaving: threading.Thread | None = None
 
     @property
     def settled(self) -> bool:
-        """Whether there are as many as wanted, and no process is ending."""
+        """Whether the wanted number of processes runs, and no process is ending."""
         return not self._ending and self._wanted == self.processes
 
     def want(self, processes: int) -> None:
-        """Let there be so many. Call `poll` often."""
+        """Set the wanted number of processes, which `poll` brings about."""
         self._wanted = processes
 
     def poll(self) -> None:
-        """Start or end processes, as soon as those that were told to end have ended."""
+        """Start or end processes, once all that were told to end have ended. Call it often."""
         self._see_off()
-        # While a process ends, another under its ordinal would fence it, and its partitions have no owner.
+        # A new process with the ordinal of one that is still ending would fence it before it has finished its work.
         if self._ending or self._wanted == self.processes:
             return
         event(logger, "scaled", role=self._role.name, processes=self.processes, wanted=self._wanted)
@@ -96,7 +96,7 @@ class NumberedProcesses:
 
 
 def leave_group(config: RunConfig, ordinals: tuple[int, ...]) -> None:
-    """Remove grouping processes that have ended from their consumer group: static members do not leave by
+    """Remove grouping processes that have ended from their consumer group, because static members do not leave by
     themselves."""
     if config.kafka.group_protocol != "classic":
         return  # these members leave by themselves

@@ -1,4 +1,4 @@
-"""The log that an observer of a run reads: that of its topics, or another that holds the same records."""
+"""The log that an observer of a run reads: its topics, or another source of the same records."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -26,7 +26,7 @@ class ObservedLog(Protocol):
 
     @property
     def ends(self) -> Mapping[Place, int]:
-        """End of each partition that is read to its end; transaction markers count."""
+        """End offset of each partition that has been read to its end; transaction markers count."""
         ...
 
     def bounds(self) -> dict[Place, tuple[int, int]]:
@@ -42,7 +42,7 @@ class ObservedLog(Protocol):
         ...
 
     def close(self) -> None:
-        """Release what it holds."""
+        """Release the resources of the log."""
         ...
 
 
@@ -59,7 +59,7 @@ class TopicLog(Closing):
 
     @property
     def ends(self) -> Mapping[Place, int]:
-        """End of each partition that is read to its end."""
+        """End offset of each partition that has been read to its end."""
         return self._follower.ends if self._follower else {}
 
     def bounds(self) -> dict[Place, tuple[int, int]]:

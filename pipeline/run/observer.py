@@ -1,7 +1,7 @@
 """Observes a run from its topics: rewards, steps and batches so far, and whether drops bias the training data.
 
-For progress lines, stop rules and reports. It joins no consumer group and changes nothing. Only `rollouts` holds every
-rollout produced: the learner sees those that grouping kept.
+It serves progress lines, stop rules and reports. It joins no consumer group and changes nothing. It reads `rollouts`,
+because only that topic holds every rollout produced; the learner sees only the rollouts that grouping kept.
 """
 
 import time
@@ -37,7 +37,7 @@ from rollstream.topics.validation import REWARD_LIMIT
 
 EXACT = "exact"
 _NEWEST_METRICS = 5000
-"""Records of `metrics` that are read when observing begins: components write one every few seconds."""
+"""Number of older records to read from each partition of `metrics`; components write one every few seconds."""
 
 
 class ScoredRollout(NamedTuple):
@@ -52,7 +52,7 @@ class ScoredRollout(NamedTuple):
 
 @dataclass(frozen=True)
 class MeanScores:
-    """Mean reward and exact match over some rollouts; zeros over none."""
+    """Mean reward and exact match over some rollouts; zeros if there are none."""
 
     rollouts: int
     reward: float
@@ -79,10 +79,10 @@ class RunObserver:
         log: ObservedLog | None = None,
         step_patience_s: float = STEP_PATIENCE_S,
     ) -> None:
-        """At least `keep` of the newest rollouts are remembered, and at most twice as many; None is all. `logged` is
-        whether each skipped record is logged. `labeling_group` is the full name of the labelers' consumer group, for
-        counts of what waits for labels. `log` holds the records of the run elsewhere than on its topics.
-        `step_patience_s` is the time without a step after which it may count as stalled."""
+        """The observer remembers at least `keep` and at most twice `keep` of the newest rollouts, or all if `keep` is
+        None. `logged` tells whether each skipped record is logged. `labeling_group` is the full name of the labelers'
+        consumer group; with it, records that wait for labels are counted. `log` is read instead of the run's topics.
+        `step_patience_s` is the time without a step after which the run may count as stalled."""
         self._rollouts, self._index, self._steps, self._policies, self._journal = (
             topic_name(run, topic) for topic in ("rollouts", "batch-index", "steps", "policies", "journal")
         )
@@ -99,7 +99,7 @@ class RunObserver:
         self._paused: dict[int, PausedPartition] = {}
         self._wanted = DesiredState()
         self._foreign = SkippedRecords(logged=False)
-        """Invalid records of `control`, which are counted by its readers among the roles."""
+        """Invalid records of `control`; the roles that read this topic count them, so `skipped` does not."""
         self._log: ObservedLog = log or TopicLog(kafka, run)
         self._history = self._log.bounds()
         for place, (low, end) in self._history.items():
@@ -109,7 +109,7 @@ class RunObserver:
         """Offset of the next record to read, or the end of the partition, which counts transaction markers."""
         self._log.begin({p: low if p[0] == self._metrics else BEGINNING for p, (low, _end) in self._history.items()})
         self.skipped = SkippedRecords("observer", logged=logged)
-        """Records that could not be read or used; grouping judges those of `rollouts` itself."""
+        """Records that could not be read or used; grouping makes its own decision about those of `rollouts`."""
         self.scored: list[ScoredRollout] = []
         """Every rollout so far, or the newest ones, in order of append time, partition, offset."""
         self._keep = keep
@@ -139,7 +139,7 @@ class RunObserver:
 
     @property
     def history_left(self) -> int:
-        """Offsets still to be read of those that existed when this observer began."""
+        """Number of offsets still to be read, out of those that existed when this observer began."""
         return sum(max(0, end - max(low, self._positions.get(place, 0))) for place, (low, end) in self._history.items())
 
     def catch_up(self, tell: Callable[[], None] = lambda: None) -> None:
@@ -155,7 +155,7 @@ class RunObserver:
             if self.poll(0.2):
                 deadline = time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
-                raise DeadlineExceeded(f"{behind[0][0]} was not read to its end: nothing came for {timeout_s:g} s")
+                raise DeadlineExceeded(f"{behind[0][0]} was not read to its end: nothing arrived for {timeout_s:g} s")
             tell()
 
     def first(self, count: int) -> MeanScores:
@@ -167,7 +167,7 @@ class RunObserver:
         return MeanScores.of(self.scored[-count:])
 
     def snapshot(self, newest: int) -> RunSnapshot:
-        """The state of the run now; reward and exact match over the `newest` rollouts."""
+        """Return the state of the run now, with the mean reward and exact match of the `newest` rollouts."""
         recent = self.last(newest)
         now_ms = int(time.time() * 1000)
         snapshot = self._statistics.snapshot(now_ms, recent.reward, recent.exact, records_skipped=self.skipped.total)

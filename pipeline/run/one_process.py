@@ -56,7 +56,7 @@ class Comparison:
 
 
 def compare(config: RunConfig, steps: int, seconds: float, rewards: Mapping[int, tuple[int, float]]) -> Comparison:
-    """Train as many steps in this process, and compare with a run that took `seconds`.
+    """Train the same number of steps in this process, and compare with a run that took `seconds`.
 
     `rewards` holds, by policy version of the run, the number of rollouts it sampled and the sum of their rewards.
     """
@@ -91,9 +91,9 @@ def spans(steps: int, every: int, log: Mapping[int, tuple[int, float]], alone: S
 
 
 def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: None) -> list[float]:
-    """Train, and return the mean reward of the rollouts sampled for each step. Calls `ready` once all is compiled.
+    """Train, and return the mean reward of the rollouts sampled for each step.
 
-    Raises ConfigurationError for environments of several turns.
+    Calls `ready` once everything is compiled. Raises ConfigurationError for environments of several turns.
     """
     prepare_jax(config)
     from rollstream.consumers.learner.input.packing import TrainingSequence, pack_for
@@ -197,7 +197,7 @@ def train(config: RunConfig, steps: int, ready: Callable[[], object] = lambda: N
 
 
 def over_batches(sequences: "Sequence[TrainingSequence]", how: Estimator, batch: int) -> "list[TrainingSequence]":
-    """Apply the second stage of an estimator, if it has one, to as many sequences at a time as a batch holds."""
+    """Apply the second stage of an estimator, if it has one, to `batch` sequences at a time."""
     if how.over_batch is None:
         return list(sequences)
     result: list[TrainingSequence] = []
@@ -213,7 +213,7 @@ def over_batches(sequences: "Sequence[TrainingSequence]", how: Estimator, batch:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Table of both reward curves, and the time a step took."""
+    """Return a table of both reward curves, and the time that a step took."""
     rows = [
         (f"{span.first}-{span.last}", _mean(span.over_the_log), _mean(span.one_process)) for span in comparison.spans
     ]
@@ -224,7 +224,7 @@ def comparison_text(comparison: Comparison) -> str:
         f"{table(('after steps', 'over the log', 'one process'), rows)}\n"
         f"{comparison.steps:,} steps over the log: {log_s:.0f} s, {log_s / steps:.2f} s each, recoveries included;\n"
         f"in one process: {alone_s:.0f} s, {alone_s / steps:.2f} s each. "
-        "One run of each: two runs of one seed differ, too."
+        "Each was run once; even two runs of one seed differ."
     )
 
 

@@ -1,7 +1,7 @@
 """Processes whose supervisor is lost: they go on for a while, so that the next supervisor of the run can adopt them.
 
-The supervisor lists its processes in a file. Another one that takes its place names itself there, and leaves in the
-list the processes that it adopts. Standard library only, as every command imports it.
+The supervisor lists its processes in a file. A supervisor that takes its place writes its own identity there, and keeps
+in the list only the processes that it adopts. Every command imports this module, so it uses only the standard library.
 """
 
 import json
@@ -17,10 +17,10 @@ from rollstream.infra.process_identity import ProcessIdentity, identify, is_runn
 REGISTRY_VARIABLE = "ROLLSTREAM_REGISTRY"
 """Path of the list, for a process that may be adopted."""
 EXIT_FILES = "exit-*"
-"""Files beside the list in which processes leave their exit codes."""
+"""Files next to the list in which processes leave their exit codes."""
 _LOOK_S = 0.2
 _orphaned: list[Path] = []
-"""The list in which this process awaits, or found, another supervisor."""
+"""Path of the list in which this process awaits, or has found, another supervisor."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,11 @@ class RegisteredRun:
     adoption_s: float
     """How long they go on without a supervisor."""
     processes: Mapping[str, RegisteredProcess]
-    """By name."""
+    """Processes by name."""
 
 
 def read(path: Path) -> RegisteredRun | None:
-    """Return the list; None if there is none that can be read."""
+    """Return the list, or None if it is missing or cannot be read."""
     try:
         fields = json.loads(path.read_text())
         return RegisteredRun(
@@ -65,8 +65,8 @@ def read(path: Path) -> RegisteredRun | None:
 
 
 def await_supervisor(path: Path) -> ProcessIdentity | None:
-    """Wait until another supervisor adopts this process, and return it; None if none does in time, or one leaves it
-    out."""
+    """Wait until another supervisor adopts this process, and return that supervisor. Return None if none adopts it in
+    time, or if one leaves it out of the list."""
     _orphaned[:] = [path]
     lost = time.monotonic()
     while (run := read(path)) is not None:
@@ -80,13 +80,13 @@ def await_supervisor(path: Path) -> ProcessIdentity | None:
 
 
 def leave_exit_code(code: int) -> None:
-    """Write down the exit code of this process if it lost the supervisor that it is a child of: no other gets it from
-    the system."""
+    """Write the exit code of this process to a file if its parent supervisor was lost, because the system reports exit
+    codes only to parents."""
     for path in _orphaned:
         with suppress(OSError):  # without it the end counts as a kill
             exit_file(path, os.getpid()).write_text(str(code))
 
 
 def exit_file(path: Path, pid: int) -> Path:
-    """Return the file in which a process beside a list leaves its exit code."""
+    """Return the file next to a list in which a process leaves its exit code."""
     return path.with_name(EXIT_FILES.replace("*", str(pid)))

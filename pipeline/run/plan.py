@@ -1,6 +1,7 @@
-"""Plans the processes of a run: the settled configuration they share, and the command line of each.
+"""Plans the processes of a run: the configuration that they share, and the command line of each.
 
-Processes read one file written by their supervisor, and no variable of its environment that would override it.
+The processes read one file that their supervisor writes. They do not get variables of its environment that would
+override the file.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ from rollstream.topics.errors import ConfigurationError
 _SERVERS_TO_COME = 16
 _HERE = "127.0.0.1"
 _SHARING = (ENV, GROUP, INFER, LABEL, GATEWAY)
-"""Roles of which each process does the work of one that is gone."""
+"""Roles whose processes take over the work of one that is gone."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class RunPlan:
     roles: Mapping[str, tuple[RoleSpec, ...]]
 
     def of(self, *names: str) -> tuple[RoleSpec, ...]:
-        """Return the processes of these roles; none of a role that the run does not have."""
+        """Return the processes of these roles; a role that the run does not have contributes none."""
         return tuple(spec for name in names for spec in self.roles.get(name, ()))
 
     @property
@@ -66,47 +67,47 @@ def check_labeler(config: RunConfig) -> None:
 
 
 def check_worker_python(config: RunConfig) -> None:
-    """Raise ConfigurationError if the workers' Python is no program."""
+    """Raise ConfigurationError if the workers' Python is not an executable program."""
     python = config.supervisor.worker_python
     if python and shutil.which(python) is None:
         raise ConfigurationError(
-            f"supervisor.worker_python is {python!r}, which is no program here; name the python of a virtual "
-            "environment in which rollstream is installed"
+            f"supervisor.worker_python is {python!r}, which is not a program on this machine; name the python of a "
+            "virtual environment in which rollstream is installed"
         )
 
 
 def digest(config: RunConfig) -> str:
-    """Return a digest of what processes depend on that are started for a configuration: its values and our release."""
+    """Return a digest of what the processes of a run depend on: its configuration and the release of rollstream."""
     return hashlib.sha256(f"{version('rollstream')}\n{to_toml(config)}".encode()).hexdigest()
 
 
 def settled(config: RunConfig) -> tuple[RunConfig, Path]:
-    """Settle a configuration and write it; return it with its path."""
+    """Complete a configuration with `settle` and write it; return it with its path."""
     config = settle(config)
     return config, write(config)
 
 
 def settled_again(config: RunConfig) -> tuple[RunConfig, Path]:
-    """Return the configuration as a supervisor before settled it, whose processes go on, with its path."""
+    """Return the configuration that a previous supervisor wrote, whose processes go on, with its path."""
     path = _path(config)
     return load(path), path
 
 
 def settle(config: RunConfig) -> RunConfig:
-    """Return the configuration with all values on which processes must agree filled in: ports of this machine."""
+    """Return the configuration with all values on which processes must agree filled in, such as free ports."""
     config = with_coordinator(config)
     if config.serving.python:
         config = _with_engine(config)
     if config.inference.port or not config.inference.replicas:
         return config
-    # Room for servers that `rollstream scale` adds.
+    # Leave room for servers that `rollstream scale` adds.
     port = free_port_row(config.inference.host, max(config.inference.replicas, _SERVERS_TO_COME))
     inference = replace(config.inference, port=port)
     return replace(config, inference=inference, worker=replace(config.worker, inference_urls=inference_urls(inference)))
 
 
 def with_coordinator(config: RunConfig) -> RunConfig:
-    """Return the configuration with a place on this machine where the processes of a learner meet, if none is named."""
+    """Return the configuration with a coordinator on this machine, if the learner has several processes and no other."""
     if config.learner.processes == 1 or config.learner.coordinator:
         return config
     coordinator = f"{_HERE}:{free_port(_HERE)}"
@@ -114,12 +115,12 @@ def with_coordinator(config: RunConfig) -> RunConfig:
 
 
 def is_of_this_machine(coordinator: str) -> bool:
-    """Whether all processes of a learner run on this machine: none is named, or one that `with_coordinator` chose."""
+    """Whether all processes of a learner run on this machine: no coordinator is set, or `with_coordinator` chose it."""
     return not coordinator or coordinator.startswith(f"{_HERE}:")
 
 
 def _with_engine(config: RunConfig) -> RunConfig:
-    """Return the configuration with the place of the vLLM that is started, which alone answers the workers."""
+    """Return the configuration with the address of the vLLM server that the run starts; only it answers the workers."""
     urls = config.serving.urls or (f"http://{_HERE}:{free_port(_HERE)}",)
     return replace(
         config,
@@ -137,7 +138,7 @@ def write(config: RunConfig) -> Path:
     partial.touch(0o600)
     partial.chmod(0o600)  # an older file may be readable by everybody
     partial.write_text(to_toml(config), encoding="utf-8")
-    partial.replace(path)  # a process that starts meanwhile reads one or the other
+    partial.replace(path)  # a process that starts at this moment reads the old or the new file, never half of it
     return path
 
 
@@ -146,7 +147,7 @@ def _path(config: RunConfig) -> Path:
 
 
 def plan(config: RunConfig, path: Path) -> RunPlan:
-    """Return the processes of a run whose configuration lies at `path`."""
+    """Return the processes of a run whose configuration is at `path`."""
     return RunPlan(
         {
             name: tuple(process_spec(config, path, role_of(name), number) for number in range(count))
@@ -158,7 +159,7 @@ def plan(config: RunConfig, path: Path) -> RunPlan:
 def process_spec(
     config: RunConfig, path: Path, role: RoleDescription, number: int, *, expendable: bool = False
 ) -> RoleSpec:
-    """Return a process of a role, with its number. `expendable` is one that is added to those the run began with."""
+    """Return process `number` of a role. `expendable` marks a process that is added after the run began."""
     command, *flags = role.arguments(number)
     if role.name == GATEWAY and number:
         flags += ["--set", f"gateway.port={config.gateway.port + number}"]

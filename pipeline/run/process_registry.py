@@ -1,7 +1,7 @@
-"""The list of a run's processes, as a supervisor keeps it, and the adoption of those that a killed one left.
+"""A supervisor's list of the processes of its run, and the adoption of processes that a killed supervisor left.
 
-Adoption costs a run nothing: groups and steps in flight go on. A process is adopted if it was ready, its identity is
-still that of the list (a pid alone may be another's by now), and it was started as this supervisor would start it.
+Adoption costs a run nothing: groups and steps in flight go on. A process is adopted if it was ready, if its identity
+still matches the list (a pid alone may have been reused), and if this supervisor would start it in the same way.
 """
 
 import logging
@@ -27,13 +27,13 @@ _KILLED_S = 5.0
 
 
 class ProcessRegistry(Closing):
-    """The list in a folder; one supervisor at a time has it, and removes it with `close`."""
+    """The list in a folder. One supervisor at a time owns it, and removes it with `close`."""
 
     def __init__(
         self, directory: Path, configuration: str, *, adoption_s: float = 30.0, stop_timeout_s: float = 20.0
     ) -> None:
-        """Take the list, and end the processes in it that cannot be adopted: they were not ready, or follow another
-        `configuration`, whose digest this is. Raises ConfigurationError if another supervisor has it."""
+        """Take over the list, and end the processes in it that were not ready or follow another configuration.
+        `configuration` is the digest of this one. Raises ConfigurationError if another supervisor owns the list."""
         self.path = directory / "processes.json"
         self._stop_timeout_s = stop_timeout_s
         try:
@@ -43,10 +43,10 @@ class ProcessRegistry(Closing):
             if other is None or not is_running(other.supervisor):
                 raise
             raise ConfigurationError(
-                f"process {other.supervisor.pid} runs this run on this machine already ({self.path}); stop it first, "
-                "or give this run another name or data_dir"
+                f"process {other.supervisor.pid} already supervises this run on this machine ({self.path}); stop it "
+                "first, or give this run another name or data_dir"
             ) from error
-        # Left by processes that nobody adopted; a later one may have the id of one of them.
+        # Processes that nobody adopted left these files; a new process may get the id of one of them.
         for leftover in directory.glob(EXIT_FILES):
             leftover.unlink(missing_ok=True)
         before = read(self.path)
@@ -61,8 +61,8 @@ class ProcessRegistry(Closing):
         self._end(entry.process for name, entry in running.items() if name not in self.orphans)
 
     def adopt(self, name: str, command: str) -> AdoptedProcess | None:
-        """Return the process of a name, if it still runs and was started by the same command; one that was started
-        otherwise is ended."""
+        """Return the process of a name, if it still runs and was started by the same command. End it if it was started
+        by another command."""
         orphan = self.orphans.pop(name, None)
         if orphan is None:
             return None
@@ -80,7 +80,7 @@ class ProcessRegistry(Closing):
             self.forget(name)
 
     def register(self, name: str, pid: int, command: str) -> None:
-        """List a process that was started."""
+        """Add a process that was started to the list."""
         process = identify(pid)
         if process is not None:
             self._put(name, RegisteredProcess(process, command, ready=False))
@@ -91,7 +91,7 @@ class ProcessRegistry(Closing):
             self._put(name, replace(self._run.processes[name], ready=True))
 
     def forget(self, name: str) -> None:
-        """Take a process that has ended from the list."""
+        """Remove a process that has ended from the list."""
         processes = dict(self._run.processes)
         entry = processes.pop(name, None)
         if entry is not None:

@@ -1,7 +1,7 @@
-"""Evidence from the journal of how `rollouts` was read: offsets read once or again, partitions that changed hands.
+"""Evidence from the journal of how `rollouts` was read: offsets read once or again, and handovers of partitions.
 
 A journal record names the offsets that its transaction read and the transactional id that wrote it. The functions are
-pure but for the one that reads the journal.
+pure except `readings` and `append_times`, which read topics.
 """
 
 from collections import defaultdict
@@ -38,12 +38,12 @@ class Coverage:
     twice: int
     """Offsets that were read more than once, counted each time beyond the first."""
     missing: int
-    """Offsets that were passed over."""
+    """Offsets that were never read, though later ones of their partition were."""
 
 
 @dataclass(frozen=True)
 class Handover:
-    """One partition that went from one process to another."""
+    """The move of one partition from one process to another."""
 
     partition: int
     giver: str
@@ -51,11 +51,11 @@ class Handover:
     at_ms: int
     """When the taker's first transaction was written."""
     seconds: float
-    """Time in which records of the partition waited for it."""
+    """Time for which records of the partition waited because of it."""
 
 
 def readings(kafka: KafkaConfig, run: str) -> list[Reading]:
-    """Read what committed transactions have read, in the order of the journal within each partition."""
+    """Return the offsets that committed transactions read, in the order of the journal within each partition."""
     messages = read_to_end(kafka, topic_name(run, "journal"))
     return [
         Reading(record.partition, record.begin, record.position, message.header(WRITER) or "", message.timestamp_ms)
@@ -64,13 +64,13 @@ def readings(kafka: KafkaConfig, run: str) -> list[Reading]:
 
 
 def append_times(kafka: KafkaConfig, run: str) -> dict[tuple[int, int], int]:
-    """Read when each record of `rollouts` was appended, in milliseconds, by partition and offset."""
+    """Return the append time of each record of `rollouts`, in milliseconds, by partition and offset."""
     messages = read_to_end(kafka, topic_name(run, "rollouts"))
     return {(message.partition, message.offset): message.timestamp_ms for message in messages}
 
 
 def coverage(done: Iterable[Reading]) -> Coverage:
-    """Count the offsets that were read, read again and passed over."""
+    """Count the offsets that were read, read again and never read."""
     by_partition: defaultdict[int, list[Reading]] = defaultdict(list)
     for reading in done:
         by_partition[reading.partition].append(reading)
@@ -86,9 +86,9 @@ def coverage(done: Iterable[Reading]) -> Coverage:
 
 
 def handovers(done: Iterable[Reading], appended: Mapping[tuple[int, int], int]) -> list[Handover]:
-    """Return the handovers of partitions, in the order of time.
+    """Return the handovers of partitions, in order of time.
 
-    A partition has waited since the giver's last transaction, or since its next record was appended if that was later.
+    A wait begins with the giver's last transaction, or with the append of the partition's next record if that is later.
     """
     last: dict[int, Reading] = {}
     changes = []

@@ -35,7 +35,7 @@ HURRY_S = 0.8
 """How long a role may drain after Ctrl-C; after SIGTERM its settings decide."""
 _BEAT_S = 1.0
 _LOOK_S = 0.5
-"""Time between two looks at a supervisor that adopted this process."""
+"""Time between two checks of a supervisor that adopted this process."""
 READY = b"ready\n"
 """Line that a process writes once it is ready."""
 
@@ -49,7 +49,7 @@ class RolePhase:
         self.name: Literal["starting", "ready", "draining"] = "starting"
 
     def ready(self) -> None:
-        """Note that the role takes work, unless it was asked to stop meanwhile."""
+        """Note that the role takes work, unless it was asked to stop before."""
         if self.name == "starting":
             self.name = "ready"
 
@@ -59,14 +59,14 @@ class RolePhase:
 
 
 PHASE = RolePhase()
-"""That of this process."""
+"""The phase of this process."""
 
 
 def watch_lifeline() -> None:
-    """Stop this process once its supervisor is gone and no other adopts it: SIGTERM first, _exit after a grace. Call
-    before slow imports."""
+    """Stop this process once its supervisor is gone and no other adopts it: SIGTERM first, _exit after a grace period.
+    Call it before slow imports."""
     number = os.environ.get(LIFELINE_VARIABLE)
-    # Not for what this process starts: that is not in the list.
+    # Processes that this one starts must not inherit the variable, because they are not in the list.
     registry = os.environ.pop(REGISTRY_VARIABLE, "")
     if number is None:
         return
@@ -98,7 +98,7 @@ def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
         return
     event(logger, "ready")
     os.set_blocking(int(number), True)
-    with suppress(BrokenPipeError), os.fdopen(int(number), "wb") as pipe:  # the supervisor may be lost meanwhile
+    with suppress(BrokenPipeError), os.fdopen(int(number), "wb") as pipe:  # the supervisor may be gone
         pipe.write(READY)
 
 
@@ -135,10 +135,10 @@ def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
 def run_until_stopped(work: "Callable[[asyncio.Event], Coroutine[Any, Any, object]]") -> None:
     """Run the coroutine of a role with an event that SIGTERM and SIGINT set.
 
-    After SIGINT it is cancelled if it has not ended within HURRY_S. It does not use the loop's signal handlers: they
-    would replace the one that ends a process that hangs.
+    After SIGINT the coroutine is cancelled if it has not ended within HURRY_S. The loop's signal handlers are not used,
+    because they would replace the handler that ends a hanging process.
     """
-    import asyncio  # half of what --help would take
+    import asyncio  # imported here because it would take half the time of --help
 
     async def main() -> None:
         loop, stop = asyncio.get_running_loop(), asyncio.Event()
@@ -194,8 +194,8 @@ def in_a_hurry(error: BaseException | None) -> bool:
 class Interrupts:
     """Signal handling of a supervisor: the first signal raises Interrupted at the next safe point.
 
-    A further SIGINT, or the end of the grace after the first, calls `kill_now`, which must not return while child
-    processes remain; after it the process exits at once.
+    A further SIGINT, or the end of the grace period after the first, calls `kill_now`, which must not return while
+    child processes remain; the process then exits at once.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Specifications of processes for a supervisor: their commands, and how long and how often they are waited for."""
+"""Specifications of processes for a supervisor: their commands, timeouts and restarts."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ class RoleSpec:
     """Unique within the run, kind first, e.g. group-0; also the name of its log file."""
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables on top of the supervisor's; an empty value removes one."""
+    """Variables in addition to the supervisor's; an empty value removes a variable."""
     python: str = ""
-    """Python that runs it; empty: the supervisor's."""
+    """Python that runs it; the supervisor's if empty."""
     finishes: bool = False
     """Whether it exits with 0 by itself when its work is done."""
     optional: bool = False
@@ -32,9 +32,9 @@ class RoleSpec:
     backoff_s: float = 0.5
     """Pause before the first restart, doubled for each further one."""
     expendable: bool = False
-    """Whether the others go on if it never becomes ready, or exits more often than that."""
+    """Whether the other processes go on if it never becomes ready, or exits more often than `restarts` allows."""
     shares_work: bool = False
-    """Whether another of its kind does its work, too, so that the others go on while one of them does."""
+    """Whether processes of its kind share their work, so that the run goes on without it while another one is ready."""
 
     @property
     def kind(self) -> str:

@@ -1,7 +1,7 @@
 """Statistics of a run from its records: rates, counts by fate, staleness of the training data.
 
-Pure: it takes records in the order a reader gets them, and gives a `RunSnapshot` for displays and programs. Counts come
-from the journal, so they cost nothing; the ledger proves them.
+Pure: it takes records in the order a reader gets them, and returns a `RunSnapshot` for displays and programs. Counts
+come from the journal, so they need no other reads; the ledger verifies them.
 """
 
 import itertools
@@ -38,7 +38,7 @@ POINTS = 36
 
 @dataclass(kw_only=True)
 class RunSnapshot(RecordCounts):
-    """State of a run at one time. Rates are per second over the last ten, or the last ten before a run became idle."""
+    """State of a run at one time. Rates are means a second over the last ten seconds, or the last ten of an idle run."""
 
     run: str
     seconds: float = 0.0
@@ -67,11 +67,11 @@ class RunSnapshot(RecordCounts):
     """Means over equal numbers of seconds with rollouts, oldest first, like `exacts`."""
     exacts: tuple[float, ...] = ()
     staleness: Mapping[int, int] = field(default_factory=dict)
-    """Rollouts trained on, by policy lag: number of versions that the oldest rollout of their batch was behind."""
+    """Number of rollouts trained on, by policy lag: by how many versions the oldest rollout of their batch was behind."""
     records_skipped: int = 0
     """Records that could not be read or used."""
     history: int = 0
-    """Offsets that all topics held when reading began."""
+    """Number of offsets in all topics when reading began."""
     history_left: int = 0
     """Number of these offsets still to be read; until it is 0, the other fields describe the past."""
     waiting_for_labels: int = 0
@@ -81,13 +81,13 @@ class RunSnapshot(RecordCounts):
     paused: tuple[int, ...] = ()
     """Partitions of `rollouts` that an operator has paused."""
     paused_environments: tuple[str, ...] = ()
-    """Environments of which an operator lets no group begin."""
+    """Environments in which an operator lets no new group begin."""
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Numbers of processes that an operator wants, by role."""
     components: tuple[ComponentMetrics, ...] = ()
     """Newest metrics of workers, servers and evaluators."""
     stalled_stage: str = ""
-    """Role at which to look, or `weights`, if there was no step for long; empty for a run that steps or has ended."""
+    """Role to check, or `weights`, if no step was made for long; empty if the run makes steps or has ended."""
     stalled: str = ""
     """Why it has stalled."""
     configuration: ConfigurationSummary | None = None
@@ -155,7 +155,7 @@ class OutcomeCurve:
         return int(sum(sums[0] for sums in self._spans.values()))
 
     def means(self, points: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Mean rewards and exact matches at no more than so many points, in order of time."""
+        """Return mean rewards and exact matches at no more than `points` points, in order of time."""
         spans = [sums for _number, sums in sorted(self._spans.items())]
         size = -(-len(spans) // points) or 1
         bins = [[sum(column) for column in zip(*spans[i : i + size], strict=True)] for i in range(0, len(spans), size)]
@@ -178,7 +178,7 @@ class RunStatistics:
         self._entries: dict[str, BatchIndexEntry] = {}
         self._early: dict[str, list[tuple[int, BatchUse]]] = {}
         self._begun: dict[str, int] = {}
-        """Lowest version of batches of which a step has taken rows; of the newest `_MOST_BATCHES`."""
+        """Lowest version of each batch from which a step has taken rows, for the newest `_MOST_BATCHES` batches."""
         self._steps: dict[str, LearnerStep] = {}
         self._version: dict[str, int] = {}
         self._manifest: PolicyManifest | None = None
@@ -191,7 +191,7 @@ class RunStatistics:
         self._step_times_ms: deque[int] = deque(maxlen=_STEP_TIMES)
         self._needed_rollouts = 1
         self._at_step: tuple[int, Counter[str], int] = (-1, Counter(), 0)
-        """A step, and the rollouts dropped and skipped when it was the newest."""
+        """The newest step, and the numbers of rollouts that had been dropped and skipped when it appeared."""
 
     def record(self, partition: int, offset: int, at_ms: int) -> None:
         """Count a record of `rollouts`, of any kind."""
@@ -200,7 +200,7 @@ class RunStatistics:
             self._ahead.setdefault(partition, deque()).append(offset)
 
     def rollout(self, at_ms: int, version: int, reward: float, exact: float) -> None:
-        """Count a rollout among them; `version` is the newest that sampled a token of it."""
+        """Count a record that is a rollout; `version` is the newest version that sampled one of its tokens."""
         self._rates["rollouts"].add(at_ms)
         self._note("rollouts", at_ms)
         self._sampled = max(self._sampled, version)
@@ -230,7 +230,7 @@ class RunStatistics:
 
     @property
     def counts(self) -> list[FateCount]:
-        """Records that have their fate, by partition, environment and fate."""
+        """Numbers of records whose fate is decided, by partition, environment and fate."""
         return [count for journal in self._counts.values() for count in journal.counts]
 
     def journal(self, record: JournalRecord, at_ms: int) -> None:
@@ -270,7 +270,7 @@ class RunStatistics:
             self._entries[entry.batch_id] = entry
 
     def step(self, step: LearnerStep, at_ms: int) -> None:
-        """Count a step; one made again after a crash counts once."""
+        """Count a step; a step repeated after a crash counts once."""
         self._at(at_ms)
         before = self._steps.get(step.learner)
         if before is not None and step.step <= before.step:
@@ -283,13 +283,13 @@ class RunStatistics:
                 self._early.setdefault(use.batch_id, []).append((version, use))
                 continue
             if use.row_numbers or step.stream_time_ms >= 0:
-                self._begun[use.batch_id] = lowest  # Other rows of it are used later, or the same rows again.
+                self._begun[use.batch_id] = lowest  # Later steps may use other rows, or the same again.
             self._met(version, use, lowest)
         _drop_oldest(self._begun)
         _drop_oldest(self._early)
         if step.step > 0:
             self._rates["steps"].add(at_ms)
-        if step.params_digest:  # Else it only puts skips on record.
+        if step.params_digest:  # A step without parameters only records skips.
             self._note("steps", at_ms)
             self._step_times_ms.append(at_ms)
             self._needed_rollouts = max(1, sum(use.rows for use in step.uses if use.use == "trained"))
@@ -312,7 +312,7 @@ class RunStatistics:
             self._newest_ms[what] = max(self._newest_ms.get(what, 0), at_ms)
 
     def flow(self, snapshot: RunSnapshot, now_ms: int) -> FlowFacts:
-        """How the run flows now, by its log alone; `snapshot` is of the same moment."""
+        """Return how the run flows now, from its log alone; `snapshot` is of the same moment."""
         if self._at_step[0] != snapshot.step:
             self._at_step = snapshot.step, Counter(snapshot.dropped), snapshot.skipped
         _step, dropped, skipped = self._at_step
@@ -347,7 +347,7 @@ class RunStatistics:
     def snapshot(
         self, now_ms: int, reward: float = 0.0, exact: float = 0.0, *, records_skipped: int = 0
     ) -> RunSnapshot:
-        """The state of the run now; `reward` and `exact` are the means of the newest rollouts."""
+        """Return the state of the run now; `reward` and `exact` are the means of the newest rollouts."""
         quiet_s = max(0, now_ms - self._last_ms) / 1000 if self._last_ms else 0.0
         # For a run that is idle or has ended, its last rates are more useful than zeros.
         until_ms = now_ms if quiet_s <= WINDOW_S else self._last_ms + 1000

@@ -1,6 +1,6 @@
 """`rollstream demo --scale`: grouping grows and shrinks with its load, under the rule of the autoscaler.
 
-Synthetic workers write rollouts at a rate that one grouping process cannot take, and no learner takes the batches.
+Synthetic workers write rollouts faster than one grouping process can read them, and no learner reads the batches.
 Processes, Kafka and records are real. However the demo ends, no process that it started remains.
 """
 
@@ -37,15 +37,16 @@ PICTURE = "scale.svg"
 _POINT_S = 1.0
 """Time between two points of the series."""
 _SETTLED_POINTS = 3
-"""Points that are still taken when the fewest processes are left, so that the picture shows it."""
+"""Points to take after only the fewest processes are left, so that the picture shows the end."""
 StartKafka = Callable[[RunConfig, bool, ExitStack, Callable[[str], None]], RunConfig]
 
 
 def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) -> int:
-    """Run the demo; 0 if processes came and went, and every rollout is in one place, read once, else 1."""
+    """Run the demo; return 0 if processes were added and removed, and every rollout was read once and is in one place,
+    else 1."""
     began = time.monotonic()
     if not config.grouper.autoscale.enabled:
-        raise ConfigurationError("grouper.autoscale.enabled is false, and this demo shows what it does; leave it true")
+        raise ConfigurationError("grouper.autoscale.enabled is false, but this demo shows autoscaling; set it to true")
     if args.compare:
         raise ConfigurationError("--compare trains a model, and --scale trains none: leave one of them out")
     interrupts = Interrupts()
@@ -60,7 +61,7 @@ def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) ->
         stack.callback(workspace.leave, config, keep=args.keep)
         try:
             config = start_kafka(config, args.keep, stack, display.say)
-            # Grouping would wait for the policy version of the rollouts; no weights belong to it.
+            # Grouping waits for the policy version of the rollouts, so publish it, though it has no weights.
             publish_version(config.kafka, config.run, learner="synthetic")
             series, written = _scale(config, stack, interrupts, display)
             display.say("checking: ledger, verification of every batch, how often each offset was read")
@@ -79,7 +80,7 @@ def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) ->
 def _scale(
     config: RunConfig, stack: ExitStack, interrupts: Interrupts, display: Display[ScaleSeries]
 ) -> tuple[ScaleSeries, int]:
-    """Let the load rise and fall until the fewest processes are left; return the series, and how many were written."""
+    """Run the load until only the fewest processes are left; return the series and the number of rollouts written."""
     path = plans.write(config)
     ports = ServicePorts(config)
     supervisor = stack.enter_context(
@@ -121,7 +122,7 @@ def _watch(
     workers: SyntheticWorkers,
     display: Display[ScaleSeries],
 ) -> ScaleSeries:
-    """Take points until the load is over and the fewest processes are left. Raises DeadlineExceeded if they are not."""
+    """Take points until the load is over and only the fewest processes are left. Raises DeadlineExceeded if more remain."""
     load = config.demo.scale
     least, _most = bounds(*_rule(config))
     series, began, settled = ScaleSeries(), time.monotonic(), 0
@@ -174,8 +175,8 @@ def _examine(config: RunConfig, series: ScaleSeries, written: int, *, kept: bool
         high_per_s=config.demo.scale.high_per_s,
         fewest=bounds(rule, partitions)[0],
         rule=(
-            f"A process for every {rule.lag_per_process:,} records that wait, every {rule.interval_s:g} s; fewer once "
-            f"so many were not needed for {rule.cooldown_s:g} s."
+            f"Decided every {rule.interval_s:g} s: a process for every {rule.lag_per_process:,} records that wait; "
+            f"a process is removed if it was not needed for {rule.cooldown_s:g} s."
         ),
         written=written,
         series=series,
@@ -196,7 +197,7 @@ def _rule(config: RunConfig) -> tuple[AutoscaleConfig, int]:
 
 def _limit(config: RunConfig) -> str:
     limit = config.grouper.records_per_s
-    return f"each may read {limit:,.0f} records a second (grouper.records_per_s)" if limit else "none is held back"
+    return f"each may read {limit:,.0f} records a second (grouper.records_per_s)" if limit else "their rate is not limited"
 
 
 def _line(series: ScaleSeries) -> str:

@@ -1,6 +1,6 @@
 """Draws a demo of scaling: as text while it happens, and as a picture (SVG) of the whole. Pure.
 
-Three panels share one axis of time: records that wait, grouping processes, rollouts written and records read a second.
+Three panels share one time axis: records that wait; grouping processes; rollouts written and records read a second.
 """
 
 import math
@@ -28,7 +28,7 @@ class Line:
     values: tuple[float, ...]
     color: str
     steps: bool = False
-    """Whether a value holds until the next one, as numbers of processes do."""
+    """Whether a value stays until the next one, like a number of processes."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Chart:
 
 
 def axis_top(most: float) -> float:
-    """Return the end of an axis that holds a value: 1, 2, 4, 5 or 8 times a power of ten."""
+    """Return the end of an axis that includes a value: 1, 2, 4, 5 or 8 times a power of ten."""
     if most <= 1:
         return 1.0
     power = 10.0 ** math.floor(math.log10(most))
@@ -81,7 +81,7 @@ def text(series: ScaleSeries, width: int) -> list[str]:
 
 
 def area(values: Sequence[float], width: int, top: float) -> list[str]:
-    """Return an area of text of a few rows, as wide as the values spread over it, with its scale to the left."""
+    """Return an area chart as a few rows of text, with at most `width` columns and its scale to the left."""
     columns = [max(bin_) for bin_ in _bins(values, width)]
     rows = []
     for row in range(_ROWS - 1, -1, -1):
@@ -92,7 +92,7 @@ def area(values: Sequence[float], width: int, top: float) -> list[str]:
 
 
 def _bins(values: Sequence[float], width: int) -> list[Sequence[float]]:
-    """Return the values in as many runs as there are columns, or each by itself if there are fewer."""
+    """Split the values into `width` slices, or into slices of one value each if there are fewer values."""
     count = min(len(values), max(width, 1))
     return [values[len(values) * i // count : len(values) * (i + 1) // count] for i in range(count)]
 
@@ -121,7 +121,7 @@ def picture(series: ScaleSeries, title: str, lines: Sequence[str] = ()) -> str:
 
 
 def _panel(chart: Chart, series: ScaleSeries, y: float) -> list[str]:
-    """Draw a panel whose plot begins at `y`; its scale stands in its attributes, too."""
+    """Draw a panel whose plot begins at `y`; its attributes hold its scale, too."""
     end_s = axis_top(series.seconds) if series.seconds <= 10 else math.ceil(series.seconds / 20) * 20.0
     room = WIDTH - LEFT - RIGHT
     parts = [
@@ -153,7 +153,7 @@ def _panel(chart: Chart, series: ScaleSeries, y: float) -> list[str]:
 
 
 def _corners(times: Sequence[float], line: Line) -> list[tuple[float, float]]:
-    """Return the points of a line; where it goes in steps, each with the value before it, too."""
+    """Return the points of a line; a line in steps also gets a corner at each change of its value."""
     corners: list[tuple[float, float]] = []
     for at_s, value in zip(times, line.values, strict=True):
         if line.steps and corners and corners[-1][1] != value:

@@ -21,7 +21,7 @@ class ScaleReport:
     limit_per_s: float
     """Records a second that one process was allowed."""
     high_per_s: float
-    """Rollouts a second that were asked for at the height."""
+    """Highest rate of the load, in rollouts a second."""
     fewest: int
     """Fewest processes that the rule allows."""
     rule: str
@@ -43,7 +43,7 @@ class ScaleReport:
 
     @property
     def rollouts(self) -> dict[str, int]:
-        """Rollouts by place: by reason if dropped, and open if their group or batch is not complete."""
+        """Numbers of rollouts by place: batched, dropped for each reason, in an incomplete group or batch, and unread."""
         dropped = {f"dropped: {reason}": count for reason, count in sorted(self.ledger["dropped"].items())}
         return {
             "batched": self.ledger["batched"],
@@ -63,7 +63,7 @@ class ScaleReport:
         if last != self.fewest:
             failures.append(f"{last} grouping processes were left, {self.fewest} were expected")
         if placed != self.written:
-            failures.append(f"{self.written:,} rollouts were written, and {placed:,} are in a place")
+            failures.append(f"{self.written:,} rollouts were written, but {placed:,} are accounted for")
         if self.rollouts["unread"]:
             failures.append(f"{self.rollouts['unread']:,} records were left unread")
         if self.coverage.twice or self.coverage.missing:
@@ -119,7 +119,7 @@ class ScaleReport:
         if self.limit_per_s:
             lines += [
                 f"One grouping process may read {self.limit_per_s:,.0f} records a second (grouper.records_per_s):",
-                "the limit is set, so that a small machine can show it.",
+                "with this limit, a small machine can show how grouping scales.",
             ]
         return "\n".join([*lines, self.rule])
 

@@ -15,7 +15,7 @@ class ScalePoint:
     at_s: float
     """Time since the load began."""
     produced: int
-    """Rollouts that the broker has."""
+    """Rollouts that the broker has acknowledged."""
     read: int
     """Records that grouping had read, by its newest gauges."""
     lag: int
@@ -28,12 +28,12 @@ class ScalePoint:
 
 @dataclass(frozen=True)
 class ScaleSeries:
-    """Points in the order of time."""
+    """Points in order of time."""
 
     points: tuple[ScalePoint, ...] = ()
 
     def with_point(self, point: ScalePoint) -> "ScaleSeries":
-        """Return the series with one point more."""
+        """Return the series with one more point."""
         return ScaleSeries((*self.points, point))
 
     @property
@@ -78,7 +78,7 @@ class ScaleSeries:
 
     @property
     def changes(self) -> tuple[tuple[float, int], ...]:
-        """Times at which the number of ready processes changed, and the new numbers; the first is that of the start."""
+        """Times at which the number of ready processes changed, and the new numbers; the first entry is the start."""
         changes: list[tuple[float, int]] = []
         for point in self.points:
             if not changes or changes[-1][1] != point.processes:

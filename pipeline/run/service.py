@@ -1,7 +1,7 @@
-"""The service port of a process: is it alive (/livez), does it take work (/readyz), what does it do (/metrics).
+"""The service port of a process: whether it is alive (/livez), whether it takes work (/readyz), and its /metrics.
 
-A thread of its own answers, so also while JAX compiles, and it waits for nobody: it reads what the role has noted. It
-is for probes and scrapers of a private network: there is no key, and nothing can be changed through it.
+A separate thread answers, even while JAX compiles. It never waits for the role: it reads what the role has noted. The
+port is for probes and scrapers in a private network: it needs no key, and nothing can be changed through it.
 """
 
 import logging
@@ -46,7 +46,7 @@ class ServiceServer(Closing):
     ) -> None:
         """Listen. `role` is the command that runs, `process` its name within the run, such as group-0.
 
-        Raises ConfigurationError if the address cannot be had.
+        Raises ConfigurationError if it cannot listen on the address.
         """
         self._config, self._phase, self._heartbeats, self._values = config, phase, heartbeats, values
         values.put("rollstream_info", 1, role, version("rollstream"))
@@ -63,8 +63,8 @@ class ServiceServer(Closing):
             self._server = _Server((config.host, config.port), Handler)
         except OSError as error:
             raise ConfigurationError(
-                f"the service port cannot listen on {config.host}:{config.port} ({error.strerror}); stop what uses the "
-                "port, or set service.port (0 for none)"
+                f"the service port cannot listen on {config.host}:{config.port} ({error.strerror}); stop the program "
+                "that uses the port, or set service.port (0 for none)"
             ) from error
         port = self._server.server_address[1]
         self.url = f"http://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
@@ -72,7 +72,7 @@ class ServiceServer(Closing):
         event(logger, "service_listening", url=self.url)
 
     def livez(self) -> Answer:
-        """Return 200 as long as every loop of the role turns, else 503 with the reason."""
+        """Return 200 as long as no loop of the role is stuck, else 503 with the reason."""
         stuck = self._heartbeats.stuck(self._config.stall_s)
         if stuck:
             return _text(HTTPStatus.SERVICE_UNAVAILABLE, f"{stuck} (service.stall_s is {self._config.stall_s:g})")
@@ -111,11 +111,11 @@ class _Server(ThreadingHTTPServer):
         super().__init__(address, handler)
 
     def server_bind(self) -> None:
-        # HTTPServer's own asks a name server for the name of this machine, which may take long.
+        # HTTPServer.server_bind asks a name server for the name of this machine, which may take long.
         socketserver.TCPServer.server_bind(self)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that went away is none of the role's business."""
+        """Do nothing: the role does not care about clients that went away."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -131,4 +131,4 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Probes come every few seconds for days: no line for each."""
+        """Do nothing: probes arrive every few seconds for days, so a line for each would be too many."""

@@ -1,6 +1,6 @@
-"""Service ports of the processes of a run on one machine: the supervisor has service.port, its processes the next ones.
+"""Service ports of a run on one machine: the supervisor has service.port, its processes have the ports after it.
 
-A list of them for Prometheus (file_sd_configs) lies among the files of the run.
+A list of them for Prometheus (file_sd_configs) is among the files of the run.
 """
 
 import json
@@ -12,18 +12,18 @@ from rollstream.pipeline.run.role_spec import RoleSpec
 
 
 class ServicePorts:
-    """Gives every process a port of its own, in the order of the first starts; none if service.port is 0."""
+    """Gives every process its own port, in the order in which they first start; none if service.port is 0."""
 
     def __init__(self, config: RunConfig, *, resumed: bool = False) -> None:
-        """`resumed` tells whether processes of a supervisor before go on: each keeps the port that it was given."""
+        """`resumed` tells whether processes of a previous supervisor go on: each of them keeps its port."""
         self._service, self._run, self._supervisor = config.service, config.run, config.service.port
         self.path: Path = config.run_dir / "targets.json"
         self._ports = _listed(self.path) if resumed else {}
         self._retired = set(self._ports)
 
     def place(self, spec: RoleSpec) -> RoleSpec:
-        """Return the process with its port in its arguments, the same at every start of it; one that is no role of the
-        run has none."""
+        """Return the process with its port in its arguments, the same port at every start. An optional process, such as
+        the page, gets none."""
         if not self._service.port or spec.optional:
             return spec
         port = self._ports.setdefault(spec.name, 1 + max(self._ports.values(), default=self._service.port))
@@ -32,7 +32,7 @@ class ServicePorts:
         return replace(spec, arguments=(*spec.arguments, "--set", f"service.port={port}"))
 
     def retire(self, name: str) -> None:
-        """Take a process that is no longer wanted from the list; its port remains its own."""
+        """Remove a process that is no longer wanted from the list; its port stays reserved for it."""
         if self._service.port:
             self._retired.add(name)
             self._write()
@@ -43,7 +43,7 @@ class ServicePorts:
         targets = [
             {
                 "targets": [f"{self._service.host}:{port}"],
-                # Not kept by Prometheus, as every sample says run and process itself.
+                # Prometheus drops labels of this form, which is enough, as every sample names its run and process.
                 "labels": {"__meta_run": self._run, "__meta_process": name},
             }
             for name, port in processes.items()
@@ -55,7 +55,7 @@ class ServicePorts:
 
 
 def _listed(path: Path) -> dict[str, int]:
-    """Return the ports in the list of a supervisor before, by name of the process; none if it cannot be read."""
+    """Return the ports in the list of a previous supervisor, by process name; none if the list cannot be read."""
     try:
         entries = json.loads(path.read_text())
         ports = {e["labels"]["__meta_process"]: int(e["targets"][0].rpartition(":")[2]) for e in entries}

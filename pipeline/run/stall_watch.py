@@ -1,6 +1,6 @@
-"""Warns if a run stalls, and names the number, or the stage, to look at.
+"""Warns if a run stalls, and names the number of the display, or the stage of the run, to check.
 
-It takes snapshots of the run one after the other, with the time of a monotonic clock.
+It is given snapshots of the run in order of time, each with the time of a monotonic clock.
 """
 
 import logging
@@ -13,32 +13,32 @@ from rollstream.topics.metric_values import VALUES
 
 logger = logging.getLogger(__name__)
 STILL_S = 60.0
-"""Time without a batch, or a step, after which the run is stalled."""
+"""Time without a new batch, or without a new step, after which the run counts as stalled."""
 AGAIN_S = 300.0
 """Time until the warning is repeated."""
 
 
 class StallWatch:
-    """Tells when a run stalls, and when it goes on: to people, in the log and at /metrics.
+    """Reports that a run stalls or goes on, on the display, in the log and at /metrics.
 
-    A minute without a batch, or a step, is a warning that names a number of the display. Once no step came for so
-    long that the snapshot names a stage, the stage is said in place of the number, once, and is on record in the log.
+    After a minute without a batch or a step, a warning names a number of the display. If no step is made for so long
+    that the snapshot names a stage, one warning names the stage instead, and the log records it.
     """
 
     def __init__(self, config: RunConfig) -> None:
         self._config = config
         self._since: dict[str, tuple[float, RunSnapshot]] = {}
-        """For each count, when it last grew, and the snapshot of then."""
+        """For each count, the time when it last grew, and the snapshot at that time."""
         self._warned_s: dict[str, float] = {}
         self._labeled = -math.inf, 0
         """Time when labelers last read a record, and how many they had read then."""
         self._stage = ""
 
     def look(self, now: RunSnapshot, time_s: float) -> list[str]:
-        """Return what is to be said now; mostly nothing. `time_s` is the time of a monotonic clock."""
+        """Return the lines to show now, usually none. `time_s` is the time of a monotonic clock."""
         VALUES.record("run", {"stalled": float(bool(now.stalled_stage))})
         if now.history_left:
-            return []  # its counts are those of the past
+            return []  # the counts describe the past
         if now.read_by_labelers != self._labeled[1]:
             self._labeled = time_s, now.read_by_labelers
         lines = self._of_stage(now)
@@ -58,7 +58,7 @@ class StallWatch:
         return lines
 
     def _of_stage(self, now: RunSnapshot) -> list[str]:
-        """Say that the run stalls at a stage, or at another, or no longer."""
+        """Return a line if the run begins to stall at a stage, or goes on again."""
         if now.stalled_stage == self._stage:
             return []
         self._stage, run = now.stalled_stage, now.run
@@ -67,7 +67,7 @@ class StallWatch:
             return ["the run goes on"]
         where = {"run": run, "stage": self._stage, "reason": now.stalled, "step": now.step}
         event(logger, "run_stalled", level=logging.WARNING, **where)
-        return [f"warning: no step for long: look at {self._stage}: {now.stalled}"]
+        return [f"warning: no step was made for long: look at {self._stage}: {now.stalled}"]
 
     def _why_not_batched(self, then: RunSnapshot, now: RunSnapshot, time_s: float) -> str:
         dropped = {reason: count - then.dropped.get(reason, 0) for reason, count in now.dropped.items()}
@@ -97,21 +97,21 @@ class StallWatch:
             )
         if now.waiting:
             return (
-                f"look at waiting, {now.waiting:,} batches: workers produce no more before these are trained on; the "
+                f"look at waiting, {now.waiting:,} batches: workers produce no more until these are trained on; the "
                 f"learner's log is learn.log"
             )
-        return f"look at rollouts, {now.rollouts:,}: none are produced; the workers' logs are env-*.log"
+        return f"look at rollouts, {now.rollouts:,}: no more are produced; the workers' logs are env-*.log"
 
     def _why_not_trained(self, then: RunSnapshot, now: RunSnapshot) -> str:
         learner = self._config.learner
         if now.skipped > then.skipped:
             return (
                 f"look at skipped, {now.skipped - then.skipped:,} rollouts since then: they were too old when the "
-                f"learner came to them (learner.max_policy_lag {learner.max_policy_lag})"
+                f"learner reached them (learner.max_policy_lag {learner.max_policy_lag})"
             )
         if now.waiting:
             return (
-                f"look at waiting, {now.waiting:,} batches: the learner takes none, or fewer than a step needs "
+                f"look at waiting, {now.waiting:,} batches: the learner takes none, or they are too few for a step "
                 f"(learner.rollouts_per_step {learner.rollouts_per_step}); its log is learn.log"
             )
-        return f"look at batches, {now.batches:,}: the learner has trained on all there are"
+        return f"look at batches, {now.batches:,}: the learner has trained on all of them"

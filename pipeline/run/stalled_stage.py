@@ -1,7 +1,7 @@
-"""Names the stage of a run that starves or blocks the others when no step is made for long. Pure.
+"""Names the stage of a run that starves or blocks the other stages if no step is made for long. Pure.
 
-It looks from the learner back to the environments, and names the first stage that has input and gives nothing on: what
-comes before it waits, and what comes behind it starves.
+It goes from the learner back to the environments, and names the first stage that has input and passes nothing on: the
+stages before it wait, and the stages after it starve.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from rollstream.pipeline.run.component_metrics import ComponentMetrics
 STEP_PATIENCE_S = 600.0
 """Time without a step after which a run may count as stalled."""
 STEPS = 5
-"""Median step times without a step after which a run may count as stalled."""
+"""Time without a step after which a run may count as stalled, in median step times."""
 _ENV, _GROUP, _LEARN, _WEIGHTS, _LABEL = "env", "group", "learn", "weights", "label"
 _SERVERS = ("infer", "serve-weights")
 _MOSTLY = 0.5
@@ -21,7 +21,7 @@ _MOSTLY = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class FlowFacts:
-    """How a run flows: positions on its log, times since its newest records, and what its components say."""
+    """How a run flows: positions on its log, times since its newest records, and metrics of its components."""
 
     step_age_s: float
     """Time since the newest step, or since the first record of the run if there is none."""
@@ -37,7 +37,7 @@ class FlowFacts:
     waiting_rollouts: int = 0
     """Rollouts of batches that no step has used or skipped."""
     needed_rollouts: int = 1
-    """Rollouts that a step takes."""
+    """Rollouts that a step needs."""
     in_flight: int = 0
     unread: int = 0
     unlabeled: int = 0
@@ -48,19 +48,19 @@ class FlowFacts:
     """Rollouts that the learner has skipped since the newest step."""
     components: Sequence[ComponentMetrics] = ()
     ends: bool = False
-    """Whether operators want the run to end, so that no step need come."""
+    """Whether operators want the run to end, so that no further step is due."""
 
 
 class Stall(NamedTuple):
     """The stage at which a run stalls, and why."""
 
     stage: str
-    """Role at which to look, or `weights`."""
+    """Role to check, or `weights`."""
     why: str
 
 
 def stalled_stage(facts: FlowFacts, patience_s: float) -> Stall | None:
-    """Return the stage that keeps a run from its next step; None for one that steps, has ended, or is to end."""
+    """Return the stage that keeps a run from its next step; None if the run makes steps, has ended, or is to end."""
     limit_s = max(patience_s, STEPS * facts.median_step_s)
     if facts.step_age_s < limit_s or facts.ends or not any(each.alive for each in facts.components):
         return None
@@ -96,7 +96,7 @@ def _weights(facts: FlowFacts, limit_s: float) -> Stall | None:
 
 def _grouping(facts: FlowFacts, limit_s: float) -> Stall | None:
     if facts.batch_age_s < limit_s:
-        return None  # The learner alone can be slower than that.
+        return None  # Batches arrive, so the stall lies elsewhere.
     if facts.unread and facts.read_age_s >= limit_s:
         return Stall(_GROUP, f"grouping reads nothing: {facts.unread:,} records wait")
     if facts.rollout_age_s >= limit_s:
@@ -111,12 +111,12 @@ def _grouping(facts: FlowFacts, limit_s: float) -> Stall | None:
 
 def _labeling(facts: FlowFacts, limit_s: float) -> Stall | None:
     if facts.unlabeled and facts.rollout_age_s >= limit_s:
-        return Stall(_LABEL, f"labels do not come: {facts.unlabeled:,} rollouts wait for a labeler")
+        return Stall(_LABEL, f"labels do not arrive: {facts.unlabeled:,} rollouts wait for a labeler")
     return None
 
 
 def _inference(facts: FlowFacts, limit_s: float) -> Stall | None:
-    """Whether workers that play get no answers."""
+    """Return the stall if workers play but get no answers."""
     workers = [each for each in facts.components if each.role == _ENV and each.alive]
     if facts.rollout_age_s < limit_s or not workers:
         return None
@@ -138,4 +138,4 @@ def _environments(facts: FlowFacts) -> Stall:
     waits = sum(each.values.get("waiting_for_capacity", 0.0) for each in workers) / len(workers)
     if waits > _MOSTLY:
         return Stall(_ENV, f"environments wait for room: {facts.in_flight:,} rollouts are in flight, and none moves on")
-    return Stall(_ENV, f"environments produce nothing: {len(workers)} workers play, and no rollout comes")
+    return Stall(_ENV, f"environments produce nothing: {len(workers)} workers play, but no rollout arrives")

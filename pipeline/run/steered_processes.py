@@ -1,6 +1,6 @@
-"""Follows the numbers of processes that operators want of a run, and starts and ends processes for them.
+"""Starts and ends processes so that a run has the numbers of processes that operators want.
 
-The file that the processes read keeps the configured numbers. A process whose work depends on how many there are
+The configuration file of the processes keeps the configured numbers. A process whose work depends on these numbers
 follows the topic `control` itself.
 """
 
@@ -64,8 +64,8 @@ class SteeredProcesses:
         scaler: GroupScaler | None,
         say: Callable[[str], None],
     ) -> None:
-        """`config` is settled and lies at `path`; `running` is that of `begin_with`, whose processes run already.
-        `scaler` has the grouping processes, if there is one."""
+        """`config` is complete and was written to `path`; `running` is the result of `begin_with`, whose processes
+        already run. `scaler`, if there is one, controls the grouping processes."""
         self._config, self._path, self._scaler, self._say = config, path, scaler, say
         self._configured = counts(config)
         self._seen: dict[str, int] | None = None
@@ -78,7 +78,7 @@ class SteeredProcesses:
             self._numbered[GROUP] = grouping_processes(running, path, roles, ports)
 
     def poll(self, state: DesiredState) -> None:
-        """Follow what is wanted now. Call it often."""
+        """Follow the numbers that are wanted now. Call it often."""
         numbers = state.numbers
         if numbers != self._seen:
             before, self._seen = self._seen or {}, numbers
@@ -106,7 +106,7 @@ class SteeredProcesses:
             self._say(_refusal(role, number, error))
             return
         if number != numbered.processes:
-            self._say(f"{role} has {numbered.processes} processes, and is to have {number}")
+            self._say(f"{role} has {numbered.processes} processes and will have {number}")
         numbered.want(number)
 
     def _spec_of(self, name: str) -> Callable[[int], RoleSpec]:
@@ -114,7 +114,7 @@ class SteeredProcesses:
 
 
 def _check_ports(role: str, host: str, port: int, ordinals: range) -> None:
-    """Raise ConfigurationError if a process that is added has no port."""
+    """Raise ConfigurationError if the port of a process to be added is in use."""
     setting = "inference.port" if role == INFER else "gateway.port"
     for ordinal in ordinals:
         if not is_free(host, port + ordinal):

@@ -1,4 +1,4 @@
-"""The state of a role as its supervisor sees it, and the reason for its end as its log tells it."""
+"""The state of a role as its supervisor sees it, and the cause of its exit as its log shows it."""
 
 import os
 import signal
@@ -35,21 +35,21 @@ class SupervisedRole:
     """Times of the exits within the window, by the supervisor's clock."""
     restart_at: float | None = None
     excused: bool = False
-    """Whether it has ended because its work was done, for as long as that is wanted."""
+    """Whether it exited with 0 when that was allowed; it is started again once that is no longer allowed."""
     retired_until: float | None = None
-    """When it is killed, by the supervisor's clock, if it was retired and has not ended."""
+    """Time at which it is killed if it was retired and has not ended, by the supervisor's clock."""
     failure: str = ""
     """Why an optional role is not started again."""
 
     @property
     def identity(self) -> ProcessIdentity | None:
-        """That of its process; None if it runs no more."""
+        """Identity of its process, or None if it no longer runs."""
         if isinstance(self.process, AdoptedProcess):
             return self.process.identity if is_running(self.process.identity) else None
         return identify(self.process.pid)
 
     def kill_group(self) -> None:
-        """SIGKILL the process and what it started, unless its id may be another's by now."""
+        """SIGKILL the process and what it started, unless its id may have been reused."""
         if isinstance(self.process, AdoptedProcess) and self.identity is None:
             return
         with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
@@ -57,16 +57,16 @@ class SupervisedRole:
 
 
 def name_exit(code: int) -> str:
-    """Name an exit code as people know it."""
+    """Return the usual name of an exit code."""
     if code == NO_EXIT_CODE:
-        return "no exit code that is known, as if it was killed"
+        return "an unknown exit code, as if it was killed"
     if code == -signal.SIGKILL:
         return "signal SIGKILL, which the system sends if memory runs out"
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
 
 
 def cause_in(log: Path) -> str:
-    """The error that a role printed last, else the end of its log."""
+    """Return the last error that a role printed, or the end of its log if it printed none."""
     lines = log.read_text(errors="replace").splitlines()
     errors = [line for line in lines[-_TAIL_LINES:] if line.startswith("rollstream: ")]
     if errors:

@@ -1,8 +1,8 @@
 """Runs the roles of a run as child processes and guarantees that none outlives it, however it ends.
 
 Each role has its own session, log file and two pipes: one for readiness, and a lifeline whose end of file tells it that
-the supervisor is gone, even by kill -9: then it ends, unless it is adopted in time. A role that exits by itself is
-started again a bounded number of times.
+the supervisor is gone, even by kill -9. The role then ends, unless another supervisor adopts it in time. A role that
+exits by itself is started again a bounded number of times.
 """
 
 import logging
@@ -83,12 +83,12 @@ class Supervisor:
         registry: ProcessRegistry | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_progress` is called with the name of a role and each progress line of its start; `place` adds to a role
-        what depends on the other processes of this machine. `may_end` tells of a kind of role whether it may exit with
-        0 now; one that has is started again when that is no longer so. Roles in `registry` that a supervisor before
-        left are adopted instead of started; optional ones never are.
+        """`on_progress` is called with the name of a role and each progress line of its start. `place` adds to a role
+        what depends on other processes of this machine, such as its port. `may_end` tells whether roles of a kind may
+        exit with 0 now; a role that did so is started again once it may no longer. Roles in `registry` that a previous
+        supervisor left are adopted instead of started, except optional roles.
 
-        `clock` returns the seconds by which roles are late to be ready, and due to be started again.
+        `clock` returns the time, in seconds, that decides when roles are late to become ready or due to be restarted.
         """
         self.log_dir = log_dir
         self._interrupts = interrupts or Interrupts()
@@ -124,7 +124,7 @@ class Supervisor:
 
     @property
     def adopted(self) -> tuple[str, ...]:
-        """Names of the roles that a supervisor before started, and that run."""
+        """Names of the running roles that a previous supervisor started."""
         roles = self._roles.items()
         return tuple(name for name, role in roles if isinstance(role.process, AdoptedProcess) and not role.reaped)
 
@@ -170,7 +170,7 @@ class Supervisor:
 
     @property
     def crash_loops(self) -> Mapping[str, CrashLoop]:
-        """Roles that exit again and again while the others go on, by name; each as it exited last."""
+        """The last exit of each role that exits again and again while the others go on, by name."""
         now = self._clock()
         return {
             name: loop
@@ -189,7 +189,7 @@ class Supervisor:
         return role.ready and not role.reaped
 
     def failure(self, name: str) -> str:
-        """Why an optional role is not started again; empty as long as it is."""
+        """Return why an optional role is not started again; empty as long as it is."""
         return self._roles[name].failure
 
     def kill(self, name: str) -> int | None:
@@ -206,8 +206,8 @@ class Supervisor:
         return role.process.pid
 
     def stop(self, names: Sequence[str], within_s: float = math.inf) -> None:
-        """Send SIGTERM to these roles together, wait for each until its deadline or that of all, then SIGKILL the
-        rest."""
+        """Send SIGTERM to these roles together, wait for each until its own deadline, at most `within_s`, then SIGKILL
+        those that still run."""
         roles = [self._roles[name] for name in names if name in self._roles]
         began = time.monotonic()
         for role in roles:
@@ -227,8 +227,8 @@ class Supervisor:
             self._kill(role)
 
     def retire(self, *names: str) -> None:
-        """Send SIGTERM to roles that are no longer wanted, without waiting. `poll` kills one that takes too long, and
-        forgets each that has ended: its name may be started anew then."""
+        """Send SIGTERM to roles that are no longer wanted, without waiting. `poll` kills a role that takes too long, and
+        forgets it once it has ended, so that a role of this name can be started again."""
         for role in (self._roles[name] for name in names):
             role.stopping, role.restart_at = True, None
             role.retired_until = self._clock() + role.spec.stop_timeout_s
@@ -237,7 +237,7 @@ class Supervisor:
                 role.process.terminate()
 
     def stop_all(self) -> None:
-        """Stop every role, kind by kind in the reverse order of their first starts, those of one kind together."""
+        """Stop every role, kind by kind in the reverse order of their first starts; roles of one kind stop together."""
         kinds = dict.fromkeys(role.spec.kind for role in self._roles.values())
         for kind in reversed(list(kinds)):
             self.stop([role.spec.name for role in self._roles.values() if role.spec.kind == kind])
@@ -272,7 +272,7 @@ class Supervisor:
         )
 
     def _adopt(self, spec: RoleSpec) -> bool:
-        """Take over the process of a role that a supervisor before left; return whether there was one."""
+        """Take over the process of a role that a previous supervisor left; return whether there was one."""
         registry = self._registered(spec)
         process = registry.adopt(spec.name, spec.command_digest) if registry else None
         if process is None:
@@ -389,7 +389,7 @@ class Supervisor:
         return role.spec.shares_work and role.ever_ready and any(o.ready and not o.reaped for o in others)
 
     def _notice_lateness(self, role: SupervisedRole, now: float) -> None:
-        """Fail, or end a role that the others go on without, if it is not ready in time."""
+        """If a role is not ready in time, end it if the others can go on without it, else fail."""
         if role.ready or role.reaped or role.stopping or now - role.heard <= role.spec.ready_timeout_s:
             return
         if self._is_spared(role) and role.process.poll() is None:
@@ -409,7 +409,7 @@ class Supervisor:
         role.ready, role.failure = False, problem
 
     def _end_retired(self, role: SupervisedRole, now: float) -> None:
-        """Forget a role that was retired once it has ended, or is killed because it takes too long."""
+        """Forget a retired role once it has ended; kill it first if it takes too long."""
         code = None if role.reaped else role.process.poll()
         if code is None and not role.reaped and role.retired_until is not None and now < role.retired_until:
             return
@@ -422,7 +422,8 @@ class Supervisor:
         self._loops.pop(role.spec.name, None)
 
     def _kill(self, role: SupervisedRole) -> None:
-        """SIGKILL the role's process group, which holds whatever it started, and reap it; once, as ids are reused."""
+        """SIGKILL the role's process group, which contains whatever it started, and reap it. Done only once, because ids
+        are reused."""
         if role.reaped:
             return
         role.kill_group()

@@ -1,6 +1,6 @@
 """A load of rollouts for demonstrations: real records, written by real producers, whose rate rises and falls.
 
-Tokens, rewards and which groups lack a member are drawn from the seed; the rate alone decides when one is written.
+Tokens, rewards and which groups lack a member are drawn from the seed; only the rate decides when a rollout is written.
 """
 
 import math
@@ -27,7 +27,7 @@ _VOCABULARY = 32_000
 
 
 def rate_at(load: ScaleDemoConfig, seconds: float) -> float:
-    """Return the rate, in rollouts a second, so long after the beginning."""
+    """Return the rate, in rollouts a second, at a time in `seconds` after the beginning."""
     rising = (seconds - load.low_s) / load.ramp_s
     falling = (load.low_s + 2 * load.ramp_s + load.high_s - seconds) / load.ramp_s
     share = min(max(min(rising, falling), 0.0), 1.0)
@@ -40,7 +40,7 @@ def duration_s(load: ScaleDemoConfig) -> float:
 
 
 def rollouts(load: ScaleDemoConfig, seed: int) -> Iterator[Rollout]:
-    """Yield the rollouts of the load without end, the groups of its workers in turn."""
+    """Yield the rollouts of the load without end, one group of each worker in turn."""
     rng = np.random.default_rng(seed)
     number = 0
     while True:
@@ -72,7 +72,7 @@ def _rollout(rng: np.random.Generator, tokens: int, worker: int, group: int, mem
 
 
 class SyntheticWorkers:
-    """Writes the load from a thread of its own, from `__enter__` until `stop`."""
+    """Writes the load from a separate thread, from `__enter__` until `stop`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class SyntheticWorkers:
         self._thread = threading.Thread(target=self._work, name="synthetic-workers", daemon=True)
         self._failure: RollstreamError | None = None
         self.written = 0
-        """Rollouts that the broker has."""
+        """Rollouts that the broker has acknowledged."""
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -100,12 +100,12 @@ class SyntheticWorkers:
         self._ending.set()
 
     def check(self) -> None:
-        """Raise what has ended the load, if something has."""
+        """Raise the error that ended the load, if there is one."""
         if self._failure is not None:
             raise self._failure
 
     def stop(self) -> int:
-        """Stop, and return how many rollouts were written once the broker has all of them. Raises as `check` does."""
+        """Stop, wait until the broker has all rollouts, and return how many were written. Raises as `check` does."""
         self._ending.set()
         self._thread.join()
         self.check()

@@ -1,4 +1,4 @@
-"""Examples for the warm start of a learner: the environments' own of their formats, or those of a JSON-lines file.
+"""Examples for the warm start of a learner: those that the environments offer, or those of a JSON-lines file.
 
 A line of a file is {"prompt": text, "answer": text}, or {"tokens": ids, "loss_mask": 0 or 1 for each token, 1 if it is
 trained}; other keys are ignored. Errors name the line.
@@ -25,7 +25,7 @@ Example = tuple[np.ndarray[tuple[int], np.dtype[np.int32]], np.ndarray[tuple[int
 
 
 class Encoder(Protocol):
-    """The part of a tokenizer that is needed."""
+    """The part of a tokenizer that the examples need."""
 
     @property
     def eos_id(self) -> int:
@@ -36,9 +36,9 @@ class Encoder(Protocol):
 
 
 def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> list[Example]:
-    """Examples of learner.warm_start.file if it is set, else of the environments that offer some, as many of each.
+    """Return the examples of learner.warm_start.file if it is set, else equally many of each environment.
 
-    Raises ConfigurationError naming the line.
+    Raises ConfigurationError, which names the line of the file.
     """
     tokenizer = tokenizer or tokenizer_of(config.learner)
     if config.learner.warm_start.file:
@@ -52,7 +52,7 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
     ]
     conversations = [c for environment in environments for c in environment.warm_start_conversations(config.seed, each)]
     if conversations:
-        # As the inference server shows them to the policy.
+        # Render them as the inference server shows them to the policy.
         template = chat_template(
             config.inference.chat_template, tokenizer_of(config.learner), config.learner.pretrained
         )
@@ -66,14 +66,14 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
 
 
 def demonstrated(environments: Sequence[LoadedEnvironment]) -> float | None:
-    """Return the share of the environments' examples that show a right answer; None if one does not say."""
+    """Return the share of the environments' examples that show a right answer, or None if an environment does not say."""
     shares = [environment.demonstrated for environment in environments]
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if len(known) == len(shares) else None
 
 
 def encode_example(tokenizer: Encoder, prompt: str, answer: str) -> Example:
-    """Encode prompt, answer and end; the mask is true for the answer and the end."""
+    """Encode a prompt, an answer and its end; the mask is true for the answer and the end."""
     return masked_example(tokenizer.encode(prompt), tokenizer, answer)
 
 
@@ -87,7 +87,7 @@ def masked_example(untrained: Sequence[int], tokenizer: Encoder, answer: str) ->
 def examples_from(path: Path, tokenizer: Encoder, vocab_size: int) -> list[Example]:
     """Read the examples of a file, one a line, in order; empty lines are skipped.
 
-    Token ids must be below `vocab_size`. Raises ConfigurationError naming file and line.
+    Token ids must be below `vocab_size`. Raises ConfigurationError, which names the file and the line.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -113,7 +113,7 @@ def _example(line: bytes, tokenizer: Encoder, vocab_size: int) -> Example:
     except ValueError as error:  # UnicodeDecodeError is a ValueError
         raise ValueError(f"not JSON: {error}") from error
     if not isinstance(fields, dict):
-        raise ValueError(f"a JSON {type(fields).__name__} where an object belongs")
+        raise ValueError(f"a JSON {type(fields).__name__} instead of an object")
     if "tokens" in fields:
         tokens, mask = _numbers(fields, "tokens", vocab_size), _numbers(fields, "loss_mask", 2)
         if len(mask) != len(tokens):
@@ -129,7 +129,7 @@ def _example(line: bytes, tokenizer: Encoder, vocab_size: int) -> Example:
         if example[0].max() >= vocab_size:
             raise ValueError(f"token {example[0].max()} is beyond the model's vocabulary of {vocab_size}")
     if not example[1][1:].any():
-        raise ValueError("no token is trained (the first one never is: it has no context)")
+        raise ValueError("no token is trained (the first token never is, because it has no context)")
     return example
 
 
@@ -139,5 +139,5 @@ def _numbers(fields: dict[str, Any], name: str, below: int) -> list[int]:
         raise ValueError(f"{name} is not a list of whole numbers")
     wrong = next((value for value in values if not 0 <= value < below), None)
     if wrong is not None:
-        raise ValueError(f"{name} holds {wrong}, which is not from 0 to {below - 1}")
+        raise ValueError(f"{name} contains {wrong}, which is not between 0 and {below - 1}")
     return values

@@ -60,7 +60,7 @@ def log_to(path: Path, level: str) -> None:
 
 
 def write_report(config: RunConfig, report: Mapping[str, Any]) -> None:
-    """Write the report beside the run's logs, and as the newest report of this data directory."""
+    """Write the report next to the run's logs, and as the newest report of this data directory."""
     text = json.dumps(report, indent=2)
     for path in (config.run_dir / "report.json", config.data_dir / "report.json"):
         path.write_text(text + "\n", encoding="utf-8")

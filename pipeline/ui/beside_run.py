@@ -1,7 +1,7 @@
-"""The page beside a run: a process that `rollstream run` and `rollstream demo` start where ui.port is set.
+"""The page that accompanies a run: a process that `rollstream run` and `rollstream demo` start if ui.port is set.
 
-It is a process of its own, because an index that is being filled would keep the supervisor's thread from its roles, and
-because its failure must not be theirs: the run goes on without it, and says so.
+It is a separate process, because filling the index would keep the supervisor's thread from its roles, and because a
+failure of the page must not affect the roles: the run goes on without it, and says so.
 """
 
 from collections.abc import Callable
@@ -52,7 +52,7 @@ class RunPage:
         )
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """Say, once each, its address when it listens, and the reason if it fails for good."""
+        """Say, once each, the page's address when it listens, and the reason if it fails for good."""
         if not self._wanted:
             return
         failure = self._supervisor.failure(PAGE)

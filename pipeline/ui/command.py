@@ -1,4 +1,4 @@
-"""`rollstream ui`: serves a page that shows runs in a browser, while they go on and when they are over."""
+"""`rollstream ui`: serves a page that shows runs in a browser, both running and finished ones."""
 
 import argparse
 import asyncio
@@ -21,7 +21,7 @@ from rollstream.topics.kafka import clients, topic_admin
 
 
 class Runs(Setting):
-    """The flag --run that may be given several times: `runs` lists them, and the last is the setting."""
+    """The flag --run, which may be given several times: `runs` lists the values, and the last one is the setting."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None
@@ -57,12 +57,12 @@ def ui(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _of_run(name: str, args: argparse.Namespace) -> RunConfig:
-    """The configuration of another run with the same flags, whose paths are its own."""
+    """Return the configuration of another run, with the same flags and its own paths."""
     return config_of(argparse.Namespace(**{**vars(args), "run=": name}))
 
 
 def _archived(archive: str, run: str) -> list[str]:
-    """The run that is set if the archive has it, else all that it has."""
+    """Return the run that is set if the archive has it, else all runs of the archive."""
     held = runs_of(open_store(archive))
     if not held:
         raise ConfigurationError(

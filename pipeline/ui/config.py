@@ -16,16 +16,16 @@ class UiConfig:
     host: str = "127.0.0.1"
     """Address to listen on. Any other than a loopback address requires a token."""
     port: int = OFF
-    """Port of the page that `rollstream run` and `rollstream demo` serve; 0: a free one, -1: they serve none.
-    `rollstream ui` takes a free one unless it is set."""
+    """Port of the page that `rollstream run` and `rollstream demo` serve; 0: a free port, -1: no page.
+    `rollstream ui` uses a free port if it is -1."""
     token: str = ""
-    """Secret that a browser must give once, as ?token=; empty: none on a loopback address, elsewhere one that is drawn
-    and printed."""
+    """Secret that a browser must send once, as ?token=; empty: no secret on a loopback address, a random one that is
+    printed on any other."""
     names: tuple[str, ...] = ()
-    """Names of hosts by which browsers may reach it beside addresses and localhost, such as that of a proxy."""
+    """Host names by which browsers may reach the page besides addresses and localhost, such as the name of a proxy."""
     index_cache_bytes: int = 256 * 2**20
-    """Memory for the index that the page fills, which has about a kilobyte for each rollout: once it is larger than
-    this, more is read from the disk."""
+    """Memory to cache the page's index, which takes about a kilobyte for each rollout; parts of a larger index are read
+    from the disk."""
 
     def __post_init__(self) -> None:
         if self.index_cache_bytes < 2**20:

@@ -37,5 +37,5 @@ def test_variables_of_the_users_own_hold_and_programs_of_the_engines_environment
 def test_a_python_without_vllm_is_refused_before_anything_starts() -> None:
     with pytest.raises(ConfigurationError, match=re.escape("has no vLLM; install it there")):
         check_engine_python(load(flags=FLAGS).serving)
-    with pytest.raises(ConfigurationError, match="which is no program here"):
+    with pytest.raises(ConfigurationError, match="which is not a program on this machine"):
         check_engine_python(load(flags=["serving.python=vllm/bin/none"]).serving)

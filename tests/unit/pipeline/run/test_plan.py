@@ -50,7 +50,7 @@ def test_workers_alone_run_with_the_python_that_is_named_for_them() -> None:
     roles = plans.plan(config, Path("run.toml"))
     assert {spec.python for spec in roles.of("env")} == {sys.executable}
     assert {spec.python for spec in (*roles.consumers, *roles.of("gateway"))} == {""}
-    with pytest.raises(ConfigurationError, match="which is no program here"):
+    with pytest.raises(ConfigurationError, match="which is not a program on this machine"):
         plans.check_worker_python(load(flags=["supervisor.worker_python=vf/bin/none"]))
 
 

@@ -77,7 +77,7 @@ def test_the_report_has_the_figures_that_decide() -> None:
     [
         ({"series": series(1, 1, 1)}, "never more than 1"),
         ({"series": series(1, 4, 2)}, "2 grouping processes were left"),
-        ({"written": 1001}, "1,001 rollouts were written, and 1,000 are in a place"),
+        ({"written": 1001}, "1,001 rollouts were written, but 1,000 are accounted for"),
         ({"coverage": Coverage(1010, 2, 0)}, "2 offsets were read twice"),
         ({"coverage": Coverage(1010, 0, 3)}, "3 never"),
         ({"ledger": LEDGER | {"balanced": False}}, "the ledger does not balance"),

@@ -54,7 +54,7 @@ def warnings(now: RunSnapshot, then: RunSnapshot = THEN) -> list[str]:
         ),
         ({"unread": 0, "waiting": 9, "waiting_for_labels": 5, "read_by_labelers": 1}, "waiting, 9 batches"),
         ({"unread": 0, "waiting": 9}, "waiting, 9 batches: workers produce no more"),
-        ({"unread": 0, "waiting": 0}, "rollouts, 90: none are produced"),
+        ({"unread": 0, "waiting": 0}, "rollouts, 90: no more are produced"),
     ],
 )
 def test_a_stall_of_batches_names_the_number_that_explains_it(change: dict[str, object], number: str) -> None:
@@ -67,7 +67,7 @@ def test_a_stall_of_batches_names_the_number_that_explains_it(change: dict[str, 
     ("change", "number"),
     [
         ({"skipped": 64}, "skipped, 64 rollouts since then: they were too old"),
-        ({"waiting": 9}, "waiting, 9 batches: the learner takes none, or fewer than a step needs"),
+        ({"waiting": 9}, "waiting, 9 batches: the learner takes none, or they are too few for a step"),
         ({"waiting": 0}, "batches, 9: the learner has trained on all there are"),
     ],
 )
@@ -111,7 +111,7 @@ def test_a_stage_at_which_a_run_stalls_is_said_once_in_place_of_the_number_and_s
     watch = StallWatch(CONFIG)
     stalled = replace(THEN, batches=9, stalled_stage="env", stalled="environments produce nothing: no worker runs")
     assert watch.look(THEN, 0.0) == []
-    message = "warning: no step for long: look at env: environments produce nothing: no worker runs"
+    message = "warning: no step was made for long: look at env: environments produce nothing: no worker runs"
     assert watch.look(stalled, STILL_S) == [message]
     assert VALUES.values_of(STALLED) == {(): 1.0}
     assert watch.look(replace(stalled, batches=10), STILL_S + AGAIN_S) == []

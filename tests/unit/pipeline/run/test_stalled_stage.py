@@ -52,7 +52,7 @@ STILL = FlowFacts(
             "group",
             "groups never complete: 12 rollouts wait for members",
         ),
-        ({"unlabeled": 8}, "label", "labels do not come: 8 rollouts"),
+        ({"unlabeled": 8}, "label", "labels do not arrive: 8 rollouts"),
         ({"components": (WORKER, replace(SERVER, age_s=300.0))}, "infer", "no server runs"),
         (
             {"components": (component("env", failed_per_s=0.5), SERVER)},
