@@ -38,7 +38,7 @@ POINTS = 36
 
 @dataclass(kw_only=True)
 class RunSnapshot(RecordCounts):
-    """State of a run at one time. Rates are means a second over the last ten seconds, or the last ten of an idle run."""
+    """State of a run at one time. Rates are per second over the last ten seconds, or the last ten before it was idle."""
 
     run: str
     seconds: float = 0.0
@@ -67,7 +67,7 @@ class RunSnapshot(RecordCounts):
     """Means over equal numbers of seconds with rollouts, oldest first, like `exacts`."""
     exacts: tuple[float, ...] = ()
     staleness: Mapping[int, int] = field(default_factory=dict)
-    """Number of rollouts trained on, by policy lag: by how many versions the oldest rollout of their batch was behind."""
+    """Rollouts trained on, by policy lag, which is how many versions the oldest rollout of their batch was behind."""
     records_skipped: int = 0
     """Records that could not be read or used."""
     history: int = 0

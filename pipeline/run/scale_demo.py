@@ -122,7 +122,7 @@ def _watch(
     workers: SyntheticWorkers,
     display: Display[ScaleSeries],
 ) -> ScaleSeries:
-    """Take points until the load is over and only the fewest processes are left. Raises DeadlineExceeded if more remain."""
+    """Take points until the load is over and the fewest processes are left. Raises DeadlineExceeded if more remain."""
     load = config.demo.scale
     least, _most = bounds(*_rule(config))
     series, began, settled = ScaleSeries(), time.monotonic(), 0
@@ -197,7 +197,7 @@ def _rule(config: RunConfig) -> tuple[AutoscaleConfig, int]:
 
 def _limit(config: RunConfig) -> str:
     limit = config.grouper.records_per_s
-    return f"each may read {limit:,.0f} records a second (grouper.records_per_s)" if limit else "their rate is not limited"
+    return f"each may read {limit:,.0f} records a second (grouper.records_per_s)" if limit else "their rate is unlimited"
 
 
 def _line(series: ScaleSeries) -> str:

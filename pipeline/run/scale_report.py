@@ -43,7 +43,7 @@ class ScaleReport:
 
     @property
     def rollouts(self) -> dict[str, int]:
-        """Numbers of rollouts by place: batched, dropped for each reason, in an incomplete group or batch, and unread."""
+        """Rollouts by place: batched, dropped for each reason, open in an incomplete group or batch, and unread."""
         dropped = {f"dropped: {reason}": count for reason, count in sorted(self.ledger["dropped"].items())}
         return {
             "batched": self.ledger["batched"],

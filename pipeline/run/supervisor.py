@@ -227,8 +227,8 @@ class Supervisor:
             self._kill(role)
 
     def retire(self, *names: str) -> None:
-        """Send SIGTERM to roles that are no longer wanted, without waiting. `poll` kills a role that takes too long, and
-        forgets it once it has ended, so that a role of this name can be started again."""
+        """Send SIGTERM to roles that are no longer wanted, without waiting. `poll` kills a role that takes too long,
+        and forgets it once it has ended, so that a role of this name can be started again."""
         for role in (self._roles[name] for name in names):
             role.stopping, role.restart_at = True, None
             role.retired_until = self._clock() + role.spec.stop_timeout_s
@@ -422,7 +422,7 @@ class Supervisor:
         self._loops.pop(role.spec.name, None)
 
     def _kill(self, role: SupervisedRole) -> None:
-        """SIGKILL the role's process group, which contains whatever it started, and reap it. Done only once, because ids
+        """SIGKILL the role's process group, which contains whatever it started, and reap it, but only once, because ids
         are reused."""
         if role.reaped:
             return

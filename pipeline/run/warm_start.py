@@ -66,7 +66,7 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
 
 
 def demonstrated(environments: Sequence[LoadedEnvironment]) -> float | None:
-    """Return the share of the environments' examples that show a right answer, or None if an environment does not say."""
+    """Return the share of the environments' examples that show a right answer; None if an environment does not say."""
     shares = [environment.demonstrated for environment in environments]
     known = [share for share in shares if share is not None]
     return sum(known) / len(known) if len(known) == len(shares) else None

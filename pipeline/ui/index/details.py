@@ -1,4 +1,4 @@
-"""One rollout whole: turns, a strip of tokens, its group, its fate and its lineage, from its index and its record."""
+"""Details of one rollout: turns, a range of tokens, group, fate and lineage, from the index and the record."""
 
 import math
 import sqlite3
@@ -18,14 +18,14 @@ from rollstream.topics.records import NamedArray, Rollout, TrainingBatch, Turn
 from rollstream.topics.rl_examples import REFERENCE
 
 TOKENS = 20_000
-"""Most tokens of one answer."""
+"""Maximum number of tokens in one answer."""
 VERSIONS = "weight_version"
 """Array of a rollout's `token_arrays` with the version that sampled each token."""
 _MOST_MEMBERS = 1000
 
 
 def details(db: sqlite3.Connection, view: RecordedRun, place: RolloutPlace, tokens_from: int = 0) -> dict[str, Any]:
-    """Return everything about one rollout. Raises TopicError if the index or the log has none at this place."""
+    """Return everything about one rollout. Raises TopicError if the index or the log has no rollout at this place."""
     row_id = id_at(db, place)
     rollout = _rollout(view, place)
     fate = view.fates(place.partition, {place.offset})[place.offset]
@@ -44,7 +44,7 @@ def details(db: sqlite3.Connection, view: RecordedRun, place: RolloutPlace, toke
 
 
 def id_at(db: sqlite3.Connection, place: RolloutPlace) -> int:
-    """Id of the row of a place. Raises TopicError if the index has none."""
+    """Return the id of the row of a place. Raises TopicError if the index has no such row."""
     row = db.execute(
         "select id from rollouts where partition = ? and offset = ?", (place.partition, place.offset)
     ).fetchone()
@@ -54,7 +54,7 @@ def id_at(db: sqlite3.Connection, place: RolloutPlace) -> int:
 
 
 def members_of(db: sqlite3.Connection, row_id: int) -> list[int]:
-    """Ids of the members of a rollout's group, this one included, in the order of the log."""
+    """Return the ids of the members of a rollout's group, including the rollout itself, in the order of the log."""
     answer = db.execute(
         "select id from rollouts where grp = (select grp from rollouts where id = ?) order by id limit ?",
         (row_id, _MOST_MEMBERS),
@@ -63,7 +63,7 @@ def members_of(db: sqlite3.Connection, row_id: int) -> list[int]:
 
 
 def json_safe(value: Any) -> Any:
-    """A value without numbers that JSON lacks: None stands for them."""
+    """Return a value with None for each number that JSON cannot express."""
     if isinstance(value, dict):
         return {str(key): json_safe(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -107,7 +107,7 @@ def _sampling(rollout: Rollout) -> dict[str, Any]:
 
 
 def _tokens(rollout: Rollout, batch: TrainingBatch | None, place: RolloutPlace, begin: int) -> dict[str, Any]:
-    """Tokens from one position on, with what is known of each; only sampled tokens have log-probabilities."""
+    """Return tokens from a position on, with what is known about each; only sampled tokens have log-probabilities."""
     total = len(rollout.tokens)
     window = slice(begin, min(begin + TOKENS, total))
     count = max(window.stop - window.start, 0)
@@ -128,7 +128,7 @@ def _tokens(rollout: Rollout, batch: TrainingBatch | None, place: RolloutPlace, 
 
 
 def _over(values: list[Any], count: int) -> list[Any]:
-    """A value for each token: arrays of an invalid rollout may be shorter or longer than its tokens."""
+    """Return a value for each token, as arrays of an invalid rollout may be shorter or longer than its tokens."""
     return [*values[:count], *[None] * (count - len(values))]
 
 
@@ -148,7 +148,7 @@ def _advantages(batch: TrainingBatch | None, place: RolloutPlace, total: int) ->
 
 
 def _versions(rollout: Rollout) -> list[int | None]:
-    """The version that sampled each token: as the rollout names it, else that of its turn."""
+    """Return the version that sampled each token: as the rollout names it for the token, else for the turn."""
     total = len(rollout.tokens)
     named = _array(rollout.token_arrays.get(VERSIONS), total)
     if named is not None:
@@ -161,7 +161,7 @@ def _versions(rollout: Rollout) -> list[int | None]:
 
 
 def _ratios(rollout: Rollout, window: slice, logprobs: Sequence[float | None]) -> list[float | None]:
-    """Ratio of the reference policy's probability of each token to that under which it was sampled."""
+    """Return, for each token, the ratio of its probability under the reference policy to its sampling probability."""
     reference = _array(rollout.token_arrays.get(REFERENCE), len(rollout.tokens))
     if reference is None:
         return [None] * len(logprobs)
@@ -172,7 +172,7 @@ def _ratios(rollout: Rollout, window: slice, logprobs: Sequence[float | None]) -
 
 
 def _array(named: NamedArray | None, total: int) -> list[float] | None:
-    """The values of an array over the tokens; None if there is none, or one of another shape."""
+    """Return the values of an array over the tokens; None if it is missing or has another shape."""
     if named is None:
         return None
     try:

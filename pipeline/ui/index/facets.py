@@ -1,4 +1,4 @@
-"""Values by which the rollouts of an index can be filtered, with the number of each."""
+"""Values by which the rollouts of an index can be filtered, with the number of rollouts of each fate and reason."""
 
 import sqlite3
 from typing import Any
@@ -7,7 +7,7 @@ from rollstream.pipeline.ui.index import fates
 
 
 def facets(db: sqlite3.Connection) -> dict[str, Any]:
-    """Environments, workers, versions, and counts of fates and reasons."""
+    """Return environments, workers and versions, and the numbers of rollouts by fate and by reason."""
     kinds: dict[str, list[str]] = {"environment": [], "worker": []}
     for kind, name in db.execute("select kind, name from names where kind in ('environment', 'worker') order by name"):
         kinds[kind].append(name)

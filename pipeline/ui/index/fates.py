@@ -1,4 +1,4 @@
-"""Fates as the index has them: those of the journal, and what became of batched rollouts; stored as small numbers."""
+"""Fates in the index, stored as small numbers: the fates of the journal, and what steps did with batched rollouts."""
 
 from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
 from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, MOVED
@@ -10,4 +10,4 @@ NAMES = (UNREAD, IN_FLIGHT, SETTLED, BATCHED, TRAINED, SKIPPED, DROPPED, DEAD_LE
 """Fates in the order of their numbers."""
 CODES = {name: number for number, name in enumerate(NAMES)}
 OPEN = CODES[SETTLED]
-"""Numbers up to this one may still change when the journal names the record."""
+"""Fates with numbers up to this one may still change when the journal names the record."""

@@ -1,6 +1,6 @@
-"""Fills the index of a run in a process of its own, and tells another one, through a pipe, how far it is.
+"""Fills the index of a run in a separate process, which reports its progress through a pipe.
 
-It takes a processor for minutes, and a page that is asked meanwhile answers within milliseconds.
+Filling an index may occupy a processor for minutes, while the page must answer requests within milliseconds.
 """
 
 import logging
@@ -24,7 +24,7 @@ _AGAIN_S = 5.0
 
 
 class Filled(NamedTuple):
-    """A report of the process: at its start, at most once a second while it reads records, and after an error."""
+    """A report of the process, sent at its start, at most once a second while it reads records, and after an error."""
 
     progress: IndexProgress | None
     """None if the index cannot be opened or filled now."""
@@ -49,7 +49,7 @@ def _fill(config: RunConfig, archive: str, pipe: Connection) -> None:
 
 
 def _read(index: RunIndex, pipe: Connection) -> None:
-    """Index what arrives until an error ends it."""
+    """Index the records that arrive, until an error occurs."""
     moved, due = True, 0.0
     while True:
         if moved and time.monotonic() >= due:
@@ -59,4 +59,4 @@ def _read(index: RunIndex, pipe: Connection) -> None:
         if index.poll(_POLL_S):
             moved = True
         elif time.monotonic() - began < _POLL_S / 2:
-            time.sleep(_POLL_S)  # Another process fills it, or an archive has no more.
+            time.sleep(_POLL_S)  # Another process fills the index, or the archive has no more records.

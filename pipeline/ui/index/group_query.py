@@ -1,4 +1,4 @@
-"""Groups of an index: lists of them, the spread of their rewards, and one group under every estimator."""
+"""Queries about the groups of an index: lists, the spread of rewards, and the advantages under every estimator."""
 
 import base64
 import json
@@ -14,12 +14,12 @@ from rollstream.topics.errors import ConfigurationError
 
 _ORDERS: Mapping[str, str] = {"newest": "first", "spread": "std"}
 _SETTLED_MEMBERS = 2
-"""Least members of a group whose spread says something."""
+"""Smallest number of members for which the spread of a group is meaningful."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter:
-    """Conditions that groups must meet; None leaves a choice open."""
+    """Conditions that groups must meet; a condition that is None does not apply."""
 
     environment: str | None = None
     zero_variance: bool | None = None
@@ -31,7 +31,7 @@ class GroupFilter:
 def page(
     db: sqlite3.Connection, wanted: GroupFilter, order: str = "newest", after: str | None = None, limit: int = 100
 ) -> dict[str, Any]:
-    """Return one page of groups, the cursor of the next, and how many match. Raises ConfigurationError."""
+    """Return one page of groups, the cursor of the next page, and how many groups match. Raises ConfigurationError."""
     if order not in _ORDERS:
         raise ConfigurationError(f"order is {order[:40]!r}; orders are {', '.join(_ORDERS)}")
     where, values = ["g.first is not null"], list[Any]()
@@ -86,7 +86,7 @@ def _row(db: sqlite3.Connection, row: Sequence[Any]) -> dict[str, Any]:
 
 
 def _beyond(order: str, after: str | None) -> tuple[list[str], list[Any]]:
-    """The condition of groups behind a cursor."""
+    """Return the condition for groups after a cursor."""
     if not after:
         return [], []
     try:
@@ -96,7 +96,7 @@ def _beyond(order: str, after: str | None) -> tuple[list[str], list[Any]]:
     except (ValueError, TypeError, RecursionError):
         known = False
     if not known:
-        raise ConfigurationError(f"cursor {after[:40]!r} is none of this list; begin again without it")
+        raise ConfigurationError(f"cursor {after[:40]!r} does not belong to this list; begin again without it")
     if order == "newest":
         return ["g.first < ?"], [first]
     return ["(g.std < ? or (g.std = ? and g.first < ?))"], [std, std, first]
@@ -110,7 +110,7 @@ def _cursor(order: str, std: float | None, first: int) -> str:
 
 
 def spread(db: sqlite3.Connection, bins: int = 20) -> dict[str, Any]:
-    """Shares of groups without variance by version, a histogram of standard deviations, and both by environment."""
+    """Return shares of zero-variance groups by version, a histogram of standard deviations, and counts by environment."""
     bins = min(max(bins, 1), 200)
     by_version = db.execute(
         "select version, avg(zero_variance) from groups where members >= ? and std is not null group by version",
@@ -152,7 +152,7 @@ def _histogram(db: sqlite3.Connection, bins: int) -> dict[str, list[float]]:
 
 
 class _Member(NamedTuple):
-    """A rollout of a group, as estimators need it."""
+    """The fields of a rollout that estimators need."""
 
     uid: str
     group: int
@@ -163,9 +163,9 @@ class _Member(NamedTuple):
 
 
 def estimators(db: sqlite3.Connection, row_id: int) -> dict[str, Any]:
-    """Advantages of a rollout's group under every estimator of the table.
+    """Return the advantages of a rollout's group under every estimator.
 
-    Those that run over a batch once more use the batch of the rollout; without a batch, its group alone.
+    Estimators with a second stage over a batch use the rollout's batch, or its group if it is in no batch.
     """
     uid = db.execute("select uid from rollout_names where id = ?", (row_id,)).fetchone()[0]
     group, batch = db.execute("select grp, batch from rollouts where id = ?", (row_id,)).fetchone()
@@ -181,7 +181,7 @@ def estimators(db: sqlite3.Connection, row_id: int) -> dict[str, Any]:
 
 
 def _members(db: sqlite3.Connection, condition: str, number: int) -> list[_Member]:
-    """Sound members in the order of the log; of two with one uid the first counts, as in grouping."""
+    """Return the valid members in the order of the log; of two members with one uid the first counts, as in grouping."""
     rows = db.execute(
         "select n.uid, r.grp, n.episode, n.branches, r.reward, r.sampled from rollouts r"
         f" join rollout_names n on n.id = r.id where {condition} and r.reward is not null"
@@ -195,7 +195,7 @@ def _members(db: sqlite3.Connection, condition: str, number: int) -> list[_Membe
 
 
 def _advantages(members: Sequence[_Member], name: str) -> dict[str, float]:
-    """Advantage of each member by uid: within its group, and over all members for estimators of batches."""
+    """Return the advantage of each member by uid, with the second stage of the estimator, if any, over all members."""
     estimator = ESTIMATORS[name]
     groups: dict[int, dict[str, list[_Member]]] = {}
     for member in members:

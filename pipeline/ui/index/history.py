@@ -1,4 +1,4 @@
-"""Drops over time, and policy versions with what serves them, from an index."""
+"""Queries about drops over time, and about policy versions and the components that serve them."""
 
 import json
 import sqlite3
@@ -13,7 +13,7 @@ SERVERS = ("infer", "serve-weights", "engine")
 
 
 def drops(db: sqlite3.Connection, buckets: int = 120) -> dict[str, Any]:
-    """Dropped rollouts by reason, in buckets of the time in which they were appended."""
+    """Return the numbers of dropped rollouts by reason, in buckets of their append time."""
     buckets = min(max(buckets, 1), 2000)
     first, last = db.execute("select min(id), max(id) from rollouts").fetchone()
     if first is None:
@@ -22,7 +22,7 @@ def drops(db: sqlite3.Connection, buckets: int = 120) -> dict[str, Any]:
     width = max(-(-(end - begin) // buckets), 1)
     buckets = -(-(end - begin) // width)
     reasons: dict[str, list[int]] = {}
-    # Ids rise with the append time, so a bucket is a range of them.
+    # Ids rise with the append time, so a bucket is a range of ids.
     counted = db.execute(
         "select (select name from names where id = reason), (id - ?) / ?, count(*) from rollouts where fate = ?"
         " group by 1, 2",
@@ -38,7 +38,7 @@ def drops(db: sqlite3.Connection, buckets: int = 120) -> dict[str, Any]:
 
 
 def weights(db: sqlite3.Connection) -> dict[str, Any]:
-    """Policy versions, newest first, and the version of each component that serves one."""
+    """Return the policy versions, newest first, and the version that each serving component uses."""
     names = ("version", "learner", "step", "kind", "bytes", "created_ms", "digest", "seconds")
     rows = db.execute(f"select {', '.join(names)} from policies order by version desc")
     serving = {}

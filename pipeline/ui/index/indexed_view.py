@@ -1,4 +1,4 @@
-"""A run as the tools for lineage see it, answered from its index: nothing but single records is read from the log."""
+"""A view of a run for the lineage tools that reads from the index; only single records are read from the log."""
 
 import sqlite3
 from collections.abc import Callable
@@ -14,37 +14,37 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import Drop, PolicyManifest, TrainingBatch
 
 ReadRecord = Callable[[str, int, int], KafkaRecord]
-"""Fetches the record of a topic at a partition and offset. Raises TopicError if there is none."""
+"""Fetches the record of a topic at a partition and offset. Raises TopicError if it does not exist."""
 
 
 class Moves(Protocol):
-    """Tells where a record of a run that was split has gone."""
+    """Tells where a record went when its run was split."""
 
     def __call__(self, place: RolloutPlace) -> dict[str, str]: ...
 
 
 class IndexedView(TabulatedRun):
-    """Answers to `show` and `lineage` about one run."""
+    """Answers `show` and `lineage` for one run."""
 
     def __init__(self, db: sqlite3.Connection, run: str, read: ReadRecord, moves: Moves) -> None:
         super().__init__(run, db)
         self._read, self._moves = read, moves
 
     def policy(self, version: int) -> PolicyManifest | None:
-        """Manifest of a policy version; None if it is not on record."""
+        """Return the manifest of a policy version, or None if it is not on record."""
         row = self._db.execute("select value from policies where version = ?", (version,)).fetchone()
         return None if row is None else decode_as(PolicyManifest, row[0])
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
-        """Fetch one record. Raises TopicError if the log holds it no more."""
+        """Fetch one record. Raises TopicError if the log no longer has it."""
         return self._read(name, partition, offset)
 
     def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """The run that a moved record went to, and its place there."""
+        """Return the run that a moved record went to, and its place there."""
         return self._moves(place)
 
     def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
-        """Fates of these offsets, as the journal has them."""
+        """Return the fates of these offsets according to the journal."""
         return {offset: self._fate(partition, offset) for offset in offsets}
 
     def _fate(self, partition: int, offset: int) -> Fate:
@@ -71,7 +71,7 @@ class IndexedView(TabulatedRun):
         return Fate(DROPPED, drop, generation=row[3])
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
-        """A configuration of grouping in short, as the journal of a partition tells of it."""
+        """Return a summary of a grouping configuration according to the journal of a partition."""
         rows = self._db.execute(
             "select generation, since, settings from configurations where partition = ? order by generation",
             (partition,),
@@ -82,5 +82,5 @@ class IndexedView(TabulatedRun):
         return summary([(partition, history)], generation)
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
-        """The batch that carries a batched record, if the log still holds it and its entry."""
+        """Return the batch that carries a batched record, if the log still has the batch and its index entry."""
         return carrying_batch(self, place, fate, ())

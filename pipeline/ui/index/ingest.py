@@ -1,6 +1,6 @@
-"""Writes records of a log into an index. Each record is written whole or, if it is invalid, counted and passed over.
+"""Writes records of a log into an index. Each record is written whole or, if it is invalid, counted and skipped.
 
-The result depends on the records of each partition in their order, not on the portions in which they arrive.
+The result depends on the records of each partition and their order, not on the portions in which they arrive.
 """
 
 import json
@@ -40,7 +40,7 @@ from rollstream.topics.records import (
 from rollstream.topics.validation import batch_problems, entry_problems
 
 BUCKET_MS = 10_000
-"""Time within which the last value of a component's metric is kept."""
+"""Length of a bucket of time, of which only the last value of a component's metric is kept."""
 COMPONENT_SERIES = {
     "env": ("rollouts_per_s", "tokens_per_s", "cancelled_per_s", "capacity_wait_seconds_per_s"),
     "infer": ("completion_tokens_per_s", "requests_per_s", "decoding_rows", "waiting_requests", "errors_per_s"),
@@ -56,7 +56,7 @@ _ADD_PRODUCED = """insert into produced values (?, ?, ?, ?, 1, ?, ?, ?, ?, ?) on
 
 
 class Ingest:
-    """Writes into one connection, whose owner begins and commits the transactions."""
+    """Writes through one connection, whose owner begins and commits the transactions."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.db = connection
@@ -76,7 +76,7 @@ class Ingest:
         }
 
     def forget(self) -> None:
-        """Forget what a transaction that was rolled back has written."""
+        """Forget what a rolled-back transaction had written."""
         self._names.clear()
         self._groups.clear()
         self._clocks.clear()
@@ -84,7 +84,7 @@ class Ingest:
         self._used.clear()
 
     def finish(self) -> None:
-        """Write what depends on several records, and the positions of the clocks, before the transaction commits."""
+        """Write values that depend on several records, and the states of the clocks, before the transaction commits."""
         self._table.write()
         touched = self._table.touched
         for name in sorted(self._used):
@@ -160,7 +160,7 @@ class Ingest:
     # ------------------------------------------------------------------ the other topics
 
     def other(self, message: KafkaRecord, record: JournalRecord | TrainingBatch | None = None) -> None:
-        """Write a record of another topic; `record` is it decoded, if that is done."""
+        """Write a record of another topic; `record` is the decoded record if it was decoded already."""
         name = name_in_run(message.topic)
         with self.skipped.passing(message):
             if isinstance(record, JournalRecord) and name == "journal":
@@ -198,7 +198,7 @@ class Ingest:
         )
 
     def _configurations(self, record: JournalRecord) -> None:
-        """Note the generation in force, and the settings of the one at the watermark."""
+        """Note the generation in force, and the settings of the generation at the watermark."""
         self.db.execute(
             "insert into configurations values (?, ?, ?, '') on conflict do update set since = excluded.since"
             " where since < 0",
@@ -211,13 +211,13 @@ class Ingest:
         )
 
     def _before(self, record: JournalRecord) -> None:
-        """Settle the rollouts whose fate was in a part of the journal that is pruned."""
+        """Mark rollouts as settled if their fate was in a pruned part of the journal."""
         self._settle(record.partition, [(0, record.position - 1)], fates.SETTLED, among=UNREAD)
 
     def _settle(
         self, partition: int, ranges: Iterable[tuple[int, int]], fate: str, reason: str = "", among: str = fates.SETTLED
     ) -> None:
-        """Set the fate of ranges of offsets whose fate, so far, is `among` or one before it."""
+        """Set the fate of ranges of offsets whose current fate is `among` or precedes it."""
         known = self._name("reason", reason) if reason else None
         self._table.settle(partition, ranges, fates.CODES[fate], known, fates.CODES[among])
 
@@ -248,7 +248,7 @@ class Ingest:
             return
         if problems := entry_problems(entry):
             raise RecordError(problems[0])
-        # The first of two entries of a batch counts.
+        # If a batch has two entries, the first one counts.
         row = (entry.batch_id, message.offset, entry.lowest_version, entry.highest_version, message.value)
         self.db.execute("insert or ignore into entries values (?, ?, ?, ?, ?)", row)
 
@@ -325,7 +325,7 @@ class Ingest:
 
 
 def _subject(record: Metrics) -> str:
-    """A component, and what its record is about."""
+    """Return the name of a component, followed by the subjects of its record."""
     about = [record.labels[name] for name in SUBJECTS if name in record.labels]
     return "/".join([record.component, *about])
 

@@ -1,6 +1,6 @@
-"""Sources of an index: the topics of a run, or its archive. Both give records by topic, from positions on.
+"""Sources of an index: the topics of a run, or its archive. Both return records by topic, from given positions on.
 
-Records of `rollouts` come apart from the others, because the others name them: an index reads them first.
+An index polls `rollouts` separately and reads it first, because records of the other topics refer to rollouts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -34,11 +34,11 @@ OTHERS = (
 )
 """Topics that an index reads besides `rollouts`."""
 Positions = Mapping[Place, int]
-"""Offset of the next record by name of the topic in the catalogue and partition."""
+"""Offset of the next record, by the topic's name in the catalogue and by partition."""
 
 
 class IndexSource(Protocol):
-    """The log of one run, as an index reads it. Names of topics are those in the catalogue."""
+    """The log of one run, as an index reads it. Topics are named as in the catalogue."""
 
     @property
     def run(self) -> str:
@@ -47,19 +47,19 @@ class IndexSource(Protocol):
 
     @property
     def kind(self) -> str:
-        """topics or archive."""
+        """Kind of the source: topics or archive."""
         ...
 
     def identity(self) -> dict[str, str]:
-        """Facts that identify this log: another run, or topics that were created again, have others."""
+        """Return values that identify this log; they differ for another run and for topics that were created again."""
         ...
 
     def bounds(self) -> dict[Place, tuple[int, int]]:
-        """First offset and end of every partition now."""
+        """Return the first offset and the end of every partition now."""
         ...
 
     def begin(self, positions: Positions) -> None:
-        """Read from these positions on, and from where a partition begins if it has none."""
+        """Read from these positions on, and partitions without a position from their beginning."""
         ...
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
@@ -67,7 +67,7 @@ class IndexSource(Protocol):
         ...
 
     def ends(self) -> Positions:
-        """Ends of partitions that are read to their end; transaction markers count."""
+        """Return the ends of partitions that were read to their end; transaction markers count."""
         ...
 
     def close(self) -> None:
@@ -87,7 +87,7 @@ class TopicSource:
         existing = set(topic_admin.topic_names(kafka))
         if topic_name(run, ROLLOUTS) not in existing:
             topic_admin.partitions_of(kafka, topic_name(run, ROLLOUTS))  # Raises the error that names the remedy.
-        # A run of an early release lacks some.
+        # A run of an early release lacks some topics.
         self._names = [name for name in (ROLLOUTS, *OTHERS) if topic_name(run, name) in existing]
         self._followers: dict[bool, TopicFollower] = {}
 
@@ -133,7 +133,7 @@ class TopicSource:
 
 
 class ArchiveSource:
-    """The archive of a run; files that a writer adds are read, too."""
+    """The archive of a run; files that are added later are read, too."""
 
     kind = "archive"
 
@@ -170,7 +170,7 @@ class ArchiveSource:
         self._at = {place: max(low, positions.get(place, low)) for place, (low, _end) in self.bounds().items()}
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
-        del wait_s  # An archive has all that it has.
+        del wait_s  # Waiting would not bring more records.
         answer: list[KafkaRecord] = []
         for place in sorted(self._at):
             if (place[0] == ROLLOUTS) is rollouts:
@@ -202,7 +202,7 @@ class ArchiveSource:
                 yield from (e for e in archived_records(data, *place) if e.offset >= start)
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord | None:
-        """Return one record; None if the archive has none at this offset."""
+        """Return one record, or None if the archive has no record at this offset."""
         for file in self._manifest.files_of(LOG):
             if (file.topic, file.partition) == (name, partition) and file.first <= offset <= file.last:
                 data = checked(self._store, file.path, file.sha256)
@@ -211,7 +211,7 @@ class ArchiveSource:
         return None
 
     def messages(self, name: str) -> Iterator[KafkaRecord]:
-        """Every record of a topic."""
+        """Yield every record of a topic."""
         topic = self._manifest.topics.get(name)
         for partition in sorted(topic.position) if topic else ():
             for entry in records_of_archive(self._store, self._manifest, name, partition):

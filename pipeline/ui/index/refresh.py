@@ -1,4 +1,4 @@
-"""Figures in an index that follow from several of its rows: computed again from these rows whenever one changes."""
+"""Computes the figures of an index that depend on several of its rows, again whenever one of these rows changes."""
 
 import json
 import math
@@ -46,13 +46,13 @@ def groups(connection: sqlite3.Connection, numbers: Iterable[int]) -> None:
 
 
 def _fate_of_most(codes: list[int]) -> int:
-    """The fate that most members have; of several, the one that is furthest."""
+    """Return the most frequent fate of the members; among equally frequent fates, the one with the highest number."""
     counts = Counter(codes)
     return max(counts, key=lambda code: (counts[code], code))
 
 
 def uses_of_batch(connection: sqlite3.Connection, batch: str, name: Callable[[str, str], int]) -> set[int]:
-    """Write to the rollouts of a batch what steps made of them; return their groups.
+    """Write to the rollouts of a batch how steps used them; return their groups.
 
     A rollout that any step of any learner trained on counts as trained, by the first of these steps.
     """
@@ -80,7 +80,7 @@ def uses_of_batch(connection: sqlite3.Connection, batch: str, name: Callable[[st
 
 
 def _uses_by_row(connection: sqlite3.Connection, batch: str, rows: list[int]) -> dict[int, _Use]:
-    """Use of each row that counts: the first use that trained on it, else the first that skipped it."""
+    """Return the use that counts for each row: the first that trained on it, else the first that skipped it."""
     answer = connection.execute(
         "select trained, step, reason, row_numbers from uses where batch = ?"
         " order by trained desc, step, learner, part",

@@ -1,7 +1,7 @@
 """Lists of rollouts: filters, orders and pages, over the tables of an index.
 
-Every value is a parameter of its statement. A page is answered by walking the index of its order, as long as enough of
-the first rows match; if few do, by the filter that leaves the fewest rows.
+Every value is a parameter of its statement. A query walks the index of its order if enough of the first rows match. If
+few match, it uses the filter that leaves the fewest rows.
 """
 
 import base64
@@ -23,14 +23,14 @@ ORDERS: Mapping[str, tuple[str, str]] = {
     "advantage": ("advantage", "desc"),
 }
 MOST = 1000
-"""Most rows of a page."""
+"""Maximum number of rows of a page."""
 COUNTED = 10_000
 """Matching rows are counted up to this many."""
 _WALKED = 20_000
-"""Rows of an order that are looked at before filters are used instead."""
+"""Rows of an order that are checked before filters are used instead."""
 _LEAST_TEXT = 3
 _LARGEST = 2**63 - 1
-"""Largest integer that SQLite takes."""
+"""Largest integer that SQLite accepts."""
 _COLUMNS = (
     "id", "partition", "offset", "time_ms", "environment", "worker", "version", "lowest", "highest", "reward", "length",
     "sampled", "truncated", "fate", "reason", "batch", "step", "advantage", "grp",
@@ -39,7 +39,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFilter:
-    """Conditions that rollouts must meet; None and empty texts leave a choice open."""
+    """Conditions that rollouts must meet; a condition that is None or empty does not apply."""
 
     environment: str | None = None
     version: int | None = None
@@ -65,7 +65,7 @@ class _Condition:
 
 
 class _Window(NamedTuple):
-    """Rows of an order that a page has, with the one behind it."""
+    """Number of rows to return, which is one more than the page has, and number of rows to skip before them."""
 
     rows: int
     skip: int
@@ -73,7 +73,7 @@ class _Window(NamedTuple):
 
 _MARKED = (fates.CODES["control"],)
 _NO_MARKS = _Condition("fate <> ?", _MARKED)
-"""Records that grouping writes for itself have no value that another condition asks for, but are no rollouts."""
+"""Condition that leaves out marks. Other conditions leave them out already, because marks have no values."""
 
 
 def page(
@@ -84,9 +84,9 @@ def page(
     limit: int = 100,
     skip: int = 0,
 ) -> dict[str, Any]:
-    """Return one page of rollouts, the cursor of the next, and how many match. Raises ConfigurationError.
+    """Return one page of rollouts, the cursor of the next page, and how many rollouts match. Raises ConfigurationError.
 
-    The page begins `skip` rows behind the cursor `after`: so a list is looked at anywhere without what is before.
+    The page begins `skip` rows after the cursor `after`, so any part of a list is shown without the rows before it.
     """
     column, direction = _order_of(order)
     conditions = _conditions(db, wanted)
@@ -126,7 +126,7 @@ def _order_of(order: str) -> tuple[str, str]:
 
 
 def _conditions(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Condition]:
-    """Conditions on the table rollouts, from the filter that leaves the fewest rows on, as far as that is known."""
+    """Return conditions on the table `rollouts`; filters that are likely to leave the fewest rows come first."""
     answer = [*_conditions_by_name(db, wanted)]
     if wanted.step is not None:
         answer.append(_Condition("step = ?", (bounded(wanted.step),)))
@@ -162,18 +162,18 @@ def _conditions_by_name(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_
 
 
 def name_id(db: sqlite3.Connection, kind: str, name: str) -> int:
-    """Number of a name; -1 if the index has none such."""
+    """Return the number of a name, or -1 if the index does not have this name."""
     row = db.execute("select id from names where kind = ? and name = ?", (kind, name)).fetchone()
     return int(row[0]) if row else -1
 
 
 def bounded(value: int | None) -> int | None:
-    """A number that SQLite takes: larger ones match as little as the largest."""
+    """Return a number that SQLite accepts; a number beyond its range matches nothing, and neither does the largest."""
     return None if value is None else max(-_LARGEST, min(value, _LARGEST))
 
 
 def phrase(text: str) -> str:
-    """A text as a phrase of FTS5, in which nothing is syntax. Raises ConfigurationError if it is too short."""
+    """Return a text as a phrase of FTS5, in which nothing is syntax. Raises ConfigurationError if it is too short."""
     text = text.replace("\0", " ")
     if len(text) < _LEAST_TEXT:
         raise ConfigurationError(f"text is {text!r}; give at least {_LEAST_TEXT} characters to search for")
@@ -186,7 +186,7 @@ def phrase(text: str) -> str:
 def _ids(
     db: sqlite3.Connection, conditions: Sequence[_Condition], start: Sequence[_Condition], sorting: str, window: _Window
 ) -> list[int]:
-    """Ids of a page in order: from the first rows of the order, if enough of these match."""
+    """Return the ids of a page in order, from the first rows of the order if enough of these match."""
     if conditions and not window.skip:
         where, values = _joined(start)
         walk = f"select * from rollouts where {where} order by {sorting} limit ?"
@@ -203,12 +203,12 @@ def _ids(
 
 
 def _joined(conditions: Sequence[_Condition]) -> tuple[str, list[Any]]:
-    """Conditions as one, and its values."""
+    """Join conditions with "and"; return the result and its values."""
     return " and ".join(c.sql for c in conditions) or "1", [value for c in conditions for value in c.values]
 
 
 _SEARCH = "from texts t cross join rollouts r on r.id = t.rowid where t.texts match ? and"
-"""Texts are read in the order of ids, and each match is compared with the other conditions; not the other way round."""
+"""Forces SQLite to read texts in the order of ids and to check each match against the other conditions."""
 
 
 def _searched(
@@ -219,8 +219,8 @@ def _searched(
     sorting: str,
     window: _Window,
 ) -> list[int]:
-    """Ids of a page of rollouts whose text matches, of which there are many. Orders other than by time sort the newest
-    `COUNTED` of them."""
+    """Return the ids of a page of rollouts whose text matches if many match. An order other than by time sorts only the
+    newest `COUNTED` matches."""
     if sorting.startswith("id "):
         places = [_Condition(f"t.row{condition.sql}", condition.values) for condition in start]
         where, values = _joined([*conditions, *places])
@@ -234,10 +234,9 @@ def _searched(
 
 
 def _matches(db: sqlite3.Connection, match: str, conditions: Sequence[_Condition]) -> list[int]:
-    """The oldest rollouts whose text matches, up to one more than are counted.
+    """Return the oldest rollouts whose text matches, at most `COUNTED` + 1 of them.
 
-    Texts are searched once for the count and the page: a phrase that is rare, of letters that are not, takes a look at
-    most texts.
+    One search serves the count and the page, because searching a rare phrase of common letters must check most texts.
     """
     if conditions:
         where, values = _joined(conditions)
@@ -250,7 +249,7 @@ def _matches(db: sqlite3.Connection, match: str, conditions: Sequence[_Condition
 def _sorted(
     db: sqlite3.Connection, ids: Sequence[int], start: Sequence[_Condition], sorting: str, window: _Window
 ) -> list[int]:
-    """A page of these rollouts."""
+    """Return a page of these rollouts."""
     where, values = _joined(start)
     statement = (
         f"select id from rollouts where id in ({', '.join('?' * len(ids))}) and {where} order by {sorting}"
@@ -260,7 +259,7 @@ def _sorted(
 
 
 def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[int, bool]:
-    """Number of matching rows, up to `COUNTED`, and whether it is exact."""
+    """Return the number of matching rows, up to `COUNTED`, and whether it is exact."""
     if not conditions:
         marks = "select count(*) from rollouts where fate = ?"
         count, marked = db.execute(f"select rows, ({marks}) from row_count", _MARKED).fetchone()
@@ -273,7 +272,7 @@ def _count(db: sqlite3.Connection, conditions: Sequence[_Condition]) -> tuple[in
 
 
 def _after(column: str, direction: str, order: str, after: str | None) -> list[_Condition]:
-    """The condition of rows behind a cursor."""
+    """Return the condition for rows after a cursor."""
     if not after:
         return []
     value, row_id = _read_cursor(order, after)
@@ -297,7 +296,7 @@ def _read_cursor(order: str, cursor: str) -> tuple[float, int]:
     except (ValueError, TypeError, RecursionError):
         known = False
     if not known:
-        raise ConfigurationError(f"cursor {cursor[:40]!r} is none of this list; begin again without it")
+        raise ConfigurationError(f"cursor {cursor[:40]!r} does not belong to this list; begin again without it")
     return value, row_id
 
 
@@ -305,7 +304,7 @@ def _read_cursor(order: str, cursor: str) -> tuple[float, int]:
 
 
 def rows_of(db: sqlite3.Connection, ids: Sequence[int]) -> list[dict[str, Any]]:
-    """The rows of a list, in the order of their ids here."""
+    """Return the rows of a list, in the order of `ids`."""
     statement = f"""
         select {", ".join(f"r.{name}" for name in _COLUMNS)}, n.uid, n.example, n.preview,
                e.name, w.name, x.name, b.name, g.name

@@ -10,11 +10,11 @@ from rollstream.topics.records import GroupCancelled, Mark, Rollout, Turn
 from rollstream.topics.validation import REWARD_LIMIT
 
 PREVIEW = 200
-"""Most characters of a rollout that lists show."""
+"""Maximum number of characters of a rollout that lists show."""
 TEXT = 4000
-"""Most characters of a rollout that can be searched: half of them from its beginning, half from its end."""
+"""Maximum number of characters of a rollout that can be searched: half from its beginning, half from its end."""
 EXACT = "exact"
-"""Reward component that says whether an answer is right, of environments that have partial credit."""
+"""Reward component that says whether an answer is right, in environments that give partial credit."""
 _EPOCH_MS = 1_577_836_800_000
 """2020-01-01: ids count milliseconds from then."""
 _LAST_MS = 2**41 - 2**32
@@ -25,7 +25,7 @@ class RolloutRow(NamedTuple):
     """One record of `rollouts` for the index."""
 
     rollout: Rollout | None
-    """None for marks, cancellations and what cannot be decoded."""
+    """None for marks, cancellations and records that cannot be decoded."""
     preview: str
     text: str
     environment: str | None = None
@@ -53,46 +53,46 @@ def row_of(message: KafkaRecord) -> RolloutRow:
 
 
 def preview_of(turns: tuple[Turn, ...]) -> str:
-    """The last turn of a model, or the last turn of all, on one line."""
+    """Return the last turn of the model, or the last turn if the model has none, on one line."""
     spoken = [turn for turn in turns if turn.role == "assistant"] or turns
     return clipped(spoken[-1].text) if spoken else ""
 
 
 def searchable(turns: tuple[Turn, ...]) -> str:
-    """The text by which a rollout is found."""
+    """Return the text by which a rollout can be searched."""
     text = "\n".join(turn.text for turn in turns)
     return text if len(text) <= TEXT else f"{text[: TEXT // 2]}\n{text[-(TEXT // 2) :]}"
 
 
 def clipped(text: str) -> str:
-    """A text on one line, cut to `PREVIEW` characters."""
+    """Return a text on one line, cut to `PREVIEW` characters."""
     line = " ".join(text[: 4 * PREVIEW].split())
     return line if len(line) <= PREVIEW else line[: PREVIEW - 1] + "…"
 
 
 def group_name(rollout: Rollout) -> str:
-    """Name of the group of a rollout, as grouping and lineage have it."""
+    """Return the name of a rollout's group, as grouping and lineage write it."""
     suffix = f"/{rollout.group_id}" if rollout.group_id else ""
     return f"{rollout.environment}/{rollout.example_id}@{rollout.policy_version}{suffix}"
 
 
 def finite(value: float | None) -> float | None:
-    """A number that JSON has, or None."""
+    """Return the number if JSON can express it, else None."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def success_of(rollout: Rollout) -> float:
-    """Whether an answer is right: by its component `exact`, else by a reward above 0."""
+    """Return how right an answer is: its component `exact` or, without one, 1 for a reward above 0."""
     exact = rollout.reward_components.get(EXACT)
     return float(rollout.reward > 0) if exact is None or not math.isfinite(exact) else float(exact)
 
 
 class Clock:
-    """Ids of the records of one partition: they rise with the append time, and depend on nothing but its records."""
+    """Ids of the records of one partition. They rise with the append time, and depend only on the partition's records."""
 
     def __init__(self, partition: int, last_ms: int = 0, repeated: int = 0) -> None:
         if partition >= 1 << _PARTITION_BITS:
-            raise ValueError(f"partition {partition} is beyond the {1 << _PARTITION_BITS} that an index has room for")
+            raise ValueError(f"partition {partition} is too high: an index has room for {1 << _PARTITION_BITS} partitions")
         self._partition = partition
         self.last_ms, self.repeated = last_ms, repeated
 
@@ -107,12 +107,12 @@ class Clock:
 
 
 def time_of(row_id: int) -> int:
-    """Append time in an id, ms since the epoch."""
+    """Return the append time in an id, in milliseconds since the epoch."""
     return (row_id >> (_PARTITION_BITS + _TIE_BITS)) + _EPOCH_MS
 
 
 def first_id_at(time_ms: int) -> int:
-    """The lowest id that a record of this time can have."""
+    """Return the lowest id that a record of this time can have."""
     return max(time_ms - _EPOCH_MS, 0) << (_PARTITION_BITS + _TIE_BITS)
 
 
@@ -122,7 +122,7 @@ def sampled_of(rollout: Rollout) -> int:
 
 
 class RolloutValues(NamedTuple):
-    """Columns of a rollout that need no other table."""
+    """Columns of a rollout that depend on no other table."""
 
     version: int
     lowest: int
@@ -134,8 +134,8 @@ class RolloutValues(NamedTuple):
 
 
 def values_of(rollout: Rollout) -> RolloutValues:
-    """Return what the columns of a rollout hold; there is no reward where grouping takes it from nobody: sums of its
-    squares would be beyond all numbers."""
+    """Return the columns of a rollout. A reward beyond the limit of grouping is left out, because sums of squares would
+    overflow."""
     return RolloutValues(
         rollout.policy_version,
         rollout.lowest_version,

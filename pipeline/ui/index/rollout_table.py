@@ -1,6 +1,6 @@
-"""The rollouts of an index as one transaction changes them: rows that are new in it stay in memory until it commits.
+"""The table of rollouts during a transaction, which keeps its new rows in memory until it commits.
 
-Each of them is written once, with what became of it so far, instead of once for every change of its fate.
+Each new row is written once, with its latest fate, instead of once for every change of its fate.
 """
 
 import sqlite3
@@ -14,12 +14,12 @@ from rollstream.pipeline.ui.index import fates
 from rollstream.topics.fates import BATCHED
 
 Span = tuple[int, int]
-"""First and last of some offsets."""
+"""First and last offset of a range."""
 
 
 @dataclass(slots=True)
 class NewRow:
-    """A row of the table `rollouts` that is not written yet; fields are its columns."""
+    """A row of the table `rollouts` that is not written yet; its fields are the columns."""
 
     id: int
     partition: int
@@ -61,26 +61,26 @@ _ASSIGN = "update rollouts set batch = ?, batch_row = ?, advantage = ? where par
 
 
 class RolloutTable:
-    """Rows of rollouts, written and new, under one connection, whose owner begins and commits the transactions."""
+    """Written and new rows of rollouts, through one connection, whose owner begins and commits the transactions."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
         self._new: dict[int, dict[int, NewRow]] = {}
-        """New rows by partition and offset. Offsets rise, so no written row stands behind the first new one."""
+        """New rows by partition and offset. Offsets rise, so every written row precedes the first new row."""
         self._names: list[RowNames] = []
         self._texts: list[tuple[int, str]] = []
         self.touched: set[int] = set()
         """Groups with a row that changed in this transaction."""
 
     def forget(self) -> None:
-        """Forget what a transaction that was rolled back has changed."""
+        """Forget what a rolled-back transaction had changed."""
         self._new.clear()
         self._names.clear()
         self._texts.clear()
         self.touched.clear()
 
     def add(self, row: NewRow, names: RowNames, text: str) -> None:
-        """Add the row of a record, whose offset is beyond those that its partition has here."""
+        """Add the row of a record, whose offset is higher than all earlier offsets of its partition."""
         self._new.setdefault(row.partition, {}).setdefault(row.offset, row)
         self._names.append(names)
         if text:
@@ -89,7 +89,7 @@ class RolloutTable:
             self.touched.add(row.grp)
 
     def settle(self, partition: int, spans: Iterable[Span], fate: int, reason: int | None, among: int) -> None:
-        """Set the fate of offsets whose fate, so far, is `among` or one before it."""
+        """Set the fate of offsets whose current fate is `among` or precedes it."""
         written = []
         for first, last in spans:
             for row in self._between(partition, first, last):
@@ -106,9 +106,9 @@ class RolloutTable:
             self.touched.update(group for (group,) in answer)
 
     def assign(self, batch: int, partition: int, advantages: Iterable[tuple[int, float | None]]) -> None:
-        """Make rollouts the rows of a batch; `advantages` has the offset and the advantage of each.
+        """Make rollouts the rows of a batch; `advantages` has the offset and the advantage of each rollout.
 
-        Those whose fate was in a part of the journal that is pruned count as batched from now on.
+        Rollouts whose fate was in a pruned part of the journal count as batched from now on.
         """
         new = self._new.get(partition, {})
         settled, batched = fates.CODES[fates.SETTLED], fates.CODES[BATCHED]
@@ -137,14 +137,14 @@ class RolloutTable:
     def write_texts(self) -> None:
         """Write the texts of new rows, right before the transaction commits.
 
-        The table of texts takes rows in the order of their ids much faster, and holds what is new in memory until a
-        statement changes several rows of another table.
+        Inserting texts in the order of their ids is much faster. SQLite keeps new texts in memory only until a statement
+        changes several rows of another table, so they are written last.
         """
         self._db.executemany("insert into texts (rowid, text) values (?, ?)", sorted(self._texts))
         self._texts.clear()
 
     def _between(self, partition: int, first: int, last: int) -> Iterator[NewRow]:
-        """New rows of these offsets."""
+        """Yield the new rows of these offsets."""
         rows = self._new.get(partition)
         if rows:
             for offset in range(max(first, next(iter(rows))), min(last, next(reversed(rows))) + 1):
@@ -152,6 +152,6 @@ class RolloutTable:
                     yield rows[offset]
 
     def _end_of_written(self, partition: int, last: int) -> int:
-        """The last offset up to `last` whose row can be written."""
+        """Return the last offset, at most `last`, whose row may be written already."""
         rows = self._new.get(partition)
         return min(last, next(iter(rows)) - 1) if rows else last
