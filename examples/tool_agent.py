@@ -1,12 +1,12 @@
 """An agent that answers sums with a calculator, and the loop that lets a run train the model behind it.
 
-`answer` is the agent: OpenAI's client, an address and a tool. `episode` gives it the address of a session at the
-gateway of a run, and the reward to the gateway. Nothing here imports rollstream.
+`answer` is the agent: OpenAI's client, an address and a tool. `episode` gives the agent the address of a session at the
+gateway of a run, and sends the reward to the gateway. Nothing here imports rollstream.
 
     rollstream run --config pipeline/recipes/tools.toml --set gateway.port=8100 --set supervisor.workers=0
     python examples/tool_agent.py http://127.0.0.1:8100
 
-It ends when the run does.
+The program ends when the run does.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ import httpx
 import openai
 
 GROUPS = 4
-"""Groups that are played side by side."""
+"""Number of groups that are played at the same time."""
 EPISODES = 8
-"""Episodes of a group, whose rewards are compared."""
+"""Number of episodes in a group, whose rewards are compared."""
 CALCULATOR: Any = {"type": "function", "function": {"name": "calc"}}
 
 
@@ -77,7 +77,7 @@ async def groups(http: httpx.AsyncClient, client: openai.AsyncOpenAI) -> None:
 
 
 async def rl(http: httpx.AsyncClient, path: str, **fields: object) -> Any:
-    """Return the gateway's answer, asked again while it says to wait; None once the run is over."""
+    """Return the gateway's answer, and ask again as long as it says to wait; None once the run is over."""
     while True:
         try:
             response = await http.post(f"/rl/{path}", json=fields)

@@ -1,4 +1,4 @@
-"""Rollouts from foreign code: draw a number from the newest policy, score it, write whole groups.
+"""Produces rollouts without an environment: draws numbers from the newest policy, scores them and writes whole groups.
 
 Arguments: servers, run.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from rollstream import KafkaConfig, Rollout, RolloutProducer, WeightsFollower
 
 kafka, run = KafkaConfig(bootstrap_servers=sys.argv[1]), sys.argv[2]
-QUESTION, RIGHT = 10, 7  # token 10 asks; any token answers, the nearer to 7 the better
+QUESTION, RIGHT = 10, 7  # token 10 is the question; any token is an answer, and the nearer to 7, the better
 
 with WeightsFollower(kafka, run) as weights, RolloutProducer(kafka, run) as producer:
     version, arrays = weights.wait_for(0, timeout_s=60)

@@ -1,7 +1,7 @@
 """A bigram policy trained from a run's batches, without JAX. Arguments: servers, run, steps.
 
-Its checkpoint is the last version it published: ended at any moment and started again, it trains on each batch exactly
-once.
+The last version that it published is its checkpoint. It may be ended at any moment: started again, it trains on each
+batch exactly once.
 """
 
 import sys
@@ -13,7 +13,7 @@ from rollstream import BatchReader, KafkaConfig, StepWriter, WeightsFollower
 kafka, run = KafkaConfig(bootstrap_servers=sys.argv[1]), sys.argv[2]
 
 with StepWriter(kafka, run) as steps, WeightsFollower(kafka, run) as weights:
-    logits = weights.wait_for(steps.version, timeout_s=60)[1]["logits"].copy()  # of a token, given the one before it
+    logits = weights.wait_for(steps.version, timeout_s=60)[1]["logits"].copy()  # of a token, given its predecessor
     with BatchReader(kafka, run, start=steps.position) as reader:
         while steps.step < int(sys.argv[3]):
             read = reader.poll(timeout_s=60)
@@ -31,7 +31,7 @@ with StepWriter(kafka, run) as steps, WeightsFollower(kafka, run) as weights:
                 better.extend(chosen[advantage > 0])
             logits += 20 * gradient / read.entry.trained_tokens
             probability = float(np.mean(better))
-            # The step, its batch and policy version n are on the log together, or none of them is.
+            # The step, the use of its batch and its policy version are on the log together, or none of them is.
             steps.record(
                 [read], {"logits": logits}, metrics={"probability": probability}, oldest_checkpoint=steps.step + 1
             )

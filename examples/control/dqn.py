@@ -10,12 +10,12 @@ from policy import Parameters, values
 
 DISCOUNT = 0.95
 TARGET_RATE = 0.02
-"""How far the slow network goes towards the fast one at each update."""
+"""Share of the way that the slow network moves towards the fast one at each update."""
 OPTIMIZER = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(2e-3))
 
 
 def step_values(fast: Parameters, slow: Parameters, steps: dict[str, Any]) -> tuple[Any, Any]:
-    """Values of the moves taken, by the fast network, and of the observations after them: each [...]."""
+    """Return the values of the moves taken, by the fast network, and of the next observations: each [...]."""
     taken = jnp.take_along_axis(values(fast, steps["curr_obs"], jnp), steps["actions"][..., None], -1)[..., 0]
     best = values(fast, steps["next_obs"], jnp).argmax(-1)
     after = jnp.take_along_axis(values(slow, steps["next_obs"], jnp), best[..., None], -1)[..., 0]
@@ -23,14 +23,14 @@ def step_values(fast: Parameters, slow: Parameters, steps: dict[str, Any]) -> tu
 
 
 def loss(fast: Parameters, slow: Parameters, windows: dict[str, Any], slices: dict[str, Any]) -> Any:
-    """Mean Huber loss over single steps [N, ...], and over runs of steps [M, L, ...] whose targets reach to the end of
-    the run, as far as `mask` says that it goes."""
+    """Return the mean Huber loss over single steps [N, ...], plus the mean over slices of steps [M, L, ...], whose
+    targets reach to the end of the slice. `mask` marks the steps that a slice has."""
     taken, after = step_values(fast, slow, windows)
     single = optax.huber_loss(taken, jax.lax.stop_gradient(windows["rewards"] + DISCOUNT * after))
 
     taken, after = step_values(fast, slow, slices)
     there = slices["mask"]
-    # The network's expectation stands in for steps beyond the slice.
+    # Beyond the end of the slice, the network's estimate replaces the rewards.
     follows = jnp.concatenate([there[:, 1:], jnp.zeros_like(there[:, :1])], axis=1)
     target, targets = jnp.zeros(len(there)), []
     for t in reversed(range(there.shape[1])):
@@ -42,7 +42,7 @@ def loss(fast: Parameters, slow: Parameters, windows: dict[str, Any], slices: di
 
 @partial(jax.jit, donate_argnums=(0, 1, 2))
 def update(fast: Parameters, slow: Parameters, state: Any, windows: dict[str, Any], slices: dict[str, Any]) -> Any:
-    """One step of the optimizer; returns both networks and the optimizer's state."""
+    """Make one step of the optimizer; return both networks and the optimizer's state."""
     gradients = jax.grad(loss)(fast, slow, windows, slices)
     changes, state = OPTIMIZER.update(gradients, state, fast)
     fast = optax.apply_updates(fast, changes)
@@ -50,6 +50,6 @@ def update(fast: Parameters, slow: Parameters, state: Any, windows: dict[str, An
 
 
 def needed(steps: dict[str, Any]) -> dict[str, Any]:
-    """The arrays of a sample that the loss reads."""
+    """Return the arrays of a sample that the loss reads."""
     names = ("curr_obs", "next_obs", "actions", "rewards", "terminations", "mask")
     return {name: steps[name] for name in names if name in steps}

@@ -1,7 +1,7 @@
-"""The learner: off-policy, from two views of one log, filled by one reader.
+"""The learner: it learns off-policy from two buffers, which one reader fills from one log.
 
-Single steps are drawn from windows of trajectories, runs of a few steps from slices of episodes, half of them the
-expert's. Weights go back by the state manager.
+It draws single steps from windows of trajectories, and short sequences of steps from slices of episodes, half of which
+the expert played. The state manager sends the weights back to the workers.
 """
 
 import argparse
@@ -33,14 +33,14 @@ SLICES = 16
 SLICE_STEPS = 4
 UPDATES_A_VERSION = 50
 TRAJECTORIES_A_VERSION = 10
-"""Trajectories for each version that have to be there before learning goes on: somewhat fewer than workers write."""
+"""Trajectories that must arrive for each version before learning goes on: somewhat fewer than the workers write."""
 LAST_EPISODES = 20
-"""Episodes of the last version that are waited for, to say what it is worth."""
+"""Number of episodes of the last version to wait for, over which its mean return is reported."""
 WAIT_S = 60.0
 
 
 def evaluate(parameters: Parameters, *, image: bool, episodes: int = 64) -> float:
-    """Mean return of episodes that always start alike, without exploring."""
+    """Return the mean return of episodes played without exploring, which start from the same seeds at every call."""
     total = 0.0
     for seed in range(episodes):
         environment = Reach(image=image)
@@ -52,17 +52,17 @@ def evaluate(parameters: Parameters, *, image: bool, episodes: int = 64) -> floa
 
 
 def wait(condition: Callable[[], object], filler: TrajectoryFiller) -> None:
-    """Until what the log brings fulfils a condition. Raises DeadlineExceeded, and what ended the filling."""
+    """Wait until a condition holds. Raises DeadlineExceeded, or the error that ended the filling."""
     deadline = time.monotonic() + WAIT_S
     while not condition():
         filler.check()
         if time.monotonic() > deadline:
-            raise DeadlineExceeded(f"the workers did not write enough within {WAIT_S:g} s; look at their logs")
+            raise DeadlineExceeded(f"the workers did not write enough within {WAIT_S:g} s; see their logs")
         time.sleep(0.01)
 
 
 def enough(windows: TrajectoryReplayBuffer, slices: HilEpisodeBuffer, trajectories: int) -> bool:
-    """Whether so many trajectories are there, and something of the policy and of the expert."""
+    """Whether this many trajectories have arrived, with slices of the policy and of the expert."""
     return windows.is_ready(trajectories) and slices.auto.size() > 0 and slices.hil.size() > 0
 
 
@@ -74,7 +74,7 @@ def learn(
     filler: TrajectoryFiller,
     weights: StateManager,
 ) -> tuple[Parameters, int]:
-    """Learn from `first`, which is version 0, to the last version; returns its parameters and number."""
+    """Learn from `first`, which is version 0, to the last version; return the parameters and number of the last one."""
     fast, slow = (jax.tree.map(jnp.array, first) for _ in range(2))
     state, version = OPTIMIZER.init(fast), 0
     while version < versions:

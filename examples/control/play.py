@@ -1,6 +1,6 @@
-"""The player of a collecting process: plays environments side by side by the newest weights.
+"""The player of a collecting process: it plays several environments at once with the newest weights.
 
-Every fourth episode is taken over by the expert, who stands for a human. Process 0 knows its rewards; the others
+The expert, who represents a human, takes over every fourth episode. Process 0 computes its rewards; the other processes
 leave them to the labeler.
 """
 
@@ -15,16 +15,17 @@ from reach import MOVES, Observation, Reach, expert
 from rollstream import ChunkStepResult, Seat, StateManager
 
 WIDTH = 4
-"""Environments side by side."""
+"""Number of environments played at once."""
 EXPLORE = 0.1
 TAKEN_OVER = 4
-"""The expert plays one of so many episodes."""
+"""The expert plays one episode out of this many."""
 AHEAD = 6
-"""Trajectories of one policy version: then the player waits for the next, so that it does not outrun the learner."""
+"""Trajectories of one policy version, after which the player waits for the next version, so as not to outrun the
+learner."""
 
 
 class Players:
-    """Environments side by side, each reset when its episode is over."""
+    """Environments played at once, each reset when its episode is over."""
 
     def __init__(self, seed: int, ordinal: int, *, image: bool, knows_rewards: bool) -> None:
         self._rng = np.random.default_rng([seed, ordinal])
@@ -32,10 +33,10 @@ class Players:
         self._environments = [Reach(image=image) for _ in range(WIDTH)]
         self._seen = [e.reset(seed=int(self._rng.integers(2**31)))[0] for e in self._environments]
         self._episodes = np.arange(WIDTH)
-        """Number of the episode that is going on, of each: they take their turns with the expert."""
+        """Number of the current episode of each environment, which decides whether the expert plays it."""
 
     def step(self, version: int, parameters: Parameters) -> ChunkStepResult:
-        """One step of all of them."""
+        """Make one step in every environment."""
         before = _stacked(self._seen)
         human = self._episodes % TAKEN_OVER == TAKEN_OVER - 1
         actions = np.where(human, expert(before), self._explored(values(parameters, before).argmax(-1)))
@@ -67,7 +68,7 @@ def _stacked(seen: list[Observation]) -> Observation:
 
 
 def play(seat: Seat) -> Generator[ChunkStepResult | None]:
-    """Play until told to stop; a step of all environments at a time, or None while the next version is waited for."""
+    """Play until closed; yield one step of all environments at a time, or None while waiting for the next version."""
     image = seat.options.get("image") == "true"
     players = Players(seat.seed, seat.ordinal, image=image, knows_rewards=seat.ordinal == 0)
     version, played = -1, 0

@@ -1,6 +1,6 @@
-"""The task: an agent on a grid walks to a target. With the environment come its expert and the judge of its rewards.
+"""The task: an agent on a grid walks to a target. The module has the environment, its expert and its labeler `judge`.
 
-Rewards follow from observations alone, so that they can be given by whoever has those: the environment, or a labeler.
+Rewards depend on observations alone, so that either the environment or a labeler can compute them.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ Observation = dict[str, NDArray[Any]]
 
 
 class Reach(gymnasium.Env[Any, Any]):
-    """Walk to the target: five moves, 24 steps at most. Seen as four numbers, or as an image of 16x16 pixels."""
+    """Walk to the target: five moves, 24 steps at most. Observations are four numbers, or an image of 16x16 pixels."""
 
     def __init__(self, *, image: bool = False) -> None:
         side = SIDE * PIXELS
@@ -41,7 +41,7 @@ class Reach(gymnasium.Env[Any, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Put agent and target on two cells that differ."""
+        """Put agent and target on two different cells."""
         super().reset(seed=seed)
         one, other = self.np_random.choice(SIDE * SIDE, 2, replace=False)
         self._agent, self._target = np.array(divmod(one, SIDE)), np.array(divmod(other, SIDE))
@@ -49,7 +49,7 @@ class Reach(gymnasium.Env[Any, Any]):
         return self._seen(), {}
 
     def step(self, action: int) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
-        """Move by one cell, or stay; walls stop."""
+        """Move by one cell, or stay; the edge of the grid stops a move."""
         before = self._seen()
         self._agent = np.clip(self._agent + MOVES[action], 0, SIDE - 1)
         self._steps += 1
@@ -67,7 +67,7 @@ class Reach(gymnasium.Env[Any, Any]):
 
 
 def cells(seen: Mapping[str, NDArray[Any]]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Positions of agent and target, each [..., 2], from observations [..., 4] or [..., 16, 16, 3]."""
+    """Return the positions of agent and target, each [..., 2], from observations [..., 4] or [..., 16, 16, 3]."""
     if "state" in seen:
         places = np.rint(seen["state"] * (SIDE - 1)).astype(np.int64)
         return places[..., :2], places[..., 2:]
@@ -78,7 +78,7 @@ def cells(seen: Mapping[str, NDArray[Any]]) -> tuple[NDArray[np.int64], NDArray[
 
 
 def rewards(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]]) -> NDArray[np.float32]:
-    """1 for the target, a tenth for each cell nearer to it, and a twentieth off for each step: [...], of [..., *]."""
+    """Return 1 for the target, plus 0.1 for each cell nearer to it, less 0.05 a step: [...] from [..., *]."""
     left = []
     for seen in (before, after):
         agent, target = cells(seen)
@@ -88,13 +88,13 @@ def rewards(before: Mapping[str, NDArray[Any]], after: Mapping[str, NDArray[Any]
 
 
 def judge(trajectory: Trajectory) -> Trajectory:
-    """The labeler: gives a trajectory its rewards, by what was seen before and after each step."""
+    """The labeler: computes the rewards of a trajectory from the observations before and after each step."""
     seen = trajectory.arrays
     return replace(trajectory, arrays={**seen, "rewards": rewards(seen["curr_obs"], seen["next_obs"])})
 
 
 def expert(seen: Mapping[str, NDArray[Any]]) -> NDArray[np.int64]:
-    """The best moves [B] for observations [B, ...]: along the longer way first."""
+    """Return the best moves [B] for observations [B, ...], along the axis of the longer distance first."""
     agent, target = cells(seen)
     way = target - agent
     axis = np.abs(way).argmax(-1)

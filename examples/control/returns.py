@@ -1,6 +1,6 @@
-"""A view of the log of one's own: what episodes returned, by the policy version that played them.
+"""A custom view of the log: the returns of episodes, by the policy version that played them.
 
-It is filled as the buffers are: all a view needs is `position`, `add` and `skip`.
+It is filled like the buffers: a view needs only `position`, `add` and `skip`.
 """
 
 from collections import Counter
@@ -12,17 +12,17 @@ from rollstream import Trajectory
 
 
 class Returns:
-    """Returns of finished episodes. Kept in memory: each process reads the log from its beginning."""
+    """Returns of finished episodes. They are kept in memory, so each process reads the log from its beginning."""
 
     def __init__(self) -> None:
         self._position: dict[int, int] = {}
         self._open: dict[str, tuple[float, list[int]]] = {}
-        """Reward so far and the versions that played, of episodes that go on."""
+        """Reward so far, and the versions that played, of each unfinished episode."""
         self._finished: dict[int, list[float]] = {}
         self.counts: Counter[str] = Counter()
-        """Finished episodes, by who played."""
+        """Number of finished episodes, by player: human or policy."""
         self.trajectories: Counter[str] = Counter()
-        """Trajectories, by worker."""
+        """Number of trajectories, by worker."""
 
     @property
     def position(self) -> Mapping[int, int]:
@@ -32,7 +32,7 @@ class Returns:
         self._position[at[0]] = at[1] + 1
 
     def add(self, trajectory: Trajectory, /, *, at: tuple[int, int]) -> None:
-        """Add up the rewards of each episode, over all the trajectories it lies in."""
+        """Add up the rewards of each episode, over all trajectories that it spans."""
         self.trajectories[trajectory.metadata.worker_id] += 1
         for span in trajectory.episodes:
             rows = slice(span.start, span.stop), span.column
@@ -49,9 +49,9 @@ class Returns:
         self.skip(at)
 
     def episodes(self, version: int) -> int:
-        """Finished episodes whose lowest policy version is this."""
+        """Return the number of finished episodes whose lowest policy version is `version`."""
         return len(self._finished.get(version, ()))
 
     def mean(self, version: int) -> float:
-        """Mean return of these; not a number where there are none."""
+        """Return the mean return of these episodes; NaN if there are none."""
         return float(np.mean(self._finished.get(version, [np.nan])))

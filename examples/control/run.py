@@ -1,7 +1,7 @@
 """The example: `python examples/control/run.py --seed 0` plays, labels, learns, and prints a report.
 
-Starts what a user would start by hand: a broker unless one is given, `rollstream run` with two collecting processes and
-a labeler, and the learner; and stops all of them. Buffers and logs stay in --data, topics on a broker that was given.
+It starts what a user would start by hand, and stops it at the end: a broker unless one is given, `rollstream run` with
+two collecting processes and a labeler, and the learner. Buffers and logs stay in --data, topics on a given broker.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def main() -> int:
 
 @contextmanager
 def broker(directory: Path) -> Iterator[str]:
-    """Addresses of the brokers: of those given, or of one that runs meanwhile."""
+    """Yield the addresses of the given brokers, or of a broker that runs until the block ends."""
     if given := os.environ.get("KAFKA_BOOTSTRAP_SERVERS"):
         yield given
         return
@@ -56,7 +56,7 @@ def broker(directory: Path) -> Iterator[str]:
 
 @contextmanager
 def running(*command: str | Path, log: Path) -> Iterator[subprocess.Popen[str]]:
-    """A process that is ended with SIGTERM. Its standard error goes to a file."""
+    """Start a process, and end it with SIGTERM when the block ends. Its standard error goes to a file."""
     environment = {"JAX_PLATFORMS": "cpu", **os.environ}
     with (
         log.open("w") as errors,
@@ -85,7 +85,7 @@ def play(args: argparse.Namespace, servers: str) -> dict[str, Any]:
     subprocess.run((*ROLLSTREAM, "topics", "apply", *settings), stdout=subprocess.DEVNULL, check=True)
     with running(*learn, log=logs / "learn.log") as learner:
         assert learner.stdout is not None
-        # Version 0 is on the log: those who play have a policy.
+        # The learner is ready once version 0 is on the log, so that players have a policy.
         if learner.stdout.readline() == "ready\n":
             with running(*ROLLSTREAM, "run", *settings, log=logs / "run.log"):
                 learner.wait()

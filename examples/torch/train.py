@@ -1,7 +1,8 @@
 """A torch policy trained from a run's batches by an optimizer of torch. Arguments: servers, run, steps, checkpoint.
 
-Parameters, optimizer and position are in one file, every second step. Killed at any moment and started again, it trains
-on each batch exactly once: steps since the file are executed again, and have the digests on record.
+It saves parameters, optimizer and position to one file at every second step. It may be killed at any moment: started
+again, it trains on each batch exactly once. Steps after the saved one are repeated, and must match their digests on
+record.
 """
 
 import os
@@ -17,7 +18,7 @@ torch.manual_seed(0)
 torch.use_deterministic_algorithms(True)
 torch.set_num_threads(1)
 
-# The distribution of a token, given the one before it.
+# The model gives the distribution of a token, given the token before it.
 model = torch.nn.Sequential(torch.nn.Embedding(11, 16), torch.nn.Tanh(), torch.nn.Linear(16, 11))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 saved = torch.load(path) if path.exists() else {"step": 0, "position": 0}
@@ -60,7 +61,7 @@ with StepWriter(kafka, run, after_step=saved["step"]) as steps:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            # First the record, then the checkpoint: a step in a checkpoint is always on record.
+            # Write the record before the checkpoint, so that a step in a checkpoint is always on record.
             checkpoint = steps.step + 1 - (steps.step + 1) % 2
             steps.record([read], published(), metrics={"loss": float(loss.detach())}, oldest_checkpoint=checkpoint)
             if steps.step % 2 == 0:

@@ -1,8 +1,8 @@
 """TRL's GRPO trainer as the learner of a run. Arguments: servers, run, model directory, rows of a batch, steps, output.
 
-Its rollout function takes the next batch of the run; nothing is sampled here. Killed at any moment and started again,
-it trains on each batch exactly once: a step goes on record before a checkpoint of TRL can name it, and the step that
-its newest checkpoint names says where in the index to go on.
+The rollout function takes the next batch of the run; nothing is sampled here. The program may be killed at any moment:
+started again, it trains on each batch exactly once, because a step goes on record before a checkpoint of TRL can name
+it, and the step in the newest checkpoint tells where in the index to go on.
 """
 
 import sys
@@ -20,12 +20,12 @@ rows, last = int(sys.argv[4]), int(sys.argv[5])
 
 
 def newest_checkpoint():
-    """Return the folder and the step of the newest checkpoint that is whole: TRL writes its state last."""
+    """Return the folder and the step of the newest complete checkpoint: TRL writes the trainer's state last."""
     for folder in sorted(output.glob("checkpoint-*"), key=lambda folder: -int(folder.name.rpartition("-")[2])):
         try:
             return folder, TrainerState.load_from_json(str(folder / "trainer_state.json")).global_step
         except (OSError, ValueError):
-            print(f"{folder} is not whole")
+            print(f"{folder} is incomplete")
     return None, 0
 
 
@@ -35,20 +35,20 @@ def published(model):
 
 
 class Batches(TrainerCallback):
-    """The batches of the run as rollouts for TRL, and its steps on record."""
+    """Passes the batches of the run to TRL as rollouts, and puts TRL's steps on record."""
 
     def __init__(self, steps, reader):
         self.steps, self.reader, self.read = steps, reader, None
 
     def rollouts(self, prompts, _trainer):
-        """Return the rows of the next batch, and further ones without a trained token if TRL takes more."""
+        """Return the rows of the next batch, and add rows without a trained token if TRL needs more."""
         self.read = self.reader.poll(timeout_s=600)
         if self.read is None:
             sys.exit("no further batch within ten minutes")
         examples = self.read.examples()
         if len(examples) > len(prompts):
             sys.exit(
-                f"batch {self.read.entry.batch_id} has {len(examples)} rows: give that many as the fourth argument"
+                f"batch {self.read.entry.batch_id} has {len(examples)} rows: give this number as the fourth argument"
             )
         rewards, mask = self.read.batch.rewards.tolist(), [example.loss_mask.copy() for example in examples]
         for _ in range(len(prompts) - len(examples)):
@@ -64,14 +64,14 @@ class Batches(TrainerCallback):
         }
 
     def on_step_end(self, args, state, _control, model, **_kwargs):
-        """Put the step on record, before TRL saves it; return nothing, so that TRL goes on as it would."""
+        """Put the step on record before TRL saves it; return nothing, so that TRL's control flow stays as it is."""
         checkpoint = state.global_step - state.global_step % args.save_steps
         self.steps.record([self.read], published(model), oldest_checkpoint=checkpoint)
         print(f"step {self.steps.step}: batch {self.read.entry.batch_id}", flush=True)
 
 
 class LogTrainer(GRPOTrainer):
-    """GRPO with the log's advantages, computed where groups are whole, and ratios against who sampled."""
+    """GRPO with the advantages on the log, computed over whole groups, and ratios to the sampling probabilities."""
 
     def _generate_and_score_completions(self, inputs):
         scored = super()._generate_and_score_completions(inputs)
@@ -82,7 +82,7 @@ class LogTrainer(GRPOTrainer):
 
 
 def recorded_reward(recorded_reward, **_kwargs):
-    """Return the rewards on record, of which TRL makes its metrics."""
+    """Return the rewards on record, from which TRL computes its metrics."""
     return recorded_reward
 
 

@@ -1,6 +1,7 @@
-"""The role `engine`: a vLLM of another environment, started with the run's newest policy version and ended with it.
+"""The role `engine`: runs vLLM in another Python environment, started with the newest policy version of the run.
 
-vLLM is the program of `serving.python`. It serves at the first of `serving.urls`, and is ready once it answers there.
+vLLM is run by `serving.python`, and ends with the role. It serves at the first of `serving.urls`, and the role is ready
+once it answers there.
 """
 
 import argparse
@@ -44,8 +45,8 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
-"""Variables of vLLM where the role's own environment has none of that name: the routes that replace weights, nothing
-from outside, and a gigabyte for keys and values on a CPU."""
+"""Variables for vLLM, unless the role's environment sets them: they enable the routes that replace weights, disable
+statistics and downloads, and allow a gigabyte for keys and values on a CPU."""
 
 
 class EngineEnded(RollstreamError):
@@ -68,7 +69,7 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
             "serving.python empty"
         )
     if not config.serving.urls:
-        raise ConfigurationError("serving.urls is empty; name where the engine serves, e.g. http://127.0.0.1:8000")
+        raise ConfigurationError("serving.urls is empty; set the engine's address, e.g. http://127.0.0.1:8000")
     clients.check_broker(config.kafka)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         wait_for_version(follower, config.supervisor.ready_timeout_s)
@@ -78,7 +79,7 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
     tokenizer = tokenizer_of(config.learner)
     if isinstance(tokenizer, CharacterTokenizer):
         write_character_tokenizer(directory, tokenizer)
-    # In this role's group of processes, so that whatever ends the role ends the engine and what it started.
+    # The engine is in this role's process group, so that whatever ends the role also ends the engine and its children.
     process = subprocess.Popen(
         command_of(config, directory),
         env=environment_of(config.serving, program_environment((config.serving.api_key,))),
@@ -92,11 +93,11 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
 
 
 def check_engine_python(serving: ServingConfig) -> None:
-    """Raise ConfigurationError if the engine's Python is no program, or has no vLLM."""
+    """Raise ConfigurationError if the engine's Python is not an executable program, or has no vLLM."""
     if not serving.python or shutil.which(serving.python) is None:
         raise ConfigurationError(
-            f"serving.python is {serving.python!r}, which is no program here; name the python of an environment in "
-            "which vLLM is installed"
+            f"serving.python is {serving.python!r}, which is not a program on this machine; name the python of an "
+            "environment in which vLLM is installed"
         )
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     if subprocess.run([serving.python, "-P", "-c", look], capture_output=True).returncode:
@@ -116,7 +117,7 @@ def command_of(config: RunConfig, directory: Path) -> list[str]:
 
 
 def environment_of(serving: ServingConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the variables of the engine: its own environment's programs come first."""
+    """Return the variables of the engine; programs of its Python environment come first in PATH."""
     programs = str(Path(shutil.which(serving.python) or serving.python).absolute().parent)
     return {**ENVIRONMENT, **environment, "PATH": f"{programs}{os.pathsep}{environment.get('PATH', '')}"}
 
@@ -126,10 +127,10 @@ async def _serve(serving: ServingConfig, process: subprocess.Popen[bytes], versi
         if not await _until_healthy(http.url, process, stop):
             return
         try:
-            # Its answers must name their version from the first one on.
+            # The engine's answers must name their version from the first answer on.
             await http.post("/update_weight_version", {"new_version": str(version)})
         except EngineFailed as error:
-            raise EngineEnded(f"the engine serves, and takes no label of its weights: {error}") from error
+            raise EngineEnded(f"the engine serves, but rejects the version label of its weights: {error}") from error
         announce_ready()
         while not stop.is_set():
             beat("engine")
@@ -138,7 +139,7 @@ async def _serve(serving: ServingConfig, process: subprocess.Popen[bytes], versi
 
 
 async def _until_healthy(url: str, process: subprocess.Popen[bytes], stop: asyncio.Event) -> bool:
-    """Wait until the engine answers, for as long as its process runs; return False if it is to stop before."""
+    """Wait until the engine answers; return False if `stop` is set first. Raises EngineEnded if its process ends."""
     began = said_at = time.monotonic()
     timeout = aiohttp.ClientTimeout(total=_PROGRESS_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
@@ -152,7 +153,7 @@ async def _until_healthy(url: str, process: subprocess.Popen[bytes], stop: async
                 pass
             if time.monotonic() - said_at > _PROGRESS_S:
                 said_at = time.monotonic()
-                announce_progress(f"vLLM starts, for {said_at - began:.0f} s")
+                announce_progress(f"vLLM has been starting for {said_at - began:.0f} s")
             await _pause(stop)
     return False
 

@@ -1,4 +1,4 @@
-"""The role `env`: one environment worker, which plays the run's environments within the flow control."""
+"""The role `env`: one environment worker, which plays the run's environments under flow control."""
 
 import argparse
 import asyncio
@@ -25,7 +25,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(
         dest="env_command", metavar="new|check", help="write or check an environment; without it, play them"
     )
-    environment_template.register(add_command(commands, "new", "write an environment of one's own, with its test"))
+    environment_template.register(add_command(commands, "new", "write an environment of your own, with its test"))
     environment_check.register(add_command(commands, "check", "play an environment and show what is trained on"))
     set_handler(parser, run, role=True)
     add_number(parser, "worker")
@@ -49,7 +49,7 @@ async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
     announce_ready()
     state = await asyncio.to_thread(desired_state, config.kafka, config.run)
     if state.draining:
-        return  # Nothing begins before the drain is withdrawn.
+        return  # No group may begin before the drain is withdrawn.
     environments = environments_of(config, ordinal)
     wanted = state.numbers.get(ENV)
     await run_worker(
@@ -70,8 +70,8 @@ async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
 
 
 def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
-    """Return what has the URLs of so many servers of the run; None if the workers ask others than those of
-    `inference`."""
+    """Return a function that maps a number of servers to the URLs of these servers of the run; None if the workers use
+    servers other than those of `inference`."""
     inference = config.inference
     if not inference.port or config.worker.inference_urls != inference_urls(inference):
         return None
@@ -79,8 +79,8 @@ def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
 
 
 def worker_name(config: RunConfig, ordinal: int, workers: int | None = None) -> str:
-    """Return the name of the worker with this ordinal: the configured one, with the ordinal if there are several, by
-    what operators want or else by the settings."""
+    """Return the name of the worker with this ordinal: the configured name, followed by the ordinal if there are several
+    workers. `workers` is the number that operators want; without it, the configured number counts."""
     name = config.worker.worker_id
     if name == WorkerConfig().worker_id:
         return f"env-{ordinal}"

@@ -1,4 +1,4 @@
-"""The role `eval`: evaluates the held-out split at regular intervals of policy versions, and publishes to `evals`."""
+"""The role `eval`: evaluates the held-out split at every k-th policy version, and publishes to `evals`."""
 
 import argparse
 import asyncio
@@ -22,18 +22,18 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="evaluation.every_versions=",
         action=Setting,
         metavar="K",
-        help="versions that K divides (default: none)",
+        help="evaluate versions that are multiples of K (default: none)",
     )
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Evaluate until stopped, then finish evaluations that are due."""
     if not config.evaluation.every_versions:
-        raise ConfigurationError("evaluation.every_versions is 0: nothing is due; set it, e.g. to 50")
+        raise ConfigurationError("evaluation.every_versions is 0, so no version is evaluated; set it, e.g. to 50")
     environments = [environment for environment in environments_of(config) if environment.evaluated]
     if not environments:
         raise ConfigurationError(
-            "no environment is evaluated: set environments.N.evaluate of one that knows its rewards to true"
+            "no environment is evaluated: set environments.N.evaluate to true for one that computes its own rewards"
         )
     end_with_split(config.kafka, config.run)
 

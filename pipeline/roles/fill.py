@@ -25,7 +25,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Fill until stopped; the next start continues from there."""
     fill = config.fill
     if not fill.directory:
-        raise ConfigurationError("fill.directory is empty: there is no buffer to fill; set it to a directory for one")
+        raise ConfigurationError("fill.directory is empty, so there is no buffer to fill; set it to a directory")
     stop = stop_on_signals()
     clients.check_broker(config.kafka)  # before the directory is created
     directory = Path(fill.directory)

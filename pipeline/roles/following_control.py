@@ -1,6 +1,6 @@
-"""Ends the roles of a run that is split or drained: none starts, and one that runs stops as after SIGTERM.
+"""Ends the roles of a run that is split or drained: no role starts, and a running role stops as after SIGTERM.
 
-Roles whose work others wait for while a run is split (servers that answer, labelers that finish groups) end last.
+While a run is split, other roles still need servers that answer and labelers that finish groups, so these end last.
 """
 
 import logging
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 _POLL_S = 1.0
 _REST_S = 5.0
 Ends = Callable[[DesiredState], bool]
-"""Whether what operators want ends a role."""
+"""Returns whether the state that operators want ends a role."""
 
 
 def end_with_split(kafka: KafkaConfig, run: str, also: Ends = lambda _state: False, *, last: bool = False) -> None:
-    """Stop this process by SIGTERM once its run is split, or `also` holds; with `last`, once the run that goes on is
-    open, and so not for a split that is given up. Raises StateRefused if it is that far already, or the run is being
-    filled."""
+    """Stop this process by SIGTERM once its run is split, or once `also` returns true. With `last`, wait until the
+    successor of a split run is open, so that a split that is given up does not stop this process. Raises StateRefused
+    if the process would have to stop already, or if the run is still being filled."""
     check_open(kafka, run, while_closing=last)
     threading.Thread(target=_follow, args=(kafka, run, also, last), name="control", daemon=True).start()
 
@@ -61,13 +61,13 @@ def _ends(kafka: KafkaConfig, run: str, also: Ends, last: bool) -> bool:
                 elif message.value is not None and (not last or _is_over(message, skipped)):
                     event(logger, "run_split", run=run)
                     return True
-            # Before the end of the topic, what was withdrawn may seem to hold.
+            # Before the end of the topic is read, a request that was withdrawn later may still seem valid.
             if (topic, 0) in follower.ends and also(state):
                 event(logger, "run_drained", run=run)
                 return True
 
 
 def _is_over(message: KafkaRecord, skipped: SkippedRecords) -> bool:
-    """Return whether the run that goes on is open."""
+    """Whether the successor of the split run is open."""
     split = skipped.decode(RunSplit, message)
     return split is not None and split.phase == "moved"

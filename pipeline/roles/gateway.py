@@ -1,4 +1,4 @@
-"""The role `gateway`: an address at which any agent makes its model calls, which become rollouts."""
+"""The role `gateway`: an address at which any agent can make its model calls, which become rollouts."""
 
 import argparse
 import asyncio
@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Serve until stopped; what agents began, any gateway continues."""
+    """Serve until stopped; any gateway continues the sessions that agents have begun."""
     end_with_split(config.kafka, config.run)
     run_until_stopped(lambda stop: _serve(config, args.ordinal, stop))
     return 0

@@ -1,4 +1,4 @@
-"""The role `group`: one grouping consumer. To scale, start more with further ordinals."""
+"""The role `group`: one grouping consumer. To scale, start more processes with further ordinals."""
 
 import argparse
 import gc
@@ -13,8 +13,8 @@ from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 
 COLLECT_AFTER = (50_000, 50, 1000)
-"""Thresholds of the garbage collector. A fold holds many objects in flight, none of them in cycles; with the default
-thresholds the collector would scan them again and again."""
+"""Thresholds of the garbage collector. Grouping keeps many objects in flight, none of them in cycles; with the default
+thresholds, the collector would scan them again and again."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("recover", "adopt", "skip", "pause", "resume"),
         help="recover: commit lost positions again from the journal, and exit; adopt: the same for a run restored from "
-        "an archive; skip: have records left out unread; pause: read a partition no further; resume: do again",
+        "an archive; skip: leave records out unread; pause: stop reading a partition; resume: read it again",
     )
     parser.add_argument(
         "place",
@@ -34,7 +34,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="PARTITION[:OFFSET[-LAST]]",
         help="records to skip, as the error names them; or the partition to pause or resume",
     )
-    parser.add_argument("--reason", default="", help="why; a skip's stays in the journal")
+    parser.add_argument("--reason", default="", help="why; the reason of a skip is kept in the journal")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
@@ -60,7 +60,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _leave(config: RunConfig, ordinal: int) -> None:
-    from rollstream.pipeline.run.numbered_processes import leave_group  # which few processes need
+    from rollstream.pipeline.run.numbered_processes import leave_group  # imported here because few processes need it
 
     leave_group(config, (ordinal,))
 
@@ -81,8 +81,8 @@ def _skip(config: RunConfig, args: argparse.Namespace) -> int:
     last = skip.offset + skip.count - 1
     offsets = f"offset {last} of" if skip.count == 1 else f"{skip.count} offsets, {skip.offset} to {last}, of"
     print(
-        f"{offsets} partition {skip.partition} left out, dropped as skipped, by the task that starts before: start "
-        f"`rollstream group` again"
+        f"{offsets} partition {skip.partition} will be left out, dropped as skipped, by a task that starts before that "
+        f"offset: start `rollstream group` again"
     )
     return 0
 
@@ -101,7 +101,7 @@ def _pause(config: RunConfig, args: argparse.Namespace) -> int:
         return 0
     pause(config.kafka, config.run, partition, args.reason)
     print(
-        f"partition {partition} of rollouts is read no further, by this process or the next, until `rollstream group "
+        f"no process reads partition {partition} of rollouts any further until `rollstream group "
         f"resume {partition} --run {config.run}`"
     )
     return 0

@@ -1,6 +1,6 @@
 """The role `infer`: an inference server whose decoder follows the weights topic.
 
-It listens once a first policy version is loaded and everything is compiled, so that a ready server answers at once.
+It listens once the first policy version is loaded and everything is compiled, so that a ready server answers at once.
 """
 
 import argparse
@@ -50,12 +50,12 @@ class FollowedPolicy:
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its answer together."""
+        """Maximum number of tokens of a prompt and its answer together."""
         return self._decoder.max_model_len
 
     @property
     def vocab_size(self) -> int:
-        """Number of token ids that it knows, which may be more than the tokenizer has."""
+        """Number of token ids of the model, which may be more than the tokenizer has."""
         return self._decoder.config.vocab_size
 
     @property
@@ -70,7 +70,7 @@ class FollowedPolicy:
 
     @property
     def behind(self) -> bool:
-        """Whether a newer version is held than the one in use."""
+        """Whether a newer version has arrived than the one in use."""
         return self._follower.version > self._version
 
     def refresh(self) -> int:
@@ -115,7 +115,7 @@ class FollowedPolicy:
         self._decoder.reset()
 
     def warm_up(self) -> None:
-        """Compile every shape; each one is progress, so that the supervisor goes on waiting."""
+        """Compile every shape, and report each one as progress, so that the supervisor goes on waiting."""
         self._decoder.warm_up(self._params, announce_progress)
 
 
@@ -130,7 +130,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     config = replace(config, inference=config.inference.replica(args.ordinal))
     tokenizer = tokenizer_of(config.learner)
     template = chat_template(config.inference.chat_template, tokenizer, config.learner.pretrained)
-    # Workers that finish their groups when the run is split still ask.
+    # When a run is split, workers still need this server to finish their groups.
     end_with_split(config.kafka, config.run, last=True)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         prepare_jax(config)
@@ -159,7 +159,7 @@ async def _serve(
 
 
 def wait_for_version(follower: WeightsFollower, timeout_s: float) -> None:
-    """Wait for a first version; under a supervisor, as long as the supervisor waits for the learner."""
+    """Wait for the first version: at most `timeout_s`, or under a supervisor as long as it waits for the learner."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -171,7 +171,7 @@ def wait_for_version(follower: WeightsFollower, timeout_s: float) -> None:
 
 
 def _prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower) -> FollowedPolicy:
-    """Wait for a first version and compile for its shapes, with JAX imported during the wait."""
+    """Import JAX, wait for the first version and compile for its shapes."""
     from rollstream.consumers.models.slots import SlotDecoder, cache_bytes
 
     wait_for_version(follower, config.supervisor.ready_timeout_s)
@@ -184,8 +184,8 @@ def _prepare(config: RunConfig, tokenizer: Tokenizer, follower: WeightsFollower)
     if cache_mib > inference.max_cache_mib:
         raise ConfigurationError(
             f"{inference.max_rows} sequences of {inference.max_model_len} tokens need a cache of {cache_mib:,.0f} MiB, "
-            f"more than inference.max_cache_mib {inference.max_cache_mib}: lower inference.max_rows or "
-            "inference.max_model_len, or raise it"
+            f"more than inference.max_cache_mib, {inference.max_cache_mib}: lower inference.max_rows or "
+            "inference.max_model_len, or raise inference.max_cache_mib"
         )
     decoder = SlotDecoder(
         model,

@@ -25,7 +25,7 @@ def require_jax() -> None:
 
 
 def prepare_jax(config: RunConfig) -> None:
-    """Check that JAX is installed, set its compile cache and the number of its CPU threads."""
+    """Check that JAX is installed, and set its compile cache and the number of its CPU threads."""
     from rollstream.consumers.learner.reproducibility import prepare_environment
 
     require_jax()
@@ -33,7 +33,7 @@ def prepare_jax(config: RunConfig) -> None:
     cache = Path(config.learner.compile_cache or config.data_dir / "cache" / "jax").resolve()
     cache.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault(CACHE_VARIABLE, str(cache))
-    # By default only what took a second is kept; a learner's start compiles dozens of smaller functions.
+    # By default only compilations of a second or more are cached; a learner compiles dozens of smaller functions.
     os.environ.setdefault(CACHED_FROM_VARIABLE, "0")
     prepare_environment(config.learner)
 
@@ -42,7 +42,7 @@ def prepare_jax(config: RunConfig) -> None:
 def ending_at_once(processes: int, debug: bool) -> Iterator[None]:
     """End this process at once after an error, if it is one of several that train together.
 
-    At exit JAX waits for the other processes, which wait for this one or have ended.
+    A regular exit would hang: JAX waits for the other processes, which wait for this one or have ended.
     """
     try:
         yield
@@ -55,7 +55,7 @@ def ending_at_once(processes: int, debug: bool) -> Iterator[None]:
 
 @contextmanager
 def printing_to_stderr() -> Iterator[None]:
-    """Send to stderr what native libraries print on stdout, which is for answers: Gloo names its connections there."""
+    """Send to stderr what native libraries, such as Gloo, print on stdout, which is reserved for a command's answer."""
     sys.stdout.flush()
     stdout = os.dup(1)
     os.dup2(2, 1)

@@ -1,4 +1,4 @@
-"""The role `label`: one process of the labeling stage. To scale, start more with further ordinals."""
+"""The role `label`: one process of the labeling stage. To scale, start more processes with further ordinals."""
 
 import argparse
 
@@ -26,8 +26,8 @@ def register(parser: argparse.ArgumentParser) -> None:
         "labeler",
         nargs="?",
         metavar="MODULE:FUNCTION",
-        help="takes a Trajectory, returns it labeled, or None; or takes a Rollout, returns its reward (default: "
-        "labeling.labeler); judge: asks a model; recover: commit lost positions again, and exit",
+        help="function that takes a Trajectory and returns it labeled, or None; or takes a Rollout and returns its "
+        "reward (default: labeling.labeler); judge: ask a model; recover: commit lost positions again, and exit",
     )
     add_number(parser, "labeler")
 
@@ -41,7 +41,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         raise ConfigurationError("no labeler is named; give package.module:function, or set labeling.labeler")
     labeler = judge_of(config.labeling) if name == JUDGE else labeler_of(name)
     stop = stop_on_signals()
-    # Rollouts that workers had begun when the run was split are labelled before they are moved.
+    # When a run is split, rollouts that workers have begun are still labeled before they are moved.
     end_with_split(config.kafka, config.run, last=True)
     run_labeling(
         labeler,
@@ -56,7 +56,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def judge_of(config: LabelingConfig) -> Labeler:
-    """Return the labeler `judge`. Its HTTP client is imported only where it is asked for."""
+    """Return the labeler `judge`. Its HTTP client is imported only if it is used."""
     from rollstream.consumers.labeling.judge import Judge
 
     return Judge(config.judge)

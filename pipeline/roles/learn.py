@@ -24,14 +24,14 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="learner.warm_start.file=",
         action=Setting,
         metavar="FILE",
-        help="supervised examples before version 0",
+        help="supervised examples to train on before version 0",
     )
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Train until the last step or until the lead process is stopped, and leave a checkpoint on disk."""
+    """Train until the last step, or until the lead process is stopped, and write a checkpoint."""
     check_lengths(config, environments_of(config))
-    if args.process == 0:  # the others follow it
+    if args.process == 0:  # the other processes follow this one
         end_with_split(config.kafka, config.run)
     clients.check_broker(config.kafka)
     prepare_jax(config)
@@ -41,7 +41,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     stop = threading.Event()
 
     def ready() -> None:
-        # Until the first step is on record there is nothing to drain, so a signal ends the process at once.
+        # Before the role is ready there is nothing to drain, so a signal ends the process at once.
         stop_on_signals(stop)
         announce_ready()
 

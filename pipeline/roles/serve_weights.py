@@ -1,4 +1,4 @@
-"""The role `serve-weights`: keeps engines of others, such as vLLM and SGLang, on the newest policy version."""
+"""The role `serve-weights`: keeps third-party engines, such as vLLM and SGLang, on the newest policy version."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Update the engines until stopped."""
     serving = replace(config.serving, urls=tuple(args.url)) if args.url else config.serving
-    # Engines still answer workers that finish their groups when the run is split.
+    # When a run is split, workers still need the engines to finish their groups.
     end_with_split(config.kafka, config.run, last=True)
     fleet = EngineFleet(
         config.kafka,

@@ -107,7 +107,7 @@ def settle(config: RunConfig) -> RunConfig:
 
 
 def with_coordinator(config: RunConfig) -> RunConfig:
-    """Return the configuration with a coordinator on this machine if the learner has several processes and names none."""
+    """Return the configuration with a coordinator on this machine if a learner of several processes names none."""
     if config.learner.processes == 1 or config.learner.coordinator:
         return config
     coordinator = f"{_HERE}:{free_port(_HERE)}"

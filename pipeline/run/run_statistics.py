@@ -38,7 +38,7 @@ POINTS = 36
 
 @dataclass(kw_only=True)
 class RunSnapshot(RecordCounts):
-    """State of a run at one time. Rates are per second over the last ten seconds, or the last ten before it was idle."""
+    """State of a run at one time. Rates are per second, over the last ten seconds or, if it is idle, its last ten."""
 
     run: str
     seconds: float = 0.0

@@ -197,7 +197,7 @@ def _rule(config: RunConfig) -> tuple[AutoscaleConfig, int]:
 
 def _limit(config: RunConfig) -> str:
     limit = config.grouper.records_per_s
-    return f"each may read {limit:,.0f} records a second (grouper.records_per_s)" if limit else "their rate is unlimited"
+    return f"each may read {limit:,.0f} records a second (grouper.records_per_s)" if limit else "with no limit of rate"
 
 
 def _line(series: ScaleSeries) -> str:

@@ -1,4 +1,4 @@
-"""`python -m rollstream` is the command `rollstream`; child processes are started this way, with -P."""
+"""Runs the command `rollstream` as `python -m rollstream`; child processes are started in this way, with -P."""
 
 from rollstream.pipeline.entry import main
 

@@ -110,7 +110,7 @@ def _cursor(order: str, std: float | None, first: int) -> str:
 
 
 def spread(db: sqlite3.Connection, bins: int = 20) -> dict[str, Any]:
-    """Return shares of zero-variance groups by version, a histogram of standard deviations, and counts by environment."""
+    """Return shares of groups without variance by version, a histogram of deviations, and counts by environment."""
     bins = min(max(bins, 1), 200)
     by_version = db.execute(
         "select version, avg(zero_variance) from groups where members >= ? and std is not null group by version",
@@ -181,7 +181,7 @@ def estimators(db: sqlite3.Connection, row_id: int) -> dict[str, Any]:
 
 
 def _members(db: sqlite3.Connection, condition: str, number: int) -> list[_Member]:
-    """Return the valid members in the order of the log; of two members with one uid the first counts, as in grouping."""
+    """Return the valid members in the order of the log; of two with the same uid, the first counts, as in grouping."""
     rows = db.execute(
         "select n.uid, r.grp, n.episode, n.branches, r.reward, r.sampled from rollouts r"
         f" join rollout_names n on n.id = r.id where {condition} and r.reward is not null"

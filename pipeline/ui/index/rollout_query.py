@@ -168,7 +168,7 @@ def name_id(db: sqlite3.Connection, kind: str, name: str) -> int:
 
 
 def bounded(value: int | None) -> int | None:
-    """Return a number that SQLite accepts; a number beyond its range matches nothing, and neither does the largest."""
+    """Return a number that SQLite accepts: one beyond its range becomes the nearest bound, which no row reaches."""
     return None if value is None else max(-_LARGEST, min(value, _LARGEST))
 
 

@@ -88,11 +88,11 @@ def success_of(rollout: Rollout) -> float:
 
 
 class Clock:
-    """Ids of the records of one partition. They rise with the append time, and depend only on the partition's records."""
+    """Ids of the records of a partition. They rise with the append time and depend only on the partition's records."""
 
     def __init__(self, partition: int, last_ms: int = 0, repeated: int = 0) -> None:
         if partition >= 1 << _PARTITION_BITS:
-            raise ValueError(f"partition {partition} is too high: an index has room for {1 << _PARTITION_BITS} partitions")
+            raise ValueError(f"partition {partition} is too high: an index has room for {1 << _PARTITION_BITS} of them")
         self._partition = partition
         self.last_ms, self.repeated = last_ms, repeated
 

@@ -137,8 +137,8 @@ class RolloutTable:
     def write_texts(self) -> None:
         """Write the texts of new rows, right before the transaction commits.
 
-        Inserting texts in the order of their ids is much faster. SQLite keeps new texts in memory only until a statement
-        changes several rows of another table, so they are written last.
+        Inserting texts in the order of their ids is much faster. SQLite keeps new texts in memory only until a
+        statement changes several rows of another table, so they are written last.
         """
         self._db.executemany("insert into texts (rowid, text) values (?, ?)", sorted(self._texts))
         self._texts.clear()

@@ -1,6 +1,6 @@
-"""RunIndex: what the page of a run asks, answered from its index. It needs no server.
+"""RunIndex: answers the queries of the page of a run from its index. It needs no server.
 
-One thread of one process fills the index; any number of threads and processes query it meanwhile.
+One thread of one process fills the index, while any number of threads and processes query it.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class IndexProgress(NamedTuple):
 
 
 def index_file(config: RunConfig, archive: str = "") -> Path:
-    """The file of the index of a run: of its topics, or of an archive at a path or URL."""
+    """Return the path of the index of a run's topics, or of an archive at a path or URL."""
     name = f"index-{hashlib.sha256(archive.encode()).hexdigest()[:12]}.sqlite" if archive else "index.sqlite"
     return config.run_dir / name
 
@@ -43,20 +43,20 @@ class RunIndex(Closing):
     """The index of one run."""
 
     def __init__(self, config: RunConfig, path: Path, source: IndexSource) -> None:
-        """Use `RunIndex.open`."""
+        """Use `RunIndex.open` instead."""
         self._config, self._path, self._source = config, path, source
         self._writer = IndexWriter(path, source, cache_bytes=config.ui.index_cache_bytes)
         self._local = threading.local()
-        """Connections of the threads that ask."""
+        """Connections of the threads that query the index."""
         self._view: RunView | None = None
         self._lock = threading.Lock()
 
     @classmethod
     def open(cls, config: RunConfig, archive: str = "", *, fills: bool = True) -> "RunIndex":
-        """Open the index of a run: of its topics, or of an archive at a path or URL.
+        """Open the index of a run's topics, or of an archive at a path or URL.
 
-        Without `fills` it is only asked: another process has made its file and fills it. Raises TopicError if the run
-        does not exist, BrokerUnavailable, or ConfigurationError for a missing archive.
+        Without `fills` the index is only queried: another process has created its file and fills it. Raises TopicError
+        if the run does not exist, BrokerUnavailable, or ConfigurationError for a missing archive.
         """
         source: IndexSource
         if archive:
@@ -79,13 +79,13 @@ class RunIndex(Closing):
         return self._source.kind
 
     def begin(self) -> None:
-        """Make the file, unless another process writes to it already."""
+        """Create or open the file for writing, unless another process already writes to it."""
         self._writer.begin()
 
     def close(self) -> None:
-        """Close the connections; the index stays. A thread that asks meanwhile gets its answer."""
+        """Close the connections; the file stays. A query that another thread has begun still gets its answer."""
         self._writer.close()
-        # A connection closes once nobody holds it: to close one that another thread uses would crash SQLite.
+        # A connection closes once no thread refers to it; closing one that another thread uses would crash SQLite.
         self._local = threading.local()
         with self._lock:
             view, self._view = self._view, None
@@ -97,7 +97,7 @@ class RunIndex(Closing):
     def poll(self, wait_s: float = 0.0) -> int:
         """Index the records that arrived, waiting at most `wait_s` for the first; return how many were read.
 
-        By one thread at a time. Returns 0 while another process fills this index.
+        Call it from one thread at a time. Returns 0 while another process fills this index.
         """
         return self._writer.poll(wait_s)
 
@@ -106,7 +106,7 @@ class RunIndex(Closing):
         self._writer.catch_up()
 
     def progress(self) -> IndexProgress:
-        """How far the source is read."""
+        """Return how far the source is read."""
         bounds = self._source.bounds()
         answer = self._db().execute("select topic, partition, position from positions")
         at = {(topic, partition): position for topic, partition, position in answer}
@@ -125,51 +125,51 @@ class RunIndex(Closing):
         limit: int = 100,
         skip: int = 0,
     ) -> dict[str, Any]:
-        """One page of rollouts: rows, next, matching, matching_exact."""
+        """Return one page of rollouts: rows, next, matching, matching_exact."""
         return rollout_query.page(self._db(), wanted or RolloutFilter(), order, after, limit, skip)
 
     def facets(self) -> dict[str, Any]:
-        """Values by which rollouts can be filtered, with counts of fates and reasons."""
+        """Return values by which rollouts can be filtered, with counts of fates and reasons."""
         return facets.facets(self._db())
 
     def details(self, partition: int, offset: int, *, tokens_from: int = 0) -> dict[str, Any]:
-        """One rollout whole."""
+        """Return all details of one rollout."""
         place = RolloutPlace(partition, offset)
         return rollout_details.details(self._db(), self._indexed_view(), place, tokens_from)
 
     def estimators(self, partition: int, offset: int) -> dict[str, Any]:
-        """The group of a rollout under every estimator."""
+        """Return the advantages of a rollout's group under every estimator."""
         db = self._db()
         return group_query.estimators(db, rollout_details.id_at(db, RolloutPlace(partition, offset)))
 
     def groups(
         self, wanted: GroupFilter | None = None, *, order: str = "newest", after: str | None = None, limit: int = 100
     ) -> dict[str, Any]:
-        """One page of groups: rows, next, matching, matching_exact."""
+        """Return one page of groups: rows, next, matching, matching_exact."""
         return group_query.page(self._db(), wanted or GroupFilter(), order, after, limit)
 
     def spread(self, bins: int = 20) -> dict[str, Any]:
-        """How far rewards spread within groups: by version, as a histogram, by environment."""
+        """Return the spread of rewards within groups: by version, as a histogram, by environment."""
         return group_query.spread(self._db(), bins)
 
     def drops(self, buckets: int = 120) -> dict[str, Any]:
-        """Dropped rollouts by reason over time."""
+        """Return the numbers of dropped rollouts by reason over time."""
         return history.drops(self._db(), buckets)
 
     def weights(self) -> dict[str, Any]:
-        """Policy versions, and the components that serve one."""
+        """Return the policy versions, and the version of each component that serves one."""
         return history.weights(self._db())
 
     def series(
         self, learner: str | None = None, names: Sequence[str] = (), points: int = series.POINTS
     ) -> dict[str, Any]:
-        """Figures by step: learner, learners, series."""
+        """Return series of figures by step: learner, learners, series."""
         return series.series(self._db(), learner, names, points)
 
     # ------------------------------------------------------------------ connections
 
     def _db(self) -> sqlite3.Connection:
-        """This thread's connection for queries."""
+        """Return this thread's connection for queries."""
         connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
         if connection is None:
             connection = self._local.connection = sqlite_files.reader(self._path)

@@ -1,4 +1,4 @@
-"""The SQLite file of an index: its tables. It can be deleted at any time, and is built again."""
+"""The tables of the SQLite file of an index. The file can be deleted at any time, and is then built again."""
 
 import sqlite3
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from pathlib import Path
 from rollstream.pipeline import sqlite_files
 
 VERSION = 4
-"""Version of the tables and of what is written to them; each change of either raises it."""
+"""Version of the tables and of their contents; raise it with each change of either."""
 _TEXTS_HELD = 64 * 1024 * 1024
-"""Bytes of new entries of the index of texts that are held before they are written; less makes many small parts, which
-are merged again and again."""
+"""Bytes of new entries that the full-text index keeps in memory before it writes them; a smaller value makes many small
+parts, which are merged again and again."""
 
 TABLES = f"""
 create table positions (
@@ -101,8 +101,8 @@ create table produced (
 
 
 def create(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection:
-    """Open the index for writing; one of other topics or of another version is deleted and made anew.
+    """Open the index for writing; an index of other topics or of another version is deleted and created anew.
 
-    Raises ConfigurationError if this Python's SQLite cannot hold it.
+    Raises ConfigurationError if this Python's SQLite does not support it.
     """
     return sqlite_files.create(path, {"version": str(VERSION), **identity}, TABLES)

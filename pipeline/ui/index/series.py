@@ -1,6 +1,6 @@
-"""Series of figures by step: those of a learner's steps, and those of the rollouts that each version produced.
+"""Series of figures by step: metrics of a learner's steps, and figures of the rollouts that each version produced.
 
-The x of a version's rollouts is the step that published the version, so that both stand over one axis.
+The x of a version's rollouts is the step that published the version, so that both kinds share one axis.
 """
 
 import math
@@ -21,13 +21,14 @@ SHORT_NAMES = {
     "perf/throughput": "tokens_per_s",
     "time/step": "step_s",
 }
-"""Names of series by those of a learner's metrics; all others keep theirs, and time/STAGE is step_s/STAGE."""
+"""Names of series by name of a learner's metric; other metrics keep their names, except that time/STAGE becomes
+step_s/STAGE."""
 Points = dict[int, float]
 """Values by step."""
 
 
 def learners(db: sqlite3.Connection) -> list[str]:
-    """Learners with steps on record; the one with the most steps first."""
+    """Return the learners with steps on record; the learner with the most steps comes first."""
     answer = db.execute("select learner from steps group by learner order by count(*) desc, learner")
     return [name for (name,) in answer]
 
@@ -35,7 +36,7 @@ def learners(db: sqlite3.Connection) -> list[str]:
 def series(
     db: sqlite3.Connection, learner: str | None = None, names: Sequence[str] = (), points: int = POINTS
 ) -> dict[str, Any]:
-    """Series of one learner, by default the one with the most steps; all series, or those with the names asked for."""
+    """Return the series of one learner, by default the learner with the most steps: all series, or those in `names`."""
     known = learners(db)
     chosen = learner or (known[0] if known else None)
     answer = {**_of_components(db, chosen), **_by_version(db, chosen), **_trained(db, chosen)}
@@ -49,7 +50,7 @@ def series(
 
 
 def group_of(name: str) -> str:
-    """The group of series that a chart shows together."""
+    """Return the name of the group of series that a chart shows together."""
     return name.partition("/")[0] if "/" in name else name
 
 
@@ -63,14 +64,14 @@ def _trained(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
 
 
 def series_name(metric: str) -> str:
-    """Name of the series of a learner's metric."""
+    """Return the name of the series of a learner's metric."""
     if metric in SHORT_NAMES:
         return SHORT_NAMES[metric]
     return f"step_s/{metric.removeprefix('time/')}" if metric.startswith("time/") else metric
 
 
 def _by_version(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
-    """Figures of the rollouts of each version, those of evaluations apart."""
+    """Return figures of the rollouts of each version, with evaluations in separate series."""
     sums: dict[str, dict[int, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
     for topic, version, environment, count, reward, successes, sampled, truncated in db.execute(
         "select topic, version, (select name from names where id = environment), rollouts, reward, successes, sampled,"
@@ -99,7 +100,7 @@ def _by_version(db: sqlite3.Connection, learner: str | None) -> dict[str, Points
 
 
 def _of_components(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
-    """Metrics of components, each summed up over the components of its role, at the newest step of their time."""
+    """Return metrics summed over the components of each role, each at the newest step made by its time."""
     steps = db.execute(
         "select time_ms, step from steps where learner = ? order by time_ms, step", (learner,)
     ).fetchall()
@@ -118,7 +119,7 @@ def _mean(parts: Iterable[tuple[float, int]]) -> float:
 
 
 def _steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int, int]:
-    """The step behind each version of a learner; a version without a manifest stands for its own number."""
+    """Return the step that published each version of a learner; a version without a manifest counts as its own step."""
     known = {
         version: (publisher, step)
         for version, publisher, step in db.execute("select version, learner, step from policies")
@@ -133,7 +134,7 @@ def _steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int,
 
 
 def _thinned(points: Points, most: int) -> tuple[list[int], list[float]]:
-    """At most `most` points: means of neighbours, each at the last of their steps."""
+    """Return at most `most` points, each the mean of neighboring points at the last of their steps."""
     steps = sorted(points)
     each = -(-len(steps) // most) if steps else 1
     x, y = [], []

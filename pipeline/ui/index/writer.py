@@ -1,6 +1,6 @@
-"""Fills an index from a source: rows and positions commit in one transaction, so that it is restored by position.
+"""Fills an index from a source. Rows and positions commit in one transaction, so filling resumes at the positions.
 
-One process writes to an index at a time; another one waits until that one has ended, and reads meanwhile.
+One process writes to an index at a time; another process can read it, and takes over once the writer has ended.
 """
 
 import fcntl
@@ -27,13 +27,13 @@ from rollstream.topics.records import JournalRecord, TrainingBatch
 from rollstream.topics.validation import decode_journal
 
 _PORTION = 4000
-"""Most records of rollouts, and of the other topics, that are held at once."""
+"""Maximum number of records of `rollouts`, and of records of the other topics, that are read at once."""
 _COMMITTED = 10_000
-"""Records read in a transaction before it is committed, as long as more are there. Large transactions write a page of
-the indexes once for many rows; they take about a second, and readers do not wait for them."""
+"""Records read in a transaction before it commits, as long as more are available. A large transaction writes a page of
+the SQLite indexes once for many rows; it takes about a second, and readers do not wait for it."""
 PATIENCE_S = 60.0
 _WAITING_BYTES = 64 * 1024 * 1024
-"""Bytes of records that wait for the rollouts which they name; beyond, no more such records are read."""
+"""Bytes of records that may wait for the rollouts that they name; beyond this, no more such records are read."""
 
 
 class _Waiting(NamedTuple):
@@ -45,7 +45,7 @@ class _Waiting(NamedTuple):
     place: Place
     """The partition of `rollouts` that it names."""
     needed: int
-    """Position there from which it can be written."""
+    """Position up to which that partition must be read before the record is written."""
     record: JournalRecord | TrainingBatch | None = None
 
 
@@ -60,8 +60,8 @@ class IndexWriter(Closing):
         commit_records: int = _COMMITTED,
         cache_bytes: int = UiConfig.index_cache_bytes,
     ) -> None:
-        """Commits after so many records, or when no more are there, and keeps so much of the file in memory. Raises
-        ConfigurationError if SQLite is too old, and as the source does."""
+        """The writer commits after `commit_records` records, or when no more are available, and keeps `cache_bytes` of
+        the file in memory. Raises ConfigurationError if SQLite is too old, and the errors of the source."""
         self._path, self._source, self._commit_records = path, source, commit_records
         self._cache_bytes = cache_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ class IndexWriter(Closing):
         self._ingest: Ingest | None = None
         self._at: dict[Place, int] = {}
         self._waiting: deque[_Waiting] = deque()
-        """Records whose rollouts are not read."""
+        """Records whose rollouts have not been read yet."""
         self._waiting_bytes = 0
 
     @property
@@ -88,7 +88,7 @@ class IndexWriter(Closing):
             self._lock = -1
 
     def begin(self) -> bool:
-        """Take the index; return False while another process writes to it."""
+        """Open the index for writing; return False while another process writes to it."""
         if self._ingest is not None:
             return True
         try:
@@ -108,27 +108,27 @@ class IndexWriter(Closing):
         try:
             return self._poll(wait_s)
         except OffsetGone:
-            self._restart()  # Records were pruned meanwhile.
+            self._restart()  # Records were pruned before they were read.
             return 1
 
     def catch_up(self) -> None:
-        """Write every record that is on the log now. Raises DeadlineExceeded if the source gives nothing for long."""
+        """Write every record that is on the log now. Raises DeadlineExceeded if the source returns nothing for long."""
         wanted = {place: end for place, (_low, end) in self._source.bounds().items()}
         deadline = time.monotonic() + PATIENCE_S
         while self._behind(wanted):
             if self.poll(0.1):
                 deadline = time.monotonic() + PATIENCE_S
-            # On a busy machine the call that reads the last record may take longer.
+            # On a busy machine, the call that reads the last record may return after the deadline, so check again.
             elif time.monotonic() > deadline and (behind := self._behind(wanted)):
                 raise DeadlineExceeded(f"{behind[0]}[{behind[1]}] was not read to its end for {PATIENCE_S:g} s")
 
     def _behind(self, wanted: Mapping[Place, int]) -> Place | None:
-        """A partition that is not read and written up to these ends; None if all are."""
+        """Return a partition that is not read and written up to its end; None if there is none."""
         late = (place for place, end in wanted.items() if self._at.get(place, 0) < end)
         return next(late, self._waiting[0].own if self._waiting else None)
 
     def _restart(self) -> None:
-        """Read from the positions of the index on."""
+        """Begin to read at the positions of the index."""
         assert self._ingest is not None
         self._ingest.forget()
         self._waiting.clear()
@@ -156,7 +156,7 @@ class IndexWriter(Closing):
                     return count
 
     def _read(self, wait_s: float) -> tuple[list[KafkaRecord], list[KafkaRecord]]:
-        """Records of rollouts, and of the other topics; waits at most `wait_s` for the first."""
+        """Return records of `rollouts` and of the other topics; wait at most `wait_s` for the first."""
         rollouts = self._source.poll(True, _PORTION, 0.0)
         others: list[KafkaRecord] = []
         if self._waiting_bytes < _WAITING_BYTES:
@@ -164,7 +164,7 @@ class IndexWriter(Closing):
         return rollouts, others
 
     def _new_ends(self) -> dict[Place, int]:
-        """Ends of partitions that are read to their end, where the index does not have them yet."""
+        """Return the ends of partitions that were read to their end, if the index does not have them yet."""
         return {place: end for place, end in self._source.ends().items() if end > self._at.get(place, 0)}
 
     def _write(
@@ -186,7 +186,7 @@ class IndexWriter(Closing):
                 self._at[place] = max(self._at.get(place, 0), end)
 
     def _take_waiting(self, ingest: Ingest) -> None:
-        """Write the records whose rollouts are read, those of a partition in their order."""
+        """Write the records whose rollouts have been read, in order within each partition."""
         kept: deque[_Waiting] = deque()
         held: set[Place] = set()
         for item in self._waiting:
@@ -201,7 +201,7 @@ class IndexWriter(Closing):
         self._waiting = kept
 
     def _release(self) -> None:
-        """Let records no longer wait for offsets beyond the end of `rollouts`, which was cut off."""
+        """Stop waiting for offsets beyond the end of `rollouts`, which was truncated."""
         bounds = self._source.bounds()
         self._waiting = deque(
             item._replace(needed=0) if bounds.get(item.place, (0, 0))[1] < item.needed else item
@@ -210,7 +210,7 @@ class IndexWriter(Closing):
 
     @contextmanager
     def _transaction(self) -> Iterator[Ingest]:
-        """Commit what is written in the block, with the positions; or nothing, and read again from where it began."""
+        """Commit what the block writes together with the positions. After an error, roll back and read it again."""
         assert self._ingest is not None
         db = self._ingest.db
         db.execute("begin immediate")
@@ -229,7 +229,7 @@ class IndexWriter(Closing):
 
 
 def _waiting(message: KafkaRecord) -> _Waiting:
-    """Decode a record that names rollouts, and say up to where they must be read before it is written."""
+    """Decode a record that names rollouts, and note the position up to which they must be read before it is written."""
     own, place = (name_in_run(message.topic), message.partition), (ROLLOUTS, message.partition)
     if own[0] in ("journal", "batches"):
         try:

@@ -1,1 +1,1 @@
-"""The server of the page: who may ask, what a run answers, and the events of a run that goes on."""
+"""The server of the page: access control, the answers about a run, and the stream of its events."""

@@ -1,8 +1,8 @@
-"""Decides who may ask: by the host that a request names, its origin, its token, and a header that forms cannot send.
+"""Decides which requests are answered, by their host, origin and token, and by a header that forms cannot send.
 
-A page of a foreign site must neither read a run nor change it through the browser of somebody who may. DNS rebinding
-gives such a page our address under its own name, so a request must name a host of ours. Its requests have a foreign
-origin, and cannot have the header of a change without asking first, which nobody answers.
+A page of a foreign site must neither read nor change a run through the browser of an authorized user. DNS rebinding can
+make the name of such a site resolve to this server, so a request must name a host of this server. Requests of a foreign
+page have a foreign origin. They cannot carry the header for changes without a CORS preflight, which is never granted.
 """
 
 import hashlib
@@ -25,32 +25,32 @@ class Access:
     """The rules of one server."""
 
     def __init__(self, config: UiConfig) -> None:
-        """Resolve the token, or draw one where it is required. Raises ConfigurationError if it cannot be resolved."""
+        """Resolve the token, or draw one if it is required but not set. Raises ConfigurationError if it is unresolvable."""
         self._host = config.host
         self.token = resolve("ui.token", config.token)
         self._drawn = not self.token and not config.is_loopback
         if self._drawn:
             self.token = secrets.token_urlsafe(_TOKEN_BYTES)
         self._names = {name.lower().rstrip(".") for name in (_LOCAL, config.host, *config.names)}
-        # Cookies are for a host and all its ports: each server has one of its own, which does not tell the token.
+        # Ports of a host share cookies, so each server has its own cookie name. The cookie does not reveal the token.
         self._session = hmac.digest(self.token.encode(), b"session of the page", hashlib.sha256).hex()
         self.cookie = f"rollstream-{self._session[:8]}"
 
     @property
     def session(self) -> str:
-        """The value of the cookie of a browser that gave the token."""
+        """Value of the cookie for a browser that sent the token."""
         return self._session[8:]
 
     def url(self, port: int) -> str:
-        """URL to open, with an address of this machine where the server listens on all; and with the token if it was
-        drawn, as one that was set is known and must not be in logs."""
+        """Return the URL to open, with a loopback address if the server listens on all addresses. It contains the token
+        only if the token was drawn: a token that was set is known to users, and must not get into logs."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         base = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         return f"{base}?token={self.token}" if self._drawn else base
 
     def knows_host(self, header: str) -> bool:
-        """Whether a request names this server: by an address, which no name server can turn elsewhere, or by a name
-        of ours, at any port, as ports are forwarded."""
+        """Whether a request names this server, by one of its names or by an address, which DNS cannot redirect. Any
+        port is accepted, because ports may be forwarded."""
         name = host_of(header)
         if name is None:
             return False
@@ -61,7 +61,7 @@ class Access:
         return True
 
     def is_own_page(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request comes from our page, from an address that somebody typed, or from a program."""
+        """Whether a request comes from this server's page, from an address that a user typed, or from a program."""
         if headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):
             return False
         origin = headers.get("Origin")
@@ -71,7 +71,7 @@ class Access:
         return scheme in ("http", "https") and place.lower() == headers.get("Host", "").lower()
 
     def is_token(self, given: str) -> bool:
-        """Whether this is the token; the time it takes does not tell how much of it is right."""
+        """Whether this is the token; the comparison takes the same time however much of the token is right."""
         return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
 
     def admits(self, cookie: str, authorization: str) -> bool:
@@ -84,6 +84,6 @@ class Access:
 
 
 def host_of(header: str) -> str | None:
-    """The name or address in a Host header, in small letters and without its port; None if it is no host."""
+    """Return the name or address in a Host header, in lower case and without port; None if the header is invalid."""
     match = _HOST.fullmatch(header.lower())
     return (match["address"] or match["name"]) if match else None

@@ -1,4 +1,4 @@
-"""Answers of the API: JSON without NaN, errors with their remedy, and headers that keep a browser within our page."""
+"""Answers of the API: JSON without NaN, errors with their remedy, and headers that restrict a browser to this page."""
 
 import json
 import math
@@ -31,7 +31,7 @@ class UnusableParameter(Exception):
 
 
 def json_text(value: Any) -> str:
-    """JSON of a value; numbers that JSON cannot express are null."""
+    """Return the JSON of a value; numbers that JSON cannot express become null."""
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except ValueError:
@@ -39,7 +39,7 @@ def json_text(value: Any) -> str:
 
 
 def finite(value: Any) -> Any:
-    """The value with null for each number that is not finite."""
+    """Return the value with None for each number that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -51,12 +51,12 @@ def finite(value: Any) -> Any:
 
 def answer(value: Any, status: int = 200) -> web.Response:
     """Return a value as JSON."""
-    # Half of a surrogate pair has no UTF-8, and texts of agents may have one.
+    # Half of a surrogate pair cannot be encoded in UTF-8, and texts of agents may contain one.
     body = json_text(value).encode("utf-8", errors="replace")
     headers = {"Cache-Control": NO_STORE}
     return web.Response(body=body, status=status, content_type="application/json", charset="utf-8", headers=headers)
 
 
 def refusal(status: int, error: str, remedy: str = "") -> web.Response:
-    """Return an error, with what to do about it where that is known."""
+    """Return an error, with a remedy if one is known."""
     return answer({"error": error, "remedy": remedy} if remedy else {"error": error}, status)

@@ -1,4 +1,4 @@
-"""The API of the page: which function answers a path, and what it answers. docs/page.md has its contract."""
+"""The API of the page: the function that answers each path. docs/page.md describes the contract."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ class Api:
         self._runs, self._closing = runs, closing
 
     def routes(self) -> list[web.RouteDef]:
-        """Return every route; a path that none has is an error in JSON, too."""
+        """Return every route; a path without a route is also answered with an error in JSON."""
         run = "/api/runs/{run}"
         return [
             web.get("/api/runs", self._list),
@@ -59,13 +59,13 @@ class Api:
         ]
 
     def _run(self, request: web.Request, *, live: bool = False) -> PageRun:
-        """The run that a path names. `live` is for what an archive does not have."""
+        """Return the run that a path names. With `live`, refuse a run of an archive, which lacks the requested data."""
         name = request.match_info["run"]
         if name not in self._runs:
-            raise web.HTTPNotFound(reason="this server has no such run; /api/runs lists those it has")
+            raise web.HTTPNotFound(reason="this server has no such run; /api/runs lists its runs")
         run = self._runs[name]
         if live and run.source != "topics":
-            raise web.HTTPNotFound(reason="an archive does not have this; `rollstream restore` makes a run of it")
+            raise web.HTTPNotFound(reason="an archive does not have this; `rollstream restore` makes it a run again")
         return run
 
     async def _list(self, _request: web.Request) -> web.Response:
@@ -181,7 +181,7 @@ class Api:
 
 
 def rollout_filter(query: Mapping[str, str]) -> RolloutFilter:
-    """The conditions on rollouts that a query has."""
+    """Return the conditions on rollouts that a query contains."""
     texts = ("environment", "worker", "fate", "reason", "example", "group", "batch", "uid", "text")
     numbers = ("version", "version_min", "version_max", "step")
     conditions: dict[str, Any] = {name: given.text(query, name) for name in texts}
@@ -191,11 +191,11 @@ def rollout_filter(query: Mapping[str, str]) -> RolloutFilter:
 
 
 async def _object(request: web.Request) -> dict[str, Any]:
-    """The body of a request, which must be a JSON object."""
+    """Return the body of a request, which must be a JSON object."""
     try:
         body = json.loads(await request.read() or b"null")
     except (ValueError, RecursionError):
         body = None
     if not isinstance(body, dict):
-        raise UnusableParameter("the body is no JSON object", 'send an object such as {"places": ["0:3"]}')
+        raise UnusableParameter("the body is not a JSON object", 'send an object such as {"places": ["0:3"]}')
     return body

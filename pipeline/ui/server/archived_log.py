@@ -11,12 +11,12 @@ from rollstream.topics.kafka.records import KafkaRecord, Place
 
 
 class ArchivedLog:
-    """The records that an archive holds now; an observer of those that are added later begins anew."""
+    """The records that an archive contains now; to observe records that are added later, begin with a new one."""
 
     left_out: Mapping[int, set[int]] = {}
 
     def __init__(self, archive: str, run: str) -> None:
-        """Raises ConfigurationError if the archive does not hold the run."""
+        """Raises ConfigurationError if the archive does not contain the run."""
         self._source, self._run = ArchiveSource(open_store(archive), run), run
         self._first = self.bounds()
         self._records: Iterator[KafkaRecord] = iter(())
@@ -24,21 +24,21 @@ class ArchivedLog:
 
     @property
     def has_grown(self) -> bool:
-        """Whether the archive holds records that were not there at first."""
+        """Whether records were added to the archive since it was opened."""
         return self.bounds() != self._first
 
     def bounds(self) -> dict[Place, tuple[int, int]]:
-        """First and end offset of each partition now."""
+        """Return the first and end offset of each partition now."""
         bounds = self._source.bounds().items()
         return {(topic_name(self._run, name), p): held for (name, p), held in bounds if name in OBSERVED}
 
     def begin(self, starts: Mapping[Place, int]) -> None:
-        """Read from the beginning, as an archive is read file by file; records before a start are passed over."""
+        """Read from the beginning, because an archive is read file by file; records before a start are skipped."""
         records = chain.from_iterable(map(self._source.messages, OBSERVED))
         self._records = (r for r in records if r.offset >= starts.get((r.topic, r.partition), 0))
 
     def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
-        """Return up to `most` records; all that is there is there at once."""
+        """Return up to `most` records, without waiting."""
         del wait_s
         records = list(islice(self._records, most))
         if not records:

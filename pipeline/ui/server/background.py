@@ -1,6 +1,6 @@
-"""Runs what blocks, such as reads of topics and of files, on threads beside the event loop.
+"""Runs blocking calls, such as reads of topics and of files, on threads outside the event loop.
 
-The threads are daemons: a server that stops waits for no broker.
+The threads are daemons, so that a server that stops does not wait for a broker.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ class Background:
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True).start()
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Return what the function returns on a thread, or raise what it raises there."""
+        """Call a function on a thread; return its result or raise its error."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
         self._tasks.put((function, loop, future))
         return await future
 
     def close(self) -> None:
-        """Let each thread end after what it does now."""
+        """Let each thread end after the calls that are queued."""
         for _ in range(self._threads):
             self._tasks.put(None)
 
@@ -45,7 +45,7 @@ class Background:
                 result, error = None, raised
             try:
                 loop.call_soon_threadsafe(_settle, future, result, error)
-            except RuntimeError:  # the loop is closed: nobody waits any more
+            except RuntimeError:  # the loop is closed, so nobody waits for the result
                 return
 
 

@@ -1,4 +1,4 @@
-"""Dead letters for the page: rows of a list, and letters that are sent again."""
+"""Dead letters for the page: rows for its list, and sending letters again."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,9 +13,9 @@ _MOST_SENT = 1000
 
 
 def row(letter: dlq.Letter) -> dict[str, Any]:
-    """A letter as a row."""
+    """Return a letter as a row."""
     value = decoded(letter.value)
-    # A record that is whole may have thousands of tokens; plain shows them in short.
+    # A complete record may have thousands of tokens; `plain` abbreviates them.
     preview = value.decode(errors="replace") if isinstance(value, bytes) else compact(plain(value)) if value else ""
     return {
         "place": letter.name,
@@ -29,9 +29,9 @@ def row(letter: dlq.Letter) -> dict[str, Any]:
 
 
 def redrive(config: RunConfig, places: object) -> dict[str, Any]:
-    """Send letters again, each at most once, and say which were left, and why."""
+    """Send letters again, each at most once; return which letters were not sent, and why."""
     if not isinstance(places, Sequence) or isinstance(places, str) or not places or len(places) > _MOST_SENT:
-        raise UnusableParameter("places is no list of letters", f'give 1 to {_MOST_SENT:,} of them, such as ["0:3"]')
+        raise UnusableParameter("places is not a list of letters", f'give 1 to {_MOST_SENT:,} places, such as ["0:3"]')
     letters = dlq.chosen(dlq.read(config.kafka, config.run), [str(place) for place in places], config.run)
     sent, left = dlq.resend(config, letters)
     return {"redriven": len(sent), "left": {letter.name: why for letter, why in left}}

@@ -1,5 +1,5 @@
-"""Server-sent events of a run: its overview when it moves, at most once a second, and from time to time in any case;
-and, when its index has moved, that views should ask again."""
+"""Server-sent events of a run: its overview whenever the run has moved, but at most once a second, and at least every
+few seconds; and a request to update views whenever the index has moved."""
 
 import asyncio
 from contextlib import suppress
@@ -10,7 +10,7 @@ from rollstream.pipeline.ui.server.answers import NO_STORE, json_text
 from rollstream.pipeline.ui.server.page_run import PageRun
 
 LEAST_S, MOST_S = 1.0, 14.0
-"""Time between two overviews."""
+"""Shortest and longest time between two overviews."""
 
 
 async def stream(request: web.Request, run: PageRun, closing: asyncio.Event) -> web.StreamResponse:
@@ -39,7 +39,7 @@ async def _write(request: web.Request, response: web.StreamResponse, run: PageRu
     indexed = run.live.indexed
     while True:
         moved.clear()
-        with suppress(TimeoutError):  # the brokers do not answer, which the API says
+        with suppress(TimeoutError):  # the brokers do not answer; answers of the API report it
             await _send(response, "overview", await run.overview())
         if run.live.indexed != indexed:
             indexed = run.live.indexed
@@ -51,6 +51,6 @@ async def _write(request: web.Request, response: web.StreamResponse, run: PageRu
 
 
 async def _send(response: web.StreamResponse, name: str, value: object) -> None:
-    # JSON on one line: a line break would end the datum.
+    # JSON is on one line, because a line break would end the data field.
     data = json_text(value).encode("utf-8", errors="replace")
     await response.write(b"event: " + name.encode() + b"\ndata: " + data + b"\n\n")

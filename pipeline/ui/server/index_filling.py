@@ -1,4 +1,4 @@
-"""Has the index of a run filled by a process, and gives it to those who query it as soon as it can be opened."""
+"""Starts the process that fills the index of a run, and opens the index for queries as soon as that is possible."""
 
 import asyncio
 import logging
@@ -35,12 +35,12 @@ class IndexFilling:
         self.progress = IndexProgress(0, 0)
 
     def start(self) -> None:
-        """Begin, on behalf of the event loop that runs."""
+        """Start the thread, which calls back into the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and end the process; what is cut off is read again."""
+        """Stop, and end the process; the next start reads again what was not committed."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_ENDING_S)
@@ -78,7 +78,7 @@ class IndexFilling:
             self._index.close()
 
     def _follow(self, pipe: Connection) -> None:
-        """Take what the process says until it ends or this server does."""
+        """Receive the reports of the process until it or this server ends."""
         opened = False
         while not self._stop.is_set():
             if not pipe.poll(_LOOK_S):
@@ -95,7 +95,7 @@ class IndexFilling:
             self._call(self._moved)
 
     def _open(self) -> bool:
-        """Open the index that the process has made; return whether that went well."""
+        """Open the index that the process has created; return whether that succeeded."""
         try:
             index = RunIndex.open(self._config, self._archive, fills=False)
         except RollstreamError as error:

@@ -1,4 +1,4 @@
-"""Values that take time to read: read on a thread, for all who ask meanwhile, and kept for a while."""
+"""Values that take time to read: one thread reads a value for all concurrent requests, and it is kept for a while."""
 
 import asyncio
 import time
@@ -20,16 +20,16 @@ class Kept(Generic[T]):
         self._reading: asyncio.Task[T] | None = None
 
     async def get(self) -> T:
-        """Return the value; raise what reading it raised."""
+        """Return the value; raise the error that reading it raised."""
         if self._value is not None and time.monotonic() - self._read_at < self._keep_s:
             return self._value
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._refresh())
-        # One of several that wait may be cancelled; the others still want the value.
+        # If one of several waiting requests is cancelled, the other requests still need the value.
         return await asyncio.shield(self._reading)
 
     def forget(self) -> None:
-        """Read it again for whoever asks next."""
+        """Make the next request read the value again."""
         self._value = None
 
     async def _refresh(self) -> T:

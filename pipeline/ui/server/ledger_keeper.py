@@ -1,4 +1,4 @@
-"""Keeps a ledger of a run: proven on a thread while requests get the newest one, and again once the run has moved."""
+"""Keeps the ledger of a run: a thread proves it again when the run has moved, while requests get the newest result."""
 
 import threading
 import time
@@ -8,7 +8,7 @@ from typing import Any
 from rollstream.topics.errors import RollstreamError
 
 _REST = 5
-"""A ledger that takes a second is proven again at the earliest so many seconds later."""
+"""Least pause before a ledger is proven again, as a multiple of the time that the last proof took."""
 _LEAST_REST_S = 5.0
 
 
@@ -16,7 +16,7 @@ class LedgerKeeper:
     """The newest ledger of a run."""
 
     def __init__(self, prove: Callable[[], dict[str, Any]], revision: Callable[[], object]) -> None:
-        """`prove` returns a ledger; `revision` returns something else whenever the run has moved."""
+        """`prove` returns a ledger; `revision` returns a different value whenever the run has moved."""
         self._prove, self._revision = prove, revision
         self._book: dict[str, Any] | None = None
         self._at_ms: int | None = None
@@ -27,7 +27,7 @@ class LedgerKeeper:
         self._running = False
 
     def answer(self) -> dict[str, Any]:
-        """Return the newest ledger, null before the first, and let a newer one be proven if it is time."""
+        """Return the newest ledger, None before the first, and begin to prove a newer one if it is time."""
         if not self._running and time.monotonic() >= self._rest_until and self._revision() != self._proven:
             self._running = True
             threading.Thread(target=self._work, name="ledger", daemon=True).start()

@@ -1,6 +1,6 @@
-"""Follows one run for the page, on a thread of its own, whether the run goes on or is over.
+"""Follows one run for the page, on a separate thread, whether the run goes on or is over.
 
-The page shows the part of the history that is read while the thread reads the rest.
+The page shows the history that has been read so far, while the thread reads on.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _EVERY_S = 1.0
 _CALLS_S = 5.0
-"""Time between looks at how many calls of sessions there are."""
+"""Time between checks of the number of records of sessions."""
 _POLL_S = 0.2
 _LOOK_S = 10.0
-"""Time after which an archive may have grown."""
+"""Time between checks whether an archive has grown."""
 _AGAIN_S = 5.0
 """Pause after an error of the brokers."""
 
@@ -37,7 +37,7 @@ class LiveRun:
     """The newest snapshot of a run, and the streams that wait for the next one."""
 
     def __init__(self, config: RunConfig, archive: str = "") -> None:
-        """`archive` is the path or URL of an archive that holds the run, instead of its topics."""
+        """`archive` is the path or URL of an archive of the run, which is then read instead of its topics."""
         self.name, self._config, self._archive = config.run, config, archive
         self._stop = threading.Event()
         self._snapshot: RunSnapshot | None = None
@@ -50,11 +50,11 @@ class LiveRun:
         self.indexed = 0
         """Number of times that its index has moved."""
         self._calls, self._calls_due = 0, 0.0
-        """Records of sessions and their calls; their topic is read when somebody asks for sessions."""
+        """Number of records of sessions and their calls; the topic itself is read only for requests about sessions."""
         self._thread = threading.Thread(target=self._follow, name=f"run {config.run}", daemon=True)
 
     def start(self) -> None:
-        """Begin to read, on behalf of the event loop that runs."""
+        """Begin to read on a thread, which calls back into the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -73,7 +73,7 @@ class LiveRun:
         }
 
     def close(self) -> None:
-        """Stop reading; the thread ends with what it does now."""
+        """Stop reading; the thread ends after its current read."""
         self._stop.set()
 
     def add_waiting(self, moved: asyncio.Event) -> None:
@@ -84,7 +84,7 @@ class LiveRun:
         self._waiting.discard(moved)
 
     async def overview(self, timeout_s: float) -> dict[str, Any]:
-        """Return the state of the run; the first is there as soon as the brokers have answered.
+        """Return the state of the run; wait for the first one until the brokers have answered.
 
         Raises TimeoutError, with the error of the brokers if there was one.
         """
@@ -152,14 +152,14 @@ class LiveRun:
                 self._publish()
 
     def _count_calls(self) -> None:
-        """Let views ask again when sessions have moved: they are in no index."""
+        """Let views update when there are new records of sessions, which the index does not contain."""
         if time.monotonic() < self._calls_due:
             return
         self._calls_due = time.monotonic() + _CALLS_S
         try:
             bounds = topic_admin.bounds(self._config.kafka, topic_name(self.name, "calls"))
         except RollstreamError:
-            return  # The next look tells; a run of an early release has no such topic.
+            return  # The next check may succeed; a run of an early release has no such topic.
         calls = sum(end for _begin, end in bounds.values())
         if calls != self._calls:
             self._calls = calls

@@ -1,4 +1,4 @@
-"""Mixtures of the workers for the page: what each has drawn, its success rates, and the weights that follow."""
+"""Mixtures of the workers for the page: the episodes each has drawn, its success rates, and the resulting weights."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,7 +11,7 @@ from rollstream.topics.steering import DesiredState, desired_state
 
 
 def mixture(config: RunConfig) -> dict[str, Any]:
-    """Return the newest state of each worker's mixture; a run of an early release has none."""
+    """Return the newest state of each worker's mixture; for a run of an early release there are none."""
     newest = newest_states(config.kafka, config.run)
     wanted = desired_state(config.kafka, config.run)
     states = [newest[name] for name in sorted(newest)]
@@ -26,7 +26,7 @@ def mixture(config: RunConfig) -> dict[str, Any]:
 def _environments(
     config: RunConfig, state: MixtureState, states: Iterable[MixtureState], wanted: DesiredState
 ) -> list[dict[str, Any]]:
-    """Rows of a worker, with the weights that its own curriculum has; 0 for what is locked or paused."""
+    """Return the rows of a worker, with the weights of its curriculum; 0 for a locked or paused environment."""
     configured = {each.name or each.use: each.weight for each in config.mixture}
     names = [each.environment for each in state.environments]
     curriculum = Curriculum(

@@ -1,4 +1,4 @@
-"""Serves the files of the page: those of its folder with a known ending, each with an ETag."""
+"""Serves the files of the page, which are the files in its folder with a known suffix, each with an ETag."""
 
 import hashlib
 import re
@@ -24,7 +24,7 @@ _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 class PageFiles:
-    """The files below a folder. One that changes is read again, so that a page is developed without a restart."""
+    """The files below a folder. A file that changes is read again, so the page can be edited without a restart."""
 
     def __init__(self, folder: Path = PAGE) -> None:
         self._folder = folder.resolve()
@@ -44,7 +44,7 @@ class PageFiles:
         return web.Response(body=content, content_type=kind, charset=charset, headers=headers)
 
     def find(self, name: str) -> Path | None:
-        """The file of a name; every part of the name must be that of a file or folder that is not hidden."""
+        """Return the file of a name, or None; no part of the name may be that of a hidden file or folder."""
         parts = name.split("/")
         if not all(_SEGMENT.fullmatch(part) for part in parts):
             return None

@@ -1,4 +1,4 @@
-"""One run as the server has it: what follows it, its index, and what is read of it when somebody asks."""
+"""One run of the server: the thread that follows it, its index, and the data that is read on request."""
 
 import asyncio
 import threading
@@ -28,21 +28,21 @@ T = TypeVar("T")
 _THREADS = 4
 _KEEP_S = 5.0
 _PATIENCE_S = 20.0
-"""How long a request waits for what cannot be asked yet."""
+"""How long a request waits for data that is not available yet."""
 
 
 class PageRun:
-    """A run of the page. Nothing that blocks is called on the event loop."""
+    """A run of the page. Blocking calls never run on the event loop."""
 
     def __init__(self, config: RunConfig, archive: str = "") -> None:
-        """`archive` is the path or URL of an archive that holds the run, instead of its topics."""
+        """`archive` is the path or URL of an archive of the run, which is then read instead of its topics."""
         self.config, self.name = config, config.run
         self.source = "archive" if archive else "topics"
         self.live = LiveRun(config, archive)
         self._filling = IndexFilling(config, archive, self.live.note_indexed)
         self._background = Background(f"page {config.run}", _THREADS)
         self._slow = Background(f"topics of {config.run}")
-        # A change may wait for grouping for a minute.
+        # A change may wait for grouping for a minute, so it has a separate thread.
         self._changes = Background(f"changes of {config.run}")
         self.letters: Kept[list[dlq.Letter]] = Kept(self._slow, lambda: dlq.read(config.kafka, config.run), _KEEP_S)
         self.sessions: Kept[SessionList] = Kept(self._slow, lambda: read_sessions(config.kafka, config.run), _KEEP_S)
@@ -52,7 +52,7 @@ class PageRun:
         self.ledger = LedgerKeeper(self._prove, lambda: self.live.revision)
 
     def start(self) -> None:
-        """Begin to read, on behalf of the event loop that runs."""
+        """Begin to read on threads, which call back into the running event loop."""
         self.live.start()
         self._filling.start()
 
@@ -65,16 +65,16 @@ class PageRun:
         self._changes.close()
 
     async def ask(self, question: Callable[[RunIndex], T]) -> T:
-        """Return an answer of the index."""
+        """Return the answer of the index to a query."""
         index = await self._filling.opened(_PATIENCE_S)
         return await self._background.call(lambda: question(index))
 
     async def compute(self, work: Callable[[], T]) -> T:
-        """Return what takes a while to compute."""
+        """Run a function that takes a while on a thread; return its result."""
         return await self._background.call(work)
 
     async def overview(self) -> dict[str, Any]:
-        """Return the state of the run, with how far its index is."""
+        """Return the state of the run, with the progress of its index."""
         answer = await self.live.overview(_PATIENCE_S)
         progress = self._filling.progress
         if progress.offset_total:
@@ -84,7 +84,7 @@ class PageRun:
         return answer
 
     async def learners(self) -> list[str]:
-        """Names of the learners on record; none while the index is not opened."""
+        """Return the names of the learners on record; none until the index is open."""
         if not self._filling.is_open:
             return []
         answer = await self.ask(lambda index: index.series(names=["none"]))
@@ -97,27 +97,27 @@ class PageRun:
         return answer
 
     async def command(self, body: Mapping[str, Any]) -> str:
-        """Check a command and record it, or make a lasting change; return what is said about it."""
+        """Check a command and record it, or make a lasting change; return a sentence about the change, else ""."""
         if body.get("command") in lasting_changes.CHANGES:
             return await self._changes.call(lambda: lasting_changes.make(self.config, body))
         await self._slow.call(lambda: steering.record(self.config.kafka, self.name, body))
         return ""
 
     async def wanted(self) -> dict[str, Any]:
-        """Return what commands want of the run now, and what was changed for good."""
+        """Return the state that commands request of the run now, and its lasting changes."""
         wanted = await self._slow.call(lambda: steering.state(self.config.kafka, self.name))
         return wanted | await self._slow.call(lambda: lasting_changes.state(self.config))
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
-        """Return one rollout whole."""
+        """Return all details of one rollout."""
         return await self.ask(lambda index: index.details(*place, tokens_from=tokens_from))
 
     async def offsets(self, fate: str, reason: str | None) -> list[OffsetRange]:
-        """Return the ranges of offsets with a fate, as the newest ledger has them."""
+        """Return the ranges of offsets with a fate, according to the newest ledger."""
         return await self.compute(lambda: self._ranges(fate, reason))
 
     def _prove(self) -> dict[str, Any]:
-        """Read what is new since the last time, or since another process wrote the books of the run."""
+        """Return the ledger, after reading the records since the last call or since another process wrote the books."""
         with self._proving:
             return self._opened_books().poll().as_dict()
 
@@ -136,5 +136,5 @@ class PageRun:
 
 
 async def closed(runs: list[PageRun]) -> None:
-    """Close runs beside each other."""
+    """Close runs in parallel."""
     await asyncio.gather(*(asyncio.to_thread(run.close) for run in runs))

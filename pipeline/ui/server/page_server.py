@@ -1,4 +1,4 @@
-"""The HTTP server of the page: who may ask, which function answers, and that every answer says what it is."""
+"""The HTTP server of the page: it checks requests, routes them, and adds security headers to every answer."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MOST_QUERY = 4096
 _MOST_BODY = 1 << 20
 _MOST_LINE = 1 << 16
-"""Longer requests are refused by the parser, which closes the connection."""
+"""Longest request line and header; the parser refuses longer ones and closes the connection."""
 _CLOSE_S = 0.5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -42,7 +42,7 @@ class PageServer:
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        """Listen. Raises ConfigurationError if the address cannot be had."""
+        """Listen. Raises ConfigurationError if that is not possible on the address."""
         self._server = await listen(
             [*self._api.routes(), web.get("/{path:.*}", self._file)],
             self._config.host,
@@ -72,7 +72,7 @@ class PageServer:
 
     async def _file(self, request: web.Request) -> web.StreamResponse:
         if self._access.token and "token" in request.query:
-            # The token leaves the address, which browsers remember and show.
+            # Redirect to an address without the token, because browsers show and remember addresses.
             response = web.Response(status=303, headers={"Location": "./", "Cache-Control": answers.NO_STORE})
             response.set_cookie(
                 self._access.cookie,
@@ -96,19 +96,19 @@ class PageServer:
             return answers.refusal(error.status, error.reason)
         except (TimeoutError, RollstreamError, sqlite3.Error) as error:
             return of_error(error)
-        except Exception as error:  # this request fails, the server goes on
+        except Exception as error:  # only this request fails; the server goes on
             event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
             return answers.refusal(500, "this request failed; the server's log has the error")
 
     def _check(self, request: web.Request) -> None:
         """Raise the error of a request that may not be answered."""
         if not self._access.knows_host(request.headers.get("Host", "")):
-            raise web.HTTPMisdirectedRequest(reason="this server is not known by that name; see ui.names")
+            raise web.HTTPMisdirectedRequest(reason="the host of the request is not one of this server; see ui.names")
         if len(request.rel_url.raw_query_string) > _MOST_QUERY:
-            raise web.HTTPRequestURITooLong(reason=f"a query may have {_MOST_QUERY:,} characters")
+            raise web.HTTPRequestURITooLong(reason=f"a query may have at most {_MOST_QUERY:,} characters")
         changes = request.method not in ("GET", "HEAD")
         if (changes or request.path.startswith("/api/")) and not self._access.is_own_page(request.headers):
-            raise web.HTTPForbidden(reason="a page of another origin asks")
+            raise web.HTTPForbidden(reason="the request comes from a page of another origin")
         if changes and request.headers.get(CHANGE_HEADER) != "1":
             raise web.HTTPForbidden(reason=f"changes need the header {CHANGE_HEADER}: 1")
         if not self._may_ask(request):
@@ -123,14 +123,14 @@ class PageServer:
 
 
 def of_error(error: Exception) -> web.Response:
-    """The answer to a request that raised an error which is expected at times."""
+    """Return the answer to a request that raised an expected kind of error."""
     if isinstance(error, ConfigurationError | TopicError):
         status = 400 if isinstance(error, ConfigurationError) else 404
         what, _, remedy = str(error).partition("; ")
         return answers.refusal(status, what, remedy)
     if isinstance(error, StateRefused):
-        return answers.refusal(409, str(error), "see whether the run should be changed so")
-    return answers.refusal(503, str(error), "the page asks again; see whether the brokers answer")
+        return answers.refusal(409, str(error), "check whether the run should be changed in this way")
+    return answers.refusal(503, str(error), "the page asks again; check whether the brokers answer")
 
 
 async def _add_headers(_request: web.Request, response: web.StreamResponse) -> None:

@@ -1,4 +1,4 @@
-"""Parameters of requests as typed values; one that cannot be used is an error with a remedy."""
+"""Parameters of requests as typed values. An unusable parameter raises an error with a remedy."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -9,41 +9,41 @@ from rollstream.pipeline.ui.server.answers import UnusableParameter
 
 T = TypeVar("T")
 LIMIT, MOST = 100, 1000
-"""Rows of a page: by default, and at most."""
+"""Number of rows of a page: default and maximum."""
 _LARGEST = 1 << 63
 _DIGITS = 19
 
 
 def integer(query: Mapping[str, str], name: str) -> int | None:
-    """A whole number; None if it is not given."""
+    """Return a parameter as a whole number; None if it is not given."""
     text = query.get(name, "")
     if not text:
         return None
     digits = text.removeprefix("-")
     if not (digits.isascii() and digits.isdecimal()) or len(digits) > _DIGITS or abs(int(text)) >= _LARGEST:
-        raise UnusableParameter(f"{name} is {text[:40]!r}, no whole number", f"give {name} as digits, or leave it out")
+        raise UnusableParameter(f"{name} is {text[:40]!r}, not a whole number", f"give {name} as digits, or omit it")
     return int(text)
 
 
 def number(query: Mapping[str, str], name: str) -> float | None:
-    """A finite number; None if it is not given."""
+    """Return a parameter as a finite number; None if it is not given."""
     text = query.get(name, "")
     try:
         value = float(text) if text else None
     except ValueError:
         value = math.nan
     if value is not None and not math.isfinite(value):
-        raise UnusableParameter(f"{name} is {text[:40]!r}, no number", f"give {name} as a number such as 0.5")
+        raise UnusableParameter(f"{name} is {text[:40]!r}, not a number", f"give {name} as a number such as 0.5")
     return value
 
 
 def text(query: Mapping[str, str], name: str) -> str | None:
-    """A text; None if it is not given, or empty."""
+    """Return a parameter as text; None if it is empty or not given."""
     return query.get(name) or None
 
 
 def choice(query: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """One of some words, by default the first."""
+    """Return a parameter that is one of some words; the first word if it is not given."""
     word = query.get(name) or choices[0]
     if word not in choices:
         raise UnusableParameter(f"{name} is {word[:40]!r}", f"{name} is one of {', '.join(choices)}")
@@ -51,7 +51,7 @@ def choice(query: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
 
 
 def flag(query: Mapping[str, str], name: str) -> bool | None:
-    """True or false; None if it is not given."""
+    """Return a parameter as true or false; None if it is not given."""
     word = query.get(name, "")
     if not word:
         return None
@@ -59,7 +59,7 @@ def flag(query: Mapping[str, str], name: str) -> bool | None:
 
 
 def within(query: Mapping[str, str], name: str, default: int, most: int) -> int:
-    """A count from 1 to `most`; one that is larger is `most`."""
+    """Return a parameter as a count from 1 to `most`; a larger count becomes `most`."""
     value = integer(query, name)
     if value is not None and value < 1:
         raise UnusableParameter(f"{name} is {value}", f"{name} is at least 1")
@@ -67,20 +67,20 @@ def within(query: Mapping[str, str], name: str, default: int, most: int) -> int:
 
 
 def place(partition: str, offset: str) -> RolloutPlace:
-    """A place of a record, from two parts of a path."""
+    """Return the place of a record, from two parts of a path."""
     parts = {"partition": partition, "offset": offset}
     numbers = integer(parts, "partition"), integer(parts, "offset")
     if numbers[0] is None or numbers[1] is None or min(numbers[0], numbers[1]) < 0:
-        raise UnusableParameter(f"{partition[:20]}/{offset[:20]} is no place", "write PARTITION/OFFSET, such as 0/1234")
+        raise UnusableParameter(f"{partition[:20]}/{offset[:20]} is not a place", "give PARTITION/OFFSET, e.g. 0/1234")
     return RolloutPlace(numbers[0], numbers[1])
 
 
 def page_of(rows: Sequence[T], names: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[T], str | None]:
-    """The rows after the one that `after` names, at most `limit`, and the name of the last if more follow it."""
+    """Return at most `limit` rows after the row that `after` names, and the name of the last if more rows follow."""
     after, begin = text(query, "after"), 0
     if after is not None:
         if after not in names:
-            raise UnusableParameter(f"after is {after[:40]!r}, which is in no list", "ask again without after")
+            raise UnusableParameter(f"after is {after[:40]!r}, which is not in the list", "ask again without after")
         begin = names.index(after) + 1
     end = begin + within(query, "limit", LIMIT, MOST)
     return rows[begin:end], names[end - 1] if end < len(rows) else None

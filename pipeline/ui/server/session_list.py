@@ -1,4 +1,4 @@
-"""Sessions of agents for the page: their states as gateways fold them, and one session with its calls in full."""
+"""Sessions of agents for the page: a list with their states, derived as in gateways, and one session with its calls."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -20,7 +20,7 @@ STATES = ("open", "waits_for_reward", "closing", "finished", "cancelled")
 
 
 class SessionList:
-    """Sessions of a run as of the moment they were read, the newest first."""
+    """Sessions of a run at the time they were read, newest first."""
 
     def __init__(self, messages: Iterable[KafkaRecord]) -> None:
         book, self._ended = CallBook(), dict[str, int]()
@@ -31,7 +31,7 @@ class SessionList:
             with skipped.passing(message):
                 record = decode(message.value)
                 if not isinstance(record, ModelCall | SessionEvent):
-                    raise RecordError(f"a {type(record).__name__} stands where a call belongs")
+                    raise RecordError(f"a {type(record).__name__} instead of a call or an event of a session")
                 book.add(message, record)
                 self._messages.setdefault(record.session, []).append((message, record))
                 began.setdefault(record.session, message.timestamp_ms)
@@ -42,7 +42,7 @@ class SessionList:
         self.by_name = {name: sessions[name] for name in sorted(sessions, key=lambda name: (-began[name], name))}
 
     def row(self, session: CapturedSession) -> dict[str, Any]:
-        """A session as a row."""
+        """Return a session as a row."""
         closed = session.closed
         return {
             "session": session.name,
@@ -56,7 +56,7 @@ class SessionList:
         }
 
     def details(self, name: str) -> dict[str, Any]:
-        """One session with its events and calls, whose messages are whole. Raises TopicError if there is none."""
+        """Return a session with its events and its calls with all messages. Raises TopicError if it does not exist."""
         if name not in self.by_name:
             raise TopicError("there is no such session; /sessions lists them")
         sequences, events, calls = CallSequences(), [], []
@@ -69,7 +69,7 @@ class SessionList:
 
 
 def read_sessions(kafka: KafkaConfig, run: str) -> SessionList:
-    """Read the sessions of a run; a run of an early release has none."""
+    """Read the sessions of a run; a run of an early release, which lacks their topic, has none."""
     topic = topic_name(run, "calls")
     try:
         topic_admin.partitions_of(kafka, topic)
@@ -79,7 +79,7 @@ def read_sessions(kafka: KafkaConfig, run: str) -> SessionList:
 
 
 def state_of(session: CapturedSession) -> str:
-    """State of a session, in the words of the gateway."""
+    """Return the state of a session, as the gateway names it."""
     closed = session.closed
     if closed is None:
         return "waits_for_reward" if session.ended else "open"

@@ -208,7 +208,7 @@ def test_processes_that_nobody_adopts_end_in_time() -> None:
 
 
 def test_a_second_supervisor_of_a_run_is_refused_with_the_first_one_named() -> None:
-    with registry(), pytest.raises(ConfigurationError, match=rf"process {os.getpid()} already supervises .* stop it first"):
+    with registry(), pytest.raises(ConfigurationError, match=rf"process {os.getpid()} already supervises .* first"):
         registry()
 
 
