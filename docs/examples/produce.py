@@ -1,4 +1,4 @@
-"""Produces rollouts without an environment: draws numbers from the newest policy, scores them and writes whole groups.
+"""Rollouts from code outside rollstream: draw numbers from the newest policy, score them, and write whole groups.
 
 Arguments: servers, run.
 """

@@ -79,8 +79,8 @@ def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
 
 
 def worker_name(config: RunConfig, ordinal: int, workers: int | None = None) -> str:
-    """Return the name of the worker with this ordinal: the configured name, followed by the ordinal if there are several
-    workers. `workers` is the number that operators want; without it, the configured number counts."""
+    """Return the name of the worker with this ordinal: the configured name, followed by the ordinal if there are
+    several workers. `workers` is the number that operators want; without it, the configured number counts."""
     name = config.worker.worker_id
     if name == WorkerConfig().worker_id:
         return f"env-{ordinal}"

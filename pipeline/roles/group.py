@@ -81,8 +81,8 @@ def _skip(config: RunConfig, args: argparse.Namespace) -> int:
     last = skip.offset + skip.count - 1
     offsets = f"offset {last} of" if skip.count == 1 else f"{skip.count} offsets, {skip.offset} to {last}, of"
     print(
-        f"{offsets} partition {skip.partition} will be left out, dropped as skipped, by a task that starts before that "
-        f"offset: start `rollstream group` again"
+        f"{offsets} partition {skip.partition} will be dropped as skipped, without being read, when its grouping task "
+        f"starts again: start `rollstream group` again"
     )
     return 0
 

@@ -98,7 +98,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser)
     parser.add_argument("--keep", action="store_true", help="keep the broker's data for later queries")
-    parser.add_argument("--no-faults", action="store_true", help="kill nothing on the way")
+    parser.add_argument("--no-faults", action="store_true", help="do not kill processes during the run")
     parser.add_argument(
         "--compare", action="store_true", help="train the same recipe in one process, too, and show what the log costs"
     )

@@ -59,7 +59,7 @@ class CrashLoop:
     exits: int
     """Exits within the window."""
     cause: str
-    """How it exited, and what it said last."""
+    """How it exited, and its last error or the end of its log."""
     again_in_s: float
     """Pause until it is started again."""
 

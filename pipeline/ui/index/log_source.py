@@ -148,7 +148,7 @@ class ArchiveSource:
         manifest = manifests.newest(self._store, self.run)
         if manifest is None:
             raise ConfigurationError(
-                f"{self._store.url} holds no archive of run {self.run}; it holds {manifests.runs_of(self._store)}"
+                f"{self._store.url} has no archive of run {self.run}; runs there: {manifests.runs_of(self._store)}"
             )
         return manifest
 

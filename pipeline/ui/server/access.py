@@ -25,7 +25,7 @@ class Access:
     """The rules of one server."""
 
     def __init__(self, config: UiConfig) -> None:
-        """Resolve the token, or draw one if it is required but not set. Raises ConfigurationError if it is unresolvable."""
+        """Resolve the token, or draw one if it is required but unset. Raises ConfigurationError if resolving fails."""
         self._host = config.host
         self.token = resolve("ui.token", config.token)
         self._drawn = not self.token and not config.is_loopback

@@ -1,5 +1,5 @@
-"""Server-sent events of a run: its overview whenever the run has moved, but at most once a second, and at least every
-few seconds; and a request to update views whenever the index has moved."""
+"""Server-sent events of a run: its overview whenever the run has changed, but at most once a second, and at least every
+few seconds; and a request to update views whenever the index has changed."""
 
 import asyncio
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""Keeps the ledger of a run: a thread proves it again when the run has moved, while requests get the newest result."""
+"""Keeps the ledger of a run: a thread proves it again when the run has changed; requests get the newest result."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ class LedgerKeeper:
     """The newest ledger of a run."""
 
     def __init__(self, prove: Callable[[], dict[str, Any]], revision: Callable[[], object]) -> None:
-        """`prove` returns a ledger; `revision` returns a different value whenever the run has moved."""
+        """`prove` returns a ledger; `revision` returns a different value whenever the run has changed."""
         self._prove, self._revision = prove, revision
         self._book: dict[str, Any] | None = None
         self._at_ms: int | None = None

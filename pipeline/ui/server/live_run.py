@@ -46,9 +46,9 @@ class LiveRun:
         self._first = asyncio.Event()
         self._waiting: set[asyncio.Event] = set()
         self.revision = 0
-        """Number of times that the run has moved."""
+        """Number of times that the run has changed."""
         self.indexed = 0
-        """Number of times that its index has moved."""
+        """Number of times that its index has changed."""
         self._calls, self._calls_due = 0, 0.0
         """Number of records of sessions and their calls; the topic itself is read only for requests about sessions."""
         self._thread = threading.Thread(target=self._follow, name=f"run {config.run}", daemon=True)
@@ -77,7 +77,7 @@ class LiveRun:
         self._stop.set()
 
     def add_waiting(self, moved: asyncio.Event) -> None:
-        """Set this event whenever the run moves."""
+        """Set this event whenever the run changes."""
         self._waiting.add(moved)
 
     def remove_waiting(self, moved: asyncio.Event) -> None:
@@ -176,7 +176,7 @@ class LiveRun:
             self._stop.set()
 
     def note_indexed(self) -> None:
-        """Tell the streams that the index has moved."""
+        """Tell the streams that the index has changed."""
         self.indexed += 1
         self._wake()
 

@@ -72,8 +72,8 @@ def test_a_report_of_several_accuracies_says_which_one_counts_and_why() -> None:
     [row] = [line for line in text.splitlines() if "(decides)" in line]
     assert row.split()[-2:] == ["0.000", "0.900"]
     assert "PASSED depends on exact match, rollouts produced: it rose by 0.900, and 0.5 is needed." in text
-    assert "its standard error is 0.016 at most" in text
-    assert "That of 200 held-out answers is up to 0.035" in text
+    assert "its standard error is at most 0.016" in text
+    assert "Over 200 held-out answers the standard error is at most 0.035" in text
     learned_by_heart = dataclasses.replace(REPORT, heldout_last=dataclasses.replace(REPORT.heldout_last, exact=0.0))
     assert learned_by_heart.passed, "the one that is named decides, and no other"
     assert not dataclasses.replace(REPORT, exact_last=0.1).passed
@@ -83,7 +83,7 @@ def test_each_task_says_what_gain_it_promises_and_over_how_many_answers() -> Non
     text = dataclasses.replace(REPORT, needed_gain=0.4, window=500, exact_first=0.3, exact_last=0.75).as_text()
     assert "it rose by 0.450, and 0.4 is needed" in text
     assert "over 500 sampled answers" in text
-    assert "its standard error is 0.022 at most" in text
+    assert "its standard error is at most 0.022" in text
     assert "first 500, version 0" in text
     short = dataclasses.replace(REPORT, needed_gain=0.4, exact_first=0.3, exact_last=0.69)
     assert short.failures == ("exact match rose by 0.390, at least 0.4 was expected",)

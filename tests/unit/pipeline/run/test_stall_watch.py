@@ -68,7 +68,7 @@ def test_a_stall_of_batches_names_the_number_that_explains_it(change: dict[str, 
     [
         ({"skipped": 64}, "skipped, 64 rollouts since then: they were too old"),
         ({"waiting": 9}, "waiting, 9 batches: the learner takes none, or they are too few for a step"),
-        ({"waiting": 0}, "batches, 9: the learner has trained on all there are"),
+        ({"waiting": 0}, "batches, 9: the learner has trained on all of them"),
     ],
 )
 def test_a_stall_of_steps_names_the_number_that_explains_it(change: dict[str, object], number: str) -> None:
