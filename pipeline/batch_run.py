@@ -1,6 +1,6 @@
-"""A run of batches alone, which another run's log gave under other settings or rewards, for a learner to follow.
+"""Writes a run that has only batches, made from another run's log under other settings or rewards, for a learner.
 
-It has the policy versions of the other run, which decide staleness, and no rollouts and no journal.
+The new run also has the policy versions of the other run, which decide staleness, but no rollouts and no journal.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ TimedEntry = tuple[int, BatchIndexEntry]
 
 
 def prepare(kafka: KafkaConfig, run: str, into: str, partitions: int) -> None:
-    """Create the topics of run `into`, and copy the policy versions of `run`. Raises TopicError if it has batches."""
+    """Create the topics of `into`, and copy the policy versions of `run`. Raises TopicError if `into` has batches."""
     if into == run:
         raise ConfigurationError(f"--into {into} is the run that is read; name another")
     provisioning.apply(kafka, TopicsConfig(partitions=partitions), into)
@@ -51,7 +51,7 @@ class BatchWriter:
         self._sender.send(self._topic, value, key, partition=batch.partition, name=name, on_delivery=delivered)
 
     def close(self) -> list[TimedEntry]:
-        """Wait until all are acknowledged; return the index entries."""
+        """Wait until all batches are acknowledged, and return their index entries."""
         self._sender.flush(_TIMEOUT_S)
         return self._entries
 

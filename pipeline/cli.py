@@ -19,17 +19,17 @@ from rollstream.topics.errors import RollstreamError
 
 _BROKEN_PIPE = 128 + 13
 COMMANDS = {
-    "broker": ("tools.broker", "a local Kafka: start, stop, status; mend any Kafka"),
+    "broker": ("tools.broker", "a local Kafka: start, stop, status; on any Kafka: end hanging transactions"),
     "topics": ("tools.topics", "the topics of a run: plan, apply, describe"),
-    "doctor": ("tools.doctor", "say what a role sees of the brokers, and how to mend it"),
+    "doctor": ("tools.doctor", "check what a role can see and do on the brokers, with a remedy for each fault"),
     "infer": ("roles.infer", "serve completions from the newest policy version"),
     "env": ("roles.env", "play the environment and publish rollouts"),
     "gateway": ("roles.gateway", "capture the model calls of any agent, and write them as rollouts"),
-    "eval": ("roles.eval", "evaluate the held-out split at every so many policy versions"),
+    "eval": ("roles.eval", "evaluate the held-out split at every K-th policy version"),
     "group": ("roles.group", "group rollouts into training batches, exactly once"),
     "learn": ("roles.learn", "train on the batches and publish policy versions"),
     "serve-weights": ("roles.serve_weights", "keep engines such as vLLM and SGLang on the newest policy version"),
-    "engine": ("roles.engine", "run a vLLM of another environment with the newest policy version"),
+    "engine": ("roles.engine", "run the vLLM of another Python environment with the newest policy version"),
     "label": (
         "roles.label",
         "label trajectories that wait for their rewards, exactly once",
@@ -39,11 +39,11 @@ COMMANDS = {
     "run": ("run.command", "run all roles under one supervisor until interrupted or their work is done"),
     "scale": ("tools.scale", "change how many processes of each role a run has, while it runs"),
     "environment": ("tools.environment", "the environments of a run, while it runs: pause, resume, weigh"),
-    "stop": ("tools.stop", "let a run end after a step as if its work were done, or with nothing in flight"),
+    "stop": ("tools.stop", "end a run after a given step as if its work were done, or with nothing in flight"),
     "evaluate": ("tools.evaluate", "have the newest policy version of a run evaluated now"),
     "runs": ("tools.runs", "list the runs that are on the brokers"),
     "plan": ("tools.plan", "compute partitions, processes and brokers for a load from measured rates"),
-    "deploy": ("tools.deploy", "write down a run for what runs it elsewhere, and what watches it"),
+    "deploy": ("tools.deploy", "write a run as a compose file or Helm chart; write a dashboard and alert rules"),
     "demo": ("run.demo", "train a small model through a local Kafka and print a report"),
     "ledger": ("tools.ledger", "prove from the topics alone that every record is in exactly one place"),
     "verify": ("tools.verify", "compute batches again from the log and compare them bit for bit"),
@@ -52,21 +52,21 @@ COMMANDS = {
     "replay": ("tools.replay", "fold the recorded log again, as it was or under another configuration"),
     "rescore": (
         "tools.rescore",
-        "score old rollouts by another verifier, and show what trained on wrong rewards",
+        "score old rollouts with another verifier, and show which steps trained on wrong rewards",
     ),
     "show": ("tools.show", "show one rollout as a person reads it, with its group and its fate"),
     "retrain": (
         "tools.retrain",
         "execute recorded steps again from a checkpoint and the log, and compare parameters",
     ),
-    "split": ("tools.split", "let a run go on as another run with another number of partitions"),
-    "fork": ("tools.fork", "start another learner where one stood, with other settings, on the same batches"),
+    "split": ("tools.split", "continue a run as another run with a different number of partitions"),
+    "fork": ("tools.fork", "start another learner from a recorded step, with other settings, on the same batches"),
     "export": ("tools.export", "write the newest policy version as a Hugging Face checkpoint"),
     "weights": ("tools.weights", "policy versions: list, show, pull, verify, compare, roll back"),
-    "fit": ("tools.fit", "compile the training step for TPUs that are elsewhere, and show what memory it takes"),
+    "fit": ("tools.fit", "compile the training step for TPUs without having any, and show the memory it needs"),
     "migrate": (
         "tools.migrate",
-        "bring rollouts of the old form, with metadata on the batch, into a run or new files",
+        "copy rollouts of the old form, with metadata on the batch, into a run or new files",
     ),
     "prune": ("tools.prune", "delete what recovery, verification and learners no longer need"),
     "archive": ("tools.archive", "copy new records of the run's topics into Parquet files, each once"),
@@ -77,16 +77,16 @@ COMMANDS = {
     "dlq": ("tools.dlq", "dead letters: ls, show, redrive"),
     "exclude": (
         "tools.exclude",
-        "quarantine rollouts: those not yet batched are dropped, learners leave out the rest",
+        "quarantine rollouts: drop those not yet batched, and let learners leave out the batched ones",
     ),
     "key": ("tools.key", "private keys with which marks and rollouts are signed: new, show"),
     "learner": (
         "tools.learner",
         "retire a learner, so that nothing is kept for it, or let it train again",
     ),
-    "cat": ("tools.cat", "print the records of a topic, decoded, one a line"),
+    "cat": ("tools.cat", "print the records of a topic, decoded, one per line"),
     "trajectories": ("tools.trajectories", "saved trajectory buffers: show, merge, split"),
-    "top": ("tools.top", "show how a run goes, on one screen"),
+    "top": ("tools.top", "show the state of a run on one screen"),
     "ui": ("ui.command", "show runs in a browser: rollouts, groups, curves, drops, weights, ledger"),
     "report": ("tools.report", "write one HTML file that shows how a run went, and how to verify it"),
     "completion": ("tools.completion", "print the script that lets a shell complete commands and flags"),
@@ -111,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RollstreamError as error:
         if debug or interruption.received():
             raise
-        # Names in it may be those of records, which anybody wrote.
+        # The message may contain names from records, which anybody can write.
         print(printable(f"rollstream: {error}"), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt as interrupt:
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser(load: Collection[str] = ()) -> Parser:
-    """Return the whole command line, the commands named in `load` with their flags.
+    """Return the parser of the whole command line; only the commands named in `load` have their flags yet.
 
     A command sets `run`, a function from the parsed arguments to the exit code.
     """
@@ -143,7 +143,7 @@ def build_parser(load: Collection[str] = ()) -> Parser:
 
 
 class _Version(argparse.Action):
-    """Prints the version, which it looks up only then, and exits."""
+    """Prints the version, which is looked up only when requested, and exits."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib.metadata import version

@@ -93,11 +93,11 @@ def set_handler(
     run_action: type[Setting] = Setting,
     serves: Callable[[argparse.Namespace], bool] = lambda _args: True,
 ) -> None:
-    """Let a command call `handler`, and add the flags every such command takes.
+    """Let a command call `handler`, and add the flags that all commands have.
 
-    `role` is true for commands that run for long: they log what they do, while tools log only warnings. Such a command
-    has a service port, unless `serves` says that these arguments ask for something that is soon done. `run_action` is
-    what the flag --run does.
+    `role` is true for long-running commands: they log what they do, while tools log only warnings. Such a command has a
+    service port, unless `serves` returns false, because the command ends soon with these arguments. `run_action` is the
+    action of the flag --run.
     """
     parser.epilog = f"{_EXAMPLE}\n{command_text(example)}" if example else None
     common = parser.add_argument_group("configuration")
@@ -107,7 +107,7 @@ def set_handler(
     )
     setting.completer = _keys  # type: ignore[attr-defined]  # called by argcomplete
     common.add_argument(
-        "--run", dest="run=", action=run_action, metavar="NAME", help="name of the run, before the topics' names"
+        "--run", dest="run=", action=run_action, metavar="NAME", help="name of the run, the prefix of its topics"
     )
     common.add_argument(
         "-b",
@@ -118,7 +118,7 @@ def set_handler(
         help="the brokers' addresses",
     )
     common.add_argument(
-        "-X", dest="client", action="append", default=[], metavar="KEY=VALUE", help="a key of librdkafka's, untouched"
+        "-X", dest="client", action="append", default=[], metavar="KEY=VALUE", help="a setting passed to librdkafka"
     )
     common.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     if json:
@@ -132,11 +132,11 @@ def set_handler(
         if not (role and serves(args)):
             return _explaining(config, lambda: handler(config, args))
         if args.command not in _START_BROKERS:
-            # A role waits for brokers that are away; for those that refuse it, it would wait for ever.
+            # A role waits for unreachable brokers; without this check, it would also wait for brokers that refuse it.
             check_access(config)
         if not (config.service.port or config.traces.endpoint):
             return handler(config, args)
-        # Several processes of a role have numbers; other roles have one process.
+        # The processes of a role are numbered, unless the role has only one.
         number = getattr(args, "ordinal", getattr(args, "process", None))
         process = args.command if number is None else f"{args.command}-{number}"
         with ExitStack() as stack:
@@ -166,7 +166,7 @@ def check_access(config: "RunConfig") -> None:
 
 
 def _explaining(config: "RunConfig", command: "Callable[[], int]") -> int:
-    """Run a command; if it finds no broker, say so, or that the brokers refuse this client."""
+    """Run a command; raise AccessDenied instead of BrokerUnavailable if the brokers refuse this client."""
     from rollstream.topics.errors import AccessDenied, BrokerUnavailable
 
     try:
@@ -178,7 +178,7 @@ def _explaining(config: "RunConfig", command: "Callable[[], int]") -> int:
 
 
 def config_of(args: argparse.Namespace) -> "RunConfig":
-    """The configuration made of a command's flags, the environment and its file."""
+    """Build the configuration from a command's flags, the environment and the configuration file."""
     from rollstream.pipeline.config import load, secret_variables
     from rollstream.topics.secrets import keep_from_programs
 
@@ -195,7 +195,7 @@ def wait_seconds(text: str) -> float:
     """The value of a flag that sets a polling interval, in seconds."""
     value = float(text)
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time to wait, in seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
     return value
 
 

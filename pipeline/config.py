@@ -49,14 +49,14 @@ from rollstream.topics.secrets import is_secret, reference
 _RECORD_OVERHEAD = 4096
 PRETRAINED_LEARNING_RATE = 1e-6
 PRETRAINED_WARM_START_RATE = 1e-5
-"""Default of a learner that starts from a checkpoint; a usual value for language models."""
+"""Defaults for a learner that starts from a checkpoint; usual values for language models."""
 _UNREAD_FACTOR = 4
-"""A worker may have this many times the rollouts that it plays at once on their way to grouping."""
+"""Largest number of a worker's rollouts not yet read by grouping, as a multiple of those that it plays at once."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _GROUP_SETTINGS = ("grouper.group", "labeling.group", "fill.name")
 _GROUP_NAME = re.compile(r"[A-Za-z0-9_-]+")
-"""Without a dot: {run}.{group} of one run would otherwise be a name of another's."""
+"""A dot is not allowed, because {run}.{group} of one run could then be the name of another run's group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,39 +64,39 @@ class SupervisorConfig:
     """How `rollstream run` treats the processes of a run."""
 
     workers: int = 2
-    """Environment workers; grouping processes are counted by grouper.processes."""
+    """Number of environment workers; grouper.processes is the number of grouping processes."""
     worker_python: str = ""
-    """Python that runs the workers, such as one of a virtual environment in which rollstream and the library of an
-    environment are installed; empty: the one that runs `rollstream run`."""
+    """Python interpreter of the workers, e.g. of a virtual environment in which rollstream and an environment's library
+    are installed; empty: the interpreter of `rollstream run`."""
     ready_timeout_s: float = 120.0
     """How long a role may take from its start, or from its last progress report, until it is ready."""
     stop_timeout_s: float = 20.0
     """How long a role may take from SIGTERM until it exits; then it is killed."""
     restarts: int = 3
-    """How often one role may exit unexpectedly within restart_window_s and be started again. Then the run fails, unless
-    another process does its work: it is started again every minute."""
+    """How often one role may exit unexpectedly within restart_window_s and be started again. After one more exit, the
+    run fails; if another process can do the role's work, the role is started again every minute instead."""
     restart_window_s: float = 600.0
     """Time after which an unexpected exit of a role no longer counts."""
     backoff_s: float = 0.5
-    """Pause before the first restart of a role; doubled for each further one, up to a minute."""
+    """Pause before the first restart of a role; doubled for each further restart, up to a minute."""
     adoption_s: float = 30.0
-    """How long the processes of a run go on when `rollstream run` was killed, so that it adopts them if it is started
-    again; 0: they end at once."""
+    """How long the processes of a run go on after `rollstream run` was killed, so that a new `rollstream run` can adopt
+    them; 0: they end at once."""
     step_patience_s: float = 600.0
-    """Time without a step, or five times the median step if that is longer, after which a run counts as stalled:
-    `rollstream top` and the page name the stage that keeps it from going on."""
+    """Time without a step, or five times the median step if that is longer, after which a run counts as stalled;
+    `rollstream top` and the page then name the stage that blocks it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServiceConfig:
-    """The port at which a process tells probes and scrapers how it is: /livez, /readyz, /metrics."""
+    """The port on which a process answers probes and scrapers: /livez, /readyz, /metrics."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. The port has no key: let it be reached from a private network only."""
+    """Address to listen on. The port asks for no credentials, so make it reachable from a private network only."""
     port: int = 0
-    """Port of a process; 0: none. `rollstream run` itself has this port and its processes the next ones."""
+    """Port of a process; 0: none. `rollstream run` itself uses this port, and its processes use the next ports."""
     stall_s: float = 300.0
-    """How long a loop of a process may take for one turn, such as a compilation or a step, before /livez is 503."""
+    """How long one turn of a process's loop, e.g. a compilation or a step, may take before /livez answers 503."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port < 1 << 16:
@@ -107,24 +107,24 @@ class ServiceConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ScaleDemoConfig:
-    """The load of `rollstream demo --scale`: rollouts of random tokens, by workers that play nothing."""
+    """The load of `rollstream demo --scale`: rollouts of random tokens, written without playing an environment."""
 
     workers: int = 24
-    """Workers in whose names rollouts are written."""
+    """Number of workers whose names the rollouts carry."""
     tokens: int = 128
     """Tokens of a rollout."""
     low_per_s: float = 60.0
-    """Rollouts a second of all workers, at the beginning and at the end."""
+    """Rollouts per second of all workers, at the beginning and at the end."""
     high_per_s: float = 500.0
-    """Rollouts a second of all workers at the height."""
+    """Rollouts per second of all workers, at the peak."""
     low_s: float = 8.0
-    """How long the low rate lasts at the beginning; at the end it lasts until the fewest processes are left."""
+    """How long the low rate lasts at the beginning; at the end it lasts until only the fewest processes are left."""
     ramp_s: float = 10.0
     """How long the rate takes to rise from low to high, and to fall again."""
     high_s: float = 25.0
     """How long the high rate lasts."""
     patience_s: float = 180.0
-    """Longest wait at the end for the fewest processes."""
+    """Longest wait at the end until only the fewest processes are left."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_per_s <= self.high_per_s:
@@ -133,19 +133,17 @@ class ScaleDemoConfig:
                 "above 0, and at most the high one"
             )
         if self.workers < 1 or self.tokens < 2 or not min(self.low_s, self.ramp_s, self.high_s, self.patience_s) > 0:
-            raise ConfigurationError(
-                "demo.scale has no load of these settings: it needs a worker, two tokens, and times above 0"
-            )
+            raise ConfigurationError("demo.scale needs at least one worker, at least two tokens, and times above 0")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DemoConfig:
-    """When `rollstream demo` ends, and how much a task must be learned for it to pass."""
+    """When `rollstream demo` ends, and how much the model must learn for the demo to pass."""
 
     target: float = 0.9
-    """Training ends once exact match over the last `window` rollouts, and over twice as many, is above this."""
+    """Training ends once exact match is above this, both over the last `window` rollouts and over twice as many."""
     gain: float = 0.5
-    """Least rise of exact match, from the first `window` rollouts to the last, with which the demo passes."""
+    """Least rise of exact match, from the first `window` rollouts to the last `window`, with which the demo passes."""
     window: int = 1000
     """Rollouts over which exact match is measured."""
     scale: ScaleDemoConfig = field(default_factory=ScaleDemoConfig)
@@ -153,8 +151,8 @@ class DemoConfig:
     def __post_init__(self) -> None:
         if not 0 < self.gain <= self.target <= 1:
             raise ConfigurationError(
-                f"demo.gain is {self.gain} and demo.target {self.target}; both are fractions of answers, above 0, and "
-                "the gain is at most the target"
+                f"demo.gain is {self.gain} and demo.target {self.target}; both must be above 0 and at most 1, and the "
+                "gain at most the target"
             )
         if self.window < 1:
             raise ConfigurationError(f"demo.window is {self.window}; it must be at least 1")
@@ -165,13 +163,13 @@ class RunConfig:
     """The whole configuration of a run."""
 
     run: str = "main"
-    """Name of the run; its topics are called {run}.{topic}."""
+    """Name of the run; its topics are named {run}.{topic}."""
     seed: int = 0
-    """Seed of each part that has none of its own."""
+    """Seed of each part whose own seed is not set."""
     task: str = "dsort3"
     """Environment that workers play, in the form of environments.0.use; unused if environments are listed."""
     environments: tuple[EnvironmentConfig, ...] = ()
-    """Environments that workers play as a mixture; empty plays the one that task names."""
+    """Environments that workers play as a mixture; empty: the environment that task names."""
     tasks: TasksConfig = field(default_factory=TasksConfig)
     """Settings of individual tasks."""
     data_dir: Path = Path(".rollstream")
@@ -207,8 +205,7 @@ class RunConfig:
             )
         if ".turn-" in self.run:
             raise ConfigurationError(
-                f"run name {self.run!r} holds '.turn-', with which groups of another run's processes are named: choose "
-                "another name"
+                f"run name {self.run!r} contains '.turn-', as only names of consumer groups may: choose another name"
             )
         for key in _GROUP_SETTINGS:
             if not _GROUP_NAME.fullmatch(name := attrgetter(key)(self)):
@@ -216,7 +213,7 @@ class RunConfig:
                     f"{key} is {name!r}, part of the name of a consumer group: use letters, digits, '_' and '-'"
                 )
         if self.log_level not in ("debug", "info", "warning", "error"):
-            raise ConfigurationError(f"log_level {self.log_level!r} is none of debug, info, warning, error")
+            raise ConfigurationError(f"log_level is {self.log_level!r}; it must be debug, info, warning or error")
         if self.kafka.client.get("group.id") is not None:
             raise ConfigurationError(
                 "kafka.client sets group.id, which is derived from the run's name: remove the key, or set run"
@@ -226,7 +223,7 @@ class RunConfig:
         if chunk_bytes + _RECORD_OVERHEAD > self.kafka.max_record_bytes:
             raise ConfigurationError(
                 f"learner.weights.chunk_bytes {chunk_bytes} leaves no room in kafka.max_record_bytes "
-                f"{self.kafka.max_record_bytes}: lower the one or raise the other"
+                f"{self.kafka.max_record_bytes}: lower the first or raise the second"
             )
         if not self.task and not self.environments:
             raise ConfigurationError("task is empty and no environment is listed; set task, or add [[environments]]")
@@ -234,23 +231,23 @@ class RunConfig:
         if idle:
             raise ConfigurationError(
                 f"every entry of environments has fewer workers than supervisor.workers {self.supervisor.workers}, so "
-                "the last worker has nothing to play: let one entry be played by all (workers = 0)"
+                "the last worker has nothing to play: let all workers play one of the entries (workers = 0)"
             )
         if self.awaits_labels and (self.collect.processes or self.fill.directory):
             raise ConfigurationError(
-                "an environment's rewards come from a labeler, and with collect.processes or fill.directory the run is "
-                "one of a control task, which plays no environments: remove the one or the other"
+                "an environment's rewards come from a labeler, but collect.processes or fill.directory makes this the "
+                "run of a control task, which plays no environments: remove one of the two"
             )
         if self.awaits_labels and self.worker.dual_write_topic:
             raise ConfigurationError(
-                "worker.dual_write_topic takes rollouts with their rewards, and an environment's rewards come from a "
-                'labeler: empty the one, or set rewards = "environment"'
+                "worker.dual_write_topic needs rollouts with rewards, but an environment's rewards come from a "
+                'labeler: remove worker.dual_write_topic, or set rewards = "environment"'
             )
         check_capacity(self.capacity)
 
     @property
     def is_control(self) -> bool:
-        """Whether the run is of a control task: it has roles collect, label or fill, and no others."""
+        """Whether this is the run of a control task, which has only the roles collect, label and fill."""
         labels = self.labeling.processes and not self.awaits_labels
         return bool(self.collect.processes or labels or self.fill.directory)
 
@@ -261,7 +258,7 @@ class RunConfig:
 
     @property
     def labelers(self) -> int:
-        """Labeling processes of the run: at least one if an environment's rewards come from a labeler."""
+        """Number of labeling processes: at least one if an environment's rewards come from a labeler."""
         return max(self.labeling.processes, int(self.awaits_labels))
 
     @property
@@ -271,7 +268,7 @@ class RunConfig:
 
     @property
     def capacity(self) -> CapacityConfig:
-        """Settings of the producers' flow control, from those of every role it depends on."""
+        """Settings of the producers' flow control, derived from the settings of every role that it depends on."""
         group_size = max(entry.group_size or self.worker.group_size for entry in self.mixture)
         return CapacityConfig(
             max_policy_lag=self.learner.max_policy_lag,
@@ -279,7 +276,7 @@ class RunConfig:
             partitions=self.topics.partitions,
             batch_rollouts=self.grouping.batch_rollouts,
             group_size=group_size,
-            # The gateways of a run share what they know of each other, so they count as one worker.
+            # Each gateway of a run knows the sessions of all gateways, so together they count as one worker.
             workers=self.supervisor.workers + (1 if self.gateway.port else 0),
             in_flight=_UNREAD_FACTOR * self.worker.concurrency * group_size,
         )
@@ -316,9 +313,10 @@ def load(
 
 
 def by_reference(layer: Layer, key: str, value: Any) -> Any:
-    """Return the value of a setting, or for a secret a reference to it, because configurations are written and shown.
+    """Return the value of a setting, or a reference to it if it is a secret.
 
-    Raises ConfigurationError for a secret written into a file or a flag.
+    Configurations are written to files and shown, so they must not contain secrets. Raises ConfigurationError for a
+    secret written into a file or a flag.
     """
     if not is_secret(key) or not isinstance(value, str) or not value:
         return value
@@ -331,7 +329,7 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
     if own and layer.is_variable:
         return f"env:{layer.origin}"
     raise ConfigurationError(
-        f"{layer.place(key)}: {key} is a secret, and everybody could read it there; name where it is, "
+        f"{layer.place(key)}: {key} is a secret, and everybody could read it there; name its place instead, "
         f"{key}=env:NAME or {key}=file:PATH"
     )
 
@@ -363,7 +361,7 @@ def _derived(config: RunConfig, origins: Mapping[Keys, Layer]) -> RunConfig:
 
 
 def _fine_tuned(learner: LearnerConfig, origins: Mapping[Keys, Layer]) -> LearnerConfig:
-    """Return the settings with default learning rates for a trained model: those for a random one would ruin it."""
+    """Return the settings with default learning rates for a trained model, because the usual rates would ruin it."""
     optimizer, warm_start = learner.optimizer, learner.warm_start
     if ("learner", "optimizer", "learning_rate") not in origins:
         optimizer = replace(optimizer, learning_rate=PRETRAINED_LEARNING_RATE)
@@ -410,5 +408,5 @@ def inference_urls(config: InferenceConfig) -> tuple[str, ...]:
 
 
 def to_toml(config: object) -> str:
-    """Write a configuration as TOML that loads to an equal one."""
+    """Return a configuration as TOML that loads to an equal configuration."""
     return render(plain(config))

@@ -1,4 +1,4 @@
-"""The environments of a run, loaded: for every role that plays them or needs their prompts."""
+"""Loads the environments of a run, for every role that plays them or needs their prompts."""
 
 import difflib
 from collections.abc import Sequence
@@ -10,10 +10,10 @@ from rollstream.topics.errors import ConfigurationError
 
 
 def environments_of(config: RunConfig, ordinal: int | None = None) -> tuple[LoadedEnvironment, ...]:
-    """Load the run's environments, or with `ordinal` those that the worker of this number plays.
+    """Load the run's environments, or, with `ordinal`, those that the worker with this number plays.
 
-    Without `ordinal`, those that only workers load are left out. Raises ConfigurationError, naming the entry, if one
-    cannot be loaded, or if there is none for this worker.
+    Without `ordinal`, environments that only workers load are left out. Raises ConfigurationError, naming the entry, if
+    an environment cannot be loaded, or if this worker has none to play.
     """
     if ordinal is None:
         environments = load_environments([e for e in config.mixture if e.load_in == "all"], config.worker, config.tasks)
@@ -30,7 +30,7 @@ def environments_of(config: RunConfig, ordinal: int | None = None) -> tuple[Load
 
 
 def _check_lessons(entries: Sequence[tuple[str, EnvironmentConfig]]) -> None:
-    """Raise ConfigurationError for an environment that nothing can unlock, given each with its name."""
+    """Raise ConfigurationError if an environment can never be unlocked; `entries` are pairs of name and settings."""
     names = [name for name, _entry in entries]
     unknown = {name for name, entry in entries if entry.rewards == "labeler"}
     for name, entry in entries:
@@ -43,12 +43,12 @@ def _check_lessons(entries: Sequence[tuple[str, EnvironmentConfig]]) -> None:
             if before not in names:
                 near = difflib.get_close_matches(before, names, 1)
                 hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(names)}"
-                raise ConfigurationError(f"environment {name} comes after {before!r}, which is none; {hint}")
+                raise ConfigurationError(f"environment {name} comes after {before!r}, which does not exist; {hint}")
     unlocked: set[str] = set()
     while opened := {n for n, entry in entries if n not in unlocked and unlocked.issuperset(entry.after)}:
         unlocked |= opened
     locked = [name for name in names if name not in unlocked]
     if locked:
         raise ConfigurationError(
-            f"environments {', '.join(locked)} wait for each other and are never played; take one's `after` away"
+            f"environments {', '.join(locked)} wait for each other and are never played; remove `after` from one"
         )

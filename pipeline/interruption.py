@@ -31,7 +31,7 @@ _reported = threading.Lock()
 
 
 def take_over() -> None:
-    """Handle SIGINT from here on. Call it once, before anything slow is imported; it raises KeyboardInterrupt, too."""
+    """Handle SIGINT from here on; it still raises KeyboardInterrupt. Call once, before anything slow is imported."""
     signal.signal(signal.SIGINT, _interrupt)
     read, write = os.pipe()
     os.set_blocking(write, False)

@@ -1,7 +1,7 @@
-"""Changes of a run that no command withdraws, for the page: a rollback of its weights, and exclusions.
+"""Makes the changes of a run that no command withdraws, for the page: rollbacks of weights, and exclusions.
 
-They are made as `rollstream weights rollback` and `rollstream exclude` make them, at once and by whoever asks, in
-contrast to `rollstream.pipeline.steering`, whose records others follow.
+This process makes them at once, as `rollstream weights rollback` and `rollstream exclude` do. In contrast,
+`rollstream.pipeline.steering` only writes records that other processes follow.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,8 +27,8 @@ _WAIT_S = 60.0
 def make(config: RunConfig, change: Mapping[str, Any]) -> str:
     """Make a change, and return a sentence about it.
 
-    `change` has its name under `command`, and its arguments beside it, as docs/steering.md lists them. Raises
-    ConfigurationError, which names the remedy, for one that cannot be made, and what the command raises.
+    `change` has the name of the change under `command`, and its arguments under their names, as docs/steering.md lists
+    them. Raises ConfigurationError, which names the remedy, if the change cannot be made, and the command's own errors.
     """
     arguments = {name: value for name, value in change.items() if name != "command"}
     clients.check_broker(config.kafka)
@@ -41,7 +41,7 @@ def state(config: RunConfig) -> dict[str, Any]:
 
 
 def _rollbacks(config: RunConfig) -> dict[str, str]:
-    """Return by policy version what a rollback gave it, and why."""
+    """Return, for each policy version published by a rollback, the source of its parameters and the reason."""
     skipped = SkippedRecords(logged=False)
     messages = skipped.records(PolicyManifest, read_to_end(config.kafka, topic_name(config.run, "policies")))
     notes = {manifest.version: note_of(message) for message, manifest in messages}
@@ -87,11 +87,11 @@ def _rollback(config: RunConfig, arguments: Mapping[str, Any]) -> str:
     take_over = arguments.get("take_over", False)
     _only(arguments, "version", "reason", "take_over")
     if not isinstance(version, int) or isinstance(version, bool):
-        raise ConfigurationError(f"{version!r} is no policy version; `rollstream weights ls` lists them")
+        raise ConfigurationError(f"{version!r} is not a policy version; `rollstream weights ls` lists them")
     if not reason:
-        raise ConfigurationError("say why: the reason stands on the record")
+        raise ConfigurationError("give a reason: it is kept on record")
     if not isinstance(take_over, bool):
-        raise ConfigurationError(f"take_over is {take_over!r}; it is true or false")
+        raise ConfigurationError(f"take_over is {take_over!r}; it must be true or false")
     made = roll_back(
         config.kafka, config.run, version, reason=reason, take_over=take_over, config=config.learner.weights
     )
@@ -99,24 +99,24 @@ def _rollback(config: RunConfig, arguments: Mapping[str, Any]) -> str:
 
 
 def _exclude(config: RunConfig, arguments: Mapping[str, Any]) -> str:
-    """Exclude rollouts: {"environments": ["math"], "workers": ["env-3"], "offsets": ["0:5-9"]}; each may lack."""
+    """Exclude rollouts: {"environments": ["math"], "workers": ["env-3"], "offsets": ["0:5-9"]}; each is optional."""
     _only(arguments, "environments", "workers", "offsets")
     named = {name: _texts(name, arguments.get(name, [])) for name in ("environments", "workers", "offsets")}
     done = put_on_record(config, Exclusion(**named), timeout_s=_WAIT_S)
     rollouts, batches = done.report.fates.total(), len(done.report.batches)
-    return f"{rollouts:,} rollouts are excluded, and {batches:,} batches that hold some are left out by learners."
+    return f"{rollouts:,} rollouts are excluded, and learners leave out {batches:,} batches that contain some of them."
 
 
 def _texts(name: str, values: object) -> tuple[str, ...]:
     if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise ConfigurationError(f"{name} is {values!r}; it is a list of texts")
+        raise ConfigurationError(f"{name} is {values!r}; it must be a list of texts")
     return tuple(values)
 
 
 def _only(arguments: Mapping[str, Any], *names: str) -> None:
     for name in arguments:
         if name not in names:
-            raise ConfigurationError(f"the command takes no {name!r}; it takes {', '.join(names)}")
+            raise ConfigurationError(f"the command has no argument {name!r}; its arguments are {', '.join(names)}")
 
 
 CHANGES: Mapping[str, Callable[[RunConfig, Mapping[str, Any]], str]] = {"rollback": _rollback, "exclude": _exclude}

@@ -12,7 +12,7 @@ _AT_THE_END = re.compile(r".*-(\d+)")
 
 
 def add_number(parser: argparse.ArgumentParser, what: str, flag: str = "--ordinal") -> None:
-    """Add the flag to the parser of a role; `what` is what the process is called."""
+    """Add the flag to the parser of a role; `what` names the process in the help text."""
     parser.add_argument(
         flag,
         type=number,
@@ -24,23 +24,23 @@ def add_number(parser: argparse.ArgumentParser, what: str, flag: str = "--ordina
 
 
 def number(text: str) -> int:
-    """Return the number that the flag's value stands for. Raises ArgumentTypeError if it stands for none."""
+    """Return the number given by the flag's value. Raises ArgumentTypeError if it is neither a number nor `auto`."""
     if text == AUTO:
         return number_of_host(socket.gethostname())
     if not re.fullmatch("[0-9]{1,9}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of a process; give 0, 1, ... or {AUTO}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not the number of a process; give 0, 1, ... or {AUTO}")
     return int(text)
 
 
 def number_of_host(host: str) -> int:
     """Return the number after the last `-` of a host's name without its domain.
 
-    Names without the `-` have none: those of Docker's containers are hexadecimal and often end in digits.
+    The `-` is required, because the names of Docker's containers are hexadecimal and often end in digits.
     """
     match = _AT_THE_END.fullmatch(host.partition(".")[0])
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"the host is called {host!r}, which does not end in - and a number, as pods of a StatefulSet do; give "
-            "the number itself"
+            f"the host's name {host!r} does not end in - and a number, as names of a StatefulSet's pods do; give the "
+            "number itself"
         )
     return int(match[1])

@@ -23,14 +23,14 @@ class RecordCounts:
     dead_lettered: int = 0
     control: int = 0
     moved: int = 0
-    """Records that the successor of a run that was split has."""
+    """Records moved to the run's successor, if the run was split."""
     in_flight: int = 0
     """Records read by grouping that have no fate yet."""
     unread: int = 0
     """Records not yet read by grouping."""
 
     def place(self, fates: Mapping[str, int]) -> None:
-        """Set the counts of records that have their fate, from counts by fate as the journal spells them."""
+        """Set the counts of records that have a fate, from counts by fate as spelled in the journal."""
         self.batched = fates.get(BATCHED, 0)
         self.dead_lettered = fates.get(DEAD_LETTERED, 0)
         self.control = fates.get(CONTROL, 0)
@@ -40,6 +40,6 @@ class RecordCounts:
 
     @property
     def placed(self) -> int:
-        """Number of records in any place, which is that of those produced if the counts are right."""
+        """Number of records in any place; equals `produced` if the counts are right."""
         ended = self.batched + sum(self.dropped.values()) + self.dead_lettered + self.control + self.moved
         return ended + self.in_flight + self.unread

@@ -28,8 +28,8 @@ _NOT_SETTINGS = re.compile(
     + r"(READY_FD|LIFELINE_FD|REGISTRY|MAVEN_REPOSITORY|KAFKA_IMAGE"
     + r"|QUIXSTREAMS|REVERB|RLINF|EPISODE_[0-9A-Fa-f]*|TEST_\w+)"
 )
-"""Variables of ours that are no settings: pipes and list of a supervisor, a mirror of jars, keys of episodes, and of
-tests and benchmarks."""
+"""Variables with our prefix that are not settings: a supervisor's pipes and registry, mirrors of jars and images, keys
+of episodes, and variables of tests and benchmarks."""
 BOOTSTRAP_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
 
 Keys = tuple[str, ...]
@@ -37,7 +37,7 @@ C = TypeVar("C")
 
 
 class Layer(NamedTuple):
-    """Settings of one origin, e.g. a file; strings of variables and flags are parsed by the field's type."""
+    """Settings from one origin, e.g. a file; values of variables and flags are parsed to the type of their field."""
 
     origin: str
     path: Keys
@@ -48,7 +48,7 @@ class Layer(NamedTuple):
 
     @property
     def is_variable(self) -> bool:
-        """Whether its origin is a variable of the environment."""
+        """Whether the origin is an environment variable."""
         return self.textual and self.origin.startswith(ENVIRONMENT_PREFIX)
 
     def place(self, key: str) -> str:
@@ -98,7 +98,7 @@ def _without(tree: dict[str, Any], path: Keys) -> dict[str, Any]:
 
 
 def known_keys(cls: type) -> tuple[str, ...]:
-    """Return every key of a tree, dotted, e.g. `kafka.bootstrap_servers`; tables of free keys end in `.*`."""
+    """Return every key of a tree, dotted, e.g. `kafka.bootstrap_servers`; a table with arbitrary keys ends in `.*`."""
     return tuple(_keys(cls, ()))
 
 
@@ -129,9 +129,9 @@ def file_layers(path: Path | None) -> Iterator[Layer]:
 
 
 def environment_layers(cls: type, environment: Mapping[str, str]) -> Iterator[Layer]:
-    """Yield the layers of KAFKA_BOOTSTRAP_SERVERS and of the variables of settings of `cls`.
+    """Yield the layers of KAFKA_BOOTSTRAP_SERVERS and of the variables that set settings of `cls`.
 
-    The documented form of a variable wins over that of earlier releases where both are set.
+    The documented form of a variable wins over the form of earlier releases if both are set.
     """
     if environment.get(BOOTSTRAP_VARIABLE, "").strip():
         yield Layer(BOOTSTRAP_VARIABLE, ("kafka", "bootstrap_servers"), environment[BOOTSTRAP_VARIABLE].strip(), True)
@@ -141,12 +141,12 @@ def environment_layers(cls: type, environment: Mapping[str, str]) -> Iterator[La
 
 
 def is_setting_variable(cls: type, name: str) -> bool:
-    """Whether a variable of this name sets, or means to set, a setting of `cls`."""
+    """Whether a variable of this name sets a setting of `cls`, or has the form of one that does."""
     return name == BOOTSTRAP_VARIABLE or bool(_setting_of_variable(cls, name))
 
 
 def _setting_of_variable(cls: type, name: str) -> Keys:
-    """Return the path of the key that a variable names, known or not; none if it names no setting."""
+    """Return the path of the key that a variable names, known or not; empty if it does not name a setting."""
     if name.startswith(_EARLIER_PREFIX):
         return tuple(name.removeprefix(_EARLIER_PREFIX).lower().split("__"))
     path = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
@@ -169,12 +169,12 @@ def check_variables(cls: type, environment: Mapping[str, str], known: Collection
             continue
         settings = [variable_of(key.removesuffix(".*")).removeprefix(ENVIRONMENT_PREFIX) for key in known_keys(cls)]
         near = difflib.get_close_matches(name.removeprefix(ENVIRONMENT_PREFIX), settings, 1, 0.7)
-        hint = f"did you mean {ENVIRONMENT_PREFIX}{near[0]}?" if near else f"{ENVIRONMENT_PREFIX}SECTION__NAME is one."
-        raise ConfigurationError(f"{name} is no variable of a setting; {hint} Unset it if it is not for rollstream")
+        hint = f"did you mean {ENVIRONMENT_PREFIX}{near[0]}?" if near else f"use {ENVIRONMENT_PREFIX}SECTION__NAME."
+        raise ConfigurationError(f"{name} does not set a setting; {hint} Unset it if it is not for rollstream")
 
 
 def _linked_services(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Prefixes of the variables by which Kubernetes tells a pod of services, such as one called rollstream-infer."""
+    """Return prefixes of the variables that Kubernetes sets in a pod for services, e.g. one named rollstream-infer."""
     suffix = "_SERVICE_HOST"
     services = [name.removesuffix(suffix) for name in environment if name.endswith(suffix)]
     return tuple(f"{service}_{kind}" for service in services for kind in ("SERVICE_HOST", "SERVICE_PORT", "PORT"))
@@ -251,7 +251,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
                 table = _parsed(layer, (*path, number), table, dict[str, Any])
             if not isinstance(table, dict):
                 raise ConfigurationError(
-                    f"{layer.place(dotted)}: {dotted} is a list of tables, not {table!r}; write [[{dotted}]] above each"
+                    f"{layer.place(dotted)}: {dotted} is a list of tables, not {table!r}; begin each with [[{dotted}]]"
                 )
             set_by_layer((*path, number))
             walk(cls, (*path, number), table, into.setdefault(number, {}))
@@ -277,7 +277,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
 
 
 def _rejoin_table_keys(root: type, nested: dict[str, Any], from_environment: bool) -> dict[str, Any]:
-    """Join the path below a table of free keys to one dotted key; in variables `_` stands for the dot."""
+    """Join the keys below a table of strings, e.g. `kafka.client`, into one dotted key; in variables, `_` is a dot."""
     path = []
     value: Any = nested
     while isinstance(value, dict):
@@ -298,7 +298,7 @@ def _rejoin_table_keys(root: type, nested: dict[str, Any], from_environment: boo
     return cast(dict[str, Any], value)
 
 
-# msgspec is imported only to convert a value: it is a fifth of the cost of importing the configuration.
+# msgspec is imported only where a value is converted: importing it takes a fifth of the configuration's import time.
 
 
 def _parsed(layer: Layer, path: Keys, value: Any, hint: Any) -> Any:
@@ -323,7 +323,7 @@ def _parsed(layer: Layer, path: Keys, value: Any, hint: Any) -> Any:
 
 
 def _free_value(text: str) -> Any:
-    """Parse a value as TOML does; a text that is none stands for itself."""
+    """Parse a value as TOML; return text that is not TOML unchanged."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -331,9 +331,9 @@ def _free_value(text: str) -> Any:
 
 
 def _entry_number(cls: type, layer: Layer, dotted: str, label: str, entries: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the number of the entry that a part of a key names: a number, or the value of a field that names entries.
+    """Return the number of the entry that `label`, a part of a key, names: by number, or by a field in NAMED_BY.
 
-    Variables have neither upper case nor `-` or `.`; for them, these do not count.
+    In a variable, names match in lower case, with `_` for `-` and `.`.
     """
 
     def written(text: str) -> str:
@@ -348,10 +348,10 @@ def _entry_number(cls: type, layer: Layer, dotted: str, label: str, entries: Map
     if label in names:
         return names[label]
     near = difflib.get_close_matches(label, names, 1)
-    hint = f"did you mean {near[0]}?" if near else f"the next new one is {dotted}.{len(entries)}"
+    hint = f"did you mean {near[0]}?" if near else f"the next new entry is {dotted}.{len(entries)}"
     known = ", ".join(names) if names else "none"
     raise ConfigurationError(
-        f"{layer.place(f'{dotted}.{label}')}: no entry of {dotted} is called {label!r} (there are: {known}); {hint}"
+        f"{layer.place(f'{dotted}.{label}')}: {dotted} has no entry {label!r} (there are: {known}); {hint}"
     )
 
 
@@ -368,7 +368,7 @@ def _leaf(layer: Layer, path: Keys, value: Any, hint: Any) -> Any:
 
 
 def _got(key: str, value: Any, hint: Any) -> str:
-    """The value in an error, unless it is a secret, or a table, which may hold one."""
+    """Return the end of an error message, which shows the value unless it is a secret, or a table that may hold one."""
     hidden = is_secret(key) or _is_table(hint) or isinstance(value, Mapping)
     return "; its text is not shown, as it may hold a secret" if hidden else f", got {value!r}"
 
@@ -419,7 +419,7 @@ def _is_table(hint: Any) -> bool:
 
 
 def _is_free_table(hint: Any) -> bool:
-    """Whether a table's values may be of any type; those of other tables are strings."""
+    """Whether a table's values may be of any type; values of other tables are strings."""
     return _is_table(hint) and typing.get_args(hint)[1] is Any
 
 
@@ -442,9 +442,9 @@ def _keys(cls: type, at: Keys) -> Iterator[str]:
 
 
 def _unknown(root: type, origin: str, path: Keys) -> str:
-    """Write the error for an unknown key, with the most similar known one: siblings first, then other sections."""
+    """Return the error for an unknown key, with the most similar known key, first of its siblings, then of all keys."""
     key = ".".join(path)
-    # Known keys have the number of the first entry.
+    # Known keys of list entries have the number of the first entry, 0.
     number = next((part for part in path if part.isdecimal()), "0")
     like = tuple("0" if part.isdecimal() else part for part in path)
     path, parent = like, ".".join(like[:-1])

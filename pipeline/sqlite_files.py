@@ -1,6 +1,6 @@
-"""SQLite files that follow from a log: each can be deleted at any time, and is built again.
+"""Opens SQLite files that are derived from a log: each can be deleted at any time, and is then rebuilt.
 
-A file made from other topics, or by another version of its tables, is built again from nothing.
+A file made from other topics, or with another version of its tables, is rebuilt from the start.
 """
 
 import sqlite3
@@ -13,14 +13,14 @@ _OLDEST_SQLITE = (3, 35, 0)
 _READER_CACHE_BYTES = 64 * 2**20
 _WRITER_CACHE_BYTES = 256 * 2**20
 _CHECKPOINT_PAGES = 16 * 1024
-"""Pages in the write-ahead log before they are copied: rows of one transaction lie in many places of the indexes."""
+"""Pages in the write-ahead log before a checkpoint: many, because the rows of a transaction touch many index pages."""
 _META = "create table meta (name text primary key, value text not null) without rowid;"
 
 
 def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Connection:
-    """Open a file for writing; one with another identity is deleted and made anew, with these tables.
+    """Open a file for writing; if it has another identity, delete it and create it anew, with these tables.
 
-    Raises ConfigurationError if this Python's SQLite cannot hold it.
+    Raises ConfigurationError if this Python's SQLite is too old.
     """
     if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
         raise ConfigurationError(
@@ -33,7 +33,7 @@ def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Conn
         if _meta(connection) == identity:
             return connection
     except sqlite3.DatabaseError:
-        pass  # It is no SQLite file, or a damaged one.
+        pass  # The file is damaged, or not a SQLite file.
     connection.close()
     remove(path)
     connection = _opened(path)
@@ -44,18 +44,18 @@ def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Conn
 
 
 def limit_cache(connection: sqlite3.Connection, size_bytes: int) -> None:
-    """Keep at most so much of a file in the memory of a connection."""
+    """Limit the size of a connection's page cache."""
     connection.execute(f"pragma cache_size = -{size_bytes // 1024}")
 
 
 def remove(path: Path) -> None:
-    """Delete a file with those that SQLite keeps beside it."""
+    """Delete a file and the two files that SQLite keeps next to it."""
     for name in (path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm")):
         name.unlink(missing_ok=True)
 
 
 def reader(path: Path) -> sqlite3.Connection:
-    """A connection that cannot write."""
+    """Return a connection that cannot write."""
     connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=60.0, check_same_thread=False)
     connection.execute("pragma query_only = on")
     limit_cache(connection, _READER_CACHE_BYTES)

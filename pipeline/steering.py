@@ -1,10 +1,10 @@
-"""The commands that a run takes while it runs, in one list, and what is wanted of it now.
+"""The commands that change a run while it runs, in one list, and the state that they ask for.
 
-A command is recorded on the run's topic `control` and ends; whoever acts on it follows that topic: `rollstream run` its
-processes, each role what concerns itself. So a command works wherever the run's processes are, also before they start.
+A command only writes a record to the run's topic `control`. `rollstream run` and the roles follow that topic and carry
+the command out. So a command works wherever the run's processes are, even before they start.
 
-The command line and the page of a run use the same two functions: `record` checks and records a command, `state` tells
-what holds.
+The command line and the page of a run use the same two functions: `record` checks and records a command, and `state`
+returns the state asked for.
 """
 
 import contextlib
@@ -37,26 +37,26 @@ MOST_WEIGHT = 1e6
 SCALED = (ENV, GROUP, INFER, GATEWAY, EVAL)
 """Roles whose number of processes may be changed while the run runs."""
 MOST = 512
-"""Largest number of processes of a role but `group`, which has partitions for its limit."""
+"""Largest number of processes of a role, except of `group`, which is limited by the number of partitions."""
 
 
 def record(kafka: KafkaConfig, run: str, command: Mapping[str, Any]) -> None:
     """Check a command and record it.
 
-    `command` has its name under `command`, and its arguments beside it, as docs/steering.md lists them. Raises
-    ConfigurationError, which names the remedy, for one that cannot be carried out, and TopicError, BrokerUnavailable
-    or DeliveryError if it cannot be recorded.
+    `command` has the command's name under `command`, and its arguments under their names, as docs/steering.md lists
+    them. Raises ConfigurationError, which names the remedy, if the command cannot be carried out, and TopicError,
+    BrokerUnavailable or DeliveryError if it cannot be recorded.
     """
     name = command.get("command")
     if name not in COMMANDS:
-        raise ConfigurationError(f"no command is called {name!r}; commands are {', '.join(COMMANDS)}")
+        raise ConfigurationError(f"there is no command {name!r}; commands are {', '.join(COMMANDS)}")
     arguments = {key: value for key, value in command.items() if key != "command"}
     clients.check_broker(kafka)
     COMMANDS[str(name)](kafka, run, arguments)
 
 
 def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
-    """Return what is wanted of a run now, as plain values for JSON. Raises BrokerUnavailable."""
+    """Return the state that commands ask for in a run, as plain values for JSON. Raises BrokerUnavailable."""
     wanted = steering.desired_state(kafka, run)
     return {
         "processes": wanted.numbers,
@@ -69,7 +69,7 @@ def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
 
 
 def _scale(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
-    """Record numbers of processes by role: {"processes": {"env": 8, "group": None}}; None leaves it to the settings."""
+    """Record numbers of processes by role: {"processes": {"env": 8, "group": None}}; None restores the setting."""
     numbers = _only(arguments, "processes")["processes"]
     if not isinstance(numbers, Mapping) or not numbers:
         raise ConfigurationError("name a role and its number of processes, e.g. env=8")
@@ -94,32 +94,32 @@ def _check_scaled(role: str) -> None:
         return
     if role == LEARN:
         raise ConfigurationError(
-            "the processes of a learner share one model and begin together: set learner.processes and start "
-            "`rollstream run` again; it goes on from its checkpoint"
+            "the processes of a learner share one model and start together: set learner.processes and start "
+            "`rollstream run` again; the learner goes on from its checkpoint"
         )
     counted = {each.name: each.counted_by for each in ROLES if each.counted_by}
     if role in counted:
         raise ConfigurationError(
-            f"{role} is not scaled while the run runs: set {counted[role]} and start `rollstream run` again; roles "
-            f"that are scaled: {', '.join(SCALED)}"
+            f"{role} cannot be scaled while the run runs: set {counted[role]} and start `rollstream run` again; roles "
+            f"that can be scaled: {', '.join(SCALED)}"
         )
-    raise ConfigurationError(f"no role is called {role!r}; roles that are scaled: {', '.join(SCALED)}")
+    raise ConfigurationError(f"there is no role {role!r}; roles that can be scaled: {', '.join(SCALED)}")
 
 
 def _check_number(kafka: KafkaConfig, run: str, role: str, number: object) -> None:
     if not isinstance(number, int) or isinstance(number, bool):
-        raise ConfigurationError(f"{role}={number} is no number of processes; write e.g. {role}=2, or {role}=auto")
+        raise ConfigurationError(f"{role}={number} is not a number of processes; write e.g. {role}=2, or {role}=auto")
     most = MOST
     if role == GROUP:
         most = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if number < 1:
-        raise ConfigurationError(f"{role}={number}: at least one is needed, or the run waits for it for ever")
+        raise ConfigurationError(f"{role}={number}: at least one process is needed, or the run waits for ever")
     if number > most:
         why = (
-            f"rollouts of run {run} has {most} partitions, and each is read by one process; `rollstream split` gives "
+            f"topic {run}.rollouts has {most} partitions, each read by one process; `rollstream split` gives "
             "a run more partitions"
             if role == GROUP
-            else f"at most {most} are started on a machine"
+            else f"at most {most} processes are started on a machine"
         )
         raise ConfigurationError(f"{role}={number}: {why}")
 
@@ -129,24 +129,24 @@ def _pause(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     given = _only(arguments, "environment", "reason")
     name, reason = str(given["environment"]), str(given["reason"]).strip()
     if not 0 < len(reason) <= REASON_LIMIT:
-        raise ConfigurationError(f"say why, in 1 to {REASON_LIMIT} characters: the next operator reads it")
+        raise ConfigurationError(f"give a reason of 1 to {REASON_LIMIT} characters: the next operator reads it")
     _check_environment(kafka, run, name)
     pause = PausedEnvironment(environment=name, reason=reason, wall_time=time.time())
     steering.write(kafka, run, steering.PAUSED, {name: pause})
 
 
 def _resume(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
-    """Let groups of an environment begin again: {"environment": "math"}."""
+    """Resume a paused environment: {"environment": "math"}."""
     name = str(_only(arguments, "environment")["environment"])
     paused = steering.desired_state(kafka, run).paused
     if name not in paused:
         names = ", ".join(sorted(paused)) or "none"
-        raise ConfigurationError(f"environment {name} of run {run} is not paused; paused are: {names}")
+        raise ConfigurationError(f"environment {name} of run {run} is not paused; paused environments: {names}")
     steering.write(kafka, run, steering.PAUSED, {name: None})
 
 
 def _weigh(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
-    """Record weights by environment: {"weights": {"math": 2.0, "sort": None}}; None is the configured weight again."""
+    """Record weights by environment: {"weights": {"math": 2.0, "sort": None}}; None restores the setting."""
     weights = _only(arguments, "weights")["weights"]
     if not isinstance(weights, Mapping) or not weights:
         raise ConfigurationError("name an environment and its weight, e.g. math=2")
@@ -154,8 +154,8 @@ def _weigh(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     for name, weight in weights.items():
         if weight is not None and not (isinstance(weight, int | float) and 0 < weight <= MOST_WEIGHT):
             raise ConfigurationError(
-                f"weight {weight} of environment {name} is none: it must be above 0 and at most {MOST_WEIGHT:g}; "
-                "`rollstream environment pause` takes it out of the mixture"
+                f"the weight of environment {name} is {weight}; it must be above 0 and at most {MOST_WEIGHT:g}; "
+                "`rollstream environment pause` takes the environment out of the mixture"
             )
         _check_environment(kafka, run, str(name))
         records[str(name)] = (
@@ -167,27 +167,27 @@ def _weigh(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
 
 
 def _stop(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
-    """Let learners end after a step: {"at_step": 500}; None withdraws it."""
+    """End learners after a step: {"at_step": 500}; None withdraws the request."""
     at_step = _only(arguments, "at_step")["at_step"]
     if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 0):
-        raise ConfigurationError(f"{at_step!r} is no step; write e.g. `rollstream stop --at-step 500`")
+        raise ConfigurationError(f"{at_step!r} is not a step number; write e.g. `rollstream stop --at-step 500`")
     request = None if at_step is None else StopRequest(at_step=at_step, wall_time=time.time())
     steering.write(kafka, run, steering.STOP, {steering.AT_STEP: request})
 
 
 def _drain(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
-    """Let the run end with nothing in flight: {"wanted": True}; False withdraws it."""
+    """End the run with nothing in flight: {"wanted": True}; False withdraws the request."""
     wanted = _only(arguments, "wanted")["wanted"]
     if not isinstance(wanted, bool):
-        raise ConfigurationError(f"wanted is {wanted!r}; it is true, or false to withdraw the drain")
+        raise ConfigurationError(f"wanted is {wanted!r}; it must be true, or false to withdraw the drain")
     if wanted and steering.desired_state(kafka, run).draining:
-        return  # The time of the first request stays: an answer names it.
+        return  # Keep the time of the first request: the answer to it has the same time.
     request = DrainRequest(wall_time=time.time()) if wanted else None
     steering.write(kafka, run, steering.DRAIN, {steering.DONE: None, steering.WANTED: request})
 
 
 def _evaluate(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
-    """Let the newest policy version be evaluated; there are no arguments."""
+    """Request an evaluation of the newest policy version; there are no arguments."""
     _only(arguments)
     versions = []
     for message in read_to_end(kafka, topic_name(run, "policies")):
@@ -202,7 +202,7 @@ def _evaluate(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> Non
 
 
 def _check_environment(kafka: KafkaConfig, run: str, name: str) -> None:
-    """Raise ConfigurationError for an environment that no worker of the run knows, once workers have told theirs."""
+    """Raise ConfigurationError for an environment that no worker plays, once workers have recorded their mixtures."""
     known = environments_played(kafka, run)
     if known and name not in known:
         near = difflib.get_close_matches(name, known, 1)
@@ -211,10 +211,10 @@ def _check_environment(kafka: KafkaConfig, run: str, name: str) -> None:
 
 
 def _only(arguments: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """Return the arguments. Raises ConfigurationError for one that is missing, and for one that is not among them."""
+    """Return the arguments. Raises ConfigurationError if an argument in `names` is missing or another is present."""
     for name in (*names, *arguments):
         if name not in names:
-            raise ConfigurationError(f"the command takes no {name!r}; it takes {', '.join(names)}")
+            raise ConfigurationError(f"the command has no argument {name!r}; its arguments are {', '.join(names)}")
         if name not in arguments:
             raise ConfigurationError(f"the command needs {name!r}")
     return arguments

@@ -1,6 +1,6 @@
-"""Writes TOML that `tomllib` reads back equal; the standard library only reads TOML.
+"""Writes TOML that `tomllib` reads back unchanged, because the standard library can only read TOML.
 
-Used for the configurations that a supervisor hands to its processes and a report keeps for people.
+Used for the configurations that a supervisor hands to its processes and that are kept for people to read.
 """
 
 import json
@@ -71,7 +71,7 @@ def _key(key: str) -> str:
 
 
 def _string(text: str) -> str:
-    # JSON's escapes are TOML's; only DEL must be escaped in TOML and is not in JSON.
+    # TOML and JSON escape alike, except that DEL must be escaped in TOML, which JSON does not do.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

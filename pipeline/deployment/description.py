@@ -195,7 +195,7 @@ ROLES: tuple[RoleDescription, ...] = (
     ),
     RoleDescription(
         name=EVAL,
-        does="evaluates the held-out split at every so many policy versions",
+        does="evaluates the held-out split at every K-th policy version",
         number_flag="--ordinal",
         counted_by="evaluation.every_versions",
         count=lambda config: config.evaluation.processes if config.evaluation.every_versions else 0,

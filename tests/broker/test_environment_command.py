@@ -97,8 +97,8 @@ def test_workers_begin_no_group_of_what_is_paused_and_weigh_the_others_as_wanted
         await_more(run, "two")
         wrong = ("environment", "weigh", "thre=2")
         eventually(lambda: "did you mean three?" in said(run, *wrong).stderr, 60, "a worker's state", every_s=0.5)
-        assert "say why" in said(run, "environment", "pause", "three").stderr
-        assert "not paused; paused are: none" in said(run, "environment", "resume", "three").stderr
+        assert "give a reason" in said(run, "environment", "pause", "three").stderr
+        assert "not paused; paused environments: none" in said(run, "environment", "resume", "three").stderr
         assert "must be above 0" in said(run, "environment", "weigh", "two=0").stderr
         assert "write NAME=WEIGHT" in said(run, "environment", "weigh", "two").stderr
 

@@ -52,11 +52,11 @@ def test_numbers_are_recorded_withdrawn_and_refused_with_a_remedy(run: RealRun) 
     assert said(run, "env=auto", "infer=5").returncode == 0
     assert steering.state(run.kafka, run.name)["processes"] == {"group": 3, "infer": 5}
     for words, remedy in {
-        ("group=4",): "has 3 partitions, and each is read by one process; `rollstream split`",
-        ("env=0",): "at least one is needed",
+        ("group=4",): "has 3 partitions, each read by one process; `rollstream split`",
+        ("env=0",): "at least one process is needed",
         ("learn=2",): "set learner.processes and start `rollstream run` again",
         ("label=2",): "set labeling.processes",
-        ("workers=2",): "roles that are scaled: env, group, infer, gateway, eval",
+        ("workers=2",): "roles that can be scaled: env, group, infer, gateway, eval",
         ("env",): "write ROLE=N",
         ("env=many",): "write env=2, or env=auto",
         ("env=9999",): "at most 512",
@@ -65,7 +65,7 @@ def test_numbers_are_recorded_withdrawn_and_refused_with_a_remedy(run: RealRun) 
         refused = said(run, *words)
         assert (refused.returncode, remedy in refused.stderr) == (2, True), refused.stderr
     assert shown(run) == {"group": 3, "infer": 5}, "a refused command records nothing"
-    with pytest.raises(ConfigurationError, match="no command is called 'fly'; commands are scale"):
+    with pytest.raises(ConfigurationError, match="there is no command 'fly'; commands are scale"):
         steering.record(run.kafka, run.name, {"command": "fly"})
     with pytest.raises(ConfigurationError, match="needs 'processes'"):
         steering.record(run.kafka, run.name, {"command": "scale"})

@@ -126,8 +126,8 @@ def test_variables_name_entries_without_case_and_signs(two: Path) -> None:
     [
         ("environments.0.wieght=2", r"--set environments.0.wieght: unknown key .*did you mean environments.0.weight\?"),
         ("environments.1.otions.x=2", r"did you mean environments.1.options\?"),
-        ("environments.hardsums.weight=2", "no entry of environments is called 'hardsums'.*did you mean hard-sums?"),
-        ("environments.5.use=add", "there are: dsort3, hard-sums.*the next new one is environments.2"),
+        ("environments.hardsums.weight=2", "environments has no entry 'hardsums'.*did you mean hard-sums?"),
+        ("environments.5.use=add", "there are: dsort3, hard-sums.*the next new entry is environments.2"),
         ("environments.2.weight=2", "use is missing"),
         ("environments.0.weight=0", "weight is 0.0; it must be above 0"),
         ("environments.0.quota=2", "quota is 2.0; it must be above 0 and at most 1"),
@@ -152,7 +152,7 @@ def test_a_wrong_key_of_a_file_is_named_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["environments.1.after=['ad']"], "dsort3 comes after 'ad', which is none; did you mean 'add'?"),
+        (["environments.1.after=['ad']"], "dsort3 comes after 'ad', which does not exist; did you mean 'add'?"),
         (["environments.1.after=['add']", "environments.0.after=['dsort3']"], "add, dsort3 wait for each other"),
     ],
 )
@@ -165,9 +165,9 @@ def test_lessons_that_nothing_unlocks_are_refused(flags: list[str], message: str
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["collect.processes=1", "collect.player=a:b"], "one of a control task, which plays no environments"),
-        (["fill.directory=windows"], "one of a control task, which plays no environments"),
-        (["worker.dual_write_topic=old"], "worker.dual_write_topic takes rollouts with their rewards"),
+        (["collect.processes=1", "collect.player=a:b"], "run of a control task, which plays no environments"),
+        (["fill.directory=windows"], "run of a control task, which plays no environments"),
+        (["worker.dual_write_topic=old"], "worker.dual_write_topic needs rollouts with rewards"),
         (["environments.1.after=['add']"], "dsort3 comes after add, whose rewards come from a labeler"),
     ],
 )

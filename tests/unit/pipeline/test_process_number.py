@@ -46,7 +46,7 @@ def test_every_role_with_a_number_takes_that_of_its_host(
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "", "one", "²", "1" * 20])
 def test_what_is_no_number_is_refused(text: str) -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match=r"is no number of a process; give 0, 1, \.\.\. or auto"):
+    with pytest.raises(argparse.ArgumentTypeError, match=r"is not the number of a process; give 0, 1, \.\.\. or auto"):
         number(text)
 
 
@@ -57,5 +57,5 @@ def test_a_role_on_a_host_without_a_number_ends_with_one_line() -> None:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM")}
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert answer.returncode == 2
-    assert answer.stderr.startswith(f"rollstream: argument --ordinal: the host is called {host!r}")
+    assert answer.stderr.startswith(f"rollstream: argument --ordinal: the host's name {host!r}")
     assert answer.stderr.count("\n") == 1

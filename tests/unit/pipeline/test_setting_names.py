@@ -100,7 +100,7 @@ def test_variables_of_earlier_releases_are_read_and_the_newer_form_wins() -> Non
         ("ROLLSTREAM_GROUPING_BATCH_ROLLOUTS", "did you mean ROLLSTREAM_GROUPING__BATCH_ROLLOUTS?"),
         ("ROLLSTREAM_GATEWAY_PORT", "did you mean ROLLSTREAM_GATEWAY__PORT?"),
         ("ROLLSTREAM_RUNS", "did you mean ROLLSTREAM_RUN?"),
-        ("ROLLSTREAM_HOME", "ROLLSTREAM_SECTION__NAME is one."),
+        ("ROLLSTREAM_HOME", "use ROLLSTREAM_SECTION__NAME."),
         ("ROLLSTREAM_GROUPING__BATCHROLLOUTS", "unknown key grouping.batchrollouts; did you mean grouping.batch_roll"),
     ],
 )
@@ -160,6 +160,6 @@ def test_a_command_names_the_variable_that_is_no_setting() -> None:
         command, capture_output=True, text=True, timeout=120, env={"ROLLSTREAM_LEARNER_NAME": "a"}, check=False
     )
     assert answer.returncode == 2
-    expected = "rollstream: ROLLSTREAM_LEARNER_NAME is no variable of a setting; did you mean ROLLSTREAM_LEARNER__NAME?"
+    expected = "rollstream: ROLLSTREAM_LEARNER_NAME does not set a setting; did you mean ROLLSTREAM_LEARNER__NAME?"
     assert answer.stderr.startswith(expected)
     assert answer.stderr.count("\n") == 1
