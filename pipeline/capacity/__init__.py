@@ -1,1 +1,1 @@
-"""How many partitions, processes and brokers a run needs: arithmetic over rates that were measured."""
+"""Computes how many partitions, processes and brokers a run needs, from measured rates."""

@@ -1,6 +1,6 @@
-"""Rates of one process of each kind, as `make bench` measured them: those in the package, or a user's own.
+"""Rates of one process of each kind, measured by `make bench`: those in the package, or a user's own.
 
-The rates in the package are of the machine that `machine` tells of. They are no promise about another one.
+The rates in the package were measured on the machine that `machine` describes. Other machines have other rates.
 """
 
 import json
@@ -18,7 +18,7 @@ _ROWS = ("produce", "group-and-batch", "restore", "feed", "weights-1024", "weigh
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRate:
-    """Records of one size that one process did in a second."""
+    """Records of one size that one process handles in a second."""
 
     per_s: float
     size_bytes: int
@@ -43,20 +43,20 @@ class MeasuredRates:
     feed: MeasuredRate
     """Rollouts of batches that one learner process fetches, checks and packs."""
     publish_bytes_per_s: float
-    """Bytes of a policy version that one process publishes to the log, and another one loads, one after the other."""
+    """Bytes of a policy version over the time in which a process publishes it to the log and another then loads it."""
     publish_to_files_bytes_per_s: float
-    """The same, in files of a directory."""
+    """The same rate for a version in the files of a directory."""
     broker_bytes_per_s: float
-    """Bytes of records that one broker took in from one client."""
+    """Bytes of records that one broker receives from one client in a second."""
 
 
 def shipped() -> MeasuredRates:
-    """The rates in the package."""
+    """Return the rates in the package."""
     return of_benchmark(json.loads(resources.files(__package__).joinpath("measured_rates.json").read_text("utf-8")))
 
 
 def from_file(path: Path) -> MeasuredRates:
-    """Rates from what `make bench ARGS=--json` printed, its last line. Raises ConfigurationError if it lacks one."""
+    """Read the rates in the output of `make bench ARGS=--json`. Raises ConfigurationError if one is missing."""
     try:
         document = json.loads(path.read_text(encoding="utf-8").strip().rpartition("\n")[2])
     except (OSError, ValueError) as error:
@@ -65,7 +65,7 @@ def from_file(path: Path) -> MeasuredRates:
 
 
 def of_benchmark(document: Any, where: str = "the package") -> MeasuredRates:
-    """Rates from the document that the benchmark prints. Raises ConfigurationError if it lacks one."""
+    """Return the rates in a document that the benchmark printed. Raises ConfigurationError if one is missing."""
     try:
         rows: dict[str, Mapping[str, Any]] = {row["name"]: row for row in document["rows"]}
         missing = [name for name in _ROWS if name not in rows]
@@ -90,7 +90,7 @@ def of_benchmark(document: Any, where: str = "the package") -> MeasuredRates:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{where} is no JSON of a benchmark ({error!r}); `make bench ARGS=--json` prints it"
+            f"{where} is not the JSON of a benchmark ({error!r}); `make bench ARGS=--json` prints it"
         ) from error
 
 

@@ -1,7 +1,7 @@
-"""Partitions, processes and brokers that a run needs for a load, and the limit that is met first. Pure.
+"""Computes the partitions, processes and brokers that a run needs for a load, and the limit that is met first. Pure.
 
-Each resource has capacities; a limit is what the load uses of one of them. There are as many units of a resource as the
-limit that needs most asks for, none of them used beyond `utilisation`. docs/scaling.md has the formulae.
+Each resource has capacities; a limit is the load's use of one of them. The largest limit determines the number of units
+of the resource, none of which is used beyond `utilisation`. docs/scaling.md has the formulae.
 """
 
 import math
@@ -12,16 +12,17 @@ from rollstream.pipeline.capacity.measured_rates import MeasuredRates
 from rollstream.topics.errors import ConfigurationError
 
 ROLLOUT_TOKEN_BYTES = 9
-"""A token in a rollout: id (4), loss mask (1) and log-probability (4)."""
+"""Bytes of a token in a rollout: id (4), loss mask (1) and log-probability (4)."""
 BATCH_TOKEN_BYTES = 13
-"""A token in a batch has an advantage (4), too."""
+"""Bytes of a token in a batch: it also has an advantage (4)."""
 RECORD_BYTES = 1024
-"""A record beside its tokens: names, texts, headers, its share of the journal."""
+"""Bytes of a record apart from its tokens: names, texts, headers, its share of the journal."""
 PARTITIONS_EACH = 4
-"""Partitions for each grouping process, and for each broker to lead: their number is fixed for a run, the load is not,
-and they are shared out by number."""
+"""Partitions for each grouping process, and for each broker to lead. There are several, because their number is fixed
+for a run while its load may grow, and because they are assigned by number, not by load."""
 _TOPICS = 4
-"""Topics with as many partitions as `rollouts`, or fewer: batches, journal and the rest together count as three."""
+"""Topics with the partitions of `rollouts`: `rollouts` itself, and three that stand for batches, journal and the other
+topics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,22 +32,22 @@ class Workload:
     parameters: float
     """Parameters of the model."""
     environments: int
-    """Rollouts that are being made at a time."""
+    """Rollouts in progress at a time."""
     tokens: float
     """Mean tokens of a rollout, its prompt included."""
     rollouts_per_s: float
     publish_every_s: float = 60.0
     """Time between two policy versions."""
     parameter_bytes: float = 2.0
-    """Bytes of a parameter as it is published."""
+    """Bytes of a published parameter."""
     weights_in_files: bool = False
     """Whether the bytes of versions go to files, and only their manifests to the log."""
     versions_kept: int = 2
     """Versions that the log holds at a time."""
     weight_readers: int = 1
-    """Inference servers, or caches before them, that read each version."""
+    """Inference servers, or caches in front of them, that read each version."""
     batch_readers: int = 1
-    """Times that the batches are read: by a learner, by others that follow them."""
+    """Number of readers of the batches: a learner, and other programs that follow them."""
     retention_s: float = 3 * 86400.0
     """Time for which rollouts and batches stay on the brokers."""
     replication: int = 3
@@ -73,12 +74,12 @@ class Workload:
 
     @property
     def weights_bytes_per_s(self) -> float:
-        """Bytes of versions that go to the log, a second."""
+        """Bytes of versions written to the log per second."""
         return 0.0 if self.weights_in_files else self.version_bytes / self.publish_every_s
 
     @property
     def log_bytes_per_s(self) -> float:
-        """Bytes that go to the log, a second, before replication: every rollout may be batched."""
+        """Bytes written to the log per second, before replication, if every rollout is batched."""
         return self.rollouts_per_s * (self.rollout_bytes + self.batched_bytes) + self.weights_bytes_per_s
 
 
@@ -93,13 +94,13 @@ class Machines:
     network_bytes_per_s: float = 1.25e9
     """Rate of a broker's network in each direction: 10 Gbit/s."""
     replicas_per_broker: int = 4000
-    """Replicas of partitions on a broker, as Kafka's operators advise."""
+    """Replicas of partitions on a broker, a common advice for Kafka."""
     memory_bytes: float = 8e9
     """Memory of a grouping process for rollouts in flight."""
     restore_s: float = 60.0
-    """Time within which partitions of a process that died are read again by another one."""
+    """Time within which another process has read the partitions of a dead process again."""
     utilisation: float = 0.7
-    """Largest share of a capacity that a plan uses: the rest is for load that is not even."""
+    """Largest share of a capacity that a plan uses; the remainder is for uneven load."""
 
     def __post_init__(self) -> None:
         if not 0 < self.utilisation <= 1:
@@ -114,9 +115,9 @@ class ResourceLimit:
     """brokers, grouping processes, ..."""
     name: str
     needed: float
-    """Units that the load would use in full."""
+    """Number of units that the load would use completely."""
     units: int = 0
-    """Units that the plan has."""
+    """Number of units in the plan."""
 
     @property
     def share(self) -> float:
@@ -139,16 +140,16 @@ class CapacityPlan:
     broker_in_bytes_per_s: float
     broker_out_bytes_per_s: float
     limits: tuple[ResourceLimit, ...] = field(repr=False)
-    """Every limit, the one that is met first at the front."""
+    """Every limit, beginning with the one that is met first."""
 
     @property
     def first(self) -> ResourceLimit:
-        """The limit that is met first if everything grows alike."""
+        """The limit that is met first if all parts of the load grow at the same rate."""
         return self.limits[0]
 
     @property
     def growth(self) -> float:
-        """How many times the load may grow until the first limit is met."""
+        """Factor by which the load may grow until the first limit is met."""
         return 1 / self.first.share
 
 
@@ -156,7 +157,7 @@ def plan(load: Workload, machines: Machines, rates: MeasuredRates) -> CapacityPl
     """Return what a load needs on these machines, at these rates."""
     processes, grouping = _units("grouping processes", _grouping(load, machines, rates), machines.utilisation)
     busy, _ = _units("brokers", _broker(load, machines, rates), machines.utilisation, least=load.replication)
-    # Replicas alone ask for fewer brokers than there are processes, so they leave the number of partitions as it is.
+    # Replicas alone need fewer brokers than there are processes, so they do not change the number of partitions.
     partitions = PARTITIONS_EACH * max(processes, busy)
     replicas = _TOPICS * partitions * load.replication / machines.replicas_per_broker
     brokers, broker = _units(
@@ -197,14 +198,14 @@ def plan(load: Workload, machines: Machines, rates: MeasuredRates) -> CapacityPl
 def _units(
     resource: str, needed: dict[str, float], utilisation: float, least: int = 1
 ) -> tuple[int, Iterable[ResourceLimit]]:
-    """As many units as the limit that needs most asks for, and what each limit uses of them."""
-    # A quotient a rounding error above a whole number needs no unit more.
+    """Return the number of units that the largest limit needs, and each limit's use of them."""
+    # A quotient that exceeds a whole number by a rounding error does not need another unit.
     units = max(least, *(math.ceil(amount / utilisation * (1 - 1e-12)) for amount in needed.values()))
     return units, [ResourceLimit(resource, name, amount, units) for name, amount in needed.items()]
 
 
 def _grouping(load: Workload, machines: Machines, rates: MeasuredRates) -> dict[str, float]:
-    """Grouping processes that each capacity asks for. At most one rollout of each environment waits for its group."""
+    """Return the grouping processes that each capacity needs. At most one rollout of an environment is in flight."""
     size = load.rollout_bytes
     return {
         "grouping": load.rollouts_per_s * rates.group.seconds(size),
@@ -214,7 +215,7 @@ def _grouping(load: Workload, machines: Machines, rates: MeasuredRates) -> dict[
 
 
 def _broker(load: Workload, machines: Machines, rates: MeasuredRates) -> dict[str, float]:
-    """Brokers that each capacity asks for, apart from replicas."""
+    """Return the brokers that each capacity needs, apart from replicas."""
     return {
         "disk space": _stored_bytes(load) / machines.disk_bytes,
         "writing to disk": _in_bytes_per_s(load) / machines.disk_bytes_per_s,
@@ -225,12 +226,12 @@ def _broker(load: Workload, machines: Machines, rates: MeasuredRates) -> dict[st
 
 
 def _in_bytes_per_s(load: Workload) -> float:
-    """Bytes that all brokers take in: each record once on each of its replicas."""
+    """Bytes that all brokers receive: each record once on each of its replicas."""
     return load.replication * load.log_bytes_per_s
 
 
 def _out_bytes_per_s(load: Workload) -> float:
-    """Bytes that all brokers give out: to followers, grouping, readers of batches and of weights."""
+    """Bytes that all brokers send: to followers, grouping, readers of batches and readers of weights."""
     read = load.rollouts_per_s * (load.rollout_bytes + load.batch_readers * load.batched_bytes)
     return (load.replication - 1) * load.log_bytes_per_s + read + load.weight_readers * load.weights_bytes_per_s
 

@@ -1,1 +1,1 @@
-"""Says what a role sees of the brokers: each fault with its remedy."""
+"""Checks what a role can see and do on the brokers, and names a remedy for each fault."""

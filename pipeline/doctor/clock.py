@@ -1,8 +1,8 @@
-"""Compares the clock of this machine with those of the brokers, by the times that brokers stamp records with.
+"""Compares the clock of this machine with the brokers' clocks, by the times with which brokers stamp records.
 
-A stamp that appears between two questions was made between them, so it tells how far apart the clocks are, in either
-direction. Without a record that arrives meanwhile, only a clock that is behind can be told: none is stamped later than
-the present. It takes no more than the permission to see a topic, and writes nothing.
+A stamp that first appears between two requests was made between them, so it bounds the difference of the clocks in both
+directions. If no record arrives, only a clock that is behind can be detected, because no stamp is later than the
+present. The check only needs permission to see a topic, and writes nothing.
 """
 
 import time
@@ -16,9 +16,9 @@ from rollstream.topics.kafka import granted, topic_admin
 from rollstream.topics.kafka.records import Place
 
 SKEW_S = 5.0
-"""Difference of clocks beyond which stream time of grouping and times in logs mislead."""
+"""Difference of clocks above which the stream time of grouping and the times in logs mislead."""
 _WATCHED_S = 5.0
-"""Time to wait for a record to arrive: grouping writes marks, and workers rollouts, more often while a run goes on."""
+"""Time to wait for a record. While a run goes on, marks and rollouts arrive at shorter intervals."""
 _PAUSE_S = 0.1
 _CHECK = "clock"
 _REMEDY = "let NTP set the clocks of this machine and of the brokers"
@@ -33,7 +33,7 @@ class Skew:
 
     @property
     def is_large(self) -> bool:
-        """Whether the clocks are apart by more than `SKEW_S`, whatever it is within the bounds."""
+        """Whether the clocks certainly differ by more than `SKEW_S`."""
         return self.least_s > SKEW_S or self.most_s < -SKEW_S
 
     @property
@@ -45,7 +45,7 @@ class Skew:
 
 
 def check_clock(config: RunConfig) -> Iterator[Finding]:
-    """Yield whether the clocks of this machine and of the brokers differ."""
+    """Yield a finding on the difference between the clocks of this machine and of the brokers."""
     places = _stamped_partitions(config)
     if not places:
         yield Finding(check=_CHECK, level="note", text="this user sees no topic whose records the brokers stamp")
@@ -59,7 +59,7 @@ def check_clock(config: RunConfig) -> Iterator[Finding]:
 
 
 def compared(newest_stamps: Callable[[], dict[Place, int]], watched_s: float = _WATCHED_S) -> Iterator[Finding]:
-    """Yield what the newest stamps of partitions, asked for repeatedly, tell about the clock of this machine."""
+    """Yield a finding on this machine's clock from the newest stamps of partitions, requested repeatedly."""
     asked_s = time.time()
     before = newest_stamps()
     skews = [Skew(-float("inf"), time.time() - stamp / 1000) for stamp in before.values()]
@@ -82,16 +82,16 @@ def compared(newest_stamps: Callable[[], dict[Place, int]], watched_s: float = _
         yield Finding(
             check=_CHECK,
             level="note",
-            text="this clock is not behind the brokers'; whether it is ahead cannot be told: no record arrived within "
+            text="this clock is not behind the brokers'; whether it is ahead is unknown: no record arrived within "
             f"{watched_s:g} s (the newest is {min(skew.most_s for skew in skews):.0f} s old)",
-            remedy="run it again while the run goes on",
+            remedy="run the check again while the run goes on",
         )
     else:
         yield Finding(check=_CHECK, level="note", text="there is no record yet whose time could be compared")
 
 
 def _stamped_partitions(config: RunConfig) -> list[Place]:
-    """Partitions of the topics that brokers stamp, and that this user may see."""
+    """Partitions of the topics whose records brokers stamp and that this user may see."""
     topics = [topic_name(config.run, spec.name) for spec in CATALOGUE if spec.append_time]
     seen = [name for name, may in granted.topic_operations(config.kafka, topics).items() if may]
     return [(name, number) for name in seen for number in range(topic_admin.partitions_of(config.kafka, name))]

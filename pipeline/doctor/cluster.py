@@ -1,4 +1,4 @@
-"""Looks at the brokers of a run: their versions, and the topics against the catalogue."""
+"""Checks the versions of a run's brokers, and compares the run's topics with the catalogue."""
 
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -18,7 +18,7 @@ def check_versions(config: RunConfig) -> Iterator[Finding]:
         broker = granted.broker_version(config.kafka)
     except ConfigurationError:
         yield Finding(
-            check="versions", level="note", text=f"{ours}; the brokers' version cannot be asked for from here"
+            check="versions", level="note", text=f"{ours}; the brokers' version cannot be determined from here"
         )
         return
     older = tuple(map(int, broker.split("."))) < _OLDEST_BROKER
@@ -38,14 +38,14 @@ def check_topics(config: RunConfig) -> Iterator[Finding]:
         yield Finding(
             check="topics",
             level="note",
-            text=f"settings of topics were not looked at: {error}",
-            remedy="run it as the user audit or operate, which may see them",
+            text=f"settings of topics were not checked: {error}",
+            remedy="run the check as the user audit or operate, which may see them",
         )
         return
     differing = [plan for plan in plans if plan.needed]
     for plan in differing:
         changes = "; ".join(f"{key} is {now or 'unset'}, not {right}" for key, (now, right) in plan.changes.items())
-        text = f"topic {plan.topic} is missing" if plan.create else f"topic {plan.topic}: {changes or 'schemas lack'}"
+        text = f"topic {plan.topic} is missing" if plan.create else f"topic {plan.topic}: {changes or 'lacks schemas'}"
         yield Finding(check="topics", level="fault", text=text, remedy="rollstream topics apply")
     if not differing:
-        yield Finding(check="topics", level="ok", text=f"{len(plans)} topics are as the catalogue says")
+        yield Finding(check="topics", level="ok", text=f"{len(plans)} topics match the catalogue")

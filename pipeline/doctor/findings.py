@@ -1,4 +1,4 @@
-"""Findings of `rollstream doctor`: what was looked at, how it is, and what helps."""
+"""Findings of `rollstream doctor`: what was checked, its state, and a remedy."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,10 +9,10 @@ Level = Literal["ok", "note", "fault"]
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that was looked at."""
+    """The result of one check."""
 
     check: str
-    """The part of the examination, such as brokers, permissions, topics, retention, clock."""
+    """Name of the check, such as brokers, permissions, topics, retention, clock."""
     level: Level
     text: str
     remedy: str = ""

@@ -1,6 +1,6 @@
-"""Compares what this client's user may do with what a role needs: rights that it lacks, and rights beyond them.
+"""Compares the rights of this client's user with the rights that a role needs: those it lacks, and those in excess.
 
-Names that a prefix covers are tried with number 0.
+A rule for a prefix is checked with the name of process 0.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,12 +15,12 @@ from rollstream.topics.kafka import granted
 
 _IMPLIED = {"Read": {"Describe"}, "Write": {"Describe"}, "Delete": {"Describe"}, "AlterConfigs": {"DescribeConfigs"}}
 _EVERYTHING = {"Read", "Write", "Alter", "Delete", "AlterConfigs"}
-"""Operations on a topic that no user of a run has together."""
+"""Operations on a topic that no user of a run has all at once."""
 _CHECK = "permissions"
 
 
 def check_permissions(config: RunConfig, role: str) -> Iterator[Finding]:
-    """Yield what the user of these settings lacks for a role, and what it may do beyond it."""
+    """Yield the rights that the user of these settings lacks for a role, and the rights that the role does not need."""
     topics = granted.topic_operations(config.kafka, [topic_name(config.run, spec.name) for spec in CATALOGUE])
     if any((operations or frozenset()) >= _EVERYTHING for operations in topics.values()):
         yield Finding(
@@ -39,16 +39,16 @@ def check_permissions(config: RunConfig, role: str) -> Iterator[Finding]:
     ]
     yield from faults
     if not [finding for finding in faults if finding.level == "fault"]:
-        yield Finding(check=_CHECK, level="ok", text=f"this user may do what {role} needs, and nothing else of the run")
+        yield Finding(check=_CHECK, level="ok", text=f"this user may do what {role} needs, and nothing else in the run")
 
 
 def _names(config: RunConfig, kind: str) -> list[str]:
-    """Return the groups or transactional ids of all roles of a run, those of process 0."""
+    """Return the consumer groups or transactional ids of all roles of a run, with the names of process 0."""
     return list(dict.fromkeys(expanded(template, config) for role in ROLES for template in getattr(role, kind)))
 
 
 def _needed(rules: Iterable[AccessRule], resource: str, name: str) -> set[str]:
-    """Return the operations that rules give on a resource, implied ones too."""
+    """Return the operations that rules allow on a resource, including implied operations."""
     operations: set[str] = set()
     for rule in rules:
         if rule.resource == resource and (rule.name == name or (rule.prefix and name.startswith(rule.name))):
@@ -86,7 +86,7 @@ def _transactional_ids(config: RunConfig, rules: tuple[AccessRule, ...], role: s
     try:
         writable = granted.writable_ids(config.kafka, _names(config, "transactional_ids"))
     except ConfigurationError as error:
-        yield Finding(check=_CHECK, level="note", text=f"transactional ids were not looked at: {error}")
+        yield Finding(check=_CHECK, level="note", text=f"transactional ids were not checked: {error}")
         return
     for name, may in writable.items():
         needed = "Write" in _needed(rules, "transactionalId", name)
@@ -101,7 +101,8 @@ def _transactional_ids(config: RunConfig, rules: tuple[AccessRule, ...], role: s
             yield Finding(
                 check=_CHECK,
                 level="fault",
-                text=f"this user may Write under transactional id {name}, and so fence its owner; {role} does not",
+                text=f"this user may Write under transactional id {name}, which {role} does not need, and so fence "
+                "its owner",
                 remedy="remove the rule: rollstream topics acls plan shows it",
             )
 

@@ -1,6 +1,6 @@
-"""Looks at how long brokers keep rollouts, and at the oldest one of each partition that grouping has not finished.
+"""Checks how long brokers keep rollouts, and how old the oldest unfinished rollout of each partition is.
 
-A restart reads from there on: records that brokers delete beyond it are lost with the groups that they belong to.
+A restart of grouping reads from that rollout on. If brokers delete such records first, they are lost with their groups.
 """
 
 import math
@@ -18,9 +18,10 @@ from rollstream.topics.kafka import granted, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 
 _CHECK = "retention"
-_KEEP = "rollstream topics apply, and rollstream prune for room"
+_KEEP = "rollstream topics apply, and rollstream prune to free space"
 _POSITIONS_KEPT_S = 30 * 86_400
-"""Least time for which positions should outlive a group: a run may rest over a holiday."""
+"""Shortest acceptable time for which brokers keep the positions of a stopped run, such as one that is stopped over a
+holiday."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,34 +34,34 @@ class OldestUnfinished:
     begin: int
     """First offset that the partition still holds."""
     age_s: float | None
-    """Time since the broker stamped it; None if there is none, or it is gone."""
+    """Time since the broker stamped the record; None if there is no such record, or it is gone."""
 
 
 def check_retention(config: RunConfig) -> Iterator[Finding]:
-    """Yield whether brokers may delete, or have deleted, rollouts that grouping has not finished."""
+    """Yield findings on unfinished rollouts that brokers may delete, or have deleted."""
     topic = topic_name(config.run, "rollouts")
     kept_s = topic_admin.retention_s(config.kafka, topic)
     try:
         oldest = list(oldest_unfinished(config))
     except RollstreamError as error:
         oldest = []
-        yield Finding(check=_CHECK, level="note", text=f"what grouping has not finished cannot be seen: {error}")
+        yield Finding(check=_CHECK, level="note", text=f"the progress of grouping cannot be seen: {error}")
     for place in oldest:
         yield from _of_partition(topic, kept_s, place)
     if not math.isinf(kept_s):
         yield Finding(
             check=_CHECK,
             level="fault",
-            text=f"{topic} keeps records for {_hours(kept_s)} (it must keep them)",
+            text=f"{topic} keeps records for {_hours(kept_s)} (it must keep them for ever)",
             remedy=_KEEP,
         )
     elif not any(place.begin > place.offset for place in oldest):
-        yield Finding(check=_CHECK, level="ok", text=f"{topic} keeps its records for ever, or does not say")
+        yield Finding(check=_CHECK, level="ok", text=f"{topic} keeps its records for ever, as far as can be seen")
     yield from forgotten_positions(topic_admin.positions_kept_s(config.kafka))
 
 
 def forgotten_positions(kept_s: float) -> Iterator[Finding]:
-    """Yield whether brokers that keep positions for so long may forget those of a run that rests."""
+    """Yield a note if brokers that keep positions for `kept_s` may forget those of a run that is stopped for weeks."""
     if kept_s < _POSITIONS_KEPT_S:
         yield Finding(
             check=_CHECK,
@@ -74,12 +75,12 @@ def forgotten_positions(kept_s: float) -> Iterator[Finding]:
 def oldest_unfinished(config: RunConfig) -> Iterator[OldestUnfinished]:
     """Yield the oldest unfinished record of each partition of `rollouts`.
 
-    Raises AccessDenied if this user may not see the group, `journal` or `rollouts`, StateRefused before there is a
-    state of grouping.
+    Raises AccessDenied if this user may not see the consumer group, `journal` or `rollouts`, and StateRefused if
+    grouping has no state yet.
     """
     topic, group = topic_name(config.run, "rollouts"), config.grouper.group_id(config.run)
     if granted.group_operations(config.kafka, [group])[group] == frozenset():
-        # The client would ask for the offsets of such a group again and again.
+        # Without this check, the client would request the offsets of such a group again and again.
         raise AccessDenied(f"this user may not Describe group {group}")
     bounds = topic_admin.bounds(config.kafka, topic)
     for partition, journal in committed_tasks(config.kafka, config.run, config.grouper):

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file: no script, nothing that is fetched, every text of the run escaped. Pure."""
+"""The report of a run as one HTML file: no script, no external resource, every text of the run escaped. Pure."""
 
 import base64
 import hashlib
@@ -13,13 +13,13 @@ from rollstream.pipeline.report.run_facts import RunFacts
 from rollstream.pipeline.text_tables import bytes_text, printable
 
 _LONGEST_TEXT = 4000
-"""Characters of a turn that are shown."""
+"""Largest number of characters shown of a turn."""
 
 
 class _Chart(NamedTuple):
     title: str
     names: tuple[str, ...]
-    """Names of series; one that ends with / stands for all that begin with it."""
+    """Names of series; a name that ends with / stands for all series that begin with it."""
     about: str = ""
 
 
@@ -41,7 +41,7 @@ _SECTIONS: Mapping[str, tuple[_Chart, ...]] = {
     "Flow": (
         _Chart("Staleness in steps", ("staleness",), "mean age of the rollouts trained on"),
         _Chart("Tokens a second", ("tokens_per_s",), "of the learner, over everything"),
-        _Chart("Seconds of a step", ("step_s", "step_s/"), "by stage; load and broadcast_weights are hidden"),
+        _Chart("Seconds of a step", ("step_s", "step_s/"), "by stage; load and broadcast_weights run during training"),
     ),
 }
 
@@ -114,7 +114,7 @@ def _verdict(facts: RunFacts) -> str:
 
 
 def _figures(facts: RunFacts) -> str:
-    """The few figures that one asks for first."""
+    """Return tiles with the most important figures."""
     steps = facts.curves.get("loss") or facts.curves.get("step_s")
     tiles = []
     for name, curve in _curves_of(facts, ("reward/produced", "success/")):
@@ -175,7 +175,7 @@ def _ledger(facts: RunFacts) -> str:
     book = facts.ledger
     if book is None:
         places = dict(facts.fates)
-        note = "As the index of the archive has them; the proof needs topics."
+        note = "Counts from the index of the archive; a proof needs the topics."
     else:
         names = ("batched", "dropped", "dead_lettered", "control", "moved", "in_flight", "unread")
         places = {n: sum(book[n].values()) if n == "dropped" else book[n] for n in names}
@@ -193,7 +193,7 @@ def _drops(facts: RunFacts) -> str:
 
 
 def _bars(counts: Mapping[str, int]) -> str:
-    """Counts as a table with a bar for each."""
+    """Return counts as a table with a bar for each count."""
     most = max(counts.values(), default=0) or 1
     rows = "".join(
         f'<tr><th scope="row">{_text(name.replace("_", " "))}</th><td data-name="{_text(name)}">{count:,}</td>'
@@ -260,7 +260,7 @@ def _commands(facts: RunFacts) -> str:
     if facts.ledger is None:
         rows = [
             ("The archive is whole", f"rollstream archive {facts.source} --run {run} --check"),
-            ("Its topics, to prove the rest", f"rollstream restore {facts.source} --run {run} --into {run}-again"),
+            ("Its topics can be restored", f"rollstream restore {facts.source} --run {run} --into {run}-again"),
             ("Every record is in exactly one place", f"rollstream ledger --run {run}-again"),
         ]
     else:
@@ -269,7 +269,7 @@ def _commands(facts: RunFacts) -> str:
             ("Every batch and drop follows from the log, bit for bit", f"rollstream verify --run {run}"),
             ("Figures of a step", f"rollstream cat steps --run {run}"),
             ("A rollout with its tokens, group and fate", f"rollstream show --run {run} {place}"),
-            ("Its way to a step and a version", f"rollstream lineage --run {run} --offset {place}"),
+            ("The step and the version that it went into", f"rollstream lineage --run {run} --offset {place}"),
             ("Versions with their digests", f"rollstream weights ls --run {run}"),
         ]
     cells = "".join(
@@ -282,7 +282,7 @@ def _commands(facts: RunFacts) -> str:
 
 
 def _text(text: str) -> str:
-    """Text for HTML: markup and characters that one does not see are shown, not obeyed."""
+    """Escape text for HTML; markup and invisible characters are shown, not interpreted."""
     return escape(printable(text))
 
 

@@ -1,4 +1,4 @@
-"""Line charts as SVG, for pages without scripts: axes, lines, and words for those who do not see them. Pure."""
+"""Line charts as SVG, for pages without scripts: axes, lines, and a description for screen readers. Pure."""
 
 import math
 from collections.abc import Sequence
@@ -8,10 +8,10 @@ from html import escape
 WIDTH, HEIGHT = 480, 220
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 28
 COLOURS = 8
-"""Lines of a chart that have a colour of their own; style.css names them."""
+"""Number of different colours for the lines of a chart; style.css defines them."""
 _POINTS = 240
 _CONSTANT, _NOTHING = 1e-9, 1e-100
-"""Values closer together than this share of their size are one; values smaller than this are zero."""
+"""Width of a range, as a share of its values, up to which it is constant; and size below which values are zero."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Curve:
 
 
 def chart(title: str, curves: Sequence[Curve], number: int) -> str:
-    """Draw curves over one axis of steps; `number` tells the charts of a page apart."""
+    """Draw curves over one axis of steps; `number` is unique among the charts of a page."""
     first = min(curve.steps[0] for curve in curves)
     last = max(curve.steps[-1] for curve in curves)
     low = min(min(curve.values) for curve in curves)
@@ -66,7 +66,7 @@ def _line(curve: Curve, frame: _Frame, colour: int) -> str:
 
 
 def thinned(curve: Curve) -> list[tuple[float, float]]:
-    """At most 240 points: means of neighbours, at the mean of their steps."""
+    """Reduce a curve to at most 240 points: means of neighbours, at the mean of their steps."""
     each = -(-len(curve.steps) // _POINTS)
     points = []
     for begin in range(0, len(curve.steps), each):
@@ -88,7 +88,7 @@ def _value_axis(ticks: Sequence[float], frame: _Frame) -> str:
 
 def _step_axis(first: int, last: int, frame: _Frame) -> str:
     steps = sorted({first, *(step for step in map(int, value_ticks(first, last)) if first <= step <= last), last})
-    # The numbers at the ends stay; those too close to them go.
+    # The numbers at both ends are shown; numbers too close to them are not.
     apart = (last - first) / 10
     shown = [s for s in steps if s in (first, last) or (s - first > apart and last - s > apart)]
     parts = []
@@ -101,9 +101,9 @@ def _step_axis(first: int, last: int, frame: _Frame) -> str:
 
 
 def value_ticks(low: float, high: float) -> list[float]:
-    """Round values that enclose a range, at most seven of them, 1, 2 or 5 times a power of ten apart."""
+    """Return at most seven round values that enclose a range, 1, 2 or 5 times a power of ten apart."""
     if high - low <= _CONSTANT * max(abs(low), abs(high)):
-        # A constant stands over zero, as the others do.
+        # The range of a constant curve includes zero, so that it is not empty.
         low, high = min(low, 0.0), max(high, 0.0)
     if max(abs(low), abs(high)) < _NOTHING:
         low, high = 0.0, 1.0
@@ -114,7 +114,7 @@ def value_ticks(low: float, high: float) -> list[float]:
 
 
 def number_text(value: float) -> str:
-    """A number in few characters: 12,345, 0.125, 1.2e-05."""
+    """Format a number in few characters: 12,345, 0.125, 1.2e-05."""
     if value == 0:
         return "0"
     if abs(value) >= 1e7 or abs(value) < 1e-3:

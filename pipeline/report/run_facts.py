@@ -1,4 +1,4 @@
-"""Facts of a run for its report: from its index, its ledger and its configuration, each as the commands say it."""
+"""Collects the facts of a run for its report from its index, its ledger and its configuration."""
 
 import hashlib
 import math
@@ -22,7 +22,7 @@ from rollstream.topics.errors import DeadlineExceeded, TopicError
 from rollstream.topics.records import PolicyManifest
 
 EXAMPLES = 3
-"""Number of best rollouts that a report shows, and of worst ones."""
+"""Number of best rollouts in a report, and of worst rollouts."""
 _STEPS = 10_000
 _NEWEST_VERSIONS = 12
 _STRETCHES = 40
@@ -49,19 +49,19 @@ class RunFacts:
 
     run: str
     source: str
-    """topics, or the address of the archive."""
+    """"topics", or the address of the archive."""
     written_s: float
     """When the report was made, seconds since the Unix epoch."""
     learner: str | None
     learners: Sequence[str]
     environments: Sequence[str]
     configuration: str
-    """SHA-256 of the configuration that the processes of the run used; empty if its file is not here."""
+    """SHA-256 of the configuration that the processes of the run used; empty if this machine lacks its file."""
     model: Mapping[str, Any]
     """Shape of the model, as the newest manifest has it."""
     parameters: int
     curves: Mapping[str, Curve]
-    """By name, as the page of a run calls them."""
+    """Curves by their names on the page of a run."""
     fates: Mapping[str, int]
     drops: Mapping[str, int]
     ledger: Mapping[str, Any] | None
@@ -76,7 +76,7 @@ class RunFacts:
     version_bytes: int
     newest_versions: Sequence[VersionFacts]
     best: Sequence[Mapping[str, Any]]
-    """Rollouts whole, those with the highest rewards first."""
+    """Details of the rollouts with the highest rewards."""
     worst: Sequence[Mapping[str, Any]]
     first_ms: int | None = None
     last_ms: int | None = None
@@ -124,7 +124,7 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
 
 
 def _catch_up(index: RunIndex) -> None:
-    """Wait until what is on the log now is indexed, by this process or by the one that serves the page of the run.
+    """Wait until all records now on the log are indexed, by this process or by one that serves the page of the run.
 
     Raises DeadlineExceeded if nothing is indexed for a minute.
     """
@@ -135,7 +135,7 @@ def _catch_up(index: RunIndex) -> None:
         elif time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"the index of run {index.run} stays at {done:,} of {total:,} offsets; stop the `rollstream ui` that "
-                "fills it, or delete it (index*.sqlite in the run's directory)"
+                "fills it, or delete the index (index*.sqlite in the run's directory)"
             )
         if not index.poll(_LOOK_S):
             time.sleep(_LOOK_S)
@@ -172,7 +172,7 @@ def _newest_manifest(db: sqlite3.Connection) -> PolicyManifest | None:
 
 
 def _spread(db: sqlite3.Connection) -> list[tuple[int, int, int]]:
-    """Version, groups and groups of zero variance, for groups of two and more."""
+    """Return version, number of groups and number with zero variance, counting only groups of two or more."""
     rows = db.execute(
         "select version, count(*), sum(zero_variance) from groups where members > 1 and version is not null"
         " group by version order by version"
@@ -181,7 +181,7 @@ def _spread(db: sqlite3.Connection) -> list[tuple[int, int, int]]:
 
 
 def _spread_curve(spread: Sequence[tuple[int, int, int]]) -> Curve | None:
-    """Shares over up to 40 stretches of versions, because single versions have few groups."""
+    """Return shares over at most 40 ranges of versions, because a single version has few groups."""
     each = -(-len(spread) // _STRETCHES) or 1
     stretches = [spread[begin : begin + each] for begin in range(0, len(spread), each)]
     if not stretches:
@@ -191,7 +191,7 @@ def _spread_curve(spread: Sequence[tuple[int, int, int]]) -> Curve | None:
 
 
 def _examples(index: RunIndex, db: sqlite3.Connection, order: str) -> list[Mapping[str, Any]]:
-    """Rollouts with the highest or lowest rewards, whole: the newest ones, of groups of their own."""
+    """Return details of rollouts with the highest or lowest rewards: the newest first, at most one of a group."""
     rows = db.execute(
         "select partition, offset, grp from rollouts where reward is not null"
         f" order by reward {order}, id desc limit {_LOOKED_AT}"
@@ -201,7 +201,7 @@ def _examples(index: RunIndex, db: sqlite3.Connection, order: str) -> list[Mappi
     for partition, offset, group in rows.fetchall():
         if group in seen or len(examples) == EXAMPLES:
             continue
-        with suppress(TopicError):  # The log holds it no more.
+        with suppress(TopicError):  # The record is no longer on the log.
             examples.append(index.details(partition, offset))
             seen.add(group)
     return examples

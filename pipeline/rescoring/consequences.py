@@ -1,6 +1,6 @@
-"""Consequences of wrong advantages: the steps that trained on them, the versions after, the last clean step.
+"""Finds the consequences of wrong advantages: the steps that trained on them, later versions, the last clean step.
 
-Pure. A step is clean if no rollout that it or a step before it trained on had another advantage than the corrected one.
+Pure. A step is clean if all rollouts that it and the steps before it trained on had correct advantages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from rollstream.topics.records import BatchUse, LearnerStep
 
 @dataclass(frozen=True, kw_only=True)
 class AdvantageErrors:
-    """Errors of the advantages of some rollouts: of a batch, or of a step."""
+    """Errors in the advantages of a batch's or a step's rollouts."""
 
     rollouts: int
     wrong: int
@@ -24,7 +24,7 @@ class AdvantageErrors:
     """Rollouts whose advantage could not be computed again; they count as right."""
     sampled_tokens: int
     wrong_tokens: int
-    """Sampled tokens of the wrong rollouts."""
+    """Sampled tokens of the rollouts with wrong advantages."""
     sign_flips: int
     """Rollouts that were reinforced and should have been discouraged, or the other way round."""
     largest: float
@@ -97,11 +97,11 @@ class LearnerConsequences:
     """Steps on record that trained on batches of the run."""
     wrong: tuple[WrongStep, ...] = ()
     last_clean_step: int | None
-    """The last step before any that trained on wrong advantages; None if the first on record did."""
+    """The last step before the first wrong step; None if the first step on record is wrong."""
     last_clean_version: int | None
-    """The newest policy version of it or of a step before it; None if there is none."""
+    """The newest policy version published by the last clean step or an earlier one; None if there is none."""
     touched_versions: tuple[int, ...] = ()
-    """Policy versions published by the first wrong step or later: wrong advantages are in all of them."""
+    """Policy versions published by the first wrong step or a later one; all of them contain the errors."""
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""
@@ -111,7 +111,7 @@ class LearnerConsequences:
 def consequences(
     steps: Iterable[LearnerStep], run: str, corrected: Mapping[str, CorrectedBatch]
 ) -> list[LearnerConsequences]:
-    """Return what follows for each learner on record in run `run` that trained on its batches."""
+    """Return the consequences for each learner on record that trained on batches of `run`."""
     by_learner: dict[str, list[LearnerStep]] = {}
     for step in steps:
         if step.input_run == run:

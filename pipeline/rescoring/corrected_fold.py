@@ -1,7 +1,7 @@
 """Folds a partition again with the rewards of a rescoring, and compares the advantages, rollout by rollout.
 
-It is the fold that cut the recorded batches, with the configurations of the log and the rollouts' own rewards replaced.
-A rollout whose verifier failed keeps its reward.
+It is the fold that cut the recorded batches, with the configurations on the log; only the rewards are replaced. A
+rollout on which the verifier failed keeps its reward.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,9 +33,9 @@ from rollstream.topics.records import Drop, Float32, JournalRecord, TrainingBatc
 from rollstream.topics.rl_examples import batch_digest
 
 NO_VARIANCE = ("zero_variance", "zero_advantage")
-"""Reasons of drops by which a rollout teaches nothing: it counts as one of advantage 0."""
+"""Reasons for dropping a rollout that teaches nothing; such a rollout counts as one with advantage 0."""
 ROUNDING = 1e-9
-"""Largest advantage that counts as 0: the rest that rounding leaves. Others are equal within a millionth."""
+"""Largest advantage that counts as 0, because rounding leaves such values. Others are compared within a millionth."""
 TakenRows = Mapping[str, tuple[int, ...]]
 """Rows of batches that a learner has taken, by batch; an empty tuple for all of them."""
 
@@ -49,13 +49,13 @@ class CorrectedBatch:
     after: Float32
     """Advantages by the other rewards, [R]; 0 for the rollouts of a group without variance."""
     known: NDArray[np.bool_]
-    """Whether the fold came to an advantage, [R]; others count as unchanged."""
+    """Whether the fold computed an advantage for the rollout, [R]; the other rollouts count as unchanged."""
     sampled: NDArray[np.int64]
     """Sampled tokens, [R]."""
 
     @property
     def wrong(self) -> NDArray[np.bool_]:
-        """Whether the advantage on record is another than the corrected one, [R]."""
+        """Whether the advantage on record differs from the corrected one, [R]."""
         wrong: NDArray[np.bool_] = self.known & ~np.isclose(self.before, self.after, rtol=1e-6, atol=ROUNDING)
         return wrong
 
@@ -76,11 +76,11 @@ class CorrectedPartition:
     groups: int = 0
     """Groups of the recorded batches."""
     groups_changed: int = 0
-    """Groups of these in which an advantage changed."""
+    """Groups of the recorded batches in which an advantage changed."""
     groups_lost: int = 0
-    """Changed groups that would have been dropped for want of variance."""
+    """Changed groups that would have been dropped for lack of variance."""
     groups_gained: int = 0
-    """Groups that were dropped for want of variance and would have been batched."""
+    """Groups that were dropped for lack of variance but would have been batched."""
     rollouts_gained: int = 0
     entries: list[TimedEntry] = field(default_factory=list)
     """Entries of the batches written into another run."""
@@ -151,12 +151,12 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
 def _beginning(
     job: CorrectionJob, journal: list[JournalRecord], plug_ins: PlugIns
 ) -> tuple[JournalRecord, list[JournalRecord]]:
-    """Return a state with nothing in flight to begin with, and the journal after it."""
+    """Return the state from which to fold, with nothing in flight, and the journal after it."""
     usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
     if not usable:
         raise TopicError(
-            f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; rescore it when the next one "
-            f"is written, as a grouping process does when it ends"
+            f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; rescore it after the next "
+            f"snapshot, which a grouping process writes when it ends"
         )
     first = journal[usable[0]]
     if first.sequence > 0:
@@ -206,7 +206,7 @@ def _taken_offsets(batches: Iterable[TrainingBatch], taken: TakenRows) -> frozen
 
 
 def _without(batch: TrainingBatch, taken: frozenset[int]) -> TrainingBatch | None:
-    """Return the batch without rollouts that were taken; None if it holds no others."""
+    """Return the batch without the rollouts in `taken`; None if no rollout is left."""
     rows = [row for row, offset in enumerate(batch.source_offsets.tolist()) if offset not in taken]
     if len(rows) == len(batch) or not rows:
         return batch if rows else None

@@ -1,7 +1,7 @@
 """Scores the rollouts of a run again and writes the rewards to `rescores`, each exactly once.
 
 The rewards of a partition are written in the order of its rollouts, in transactions, so that the last record of a
-rescoring says where it goes on after a crash. One rescoring of a run writes at a time: a second one fences the first.
+rescoring says where to go on after a crash. Only one rescoring of a run writes at a time: a second fences the first.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import RescoredRollout, Rollout
 
 _AT_ONCE = 64
-"""Rollouts that are given to the verifier at a time."""
+"""Rollouts given to the verifier at a time."""
 _COMMIT_ROLLOUTS = 1000
 _COMMIT_AFTER_S = 1.0
 
@@ -50,10 +50,10 @@ def rescore(
     pool: VerifierPool,
     progress: ProgressCallback = lambda _done, _all: None,
 ) -> int:
-    """Score every rollout that the rescoring has no record of, up to the present end; return how many that were.
+    """Score every rollout, up to the present end of the log, that the rescoring has not scored; return their number.
 
-    Raises ConfigurationError if the verifier cannot be imported, DeliveryError if rewards could not be written: what is
-    on record stays, and another call goes on after it.
+    Raises ConfigurationError if the verifier cannot be imported, and DeliveryError if rewards could not be written.
+    Records written before stay, and another call goes on after them.
     """
     clients.check_broker(kafka)
     topic = topic_name(run, "rollouts")
@@ -62,7 +62,7 @@ def rescore(
     scored = passed = 0
     try:
         with closing(TransactionalProducer(kafka, transactional_id(run, "rescore"))) as producer:
-            # Afterwards no other rescoring holds a transaction open, which would hide our own last records.
+            # From here on, no other rescoring has an open transaction, which would hide our own last records.
             producer.start()
             for partition, (begin, end) in bounds.items():
                 start = max(begin, next_offset(kafka, run, rescoring.id, partition))
@@ -76,7 +76,7 @@ def rescore(
     except (TransactionFailed, Stalled) as error:
         raise DeliveryError(
             f"rewards of rescoring {rescoring.id} were not written ({error}); if no other rescoring of run {run} has "
-            f"started, run it again: it goes on after the last one that is on record"
+            f"started, run it again: it goes on after the last reward on record"
         ) from error
     progress(ends, ends)
     return scored
@@ -93,7 +93,7 @@ def rescored(
 
 
 def next_offset(kafka: KafkaConfig, run: str, rescoring_id: str, partition: int) -> int:
-    """Return the offset of a partition of `rollouts` after the last one that a rescoring has a record of."""
+    """Return the offset in a partition of `rollouts` that follows the last one scored by a rescoring."""
     records = rescored(kafka, run, rescoring_id, partition, SkippedRecords("rescore"))
     return max((record.offset + 1 for record in records), default=0)
 
@@ -101,7 +101,7 @@ def next_offset(kafka: KafkaConfig, run: str, rescoring_id: str, partition: int)
 def _scored(
     messages: Iterator[KafkaRecord], rescoring: Rescoring, pool: VerifierPool
 ) -> Iterator[list[RescoredRollout]]:
-    """Yield the records of rollouts, as many as are to be committed together."""
+    """Yield lists of records, each of which is committed in one transaction."""
     records: list[RescoredRollout] = []
     since = time.monotonic()
     rollouts = _rollouts(messages, rescoring)
@@ -116,7 +116,7 @@ def _scored(
 
 
 def _rollouts(messages: Iterator[KafkaRecord], rescoring: Rescoring) -> Iterator[_Placed]:
-    """Yield the rollouts to be scored. Skips records that are none or cannot be decoded: the ledger reports them."""
+    """Yield the rollouts to be scored. Skips other records, and damaged ones, which the ledger reports."""
     for message in messages:
         if codec.kind_of(message.value) != "Rollout":
             continue

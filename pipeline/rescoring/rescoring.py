@@ -1,7 +1,7 @@
-"""A rescoring: which verifier judges again, and the rollouts of which environments.
+"""A rescoring: a verifier, and the environments whose rollouts it scores again.
 
-The same code over the same environments is the same rescoring, so that an interrupted one goes on; other code is
-another one.
+The same code for the same environments is the same rescoring, so that an interrupted rescoring goes on. Other code is
+another rescoring.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ class Rescoring:
     digest: str
     """Digest of its source; "" if it has no source file."""
     version: str = ""
-    """Version that it gives itself, for code whose source does not tell: a model behind a URL."""
+    """Version that the verifier states, for changes that its source does not show, such as of a model behind a URL."""
     environments: tuple[str, ...] = ()
     """Empty for all."""
 
@@ -39,9 +39,10 @@ class Rescoring:
 
 
 def rescoring_of(verifier: str, environments: tuple[str, ...] = ()) -> Rescoring:
-    """Import a verifier, and return the rescoring with it.
+    """Import a verifier, and return its rescoring.
 
-    Its version is the attribute `version`, if it has one. Raises ConfigurationError if it cannot be imported or called.
+    The rescoring has the version in the verifier's attribute `version`, if there is one. Raises ConfigurationError if
+    the verifier cannot be imported or called.
     """
     named = load_object(verifier, "--verifier names", "a verifier is named package.module:Class")
     if not callable(named):

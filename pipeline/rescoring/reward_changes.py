@@ -6,7 +6,7 @@ from typing import Any
 from rollstream.topics.records import RescoredRollout
 
 _NAMED = 1000
-"""Most changed rollouts that a report names; `rescores` holds them all."""
+"""Largest number of changed rollouts that a report names; `rescores` has all of them."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class RewardChanges:
 
     @property
     def total(self) -> EnvironmentChanges:
-        """The sum over the environments."""
+        """Sum over the environments."""
         total = EnvironmentChanges()
         for changes in self.environments.values():
             total.merge(changes)

@@ -1,6 +1,6 @@
-"""Brings a run to its end: its roles stop, `rollouts` takes no more records, and grouping has read every one of them.
+"""Closes a run: its roles stop, `rollouts` accepts no more records, and grouping reads all of them.
 
-Until something is moved, the run can be opened again as if nothing had been.
+Until records are moved, the run can be reopened as if nothing had happened.
 """
 
 import threading
@@ -35,14 +35,14 @@ _ORDINAL = 1_000_000_000
 """Ordinal of the grouping process that reads a run to its end; no other has it."""
 _POLL_S = 0.1
 _QUIET_S = 2.0
-"""Producers have ended once `rollouts` and `unlabelled` have not grown for so long."""
+"""Time without growth of `rollouts` and `unlabelled` after which producers count as ended."""
 _GRACE_S = 10.0
-"""How long producers may take to end; those that write on are refused by the broker."""
+"""How long producers may take to end; after that, the broker refuses their records."""
 
 
 def check_movable(config: RunConfig) -> None:
-    """Raise StateRefused if a run holds what is not moved (records without labels, open sessions, trajectories), or if
-    a partition is paused and cannot be read to its end."""
+    """Raise StateRefused if a run has records that a split does not move (without labels, in open sessions, or
+    trajectories), or if a partition is paused and cannot be read to its end."""
     kafka, run = config.kafka, config.run
     if paused := sorted(paused_partitions(kafka, run)):
         raise StateRefused(
@@ -60,18 +60,18 @@ def check_movable(config: RunConfig) -> None:
         )
     if book.calls.get("open_sessions"):
         raise StateRefused(
-            f"{book.calls['open_sessions']} sessions of run {run} are open, whose calls are not moved; let the agents "
-            f"end them, or wait until the gateway cancels them, and split again"
+            f"{book.calls['open_sessions']} sessions of run {run} are open, and their calls are not moved; let the "
+            f"agents end them, or wait until the gateway cancels them, and split again"
         )
     if book.trajectories.get("records"):
-        raise StateRefused(f"run {run} holds trajectories; runs of control tasks have no groups and are not split")
+        raise StateRefused(f"run {run} holds trajectories; runs of control tasks have no groups and cannot be split")
 
 
 def close(config: RunConfig, wait_s: float) -> None:
     """Close a run whose split is on record. Safe to repeat.
 
-    Raises DeadlineExceeded if a grouping process does not end, labels do not come, or a partition is not read within
-    `wait_s`, StateRefused if something came meanwhile that is not moved.
+    Raises DeadlineExceeded if a grouping process does not end, labels do not arrive, or a partition is not read within
+    `wait_s`, and StateRefused if records that are not moved have arrived since the split began.
     """
     kafka, run = config.kafka, config.run
     rollouts = topic_name(run, "rollouts")
@@ -92,8 +92,8 @@ def close(config: RunConfig, wait_s: float) -> None:
         delivered = committed_task(kafka, run, config.grouper, partition).state.delivered
         if delivered:
             raise StateRefused(
-                f"{len(delivered)} rollouts of rollouts[{partition}] are in a batch while their groups are not over: "
-                f"records came after the drain; split again, with the producers stopped"
+                f"{len(delivered)} rollouts of rollouts[{partition}] are in a batch although their groups are not "
+                f"complete: records arrived after the drain; stop the producers, and split again"
             )
 
 
@@ -103,7 +103,7 @@ def reopen(config: RunConfig) -> None:
 
 
 def _await_quiet(config: RunConfig) -> None:
-    """Wait until producers have ended, for a while."""
+    """Wait until producers have ended, at most `_GRACE_S`."""
     topics = [topic_name(config.run, name) for name in ("rollouts", "unlabelled")]
 
     def bounds() -> list[dict[int, tuple[int, int]]]:
@@ -124,20 +124,20 @@ def _await_members_gone(config: RunConfig, wait_s: float) -> None:
     while count := members(config.kafka, group):
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"{count} grouping processes of run {config.run} have not ended within {wait_s:g} s; stop them (those "
-                f"of an earlier release do not notice the split), and split again"
+                f"{count} grouping processes of run {config.run} have not ended within {wait_s:g} s; stop them "
+                f"(processes of an earlier release do not notice the split), and split again"
             )
         time.sleep(_POLL_S)
 
 
 def _await_labels(config: RunConfig, wait_s: float) -> None:
-    """Wait until what workers had begun is labelled: once `rollouts` is closed, no label can be written."""
+    """Wait until all records are labelled, because no label can be written once `rollouts` is closed."""
     deadline = time.monotonic() + wait_s
     with LabelingWatch(config.kafka, config.run, config.labeling.group_id(config.run)) as watch:
         while waiting := watch.state.waiting:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"{waiting} records of run {config.run} wait for labels, and got none within {wait_s:g} s; start "
+                    f"{waiting} records of run {config.run} still wait for labels after {wait_s:g} s; start "
                     f"`rollstream label`, and split again"
                 )
             time.sleep(_POLL_S)
@@ -164,10 +164,10 @@ def _drain_and_fence(config: RunConfig) -> dict[int, int]:
 
 @contextmanager
 def _grouping(config: RunConfig) -> Iterator[list[BaseException]]:
-    """Run a grouping process within this one; its error is in the list that this yields."""
+    """Run grouping in a thread of this process, and yield a list that receives its error."""
     stop, failed = threading.Event(), list[BaseException]()
     kafka, run = config.kafka, config.run
-    # The configuration in the log, so that it asks for no mark, which nobody could write.
+    # Use the configuration on the log: another one would need a mark, which cannot be written to a closed topic.
     grouping = newest(partition_configurations(kafka, run, config.grouper))
 
     def work() -> None:

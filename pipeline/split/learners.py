@@ -1,4 +1,4 @@
-"""Carries learners and weights over: checkpoints with their places in the other index, and the newest version."""
+"""Carries learners and weights over to the successor of a run: checkpoints, positions, and the newest version."""
 
 import time
 from collections.abc import Mapping
@@ -30,13 +30,13 @@ _POLL_S = 0.2
 
 
 class CarriedLearner(NamedTuple):
-    """A learner of the run that ends, as it goes on."""
+    """The state of a learner of the run that ends, with which it goes on in the successor."""
 
     name: str
     step: int
     """Its last step."""
     places: Mapping[str, int]
-    """Its position in the index of the run that ends, and the oldest place that it may read again."""
+    """Its position in the index of the run that ends, and the oldest position from which it may read again."""
     checkpoints: Path | None
     """Directory of its checkpoints; None if it keeps its position itself."""
 
@@ -44,8 +44,8 @@ class CarriedLearner(NamedTuple):
 def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool) -> list[CarriedLearner]:
     """Wait until the learners that train on a run's batches have stopped with a checkpoint of their last step.
 
-    Afterwards none of them can write to the run. Raises DeadlineExceeded if a checkpoint is missing after `wait_s`,
-    StateRefused for a learner of another run's batches.
+    Afterwards none of them can write to the run. Raises DeadlineExceeded if a checkpoint is missing after `wait_s`, and
+    StateRefused for a learner that trains on another run's batches.
     """
     deadline = time.monotonic() + wait_s
     learners = []
@@ -57,7 +57,7 @@ def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool
     for learner in learners:
         fence(config.kafka, earlier_id(config.run, "learner", learner.name))
         if (newest := _last_step(config, learner.name)).step != learner.step:
-            raise StateRefused(f"learner {learner.name} made step {newest.step} meanwhile; split again")
+            raise StateRefused(f"learner {learner.name} made step {newest.step} in the meantime; split again")
     return learners
 
 
@@ -82,9 +82,9 @@ def _stopped(config: RunConfig, name: str, deadline: float, *, with_checkpoints:
             return CarriedLearner(name, last.step, places_in(directory, last.step), directory)
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"learner {name} made step {last.step}, and {directory} holds checkpoints of steps {steps}; start it, "
-                f"let it stop with a checkpoint of its last step, and split again. For a learner that keeps its "
-                f"position itself add --without-checkpoints; learner.checkpoint.directory says where they are"
+                f"learner {name} made step {last.step}, but {directory} has checkpoints of steps {steps}; start it, "
+                f"let it stop with a checkpoint of its last step, and split again. If the learner keeps its position "
+                f"itself, add --without-checkpoints; if its checkpoints are elsewhere, set learner.checkpoint.directory"
             )
         time.sleep(_POLL_S)
 
@@ -98,7 +98,10 @@ def first_needed(config: RunConfig, learners: list[CarriedLearner]) -> int:
 def carry_checkpoints(
     config: RunConfig, after: RunConfig, split: RunSplit, learners: list[CarriedLearner]
 ) -> dict[str, int]:
-    """Copy the checkpoints, each with its position in the other index; return the positions by learner. Repeatable."""
+    """Copy the checkpoints, each with its position in the successor's index, and return the positions by learner.
+
+    Safe to repeat.
+    """
     offsets = [
         message.offset
         for message in read_to_end(config.kafka, topic_name(config.run, "batch-index"), start=split.carried_from)
@@ -116,10 +119,10 @@ def carry_checkpoints(
 
 
 def carry_weights(config: RunConfig, after: RunConfig) -> int:
-    """Publish the newest policy version of a run in its successor under its own number, whole; return the number.
+    """Publish the newest policy version of a run, whole, in its successor under the same number; return the number.
 
-    Versions before it are on record there without their bytes, so that no number is used again and steps of versions
-    stay known. Safe to repeat. Returns -1 if the run has no version.
+    Earlier versions are recorded there without their bytes, so that no number is used twice and the step of each
+    version stays known. Safe to repeat. Returns -1 if the run has no version.
     """
     kafka, manifests = config.kafka, read_manifests(config.kafka, config.run)
     version = max(manifests, default=-1)

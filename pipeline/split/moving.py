@@ -1,4 +1,4 @@
-"""Fills the run that goes on: topics, configuration, clock, rollouts without a batch, waiting batches, decisions."""
+"""Fills the successor of a run: topics, configuration, clock, rollouts without a batch, waiting batches, decisions."""
 
 import time
 from collections.abc import Iterable
@@ -29,9 +29,9 @@ from rollstream.topics.signatures import MarkSigner
 
 
 def create(config: RunConfig, after: RunConfig, split: RunSplit) -> None:
-    """Create the topics of the run that goes on, with the configuration and the clock of the one before.
+    """Create the topics of the successor, with the configuration and the clock of the run that ends.
 
-    Batches get numbers above those of every partition before, so that no name of a batch is used twice.
+    Its batches get numbers above all batch numbers of the run that ends, so that no name of a batch is used twice.
     """
     kafka = config.kafka
     provisioning.apply(kafka, after.topics, after.run)
@@ -50,16 +50,16 @@ def create(config: RunConfig, after: RunConfig, split: RunSplit) -> None:
 
 
 def configuration_after(config: RunConfig) -> GroupingConfig:
-    """The grouping configuration in force at the end of a run, as its successor begins with it.
+    """Return the grouping configuration in force at the end of a run, with which its successor begins.
 
-    Excluded offsets are those of the run that ends: everything they name was dropped or batched there.
+    It lacks the excluded offsets, which name records of the run that ends, all of them dropped or batched there.
     """
     current = newest(partition_configurations(config.kafka, config.run, config.grouper))
     return replace(current, exclude_offsets=())
 
 
 def move_rollouts(config: RunConfig, after: RunConfig) -> int:
-    """Move what no batch has to the run that goes on; return the number of records moved by this call."""
+    """Move all rollouts without a batch to the successor; return the number of records moved by this call."""
     partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
     return sum(
         move_unfinished(config.kafka, config.run, config.grouper, partition, after.run)
@@ -68,7 +68,7 @@ def move_rollouts(config: RunConfig, after: RunConfig) -> int:
 
 
 def carry_batches(config: RunConfig, after: RunConfig, split: RunSplit, start: int) -> RunSplit:
-    """Repeat the index entries from offset `start` on in the index of the run that goes on, once.
+    """Copy the index entries from offset `start` on to the index of the successor, exactly once.
 
     The batches stay where they are; the entries name their run. Returns the split with the place of the entries.
     """
@@ -107,7 +107,7 @@ def _entries(config: RunConfig, start: int) -> Iterable[BatchIndexEntry]:
 
 
 def copy_decisions(config: RunConfig, after: RunConfig) -> None:
-    """Copy from `control` the states of mixtures and the batches that learners leave out. Safe to repeat."""
+    """Copy the states of mixtures and the exclusions of batches from `control`. Safe to repeat."""
     with Sender(clients.producer(config.kafka)) as sender:
         for message in read_to_end(config.kafka, topic_name(config.run, "control")):
             try:
@@ -119,7 +119,7 @@ def copy_decisions(config: RunConfig, after: RunConfig) -> None:
 
 
 def _set_clock(after: RunConfig, policy_version: int) -> None:
-    """Mark the policy version of the run before on every partition; what is ahead of it would wait otherwise."""
+    """Write marks with the policy version of the run that ends to every partition, so that its rollouts do not wait."""
     topic = topic_name(after.run, "rollouts")
     signer = MarkSigner(after.grouper.signing_key)
     with Sender(clients.producer(after.kafka)) as sender:

@@ -1,4 +1,4 @@
-"""Writes the record of a split to `control` of the run that ends, and of the run that goes on."""
+"""Writes the record of a split to `control` of the run that ends, and of its successor."""
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
@@ -15,7 +15,7 @@ def write_to_predecessor(kafka: KafkaConfig, split: RunSplit) -> None:
 
 
 def write_to_successor(kafka: KafkaConfig, split: RunSplit) -> None:
-    """Record a split in the run that goes on."""
+    """Record a split in the successor."""
     _write(kafka, split.successor, PREDECESSOR_KEY, encode(split))
 
 

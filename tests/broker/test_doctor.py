@@ -55,7 +55,7 @@ def test_a_user_with_its_own_rules_has_no_fault(secured: SecuredBroker, tmp_path
     code, findings = examined(secured, tmp_path, role, role)
     assert (code, faults(findings)) == (0, [])
     [permissions] = [finding for finding in findings if finding["check"] == "permissions"]
-    assert permissions["text"] == f"this user may do what {role} needs, and nothing else of the run"
+    assert permissions["text"] == f"this user may do what {role} needs, and nothing else in the run"
     assert [f["text"] for f in findings if f["check"] == "versions" and "brokers 4" in f["text"]]
 
 
@@ -186,4 +186,4 @@ def test_an_idle_run_cannot_tell_whether_a_clock_is_ahead_and_says_so(real_run: 
 
     assert finding()["text"] == "there is no record yet whose time could be compared"
     real_run.send([rollout("x", 0)])
-    assert (finding()["level"], finding()["remedy"]) == ("note", "run it again while the run goes on")
+    assert (finding()["level"], finding()["remedy"]) == ("note", "run the check again while the run goes on")

@@ -207,7 +207,7 @@ def test_rates_of_a_users_own_benchmark_take_the_place_of_those_shipped(
     [
         ("no json", "cannot be read as JSON"),
         ('{"machine": {"cores": 2}, "rows": []}', "--only produce --only group-and-batch"),
-        ("[]", "is no JSON of a benchmark"),
+        ("[]", "is not the JSON of a benchmark"),
     ],
 )
 def test_a_file_that_is_no_benchmark_is_refused_with_the_remedy(tmp_path: Path, document: str, named: str) -> None:
