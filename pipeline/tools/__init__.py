@@ -1,1 +1,1 @@
-"""Tools that query the log of a run: each reads topics, and none needs a role to be running."""
+"""Tools that query the log of a run. Each reads topics, and none needs a running role."""

@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `rollstream topics acls`."""
     actions = parser.add_subparsers(dest="acls_command", metavar="COMMAND", required=True)
     for name, handler, summary in (
-        ("plan", plan, "show which access rules of the run's users are missing, surplus, or of others"),
+        ("plan", plan, "show missing and surplus access rules of the run's users, and rules of other users"),
         ("apply", apply, "add access rules that are missing, and remove surplus ones; safe to repeat"),
     ):
         action = add_command(actions, name, summary)
@@ -45,7 +45,7 @@ def plan(config: RunConfig, args: argparse.Namespace) -> int:
 def apply(config: RunConfig, args: argparse.Namespace) -> int:
     """Add and remove rules, and show which."""
     differences = _compared(config, args)
-    # First what is added: a rule that becomes narrower never leaves a role without it.
+    # Rules are added first, so that a role keeps its access while a rule is replaced by a narrower one.
     access_control.add(config.kafka, differences.missing)
     access_control.remove(config.kafka, differences.surplus)
     _show(differences, args, ("added", "removed"))
@@ -66,9 +66,9 @@ def _show(plan: AccessPlan, args: argparse.Namespace, words: tuple[str, str]) ->
     rows = [(add, *row) for row in _rows(plan.missing)] + [(remove, *row) for row in _rows(plan.surplus)]
     if rows:
         print(table(("action", "principal", "resource", "name", "operations"), rows))
-    print(f"{len(plan.present)} rules right, {len(plan.missing)} to add, {len(plan.surplus)} surplus")
+    print(f"{len(plan.present)} rules correct, {len(plan.missing)} to add, {len(plan.surplus)} surplus")
     if plan.others:
-        print("\nnot of this run's users, left as they are:")
+        print("\nrules of other users, left as they are:")
         print(table(("principal", "resource", "name", "operations"), _rows(plan.others)))
 
 

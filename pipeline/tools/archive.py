@@ -31,14 +31,17 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream archive`."""
     set_handler(parser, show_archive, example="rollstream archive s3://bucket/runs --run main --follow", json=True)
     parser.add_argument(
-        "archive", nargs="?", metavar="ARCHIVE", help="a directory, or a URL of fsspec's (default: archive in data_dir)"
+        "archive",
+        nargs="?",
+        metavar="ARCHIVE",
+        help="a directory, or a URL that fsspec supports (default: archive in data_dir)",
     )
     parser.add_argument("--follow", action="store_true", help="go on until interrupted")
     parser.add_argument(
-        "--every", type=wait_seconds, default=10.0, metavar="S", help="seconds between looks (default: %(default)g)"
+        "--every", type=wait_seconds, default=10.0, metavar="S", help="seconds between two reads (default: %(default)g)"
     )
-    parser.add_argument("--arrays", action="store_true", help="tokens, masks and logprobs as columns, too")
-    parser.add_argument("--compact", action="store_true", help="merge small files instead; reads no topic")
+    parser.add_argument("--arrays", action="store_true", help="also write tokens, masks and logprobs as columns")
+    parser.add_argument("--compact", action="store_true", help="merge small files instead, without reading topics")
     parser.add_argument("--check", action="store_true", help="read every file again instead, and compare digests")
 
 
@@ -70,7 +73,7 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def current_manifest(store: Store, run: str) -> ArchiveManifest:
-    """Return the newest manifest of a run. Raises ConfigurationError if the store has no archive of it."""
+    """Return the newest manifest of a run. Raises ConfigurationError if the store has no archive of the run."""
     current = manifests.newest(store, run)
     if current is None:
         held = ", ".join(manifests.runs_of(store)) or "none"
@@ -94,7 +97,7 @@ def summary(store: Store, current: ArchiveManifest, **more: int) -> dict[str, An
 _RESULTS = {
     "records": "{:,} records are new",
     "fewer": "{:,} files fewer",
-    "checked": "{:,} files are what the manifest says",
+    "checked": "{:,} files match the manifest",
 }
 
 

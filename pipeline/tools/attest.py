@@ -25,30 +25,30 @@ from rollstream.topics.params_digest import digest_as
 from rollstream.topics.signatures import Signer
 
 _SHOWN = 16
-"""Characters of a digest that are shown."""
+"""Number of characters shown of a digest."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `rollstream attest`."""
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
-    sign = add_command(actions, "sign", "judge an archive, and sign what a policy version was trained on")
+    sign = add_command(actions, "sign", "check an archive, and sign what a policy version was trained on")
     example = "rollstream attest sign --run main --signing-key attest.pem -o main.json"
     set_handler(sign, sign_statement, example=example, json=True)
-    sign.add_argument("--signing-key", required=True, metavar="FILE", help="private key, of `rollstream key new`")
+    sign.add_argument("--signing-key", required=True, metavar="FILE", help="private key, from `rollstream key new`")
     sign.add_argument("--policy", type=int, metavar="N", help="the policy version (default: the newest)")
     sign.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where to write the statement")
     check = add_command(actions, "check", "check a statement from an archive, or a proof from a statement")
     set_handler(check, check_statement, example="rollstream attest check main.json --key 8ea6bc7c...", json=True)
     check.add_argument("--proof", type=Path, metavar="FILE", help="check this proof instead; needs no archive")
     check.add_argument(
-        "--model", type=Path, metavar="PATH", help="safetensors, or their folder: compare the model, too"
+        "--model", type=Path, metavar="PATH", help="a safetensors file, or a folder of them: also compare the model"
     )
     prove = add_command(actions, "prove", "prove from an archive what became of one rollout")
     example = "rollstream attest prove main.json env-1.640e3ee0.6391.0 --key 8ea6bc7c... -o rollout.json"
     set_handler(prove, prove_rollout, example=example, json=True)
     for form in (check, prove):
         form.add_argument("statement", type=Path, metavar="STATEMENT", help="the file with the signed statement")
-        form.add_argument("--key", required=True, metavar="KEY", help="public key of who signed it")
+        form.add_argument("--key", required=True, metavar="KEY", help="public key of the signer")
     prove.add_argument("uid", metavar="UID", help="the rollout")
     prove.add_argument("-o", "--output", type=Path, required=True, metavar="FILE", help="where to write the proof")
     for form in (sign, check, prove):
@@ -71,7 +71,7 @@ def sign_statement(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def check_statement(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print whether a statement holds for an archive, or a proof for a statement; return 1 if not."""
+    """Print whether an archive confirms a statement, or a statement confirms a proof; return 1 if not."""
     statement = opened(_read(args.statement), args.key)
     if args.model is not None:
         check_model(args.model, statement)
@@ -154,11 +154,11 @@ def _write(path: Path, text: str) -> None:
 
 
 def text_of(statement: Statement, evidence: Evidence) -> str:
-    """The statement as people read it."""
+    """Return the statement as text for people."""
     policy, trained = statement.policy, statement.trained
     records = [(fate, count) for fate, count in statement.records.items()]
     roots = [(name, tree.entries, tree.root[:_SHOWN]) for name, tree in statement.trees.items()]
-    again = f", {trained['trained_again']:,} of them once more" if trained["trained_again"] else ""
+    again = f", {trained['trained_again']:,} of them again" if trained["trained_again"] else ""
     return "\n\n".join(
         (
             f"run {statement.run}, policy version {policy['version']}, parameters {policy['digest'][:_SHOWN]}\n"
@@ -172,7 +172,7 @@ def text_of(statement: Statement, evidence: Evidence) -> str:
 
 
 def proof_text(statement: Statement, answer: dict[str, object]) -> str:
-    """The content of a proof, as people read it."""
+    """Return the content of a proof as text for people."""
     lines = [f"rollout {answer['uid']}: record {answer['place']} of rollouts, {answer['fate']}"]
     if answer["batch"]:
         lines.append(f"batch {answer['batch']}: row {answer['row']}")

@@ -1,4 +1,4 @@
-"""`rollstream broker`: a local Kafka, and `mend`, which ends the transactions of a run that hang on any Kafka."""
+"""`rollstream broker`: runs a local Kafka; `mend` ends hanging transactions of a run, on any Kafka."""
 
 import argparse
 import json
@@ -14,10 +14,10 @@ from rollstream.topics.kafka.hanging_transactions import OpenTransaction
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `rollstream broker`."""
     mend = add_command(
-        commands.register(parser), "mend", "show transactions of a run that hang on the brokers, and end them"
+        commands.register(parser), "mend", "show a run's transactions that hang on the brokers, and end them"
     )
     set_handler(mend, show_mend, example="rollstream broker mend --run main --yes", json=True)
-    mend.add_argument("--yes", action="store_true", help="end them, as their coordinator did")
+    mend.add_argument("--yes", action="store_true", help="end them as their coordinator decided")
 
 
 def show_mend(config: RunConfig, args: argparse.Namespace) -> int:
@@ -33,7 +33,7 @@ def show_mend(config: RunConfig, args: argparse.Namespace) -> int:
     if not transactions:
         print(f"no transaction of run {config.run} hangs at {config.kafka.bootstrap_servers}")
     elif left:
-        print("ending them failed: repeat it" if args.yes else "nothing was changed; end them with --yes")
+        print("some could not be ended; run this again" if args.yes else "nothing was changed; end them with --yes")
     return 1 if left else 0
 
 

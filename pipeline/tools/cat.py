@@ -1,7 +1,7 @@
-"""`rollstream cat`: prints the records of a topic, decoded, one a line, like kcat.
+"""`rollstream cat`: prints the records of a topic, decoded, one per line, like kcat.
 
-Reads committed records, or all, from a position to another or to the end of the topic, or follows it; filters apply to
-the records' content.
+Reads committed records, or all records, from one position to another or to the end of the topic, or follows the topic.
+Filters apply to the records' content.
 """
 
 import argparse
@@ -40,7 +40,7 @@ class ReadSpan:
     """beginning, end, an offset, -N for the last N of each partition, or s@MS for the first record at that time or
     later."""
     stop: int | None = None
-    """First offset of each partition that is no longer read."""
+    """Offset at which reading of each partition stops."""
     until_ms: int | None = None
     """Skip records of this time or later."""
     follow: bool = False
@@ -57,18 +57,18 @@ class ReadSpan:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream cat`."""
     set_handler(parser, cat, example="rollstream cat rollouts --run main -o -10 --env dsort3", json=True)
-    parser.add_argument("topic", metavar="TOPIC", help="its name, with or without the run's")
+    parser.add_argument("topic", metavar="TOPIC", help="name of the topic, with or without the run's name")
     parser.add_argument("-p", dest="partition", type=int, metavar="N", help="this partition only")
     parser.add_argument(
         "-o",
         dest="offset",
         default="beginning",
         metavar="OFFSET",
-        help="where to begin: beginning, end, an offset, -N for the last N of each partition, s@MS for those of a time "
-        "on; e@MS ends at a time (default: %(default)s)",
+        help="where to begin: beginning, end, an offset, -N for the last N of each partition, or s@MS for a time; e@MS "
+        "ends at a time (default: %(default)s)",
     )
-    parser.add_argument("--to", type=int, metavar="OFFSET", help="before this offset of each partition only")
-    parser.add_argument("-c", dest="count", type=int, metavar="N", help="this many records at most")
+    parser.add_argument("--to", type=int, metavar="OFFSET", help="only records before this offset of each partition")
+    parser.add_argument("-c", dest="count", type=int, metavar="N", help="at most N records")
     parser.add_argument(
         "-f",
         dest="format",
@@ -76,17 +76,17 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="as in kcat: %%s value, %%S its size, %%k key, %%K its size, %%t topic, %%p partition, %%o offset, "
         "%%T time, %%h headers",
     )
-    parser.add_argument("--follow", action="store_true", help="wait for more at the end")
+    parser.add_argument("--follow", action="store_true", help="wait for more records at the end")
     parser.add_argument(
-        "--uncommitted", action="store_true", help="records of open and aborted transactions, too, which no role reads"
+        "--uncommitted", action="store_true", help="also records of open and aborted transactions, which no role reads"
     )
-    parser.add_argument("--full", action="store_true", help="arrays and bytes in full, not in summary")
-    parser.add_argument("--env", metavar="NAME", help="records about this environment only")
-    parser.add_argument("--example", metavar="ID", help="about this example only")
-    parser.add_argument("--uid", help="about this rollout only")
-    parser.add_argument("--policy-version", type=int, metavar="V", help="about this policy version only")
+    parser.add_argument("--full", action="store_true", help="arrays and bytes in full, not summarized")
+    parser.add_argument("--env", metavar="NAME", help="only records about this environment")
+    parser.add_argument("--example", metavar="ID", help="only records about this example")
+    parser.add_argument("--uid", help="only records about this rollout")
+    parser.add_argument("--policy-version", type=int, metavar="V", help="only records about this policy version")
     parser.add_argument("--since", metavar="TIME", help="from this time on: ISO 8601, seconds since 1970, -SECONDS ago")
-    parser.add_argument("--until", metavar="TIME", help="before this time only")
+    parser.add_argument("--until", metavar="TIME", help="only records before this time")
 
 
 def cat(config: RunConfig, args: argparse.Namespace) -> int:
@@ -123,7 +123,7 @@ def cat(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def resolve(run: str, name: str) -> str:
-    """Return the full name of a topic, given in full, of any run, or by its name in the catalogue.
+    """Return the full name of a topic, given its full name, of any run, or its name in the catalogue.
 
     Raises ConfigurationError for any other name.
     """
@@ -145,7 +145,7 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
         left_out = _left_out(kafka, topic, reader.bounds(topic, numbers))
         starts = _starts(kafka, reader, topic, left_out, span)
         for partition, offsets in left_out.items():
-            # A client reads ahead, so one that is to read up to an offset left out reads nothing else.
+            # A client reads ahead, so the records before an offset left out are read by clients of their own.
             if offsets and starts[partition] <= max(offsets):
                 end = max(offsets) + 1
                 hopping = records_between(
@@ -169,7 +169,7 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
 def _left_out(kafka: KafkaConfig, topic: str, bounds: Mapping[int, tuple[int, int]]) -> dict[int, set[int]]:
     """Return the offsets within the bounds of each partition that are not fetched, because grouping left them out.
 
-    Records of `control` that `rollstream group skip` did not write may name others.
+    Offsets outside the bounds are ignored, because anyone may write such records to `control`.
     """
     run, _, name = topic.rpartition(".")
     left_out = never_fetched(kafka, run) if name == "rollouts" else {}
@@ -205,7 +205,7 @@ def _last(
     """Return the offset of the `count`-th record from the end of each partition, or of its first record.
 
     Transaction markers, aborted transactions and compaction leave gaps between offsets. So reading starts further and
-    further back until the partition yields that many records.
+    further back until the partition yields `count` records.
     """
     starts = {p: high for p, (_low, high) in bounds.items()}
     waiting, back = ({p for p, (low, high) in bounds.items() if low < high} if count else set()), 2 * count
@@ -228,7 +228,7 @@ def _number(text: str, flag: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigurationError(
-            f"{flag} {text!r} is no position; give beginning, end, an offset, -N, s@MS or e@MS (MS since 1970)"
+            f"{flag} {text!r} is not a position; give beginning, end, an offset, -N, s@MS or e@MS (MS since 1970)"
         ) from None
 
 
@@ -241,7 +241,7 @@ def milliseconds(text: str) -> int:
             moment = datetime.fromisoformat(text)
         except ValueError:
             raise ConfigurationError(
-                f"{text!r} is no time; give one like 2026-01-31T12:00, seconds since 1970, or -60 for a minute ago"
+                f"{text!r} is not a time; give one like 2026-01-31T12:00, seconds since 1970, or -60 for a minute ago"
             ) from None
         return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
     return int((seconds if seconds >= 0 else time.time() + seconds) * 1000)
@@ -324,7 +324,7 @@ def _line(as_json: bool, full: bool) -> Callable[[KafkaRecord, Any], str]:
 
 
 def _formatted(template: str, full: bool) -> Callable[[KafkaRecord, Any], str]:
-    """Format as kcat does; `rollstream cat --help` lists the fields."""
+    """Return a function that formats records as kcat does; `rollstream cat --help` lists the fields."""
     fields: dict[str, Callable[[KafkaRecord, Any], object]] = {
         "s": lambda _message, record: compact(plain(record, full=full)),
         "S": lambda message, _record: len(message.value or b"") if message.value is not None else -1,
@@ -344,7 +344,7 @@ def _formatted(template: str, full: bool) -> Callable[[KafkaRecord, Any], str]:
         if sign == "%" and following in fields and following:
             pieces.append(fields[following])
         elif sign == "%":
-            raise ConfigurationError(f"-f: %{following} means nothing; formats are %{', %'.join(fields)}")
+            raise ConfigurationError(f"-f: %{following} is not a format; formats are %{', %'.join(fields)}")
         elif sign == "\\" and following in _ESCAPES and following:
             pieces.append(_ESCAPES[following])
         else:

@@ -7,7 +7,7 @@ from argcomplete.shell_integration import shellcode
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream completion`."""
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="which shell")
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
     parser.set_defaults(run=_show_completion)
 
 

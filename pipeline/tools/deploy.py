@@ -1,4 +1,4 @@
-"""`rollstream deploy`: writes down a run for what runs it elsewhere, and what watches it."""
+"""`rollstream deploy`: writes a run as a compose file or a Helm chart, and a dashboard and alert rules for all runs."""
 
 import argparse
 import os
@@ -24,20 +24,20 @@ def register(parser: argparse.ArgumentParser) -> None:
     compose = add_command(commands, "compose", "write a compose file: brokers, topics and every role of the run")
     set_handler(compose, write_compose, example="rollstream deploy compose run.toml -o compose.yaml")
     compose.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
-    compose.add_argument("-o", "--output", type=Path, metavar="FILE", help="where it goes (default: stdout)")
+    compose.add_argument("-o", "--output", type=Path, metavar="FILE", help="file to write (default: stdout)")
     compose.add_argument(
         "--brokers",
         type=int,
         choices=(0, 1, 3),
         default=default.brokers,
-        help="brokers in it; 0: those of kafka.bootstrap_servers (default: %(default)s)",
+        help="number of brokers in the file; 0: use kafka.bootstrap_servers (default: %(default)s)",
     )
     compose.add_argument(
-        "--code", type=Path, metavar="DIR", help="directory of your own code; roles run in it and cannot write there"
+        "--code", type=Path, metavar="DIR", help="directory of your own code; roles run in it, and cannot write to it"
     )
     for flag, value, what in (
         ("--image", default.image, "image of the roles"),
-        ("--worker-image", default.worker_image, "image of the workers, if it is another"),
+        ("--worker-image", default.worker_image, "image of the workers, if different"),
         ("--kafka-image", default.kafka_image, "image of the brokers"),
         ("--prometheus-image", default.prometheus_image, "image of Prometheus"),
         ("--grafana-image", default.grafana_image, "image of Grafana"),
@@ -49,11 +49,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(chart, write_chart, example="rollstream deploy chart run.toml -o chart")
     chart.add_argument("file", type=Path, nargs="?", metavar="run.toml", help="the same as --config")
     chart.add_argument("-o", "--output", type=Path, metavar="DIR", required=True, help="directory of the chart")
-    for flag, what in (("--image", "image of the roles"), ("--worker-image", "image of the workers, if it is another")):
+    for flag, what in (("--image", "image of the roles"), ("--worker-image", "image of the workers, if different")):
         shown = default.image if flag == "--image" else ""
-        chart.add_argument(flag, default=shown, metavar="IMAGE", help=f"{what}; a value of the chart, too")
+        chart.add_argument(flag, default=shown, metavar="IMAGE", help=f"{what}; also a value of the chart")
 
-    wait = add_command(commands, "wait", "wait until a role may start, in a cluster that starts all at once")
+    wait = add_command(commands, "wait", "wait until a role may start, for clusters that start all roles at once")
     set_handler(wait, wait_to_start, example="rollstream deploy wait env --ready main-group:8081")
     wait.add_argument("role", choices=[role.name for role in ROLES], metavar="ROLE", help="command of the role")
     wait.add_argument(
@@ -67,7 +67,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     wait.add_argument("--wait", type=wait_seconds, default=600, metavar="S", help="longest wait (default: %(default)s)")
 
     monitoring = add_command(commands, "monitoring", "write a dashboard for Grafana and alert rules for Prometheus")
-    monitoring.add_argument("directory", type=Path, metavar="DIR", help="where to; created if it does not exist")
+    monitoring.add_argument(
+        "directory", type=Path, metavar="DIR", help="directory to write to; created if it does not exist"
+    )
     monitoring.set_defaults(run=_write_monitoring)
 
 
@@ -111,7 +113,7 @@ def write_compose(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def write_chart(config: RunConfig, args: argparse.Namespace) -> int:
-    """Write the chart of a run to a directory, and delete templates of ours there that it no longer has."""
+    """Write the chart of a run to a directory, and delete templates written there earlier that it no longer has."""
     from rollstream.pipeline.deployment.chart.context import ChartOptions, RunChart
     from rollstream.pipeline.deployment.chart.files import chart_files
     from rollstream.pipeline.deployment.chart.templates import MARK
@@ -145,21 +147,21 @@ def wait_to_start(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def service_address(text: str) -> str:
-    """Return host:port as it is given. Raises ArgumentTypeError for anything else."""
+    """Return a text of the form host:port unchanged. Raises ArgumentTypeError for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no address; give host:port, such as main-group:8081")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an address; give host:port, such as main-group:8081")
     return text
 
 
 def _beside(path: Path, folder: Path) -> str:
-    """Return a path as a compose file in the folder names it: relative to it, beginning with a dot."""
+    """Return a path relative to the folder of the compose file, beginning with a dot."""
     relative = os.path.relpath(path, folder)
     return relative if relative.startswith(".") else f"./{relative}"
 
 
 def given_variables(config: RunConfig, args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the settings that variables and flags set beside the file, as variables; no secrets.
+    """Return, as variables, the settings given by variables and flags, not by the file; secrets are left out.
 
     Raises ConfigurationError for a key that no variable can name.
     """
@@ -173,7 +175,9 @@ def given_variables(config: RunConfig, args: argparse.Namespace, environment: Ma
     for flag in (*named, *args.set, *(f"kafka.client.{client}" for client in args.client)):
         key, _, value = flag.partition("=")
         if key != key.lower():
-            raise ConfigurationError(f"{key} has capitals, which no variable can name; set it in the run's file")
+            raise ConfigurationError(
+                f"{key} has upper-case letters, which a variable cannot express; set it in the run's file"
+            )
         if not is_secret(key):
             given[variable_of(re.sub(r"[^\w.]", "_", key.strip()))] = value
     return given

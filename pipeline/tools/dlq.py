@@ -1,7 +1,7 @@
 """`rollstream dlq`: lists and shows dead letters, and sends them again, repaired by a script if one is given.
 
-One transaction sends the records to their source, `rollouts` or `unlabelled`, and a note of each to `dead-letters`, so
-that no letter is sent twice, however often the command runs.
+One transaction sends the records to their source, `rollouts` or `unlabelled`, and a note of each record to
+`dead-letters`, so that no letter is sent twice, however often the command runs.
 """
 
 import argparse
@@ -59,11 +59,11 @@ class Letter:
     value: bytes | None
     headers: dict[str, str]
     redriven: str = ""
-    """Time it was sent again; "" if it was not."""
+    """Time at which the letter was sent again; "" if it was not."""
 
     @property
     def name(self) -> str:
-        """Its name on the command line: PARTITION:OFFSET in dead-letters."""
+        """Name of the letter on the command line: PARTITION:OFFSET in dead-letters."""
         return f"{self.place[0]}:{self.place[1]}"
 
     @property
@@ -77,11 +77,11 @@ class Letter:
 
     @property
     def complete(self) -> bool:
-        """Whether it carries its bytes; a letter that was too large keeps only their digest."""
+        """Whether the letter has the bytes of its record; a letter that was too large has only their digest."""
         return "rollstream.value.sha256" not in self.headers and "rollstream.key.sha256" not in self.headers
 
     def as_dict(self) -> dict[str, Any]:
-        """The letter as plain values for JSON."""
+        """Convert to plain values for JSON."""
         return {
             "letter": self.name,
             "partition": self.partition,
@@ -102,11 +102,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     show = add_command(actions, "show", "show dead letters whole: headers, key, bytes")
     set_handler(show, dlq, example="rollstream dlq show 0:3", json=True)
     redrive = add_command(
-        actions, "redrive", "send dead letters to rollouts again, each once, mended by a script where one is given"
+        actions, "redrive", "send dead letters to their source again, each once, repaired by a script if one is given"
     )
     set_handler(redrive, dlq, example="rollstream dlq redrive --fix mend.py", json=True)
     redrive.add_argument("--fix", type=Path, metavar="SCRIPT", help="a file that defines fix(value, key, headers)")
-    redrive.add_argument("--dry-run", action="store_true", help="say what would be sent, and send nothing")
+    redrive.add_argument("--dry-run", action="store_true", help="print what would be sent, and send nothing")
     for action in (show, redrive):
         action.add_argument(
             "letter", nargs="*", metavar="LETTER", help="PARTITION:OFFSET in dead-letters, as listed (default: all)"
@@ -149,7 +149,7 @@ def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) ->
                 headers=headers,
             )
             if letter.topic not in SOURCES:
-                raise RecordError(f"a letter of {letter.topic[:100]!r}, whose letters lie elsewhere")
+                raise RecordError(f"a letter of {letter.topic[:100]!r}, whose letters are not in this topic")
             letters[letter.place] = letter
     return sorted(letters.values(), key=lambda letter: (letter.at_ms, letter.place))
 
@@ -162,7 +162,7 @@ def _number(headers: Mapping[str, str], name: str) -> int:
 
 
 def chosen(letters: Sequence[Letter], wanted: Sequence[str], run: str) -> list[Letter]:
-    """Return the letters of these names, all of them if none is named. Raises TopicError for one that is not there."""
+    """Return the letters with these names, or all letters if `wanted` is empty. Raises TopicError if one is missing."""
     by_name = {letter.name: letter for letter in letters}
     for name in wanted:
         if name not in by_name:
@@ -208,7 +208,7 @@ def _show(letters: Sequence[Letter], args: argparse.Namespace) -> int:
 
 
 def _dump(data: bytes, most: int = 256) -> str:
-    """Dump bytes as hexadecimal and text, sixteen a line."""
+    """Dump bytes as hexadecimal and text, sixteen per line."""
     lines = []
     for at in range(0, min(len(data), most), 16):
         piece = data[at : at + 16]
@@ -238,9 +238,9 @@ def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namesp
 def resend(
     config: RunConfig, letters: Sequence[Letter], fix: Fix | None = None, *, dry_run: bool = False
 ) -> tuple[list[Letter], list[tuple[Letter, str]]]:
-    """Send letters to their source again, each once; return those sent, and those left, with the reasons.
+    """Send letters to their source again, each once; return the letters sent, and those left with the reasons.
 
-    With `dry_run` nothing is sent. Raises DeliveryError, and then nothing was sent.
+    With `dry_run`, nothing is sent. Raises DeliveryError if nothing could be sent.
     """
     ready: list[tuple[Letter, bytes, bytes]] = []
     refused: list[tuple[Letter, str]] = []
@@ -252,7 +252,9 @@ def resend(
             ready.append((letter, key, value))
     if ready and not dry_run:
         done = _send(config, ready)
-        refused += [(letter, "was redriven meanwhile") for letter, _key, _value in ready if letter.place not in done]
+        refused += [
+            (letter, "was redriven by another process") for letter, _key, _value in ready if letter.place not in done
+        ]
         ready = [item for item in ready if item[0].place in done]
     return [letter for letter, _key, _value in ready], refused
 
@@ -264,7 +266,7 @@ def _fix_of(path: Path | None) -> Fix | None:
         raise ConfigurationError(f"--fix {path}: there is no such file")
     fix = runpy.run_path(str(path)).get("fix")
     if not callable(fix):
-        raise ConfigurationError(f"--fix {path} defines no function fix(value, key, headers)")
+        raise ConfigurationError(f"--fix {path} does not define a function fix(value, key, headers)")
     return fix  # type: ignore[no-any-return]
 
 
@@ -273,13 +275,13 @@ def _mended(letter: Letter, fix: Fix | None) -> tuple[str, bytes, bytes]:
     if letter.redriven:
         return f"was redriven at {letter.redriven}", b"", b""
     if not letter.complete and fix is None:
-        return "it was too large to keep its bytes; a script may make it anew", b"", b""
+        return "it was too large, so its bytes were not kept; a script can create the record again", b"", b""
     try:
         fixed: Any = letter.value if fix is None else fix(letter.value, letter.key, letter.headers)
     except Exception as error:  # a user's script may raise any error; the letter stays, with the reason
         return f"fix raised {type(error).__name__}: {error}", b"", b""
     if fixed is None:
-        return "fix left it", b"", b""
+        return "fix returned None", b"", b""
     try:
         record = decode(fixed) if isinstance(fixed, bytes) else fixed
         value = fixed if isinstance(fixed, bytes) else encode(fixed)
@@ -303,14 +305,14 @@ def _unsound(record: TrajectoryRecord) -> str:
 
 
 def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[Place]:
-    """Send records and notes in one transaction; return the letters sent, except those that another process has
-    sent."""
+    """Send records and notes in one transaction; return the letters sent, without those that another process sent
+    before."""
     kafka, run = config.kafka, config.run
     try:
         with closing(TransactionalProducer(kafka, transactional_id(run, "redrive"))) as producer:
             # From here on no other redrive of the run can commit, so the letters read now stay as they are.
             producer.start()
-            # An open transaction of another writer hides the notes that were written since it began.
+            # An open transaction of another writer hides the notes that were written after it began.
             partitions = {letter.place[0] for letter, _key, _value in ready}
             await_decided(kafka, topic_name(run, "dead-letters"), "nothing was sent again", among=partitions)
             taken = {letter.place for letter in read(kafka, run) if letter.redriven}
@@ -327,6 +329,6 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
                     transaction.send(notes, None, letter.key, partition=partition, headers=note)
     except (TransactionFailed, Stalled) as error:
         raise DeliveryError(
-            f"the letters were not sent again ({error}); nothing of it is visible, run it again"
+            f"the letters were not sent again ({error}); no record of the transaction is visible; run it again"
         ) from error
     return {letter.place for letter, _key, _value in mine}

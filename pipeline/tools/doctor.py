@@ -1,6 +1,7 @@
-"""`rollstream doctor`: what a role sees of the brokers, as the user of these settings; each fault with its remedy.
+"""`rollstream doctor`: checks what a role can see and do on the brokers, as the user of these settings.
 
-Changes nothing. Exit code 0 without faults, 1 with some, 2 if no broker lets it in.
+Changes nothing, and names a remedy for each fault. Exit code 0 without faults, 1 with faults, 2 if no broker accepts
+the client.
 """
 
 import argparse
@@ -56,12 +57,12 @@ def examine(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _looked(name: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Return what a check found. One that this user may not make is a note; permissions can always be looked at."""
+    """Return the findings of a check. One that this user may not make is a note; permissions can always be checked."""
     try:
         return list(check())
     except RollstreamError as error:
         level: Level = "fault" if name == "permissions" else "note"
-        return [Finding(check=name, level=level, text=f"not looked at: {error}")]
+        return [Finding(check=name, level=level, text=f"not checked: {error}")]
 
 
 def _show(findings: list[Finding], args: argparse.Namespace) -> None:

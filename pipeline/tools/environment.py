@@ -25,20 +25,20 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("show", "pause", "resume", "weigh"),
-        help="show: what was decided; pause: no worker begins a group of it; resume: they do again; weigh: how often "
-        "groups of it begin, next to the others",
+        help="show: print what was decided; pause: workers begin no more groups of the environment; resume: they begin "
+        "groups of it again; weigh: set how often groups of it begin, relative to the other environments",
     )
     parser.add_argument(
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"the environment; with weigh NAME=WEIGHT, of which {AUTO} is as configured",
+        help=f"the environment; with weigh: NAME=WEIGHT, or NAME={AUTO} for the configured weight",
     )
-    parser.add_argument("--reason", default="", help="why it is paused; the next operator is told")
+    parser.add_argument("--reason", default="", help="why it is paused; shown to the next operator")
 
 
 def environment(config: RunConfig, args: argparse.Namespace) -> int:
-    """Record what is decided, and print what holds."""
+    """Record the decision, and print the decisions in force."""
     clients.check_broker(config.kafka)
     if args.action != "show" and not args.names:
         raise ConfigurationError(f"name an environment, e.g. `rollstream environment {args.action} math`")
@@ -56,7 +56,11 @@ def environment(config: RunConfig, args: argparse.Namespace) -> int:
         return 0
     names = sorted({*shown["paused"], *shown["weights"]})
     rows = [(name, shown["weights"].get(name, ""), shown["paused"].get(name, "")) for name in names]
-    print(table(("environment", "weight", "paused because"), rows) if rows else "nothing is paused or weighed anew")
+    print(
+        table(("environment", "weight", "paused because"), rows)
+        if rows
+        else "no environment is paused, and all have their configured weights"
+    )
     return 0
 
 
@@ -65,4 +69,6 @@ def _weight(text: str) -> tuple[str, float | None]:
     try:
         return (name if equals else text), None if weight == AUTO else float(weight if equals else "")
     except ValueError as error:
-        raise ConfigurationError(f"{text!r} names no weight: write NAME=WEIGHT, e.g. math=2, or math={AUTO}") from error
+        raise ConfigurationError(
+            f"{text!r} does not name a weight: write NAME=WEIGHT, e.g. math=2, or math={AUTO}"
+        ) from error

@@ -1,6 +1,7 @@
 """`rollstream env check`: plays an environment, shows its turns and which tokens are trained on, and times it.
 
-It asks the configured inference servers. If none is there and none was named, replies are random text.
+Replies come from the configured inference servers. If none was configured and the default does not answer, replies are
+random text.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from rollstream.topics.records import Rollout
 _WIDTH = 80
 _LOOK_S = 2.0
 _BLOCKED_S = 0.1
-"""Time without an answer from the event loop that is worth a warning."""
+"""Time for which the event loop may be blocked without a warning."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,31 +57,33 @@ class CheckTimes:
     episodes: int
     total_s: float
     inference_s: float
-    """Time that episodes waited for replies, summed over episodes that ran side by side."""
+    """Time for which episodes waited for replies, summed over episodes, although these run in parallel."""
     blocked_s: float
-    """Longest time for which the environment kept everything else from running."""
+    """Longest time for which the environment blocked everything else in the process."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream env check`."""
     set_handler(parser, run, example="rollstream env check my_game.py:MyGame", json=True)
     parser.add_argument(
-        "environment", metavar="NAME", help="an entry of environments, or what an entry's `use` names: game.py:Game"
+        "environment", metavar="NAME", help="an entry of environments, or a value of `use`, such as game.py:Game"
     )
     parser.add_argument("--prompts", type=int, default=2, metavar="N", help="prompts to play (default: %(default)s)")
-    parser.add_argument("--members", type=int, default=4, metavar="N", help="episodes of each (default: %(default)s)")
-    parser.add_argument("--random", action="store_true", help="ask no server; replies are random text")
+    parser.add_argument(
+        "--members", type=int, default=4, metavar="N", help="episodes of each prompt (default: %(default)s)"
+    )
+    parser.add_argument("--random", action="store_true", help="use no server; replies are random text")
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Check an environment; 0 if every episode can be trained on, else 1."""
+    """Check an environment; return 0 if every episode can be trained on, else 1."""
     listed = next((e for e in config.environments if args.environment in (e.name, e.use)), None)
     entry = listed or EnvironmentConfig(use=args.environment)
     [environment] = load_environments([entry], config.worker, config.tasks)
     if environment.agent is not None and args.random:
         raise ConfigurationError(
             f"environment {environment.name} calls the policy itself, which needs an inference server; leave out "
-            "--random, and name one with --set 'worker.inference_urls=[...]'"
+            "--random, and name a server with --set 'worker.inference_urls=[...]'"
         )
     tokenizer = tokenizer_of(config.learner)
     warnings = list(_prompt_problems(environment, tokenizer))
@@ -96,7 +99,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 async def _check(
     config: RunConfig, environment: LoadedEnvironment, tokenizer: Tokenizer, args: argparse.Namespace
 ) -> tuple[str, list[CheckedGroup], CheckTimes]:
-    """Play the groups one after the other; return where replies came from, the groups and the times."""
+    """Play the groups one after another; return the source of the replies, the groups and the times."""
     prompts = environment.prompts("train")[: args.prompts]
     async with AsyncExitStack() as stack:
         client: SamplingClient | None = None
@@ -109,7 +112,7 @@ async def _check(
                     f"no inference server answers at {source}, and environment {environment.name} calls the policy "
                     "itself; name a server with --set 'worker.inference_urls=[...]'"
                 )
-            # A model that names no version is checked as well.
+            # Assume a version, so that a model that reports none can be checked, too.
             worker = replace(config.worker, assume_version=max(config.worker.assume_version, 0))
             capture = WorkerCapture(
                 config.kafka,
@@ -153,9 +156,9 @@ async def _check(
 
 
 async def _server(worker: WorkerConfig, stack: AsyncExitStack) -> SamplingClient | None:
-    """Return a client of the configured servers; None if they are the default and do not answer.
+    """Return a client of the configured servers; None if they are the default servers and do not answer.
 
-    Raises InferenceUnavailable if servers that were named do not answer.
+    Raises InferenceUnavailable if servers other than the default do not answer.
     """
 
     def client(timeout_s: float) -> CompletionsClient:
@@ -237,34 +240,34 @@ async def _agents_group(
 
 
 def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield what is wrong with the prompts of an environment. Raises PromptRefused for one that cannot be encoded."""
+    """Yield problems of an environment's prompts. Raises PromptRefused for a prompt that cannot be encoded."""
     names: dict[str, set[str]] = {}
     for split in SPLITS:
         prompts = environment.prompts(split)
         names[split] = {prompt.example_id for prompt in prompts}
         if [p.example_id for p in prompts] != [p.example_id for p in environment.prompts(split)]:
-            yield f"prompts({split!r}) returns another order each time; every process must see the same"
-        # An agent sends what it likes.
+            yield f"prompts({split!r}) returns a different order each time; every process must see the same order"
+        # The texts that an agent sends are not known here.
         for prompt in prompts if environment.agent is None else ():
             tokenizer.encode(prompt.text)
     if not names["heldout"]:
-        yield "prompts('heldout') is empty, so nothing can be evaluated; set its entry's evaluate to false"
+        yield "prompts('heldout') is empty, so nothing can be evaluated; set evaluate = false in its entry"
     both = names["train"] & names["heldout"]
     if both:
-        yield f"{len(both)} prompts are trained on and held out, e.g. {sorted(both)[0]}"
+        yield f"{len(both)} prompts are both trained on and held out, e.g. {sorted(both)[0]}"
 
 
 def _group_problems(groups: Sequence[CheckedGroup], times: CheckTimes) -> list[str]:
     problems = []
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if rollouts and all(len({rollout.reward for rollout in group.rollouts}) < 2 for group in groups):
-        problems.append("all members of each group have one reward: such groups are dropped, they teach nothing")
+        problems.append("all members of each group have the same reward: such groups teach nothing and are dropped")
     if rollouts and all(rollout.truncated for rollout in rollouts):
         problems.append("every episode was cut off by a token limit; is max_tokens too low?")
     if times.blocked_s > _BLOCKED_S:
         problems.append(
-            f"the environment kept everything else waiting for {times.blocked_s:.1f} s; a worker plays many episodes "
-            "in one process: await slow work, or do it in another process"
+            f"the environment blocked everything else for {times.blocked_s:.1f} s, but a worker plays many episodes in "
+            "one process: await slow work, or do it in another process"
         )
     return problems
 
@@ -317,7 +320,7 @@ def _as_text(
     train, heldout = (len(environment.prompts(split)) for split in SPLITS)
     lines = [
         f"environment {environment.name}: {train:,} prompts to train on, {heldout:,} held out, at most "
-        f"{environment.max_tokens} tokens a reply",
+        f"{environment.max_tokens} tokens per reply",
         f"replies: {source}",
     ]
     for group in groups:

@@ -8,7 +8,7 @@ from rollstream.pipeline.text_tables import command_text
 from rollstream.topics.errors import ConfigurationError
 
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
-_ENVIRONMENT = '''"""The environment {name}: guess a hidden number; each guess is answered with higher or lower."""
+_ENVIRONMENT = '''"""The environment {name}: guess a hidden number; the answer to each guess is higher or lower."""
 
 from collections.abc import Sequence
 
@@ -16,11 +16,11 @@ from rollstream import Episode, Generate, Message, Prompt, Reply, Score
 
 
 class {cls}:
-    """Replace the game by yours: `prompts` lists the problems, `run` plays one and scores it."""
+    """Replace this game by your own: `prompts` lists the problems, and `run` plays one problem and scores it."""
 
     name = "{name}"
     max_tokens = 4
-    """Most tokens of one reply."""
+    """Largest number of tokens in a reply."""
     stop: Sequence[str] = ()
     """Texts that end a reply, besides the model's own end token."""
     vocabulary = "0123456789"
@@ -37,7 +37,7 @@ class {cls}:
         }}
 
     def prompts(self, split: str) -> Sequence[Prompt]:
-        """The problems of a split, in an order that is the same in every process."""
+        """Return the problems of a split, in an order that is the same in every process."""
         return self._splits[split]
 
     async def run(self, prompt: Prompt, generate: Generate) -> Episode:
@@ -56,11 +56,11 @@ class {cls}:
         return Episode(turns=tuple(turns), score=Score(reward=0.0, components={{"exact": 0.0}}))
 
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
-        """Texts and replies that teach an untrained model what a guess looks like; leave it out for a trained one."""
+        """Return texts and replies that show an untrained model how to guess; not needed for a trained model."""
         prompts = self._splits["train"]
         return [(prompts[0].text, prompts[(seed + i) % len(prompts)].answer) for i in range(n)]
 '''
-_TEST = '''"""The environment {name}, played by scripts: no model and no server is needed."""
+_TEST = '''"""The environment {name}, played by scripts, so no model or server is needed."""
 
 import asyncio
 
@@ -96,7 +96,7 @@ def test_no_problem_is_both_trained_on_and_held_out() -> None:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream env new`."""
     parser.epilog = f"example:\n{command_text('rollstream env new my_game')}"
-    parser.add_argument("name", metavar="NAME", help="its name, in lower case: my_game")
+    parser.add_argument("name", metavar="NAME", help="name of the environment, in lower case, e.g. my_game")
     parser.add_argument(
         "--directory", type=Path, default=Path(), metavar="DIR", help="where to write (default: the working directory)"
     )
@@ -104,7 +104,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Write both files and name the commands to try. Raises ConfigurationError if one exists."""
+    """Write both files, and print the commands to try. Raises ConfigurationError if one of the files exists."""
     name: str = args.name
     if not _NAME.fullmatch(name):
         raise ConfigurationError(f"{name!r} cannot be a module's name; use lower-case letters, digits and _: my_game")

@@ -1,4 +1,4 @@
-"""`rollstream evaluate`: has the newest policy version evaluated by the run's evaluator, although it is not due."""
+"""`rollstream evaluate`: lets the run's evaluator evaluate the newest policy version, even if it is not due."""
 
 import argparse
 
@@ -14,11 +14,11 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def evaluate(config: RunConfig, args: argparse.Namespace) -> int:
-    """Record the version, and print it."""
+    """Request the evaluation, and print the version."""
     steering.record(config.kafka, config.run, {"command": "evaluate"})
     version = steering.state(config.kafka, config.run)["evaluate_version"]
     if args.json:
         print(compact({"evaluate_version": version}))
     else:
-        print(f"version {version} of run {config.run} is evaluated by `rollstream eval`, unless it was before")
+        print(f"`rollstream eval` evaluates version {version} of run {config.run}, unless it has done so before")
     return 0

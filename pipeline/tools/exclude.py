@@ -1,8 +1,8 @@
 """`rollstream exclude`: excludes environments, workers or ranges of offsets after their rollouts were produced.
 
 Writes marks with a new generation of the grouping configuration to every partition, in one transaction, and waits until
-all are read: a rollout not batched by then is never batched. Batches that hold excluded rollouts are named on
-`control`, so that learners leave them out, and in the report, with the steps that used or skipped them.
+all are read: an excluded rollout not batched by then is never batched. Batches that contain excluded rollouts are named
+on `control`, so that learners leave them out, and in the report, with the steps that used or skipped them.
 """
 
 import argparse
@@ -42,7 +42,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--offsets", action="append", default=[], metavar="P:A-B", help="offsets A to B of partition P of rollouts"
     )
-    parser.add_argument("--unseen", action="store_true", help="environments of which there are no rollouts, too")
+    parser.add_argument("--unseen", action="store_true", help="also exclude environments that have no rollouts yet")
     parser.add_argument("--dry-run", action="store_true", help="report only, and change nothing")
     parser.add_argument(
         "--timeout",
@@ -73,11 +73,11 @@ def exclude(config: RunConfig, args: argparse.Namespace) -> int:
 def put_on_record(
     config: RunConfig, exclusion: Exclusion, *, unseen: bool = False, dry_run: bool = False, timeout_s: float
 ) -> ExclusionOutcome:
-    """Exclude, and wait up to `timeout_s` until every partition has read its mark; with `dry_run` only look what that
-    would lead to. Raises ConfigurationError for what cannot be excluded, DeadlineExceeded and StateRefused."""
+    """Exclude, and wait up to `timeout_s` until every partition has read its mark; with `dry_run`, only report the
+    consequences. Raises ConfigurationError for what cannot be excluded, DeadlineExceeded and StateRefused."""
     wanted = exclusion.added_to(GroupingConfig())  # Refuses invalid ranges.
     if wanted == GroupingConfig():
-        raise ConfigurationError("nothing to exclude is named; give --env, --worker or --offsets")
+        raise ConfigurationError("there is nothing to exclude; give --env, --worker or --offsets")
     clients.check_broker(config.kafka)
     partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
     for text in exclusion.offsets:
@@ -118,13 +118,13 @@ def _print(
         }
         print(compact(summary))
         return
-    verb = "would be excluded" if args.dry_run else f"excluded, as generation {current.generation} has it"
+    verb = "would be excluded" if args.dry_run else f"excluded by generation {current.generation}"
     print(f"run {config.run}: {exclusion} {verb}\n")
     later = {IN_FLIGHT: "in flight, dropped when their groups are complete or due", UNREAD: "not yet read"}
     fates = [(later.get(name, name), count) for name, count in sorted(report.fates.items())]
     if report.dropped_along:
-        fates.append(("dropped along, as members of their groups", report.dropped_along))
-    print(table(("rollouts", ""), fates) if fates else "no rollout of it is on the log")
+        fates.append(("dropped with them, as members of their groups", report.dropped_along))
+    print(table(("rollouts", ""), fates) if fates else "no such rollout is on the log")
     if report.batches:
         print()
         rows = _rows(report.batches)
@@ -133,16 +133,20 @@ def _print(
         if len(rows) > most:
             print(f"... the newest of {len(report.batches):,} batches; --json names all of them")
         if not args.dry_run:
-            print("\nlearners that reach one of them from now on leave it out, whole")
+            print("\nlearners leave out these batches, as a whole, from now on")
     for learner in report.touched:
         first = learner["first_policy_version"]
-        since = "no policy version yet" if first is None else f"policy versions {first} and later"
+        since = (
+            "no policy version is affected yet" if first is None else f"policy versions {first} and later are affected"
+        )
         steps = "1 step" if len(learner["steps"]) == 1 else f"{len(learner['steps'])} steps"
-        print(f"\nlearner {learner['learner']} trained on them in {steps}; {since} carry it")
+        print(f"\nlearner {learner['learner']} trained on them in {steps}; {since}")
     flags = " ".join(f"--set '{name}={json.dumps(value)}'" for name, value in settings.items())
     print(f"\na replay without them:\n{command_text(f'rollstream replay --run {config.run} {flags}')}")
     if not args.dry_run:
-        print(f"keep these in any configuration of a generation above {current.generation}, which replaces this one")
+        print(
+            f"keep these settings in any configuration of a generation above {current.generation}: it replaces this one"
+        )
 
 
 def _rows(batches: Iterable[Mapping[str, Any]]) -> list[tuple[object, ...]]:

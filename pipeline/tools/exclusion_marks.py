@@ -46,7 +46,7 @@ class Exclusion:
     offsets: tuple[str, ...] = ()
 
     def added_to(self, config: GroupingConfig) -> GroupingConfig:
-        """Return the configuration with this exclusion added; its generation stays."""
+        """Return the configuration with this exclusion added, of the same generation."""
         both = {
             name: tuple(dict.fromkeys((*getattr(config, name), *wanted)))
             for name, wanted in zip(EXCLUSIONS, (self.environments, self.workers, self.offsets), strict=True)
@@ -64,7 +64,7 @@ class PartitionConfiguration(NamedTuple):
     config: GroupingConfig
     """Configuration in force at the end of the partition."""
     since: int
-    """Offset of its mark; -1 if that lies before the state of the grouping task."""
+    """Offset of its mark; -1 if the mark is older than the state of the grouping task."""
 
 
 def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[PartitionConfiguration]:
@@ -105,7 +105,7 @@ def check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, group
     for committed in committed_positions(kafka, run, grouper):
         tails[committed.partition] = committed.offset
         known |= _counted(kafka, run, committed)
-    # In a run with very many environments, the journal does not count all of them by name.
+    # In a run with very many environments, the journal counts some of them together, without names.
     missing = set() if OTHER_ENVIRONMENTS in known else set(named) - known
     if missing:
         left_out = never_fetched(kafka, run)
@@ -115,17 +115,20 @@ def check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, group
                 known.add(value.environment)
     for name in sorted(missing - known):
         near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]}?" if near else f"its environments: {', '.join(sorted(known - {''})) or 'none'}."
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"environments of the run: {', '.join(sorted(known - {''})) or 'none'}."
+        )
         raise ConfigurationError(
-            f"--env {name}: no rollout of run {run} is of that environment; {hint} To exclude it before it is seen, "
-            f"add --unseen"
+            f"--env {name}: run {run} has no rollout of that environment; {hint} To exclude it in advance, add --unseen"
         )
 
 
 def _counted(kafka: KafkaConfig, run: str, committed: GroupPosition) -> set[str]:
-    """Environments that the journal counts up to the committed record.
+    """Return the environments that the journal counts up to the committed record.
 
-    Records of aborted transactions count, too, because the rollouts they read are on the log.
+    Records of aborted transactions count, too, because the rollouts that they read are on the log.
     """
     partition, topic = committed.partition, topic_name(run, "journal")
     metadata = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]")
@@ -149,8 +152,8 @@ def put_in_force(
 ) -> list[PartitionConfiguration]:
     """Add an exclusion to every partition, and return their configurations once all grouping tasks have read it.
 
-    If it is already in force, only wait. Raises DeadlineExceeded if some partition was not read within `timeout_s`; the
-    marks are on the log then, and take effect when it is read.
+    If it is already in force, only wait. Raises DeadlineExceeded if some partition was not read within `timeout_s`; its
+    mark is on the log, and takes effect when it is read.
     """
     generation, marks = _written(kafka, run, grouper, exclusion)
     topic = topic_name(run, "rollouts")
@@ -158,8 +161,8 @@ def put_in_force(
     while behind := _unread(kafka, run, grouper, marks):
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"the exclusion is on the log as generation {generation}, and partitions {behind} of {topic} were not "
-                f"read up to it within {timeout_s:g} s; start `rollstream group`, which goes by it (or resume paused "
+                f"the exclusion is on the log as generation {generation}, but partitions {behind} of {topic} were not "
+                f"read up to it within {timeout_s:g} s; start `rollstream group`, which applies it (or resume paused "
                 f"partitions), and run this again for the report"
             )
         time.sleep(0.1)
@@ -167,8 +170,8 @@ def put_in_force(
     others = [p for p, (config, _since) in enumerate(configurations) if exclusion.added_to(config) != config]
     if others:
         raise StateRefused(
-            f"partitions {others} of run {run} were given another configuration meanwhile, of a generation not below "
-            f"{generation}; run this again, to exclude under that one"
+            f"partitions {others} of run {run} were given another configuration in the meantime, of generation "
+            f"{generation} or later; run this again, to add the exclusion to it"
         )
     return configurations
 

@@ -1,4 +1,4 @@
-"""The report of an exclusion: fates of excluded rollouts, and the batches, steps and policy versions that hold them."""
+"""The report of an exclusion: fates of excluded rollouts, and the batches, steps and policy versions affected."""
 
 import time
 from collections import Counter
@@ -30,19 +30,19 @@ class ExclusionReport:
     """Fates of excluded rollouts."""
 
     fates: Counter[str] = field(default_factory=Counter)
-    """Excluded rollouts by fate; dropped ones by reason."""
+    """Number of excluded rollouts by fate; for dropped rollouts, by reason."""
     dropped_along: int = 0
     """Rollouts dropped because another member of their group is excluded."""
     batches: list[dict[str, Any]] = field(default_factory=list)
     """Batches that hold excluded rollouts, in index order; `name_steps` adds the steps that used or skipped them."""
     touched: list[dict[str, Any]] = field(default_factory=list)
-    """By learner, the steps that trained on such batches, and the first policy version published after."""
+    """For each learner, the steps that trained on such batches, and the first policy version published after them."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
     """Invalid records that were skipped."""
 
 
 def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionReport:
-    """Find excluded rollouts, their groups' members that were dropped with them, and the batches that hold them."""
+    """Find excluded rollouts, members of their groups that were dropped with them, and the batches that hold them."""
     report = ExclusionReport()
     config = exclusion.added_to(GroupingConfig())
     named: list[set[int]] = []
@@ -66,10 +66,10 @@ def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionRepor
 
 
 def tell_learners(view: RunView, batches: Iterable[Mapping[str, Any]], reason: str, generation: int) -> None:
-    """Name batches on `control`: learners that reach one from now on leave it out. Idempotent."""
+    """Name batches on `control`, so that learners leave them out from now on. Idempotent."""
     topic = view.topic("control")
-    topic_admin.partitions_of(view.kafka, topic)  # raises an error with the remedy if there is none
-    remedy = "learners were not told of every batch to leave out: run this again"
+    topic_admin.partitions_of(view.kafka, topic)  # raises an error that names the remedy if the topic is missing
+    remedy = "not every batch that learners must leave out is on record: run this again"
     with Sender(clients.producer(view.kafka), remedy=remedy) as sender:
         for batch in batches:
             name = batch["batch_id"]
@@ -80,7 +80,7 @@ def tell_learners(view: RunView, batches: Iterable[Mapping[str, Any]], reason: s
 
 
 def name_steps(view: RunView, report: ExclusionReport) -> None:
-    """Add to a report the steps that used or skipped its batches so far, and the policy versions after them."""
+    """Add to a report the steps that have used or skipped its batches, and the policy versions after these steps."""
     for batch in report.batches:
         batch["uses"] = [
             {
@@ -96,7 +96,7 @@ def name_steps(view: RunView, report: ExclusionReport) -> None:
 
 
 def journal_details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
-    """Details with which the journal records drops for this exclusion, which names these offsets of a partition.
+    """Return the details with which the journal records drops for this exclusion; `named` are its offsets.
 
     Every member of a group is dropped with the detail of one member.
     """
@@ -107,7 +107,7 @@ def journal_details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
 
 
 def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
-    """Offsets of the excluded rollouts of a partition."""
+    """Return the offsets of the excluded rollouts of a partition."""
     offsets: set[int] = set()
     anywhere = config.exclude_environments or config.exclude_workers
     if not anywhere and all(OffsetRange.parse(text).partition != partition for text in config.exclude_offsets):
@@ -128,9 +128,9 @@ def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
 
 
 def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
-    """Find batches that hold excluded rollouts: by their content, and by worker if `rollouts` still has the records."""
+    """Find batches that hold excluded rollouts; those excluded by worker only if `rollouts` still has the records."""
     held: dict[str, dict[str, Any]] = {}
-    # The commit of a batch may not be visible yet. If it is aborted, the batch is made again with the same content.
+    # The commit of a batch may not be visible yet. If it is aborted, the batch is cut again, with the same content.
     for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):
         offsets, groups = batch.source_offsets.tolist(), batch.group_index.tolist()
         excluded = np.array(
@@ -149,7 +149,7 @@ def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -
 
 
 def _touched(view: RunView, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """By learner, the steps that trained on these batches, and the first policy version they affected."""
+    """Return, for each learner, the steps that trained on these batches, and the first policy version affected."""
     steps: dict[str, set[int]] = {}
     for batch in batches:
         for use in batch["uses"]:

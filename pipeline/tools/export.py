@@ -1,6 +1,6 @@
 """`rollstream export`: writes the newest policy version that the log holds whole as a Hugging Face checkpoint.
 
-It holds one tensor in memory at a time, and the version in temporary files of the directory meanwhile. Newer versions
+It holds one tensor in memory at a time; the version is in temporary files of the directory until then. Newer versions
 that cannot be fetched are named on standard error. Tokenizer and generation settings are copied from
 `learner.pretrained` if the run started from a checkpoint.
 """
@@ -26,14 +26,18 @@ from rollstream.topics.kafka import clients
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream export`."""
     set_handler(parser, show_export, example="rollstream export --config run.toml trained --dtype bfloat16", json=True)
-    parser.add_argument("directory", type=Path, metavar="DIRECTORY", help="where to; it must not hold a model yet")
     parser.add_argument(
-        "--adapters", action="store_true", help="write the adapters alone, as PEFT's files; otherwise they are merged"
+        "directory", type=Path, metavar="DIRECTORY", help="directory to write to, without a model in it"
+    )
+    parser.add_argument(
+        "--adapters",
+        action="store_true",
+        help="write only the adapters, as PEFT files; by default, they are merged into the model",
     )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),
-        help="what parameters are stored as (default: as published)",
+        help="dtype of the stored parameters (default: as published)",
     )
 
 
@@ -50,8 +54,8 @@ def show_export(config: RunConfig, args: argparse.Namespace) -> int:
 def export(config: RunConfig, directory: Path, dtype: str | None, *, adapters: bool = False) -> int:
     """Write the newest version that can be fetched, or its `adapters` alone as PEFT's files, and return its number.
 
-    Raises ConfigurationError if none is published, if it has no adapters, or if no Hugging Face family has such a
-    model, TopicError if none can be fetched, CheckpointRefused if the directory already holds a model.
+    Raises ConfigurationError if no version is published, if it has no adapters, or if its model has no counterpart at
+    Hugging Face, TopicError if no version can be fetched, CheckpointRefused if the directory already holds a model.
     """
     clients.check_broker(config.kafka)
     model, version = _newest(config, directory)
@@ -75,7 +79,7 @@ def _newest(config: RunConfig, directory: Path) -> tuple[DecoderConfig, SpooledV
                 timeout_s = config.learner.weights.fetch_timeout_s
                 return model, SpooledVersion(fetcher, published, manifest.version, directory, timeout_s=timeout_s)
             except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused, ConfigurationError) as error:
-                print(f"passed over policy version {manifest.version}: {error}", file=sys.stderr)
+                print(f"skipped policy version {manifest.version}: {error}", file=sys.stderr)
     if not tried:
-        raise ConfigurationError(f"run {config.run} has no policy version yet; is the learner running?")
-    raise TopicError(f"run {config.run} has no policy version that can be exported; see why above")
+        raise ConfigurationError(f"run {config.run} has no policy version yet; start its learner")
+    raise TopicError(f"run {config.run} has no policy version that can be exported; the reasons are above")

@@ -38,9 +38,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(
         parser, show_fit, example="rollstream fit v5e:2x4 --config run.toml --set learner.mesh.fsdp=8", json=True
     )
-    parser.add_argument("topology", metavar="TOPOLOGY", help="what libtpu calls it, e.g. v5e:2x4, v5e:4x4, v6e:4x4")
+    parser.add_argument("topology", metavar="TOPOLOGY", help="its name in libtpu, e.g. v5e:2x4, v5e:4x4, v6e:4x4")
     parser.add_argument(
-        "--quick", action="store_true", help="optimize less than a learner does: sooner, about the same memory"
+        "--quick",
+        action="store_true",
+        help="optimize less than a learner does, which is faster and gives about the same memory",
     )
 
 
@@ -55,7 +57,7 @@ def show_fit(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def compiled_apart(learner: "LearnerConfig", topology: str, *, quick: bool) -> "CompilationFit":
-    """Compile in a process of its own, which libtpu aborts at some programs. Raises CompilerLost then."""
+    """Compile in a separate process. Raises CompilerLost if libtpu aborts it, as it does for some programs."""
     with TemporaryDirectory() as folder:
         errors = Path(folder) / "errors"
         try:
@@ -72,7 +74,7 @@ def compiled_apart(learner: "LearnerConfig", topology: str, *, quick: bool) -> "
 
 def _compile(job: tuple["LearnerConfig", str, bool, Path]) -> "CompilationFit":
     learner, topology, quick, errors = job
-    # Before libtpu is loaded: an abort writes pages of addresses.
+    # Redirect standard error before libtpu is loaded, because an abort writes pages of addresses to it.
     with errors.open("wb") as file:
         os.dup2(file.fileno(), 2)
     from rollstream.consumers.learner.training.tpu_compilation import compile_for
@@ -81,23 +83,23 @@ def _compile(job: tuple["LearnerConfig", str, bool, Path]) -> "CompilationFit":
 
 
 def text_of(fit: "CompilationFit") -> str:
-    """Table of the memory it needs."""
+    """Return a table of the memory that the training step needs."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in fit.mesh.items())
     rows = [
         (item.name, f"{item.seconds:.1f}", *map(_gib, (item.arguments_bytes, item.temporaries_bytes, item.peak_bytes)))
         for item in fit.functions
     ]
     hosts = f"{fit.processes} host{'s' if fit.processes > 1 else ''}"
-    have = "of a device whose memory is not known"
+    have = "; the device's memory is not known"
     if fit.hbm_bytes is not None:
-        have = f"of {_gib(fit.hbm_bytes)} GiB: it {'fits' if fit.fits else 'does not fit'}"
+        have = f" of {_gib(fit.hbm_bytes)} GiB: it {'fits' if fit.fits else 'does not fit'}"
     return "\n".join(
         (
             f"{fit.devices} x {fit.device} on {hosts}, {mesh}; {fit.parameters / 1e6:,.1f} million parameters",
             table(("function", "compiled in s", "arguments GiB", "temporaries GiB", "peak GiB"), rows),
             f"each device keeps {_gib(fit.state_bytes)} GiB of parameters and optimizer, copies "
             f"{_gib(fit.checkpoint_bytes)} GiB for a checkpoint and {_gib(fit.snapshot_bytes)} GiB to publish,",
-            f"and holds at most {_gib(fit.peak_bytes)} GiB {have}",
+            f"and needs at most {_gib(fit.peak_bytes)} GiB{have}",
         )
     )
 

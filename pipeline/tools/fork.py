@@ -1,6 +1,6 @@
 """`rollstream fork`: starts another learner from a step of an existing one, with other settings, on the same batches.
 
-It writes topics, a copy of the checkpoint and a configuration to the new run, and only reads the original run.
+It creates the topics of a new run, copies the checkpoint, writes a configuration, and only reads the original run.
 """
 
 import argparse
@@ -34,15 +34,15 @@ class Fork:
     config: RunConfig
     """Configuration of the new run."""
     path: Path
-    """File that holds it."""
+    """File with this configuration."""
     record: LearnerStep
     """Step from which it continues, as recorded by the original run."""
     position: int
-    """Offset of the index of its input run from which it reads."""
+    """Offset in the index of its input run from which it reads."""
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Command that starts it."""
+        """Command that starts the learner."""
         return ("rollstream", "learn", "--config", str(self.path))
 
 
@@ -55,22 +55,28 @@ def register(parser: argparse.ArgumentParser) -> None:
         json=True,
     )
     parser.add_argument(
-        "--from-step", type=int, required=True, metavar="A", help="the step it goes on after; a checkpoint is needed"
+        "--from-step",
+        type=int,
+        required=True,
+        metavar="A",
+        help="the step after which the new learner continues; it must have a checkpoint",
     )
-    parser.add_argument("--into", required=True, metavar="RUN", help="the run of its own that it writes to")
+    parser.add_argument("--into", required=True, metavar="RUN", help="the new run to which the new learner writes")
     parser.add_argument(
-        "--learner", metavar="NAME", help="the learner that forked the step (default: learner.name, as the new one's)"
+        "--learner",
+        metavar="NAME",
+        help="the learner to fork (default: learner.name, which is also the name of the new learner)",
     )
     parser.add_argument(
         "--batches",
         metavar="RUN",
-        help="a run of other batches to train on, from its first one: written by rescore --into or replay --into",
+        help="train on the batches of this run, from the first, written by rescore --into or replay --into",
     )
-    parser.add_argument("--start", action="store_true", help="start it here and now")
+    parser.add_argument("--start", action="store_true", help="also start the learner here")
 
 
 def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
-    """Prepare the run and print the command, or with --start become the learner."""
+    """Prepare the run and print the command; with --start, become the learner."""
     forked = fork(config, args.from_step, args.into, args.learner or config.learner.name, args.batches)
     learner = forked.config.learner
     summary = {
@@ -105,12 +111,12 @@ def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
 def fork(config: RunConfig, step: int, into: str, source: str, batches: str | None = None) -> Fork:
     """Prepare run `into` for a learner with the settings of `config`, from a step of the learner `source`.
 
-    It trains on the rest of the same batches, or on those of run `batches` from the first one. Safe to repeat. Raises
-    ConfigurationError if run `into` already has steps or the step is not on record, StateRefused if there is no
-    checkpoint of it.
+    The learner trains on the remaining batches of the same run, or on all batches of run `batches`. Safe to repeat.
+    Raises ConfigurationError if run `into` already has steps or the step is not on record, StateRefused if the step has
+    no checkpoint.
     """
     if into == config.run:
-        raise ConfigurationError(f"--into {into} is the run itself; name another, whose topics this creates")
+        raise ConfigurationError(f"--into {into} is the run itself; name a new run, whose topics are created")
     clients.check_broker(config.kafka)
     directory = config.learner.checkpoint.directory
     checkpoints = learner_directory(directory, config.run, source)
@@ -144,5 +150,5 @@ def _refuse_if_begun(config: RunConfig) -> None:
         return
     if next(iter(read_to_end(config.kafka, topic)), None) is not None:
         raise ConfigurationError(
-            f"run {config.run} has steps already; fork into a run that has none: its learner would not go on from here"
+            f"run {config.run} has steps already, and its learner would continue from these; name a run without steps"
         )

@@ -25,16 +25,18 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "directory", nargs="?", type=Path, metavar="DIRECTORY", help="the store (default: groups/RUN in data_dir)"
     )
-    parser.add_argument("--batches", action="store_true", help="the run's training batches, too")
+    parser.add_argument("--batches", action="store_true", help="also write the run's training batches")
     parser.add_argument(
         "--policy-version",
         action="append",
         type=int,
         default=[],
         metavar="V",
-        help="rollouts of this version only; may be repeated",
+        help="only rollouts of this version; may be repeated",
     )
-    parser.add_argument("--compression", default="zstd", metavar="NAME", help="of the files (default: %(default)s)")
+    parser.add_argument(
+        "--compression", default="zstd", metavar="NAME", help="compression of the files (default: %(default)s)"
+    )
 
 
 def show_groups(config: RunConfig, args: argparse.Namespace) -> int:
@@ -52,7 +54,7 @@ def show_groups(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def summary(store: GroupStore, run: str) -> dict[str, Any]:
-    """Content of a store for a run, as plain values for JSON."""
+    """Return the content of a store for a run, as plain values for JSON."""
     stats = store.stats()
     return {
         "run": run,
@@ -64,10 +66,10 @@ def summary(store: GroupStore, run: str) -> dict[str, Any]:
 
 
 def text_of(content: Mapping[str, Any]) -> str:
-    """Content of a store as a table."""
+    """Return the content of a store as a table."""
     rows = [(name, *(counts[key] for key in _COUNTS)) for name, counts in content["environments"].items()]
     lines = [table(("environment", "groups", "open", "rollouts in them"), rows)]
     lines.append(f"{content['records'] + content['batch_records']:,} records are new: {content['directory']}")
     if content["left_out"]:
-        lines.append(f"{content['left_out']:,} of them are invalid and were left out, as logged")
+        lines.append(f"{content['left_out']:,} invalid records were left out and logged")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`rollstream key`: writes private keys for signed marks and rollouts, and shows the public keys that go with them."""
+"""`rollstream key`: writes private keys for signing marks and rollouts, and shows their public keys."""
 
 import argparse
 from pathlib import Path

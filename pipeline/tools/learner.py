@@ -11,9 +11,11 @@ from rollstream.topics.kafka import clients
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream learner`."""
     set_handler(parser, change_learner, example="rollstream learner retire old --run main --reason 'replaced by new'")
-    parser.add_argument("action", choices=("retire", "resume"), help="retire: it trains no more; resume: it does again")
-    parser.add_argument("learner", metavar="NAME", help="its name, as steps of --run have it")
-    parser.add_argument("--reason", default="", help="why it is retired; whoever starts it is told")
+    parser.add_argument(
+        "action", choices=("retire", "resume"), help="retire: forbid it to train; resume: allow it again"
+    )
+    parser.add_argument("learner", metavar="NAME", help="its name in the steps of --run")
+    parser.add_argument("--reason", default="", help="why it is retired; shown when somebody starts it")
 
 
 def change_learner(config: RunConfig, args: argparse.Namespace) -> int:
@@ -21,11 +23,13 @@ def change_learner(config: RunConfig, args: argparse.Namespace) -> int:
     clients.check_broker(config.kafka)
     if args.action == "resume":
         resume(config.kafka, config.run, args.learner)
-        print(f"learner {args.learner} of run {config.run} may train again; what was pruned meanwhile is gone")
+        print(
+            f"learner {args.learner} of run {config.run} may train again; records pruned since its retirement are gone"
+        )
         return 0
     retire(config.kafka, config.run, args.learner, args.reason)
     print(
-        f"learner {args.learner} of run {config.run} is retired: prune, the ledger and workers leave it out, and it is "
+        f"learner {args.learner} of run {config.run} is retired: prune, the ledger and workers ignore it, and it is "
         f"refused until `rollstream learner resume {args.learner} --run {config.run}`"
     )
     return 0

@@ -1,6 +1,6 @@
 """`rollstream ledger`: proves from a run's topics alone that every record is in exactly one place.
 
-With `--incremental` or `--follow` it reads only what is new since it wrote its file, which can be deleted at any time.
+With `--incremental` or `--follow`, it reads only new records and keeps its state in a file, which may be deleted.
 Exit code 0 if the ledger balances, 1 if it does not, 4 if it balances but some records are still undecided.
 """
 
@@ -30,7 +30,7 @@ _UNDECIDED = 4
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream ledger`."""
     set_handler(parser, show_ledger, example="rollstream ledger --run main --by env --watch 5", json=True)
-    parser.add_argument("--by", choices=("env",), help="rollouts and tokens of each environment, too")
+    parser.add_argument("--by", choices=("env",), help="also show rollouts and tokens of each environment")
     parser.add_argument(
         "--with-predecessors",
         action="store_true",
@@ -39,7 +39,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--incremental",
         action="store_true",
-        help="read only what is new since the last time, and keep what is needed for that in a file below data_dir",
+        help="read only records that are new since the last time; the state for this is in a file below data_dir",
     )
     often = parser.add_mutually_exclusive_group()
     often.add_argument(
@@ -48,7 +48,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=1.0,
         metavar="SECONDS",
-        help="the same, looking every so many seconds until interrupted, and print a line on each change (default: 1)",
+        help="the same, repeated at this interval until interrupted; print a line on each change (default: 1)",
     )
     often.add_argument(
         "--watch",
@@ -56,14 +56,14 @@ def register(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=3.0,
         metavar="SECONDS",
-        help="print it again every so many seconds until interrupted (default: 3)",
+        help="print the ledger again at this interval, until interrupted (default: 3)",
     )
 
 
 def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
     """Print the ledger, repeatedly with --watch and on changes with --follow until interrupted.
 
-    Return 1 if it does not balance, 4 if it does and an open transaction hides some of it, else 0.
+    Return 1 if it does not balance, 4 if it balances but an open transaction hides some records, else 0.
     """
     with ExitStack() as stack:
         live = stack.enter_context(live_ledger(config)) if args.incremental or args.follow is not None else None
@@ -84,18 +84,18 @@ def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def live_ledger(config: RunConfig) -> LiveLedger:
-    """The ledger of a run that reads only what is new; its file is in the run's directory."""
+    """Return the incremental ledger of a run, whose file is in the run's directory."""
     groups = config.grouper.group_id(config.run), config.labeling.group_id(config.run)
     return LiveLedger(config.kafka, config.run, ledger_file(config), *groups)
 
 
 def ledger_file(config: RunConfig) -> Path:
-    """The file of a run's ledger that reads only what is new."""
+    """Return the file of a run's incremental ledger."""
     return config.run_dir / "ledger" / "books"
 
 
 def _follow(live: LiveLedger, args: argparse.Namespace) -> None:
-    """Print a line, or the whole as JSON, whenever the ledger changes; for ever."""
+    """Print a line, or the whole ledger as JSON, whenever the ledger changes, until interrupted."""
     before = None
     while True:
         book = live.poll().as_dict()
@@ -106,7 +106,7 @@ def _follow(live: LiveLedger, args: argparse.Namespace) -> None:
 
 
 def line_text(book: Mapping[str, Any]) -> str:
-    """A ledger in one line: its places, what was trained on, and whether it balances."""
+    """Return a ledger in one line: its places, how much was trained on, and whether it balances."""
     counts = {**chain_row("", book), "trained": book["trained"], "skipped": book["skipped"]}
     places = [f"{_words(name)} {counts[name]:,}" for name in ("produced", *_CHAINED, "moved") if counts[name]]
     places += [f"{name} {counts[name]:,}" for name in ("trained", "skipped") if counts[name]]
@@ -125,7 +125,7 @@ def _book(config: RunConfig, run: str) -> dict[str, Any]:
 
 
 def _chain(config: RunConfig, book: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of the run and of those before it, newest first, and their sum, in which a moved record counts once."""
+    """Return rows for the run, its predecessors, newest first, and their sum, which counts a moved record once."""
     rows = [chain_row(config.run, book)]
     while (before := book["predecessor"]) and not before.get("gone"):
         book = _book(config, before["run"])
@@ -137,14 +137,14 @@ _CHAINED = ("batched", "dropped", "dead_lettered", "control", "in_flight", "unre
 
 
 def chain_row(run: str, book: Mapping[str, Any]) -> dict[str, Any]:
-    """The places of a run's records, those that it moved on apart."""
+    """Return the places of a run's records, with a separate count of moved records."""
     dropped = sum(book["dropped"].values())
     places = {name: dropped if name == "dropped" else book[name] for name in _CHAINED}
     return {"run": run, "balanced": book["balanced"], "produced": book["produced"], **places, "moved": book["moved"]}
 
 
 def chain_sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The sum of consecutive runs, newest first: what a run moved on counts in the next, where it is a record again."""
+    """Return the sum of consecutive runs, newest first; a moved record counts only in the run to which it was moved."""
     moved = sum(row["moved"] for row in rows[1:])
     total = {name: sum(row[name] for row in rows) for name in ("produced", *_CHAINED)}
     total["produced"] -= moved
@@ -154,14 +154,14 @@ def chain_sum(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def chain_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Table of consecutive runs and their sum."""
+    """Return a table of consecutive runs and their sum."""
     names = ("produced", *_CHAINED, "moved")
     lines = [(clipped(str(row["run"]), _NAME_WIDTH), *(row[name] for name in names)) for row in rows]
     return table(("run", *map(_words, names)), lines)
 
 
 def splits_text(book: Mapping[str, Any]) -> str:
-    """Lines on the runs before and after."""
+    """Return lines on the run's predecessor and successor."""
     lines = []
     for name, verb in (("predecessor", "moved here from"), ("successor", "moved on to")):
         if other := book.get(name):
@@ -171,7 +171,7 @@ def splits_text(book: Mapping[str, Any]) -> str:
 
 
 def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
-    """A ledger for people: records, tokens, learners, evaluations, and environments on request."""
+    """Return a ledger as text: records, tokens, learners, evaluations, and environments on request."""
     parts = [ledger_text(book)]
     tokens = book["tokens"]
     if tokens:
@@ -193,22 +193,22 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
         parts.append(configurations_text(book["configurations"]))
     if book["evaluations"]:
         parts.append(evaluations_text(book["evaluations"]))
-    apart = [f"evals, apart from all this: {book['evals']:,} rollouts"]
+    apart = [f"evals, not included above: {book['evals']:,} rollouts"]
     if book["evals"]:
         trained_on = f"{book['evals_batched']:,} OF THEM IN BATCHES" if book["evals_batched"] else "none in a batch"
         apart[0] += f", {trained_on}"
     if kept := book.get("books"):
         apart.append(f"read {kept_text(kept)}")
     if book["pruned"]:
-        apart.append(f"{book['pruned']:,} records were pruned: only the journal's counts tell of them")
+        apart.append(f"{book['pruned']:,} records were pruned: only the journal's counts include them")
     if book["records_skipped"]:
         first = (f"  {line[:_LINE]}" for line in book["unreadable"][:_NAMED])
-        apart += [f"{book['records_skipped']:,} records could not be read and count for nothing, the first:", *first]
+        apart += [f"{book['records_skipped']:,} records could not be read and were ignored, the first:", *first]
     return "\n\n".join([*parts, "\n".join(apart)])
 
 
 def configurations_text(listed: Sequence[Mapping[str, Any]]) -> str:
-    """Lines of the configurations of grouping, oldest first: where each is in force, and the settings it changed."""
+    """Return lines on the configurations of grouping, oldest first: where each is in force, and what it changed."""
     lines = []
     for each in listed:
         partitions = len(each["in_force"])
@@ -216,20 +216,20 @@ def configurations_text(listed: Sequence[Mapping[str, Any]]) -> str:
         lines.append(f"configuration of generation {each['generation']}, {force}")
         changed = each["changed"]
         if changed is None:
-            lines.append("  what it changed is not known yet")
+            lines.append("  its changes are not known yet")
         else:
             lines += [f"  {name}: {compact(before)} -> {compact(now)}" for name, (before, now) in changed.items()]
     return "\n".join(clipped(line, _COLUMNS) for line in lines)
 
 
 def kept_text(kept: Mapping[str, Any]) -> str:
-    """How much was read, and the size of the file that is kept for the next reading."""
-    read = f"from the beginning ({kept['begun_anew']})" if kept["begun_anew"] else "only what was new"
+    """Return how much was read, and the size of the file that is kept for the next reading."""
+    read = f"from the beginning ({kept['begun_anew']})" if kept["begun_anew"] else "only new records"
     return f"{read}; the file for the next reading has {kept['bytes']:,} bytes"
 
 
 def learners_text(learners: Mapping[str, Any]) -> str:
-    """Table of learners: steps, rollouts trained on and skipped, batches waiting."""
+    """Return a table of learners: steps, rollouts trained on and skipped, batches waiting."""
     rows = [
         (
             clipped(name, _NAME_WIDTH),
@@ -244,7 +244,7 @@ def learners_text(learners: Mapping[str, Any]) -> str:
 
 
 def trajectories_text(unlabelled: Mapping[str, int], trajectories: Mapping[str, Any]) -> str:
-    """Table of the fates of trajectories that waited for a label, and of what waits for each filler."""
+    """Return a table of the fates of trajectories that waited for a label, and of those that wait for each filler."""
     rows: list[tuple[object, ...]] = [("unlabelled", unlabelled["produced"])]
     fates = ("labeled", "left_out", "dead_lettered", "pending", "undecided")
     rows += [(f"  {_words(fate)}", unlabelled[fate]) for fate in fates if unlabelled[fate]]
@@ -253,12 +253,14 @@ def trajectories_text(unlabelled: Mapping[str, int], trajectories: Mapping[str, 
         (f"  wait for {clipped(name, _NAME_WIDTH)}", filler["waiting"])
         for name, filler in trajectories["fillers"].items()
     ]
-    pruned = f"\n{unlabelled['pruned']:,} of these are pruned: only counts tell of them" if unlabelled["pruned"] else ""
+    pruned = (
+        f"\n{unlabelled['pruned']:,} of these were pruned: only counts include them" if unlabelled["pruned"] else ""
+    )
     return table(("ledger of trajectories", "records"), rows) + pruned
 
 
 def calls_text(calls: Mapping[str, Any]) -> str:
-    """Table of the fates of model calls, and of the reasons for which sessions were cancelled."""
+    """Return a table of the fates of model calls, and of the reasons for which sessions were cancelled."""
     rows: list[tuple[object, ...]] = [("calls", calls["recorded"])]
     rows += [(f"  {_words(fate)}", calls[fate]) for fate in ("in_rollouts", "open") if calls[fate]]
     dropped = ("cancelled", "retried", "late", "no_session")
@@ -267,12 +269,12 @@ def calls_text(calls: Mapping[str, Any]) -> str:
     rows += [(f"  cancelled: {clipped(reason, _NAME_WIDTH)}", count) for reason, count in calls["reasons"].items()]
     pruned = calls.get("pruned_offsets", 0)
     return table(("ledger of calls", "records"), rows) + (
-        f"\n{pruned:,} offsets before them are pruned" if pruned else ""
+        f"\n{pruned:,} offsets before these were pruned" if pruned else ""
     )
 
 
 def environments_text(environments: Mapping[str, Any]) -> str:
-    """Rollouts and tokens by environment and fate."""
+    """Return a table of rollouts and tokens by environment and fate."""
     rows: list[tuple[object, ...]] = []
     for environment, counts in environments.items():
         for fate, count in counts["records"].items():
@@ -283,7 +285,7 @@ def environments_text(environments: Mapping[str, Any]) -> str:
 
 
 def evaluations_text(evaluations: Sequence[Mapping[str, Any]]) -> str:
-    """Table of evaluations, with the versions that answered if they are not the one requested."""
+    """Return a table of evaluations, with the versions that answered if they differ from the requested version."""
     rows: list[tuple[object, ...]] = []
     for evaluation in evaluations:
         low, high = evaluation["lowest_version"], evaluation["highest_version"]

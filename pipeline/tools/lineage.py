@@ -32,12 +32,12 @@ class LineageNode:
     children: list["LineageNode"] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """The tree as plain values for JSON."""
+        """Convert the tree to plain values for JSON."""
         children = {"children": [child.as_dict() for child in self.children]} if self.children else {}
         return {"kind": self.kind, "name": self.name, **self.facts, **children}
 
     def lines(self, first: str = "", rest: str = "") -> Iterable[str]:
-        """The tree as lines of text."""
+        """Yield the tree as lines of text."""
         facts = ", ".join(f"{name.replace('_', ' ')} {_text(value)}" for name, value in self.facts.items())
         yield f"{first}{self.kind.replace('_', ' ')} {self.name}{': ' if facts else ''}{facts}"
         for i, child in enumerate(self.children):
@@ -80,7 +80,7 @@ def lineage(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def lineage_trees(view: SearchableRun, args: argparse.Namespace) -> list[LineageNode]:
-    """Return the trees of the records that the flags name. Raises TopicError if the run lacks one."""
+    """Return the trees of the records that the flags name. Raises TopicError if a record does not exist."""
     if args.rollout is not None:
         places = view.places_of(args.rollout)
         if not places:
@@ -107,7 +107,7 @@ def parse_place(text: str) -> RolloutPlace:
     """Parse PARTITION:OFFSET. Raises ConfigurationError for anything else."""
     partition, _, offset = text.partition(":")
     if not (partition.isdecimal() and offset.isdecimal()):
-        raise ConfigurationError(f"{text!r} is no place in rollouts; give PARTITION:OFFSET, such as 0:1234")
+        raise ConfigurationError(f"{text!r} is not a place in rollouts; give PARTITION:OFFSET, such as 0:1234")
     return RolloutPlace(int(partition), int(offset))
 
 
@@ -115,7 +115,7 @@ def parse_place(text: str) -> RolloutPlace:
 
 
 def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
-    """Lineage of a record of `rollouts`: the version that sampled it, its group, its fate and its batch."""
+    """Return the lineage of a record of `rollouts`: the version that sampled it, its group, its fate and its batch."""
     message = view.record("rollouts", *place)
     record = decoded(message.value)
     node = LineageNode(*_name_of(record), {"offset": str(place), "appended": time_text(message.timestamp_ms)})
@@ -140,7 +140,7 @@ def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
 
 
 def _configuration(view: RecordedRun, partition: int, generation: int) -> LineageNode:
-    """Node of the configuration of grouping that decided the fate of a record, or cut a batch."""
+    """Return the node of the configuration of grouping that decided the fate of a record, or cut a batch."""
     return LineageNode(
         "configuration", f"of generation {generation}", {**view.configuration(partition, generation).facts}
     )
@@ -169,7 +169,7 @@ def _sampler(view: RecordedRun, rollout: Rollout) -> LineageNode:
 
 
 def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: TrainingBatch | None) -> LineageNode:
-    """Node of a record's fate; `batch` is the batch that carries it, if any."""
+    """Return the node of a record's fate; `batch` is the batch that carries the record, if any."""
     if fate.name == DROPPED and fate.drop is not None:
         return LineageNode(
             "fate", f"dropped: {fate.drop.reason}", {"detail": fate.drop.detail} if fate.drop.detail else {}
@@ -204,7 +204,7 @@ def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: Trainin
 
 
 def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
-    """Lineage of a batch: its offsets, the versions that sampled it, and the steps that used or skipped it."""
+    """Return the lineage of a batch: its offsets, the versions that sampled it, the steps that used or skipped it."""
     node = _batch(view, batch)
     node.facts |= {
         "cut": f"by {batch.cut} at {time_text(batch.cut_ms)}",
@@ -217,7 +217,7 @@ def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
 
 
 def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
-    """Lineage of a learner's step: the batches it used or skipped, and the version published after it."""
+    """Return the lineage of a learner's step: the batches it used or skipped, and the version published after it."""
     node = _step(view, step)
     for use in step.uses:
         code = {"code": use.code} if use.code else {}
@@ -229,7 +229,7 @@ def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
 
 
 def policy_lineage(view: RecordedRun, manifest: PolicyManifest) -> LineageNode:
-    """Lineage of a policy version: the step that made it with its batches, and the batches of its rollouts."""
+    """Return the lineage of a policy version: the step that made it with its batches, the batches of its rollouts."""
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
     node.children += [step_lineage(view, step) for step in view.steps_before(manifest.version)]
     rollouts: Counter[str] = Counter()
@@ -250,7 +250,7 @@ def _made_by(manifest: PolicyManifest) -> dict[str, Any]:
 
 
 def _batch(view: RecordedRun, batch: TrainingBatch, row: int | None = None) -> LineageNode:
-    """Node of a batch with the steps that used or skipped any row of it, or one row."""
+    """Return the node of a batch with the steps that used or skipped any of its rows, or the given row."""
     facts: dict[str, Any] = {"rollouts": len(batch)}
     indexed = view.entry(batch.batch_id)
     if indexed is not None:

@@ -1,6 +1,6 @@
-"""A run as lineage asks about it, looked up in an index of places: only the records that an answer needs are read.
+"""A view of a run for lineage that finds records by an index of places, and reads only those that an answer needs.
 
-Each record comes from the topics and is decoded here, as by a view that reads all of them; the index only finds it.
+The index only gives the place of a record; the record itself is read from its topic, as by a view without an index.
 """
 
 import argparse
@@ -35,23 +35,23 @@ from rollstream.topics.records import (
 
 
 def add_index_flag(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that leaves the index of places out."""
+    """Add the flag --without-index."""
     parser.add_argument(
         "--without-index",
         action="store_true",
-        help="read the topics from their beginning; by default an index below data_dir finds the records, and is "
-        "brought up to date first",
+        help="read the topics from their beginning; by default, records are found by an index below data_dir, which is "
+        "updated first",
     )
 
 
 def index_file(config: RunConfig) -> Path:
-    """The file of a run's index of places."""
+    """Return the file of a run's index of places."""
     return config.run_dir / "places.sqlite"
 
 
 @contextmanager
 def view_of(config: RunConfig, args: argparse.Namespace) -> Iterator[SearchableRun]:
-    """A view of the run for lineage: by the index, brought up to date, unless the flags leave it out."""
+    """Yield a view of the run for lineage, which uses the updated index unless --without-index is given."""
     with RunView(config.kafka, config.run) as topics:
         if args.without_index:
             yield topics
@@ -78,7 +78,7 @@ class LookedUpRun(TabulatedRun):
         ).fetchall()
         places = []
         for place in (RolloutPlace(*row) for row in rows):
-            with suppress(TopicError):  # It was pruned since.
+            with suppress(TopicError):  # The record has been pruned since.
                 record = decoded(self.record("rollouts", *place).value)
                 if isinstance(record, Rollout) and record.uid == uid:
                     places.append(place)
@@ -89,11 +89,11 @@ class LookedUpRun(TabulatedRun):
         return self._topics.record(name, partition, offset)
 
     def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """The run that a moved record went to, and its place there, if that run still holds it."""
+        """Return the run to which a record was moved, and its place there if that run still holds it."""
         return self._topics.moved_to(place)
 
     def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:
-        """Fates of these offsets of a partition."""
+        """Return the fates of these offsets of a partition."""
         row = self._db.execute("select begin, position from journals where partition = ?", (partition,)).fetchone()
         read = range(*row) if row else range(0)
         places = sorted({place for offset in offsets for place in self._told(partition, offset)})
@@ -101,7 +101,7 @@ class LookedUpRun(TabulatedRun):
         return fates_in([decode_as(JournalRecord, record.value) for record in records], read, offsets)
 
     def _told(self, partition: int, offset: int) -> Iterator[int]:
-        """The offset of the journal record that finishes an offset of `rollouts`, if one does."""
+        """Yield the offset of the journal record that finishes an offset of `rollouts`, if there is one."""
         row = self._db.execute(
             "select last, journal from finished where partition = ? and first <= ? order by first desc limit 1",
             (partition, offset),
@@ -110,7 +110,7 @@ class LookedUpRun(TabulatedRun):
             yield row[1]
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
-        """A configuration of grouping in short, as the journal of a partition tells of it."""
+        """Return a summary of a configuration of grouping from the journal of a partition."""
         row = self._db.execute("select history from journals where partition = ?", (partition,)).fetchone()
         history = ConfigurationHistory.of(json.loads(row[0])) if row else ConfigurationHistory()
         return summary([(partition, history)], generation)
@@ -130,4 +130,4 @@ class LookedUpRun(TabulatedRun):
         try:
             return decode_as(PolicyManifest, self.record("policies", *row).value)
         except TopicError:
-            return None  # It was deleted since.
+            return None  # The record has been deleted since.

@@ -58,7 +58,7 @@ class SourceBatch(NamedTuple):
     batch: RolloutBatch | None
     reason: str = ""
     records: int = 1
-    """Number of batches that the error costs."""
+    """Number of batches lost by the error."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class SourcePortion:
     name: str
     """Name of that file, relative to the target."""
     identity: str
-    """Identity of the source's content: it changes when the source does."""
+    """Identity of the source's content; it changes when the content changes."""
     batches: Iterable[SourceBatch]
 
 
@@ -78,13 +78,13 @@ class MigrationReport:
 
     batches: int = 0
     read: Counter[str] = field(default_factory=Counter)
-    """Rollouts by environment, including refused ones. An unreadable batch counts as one without environment."""
+    """Rollouts by environment, including refused ones. An unreadable batch counts as a rollout without environment."""
     refused: list[RefusedRollout] = field(default_factory=list)
     there: Counter[str] = field(default_factory=Counter)
     """Rollouts that an earlier migration wrote."""
     written: Counter[str] = field(default_factory=Counter)
     in_target: Counter[str] = field(default_factory=Counter)
-    """Rollouts of this source in the target, read back; each counts once."""
+    """Rollouts of this source that were read back from the target; each counts once."""
     repeated: int = 0
     """Records of the target that repeat a rollout of this source."""
 
@@ -94,7 +94,7 @@ class MigrationReport:
         return not self.refused and self.in_target == self.read and not self.repeated
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as plain values for JSON."""
+        """Convert to plain values for JSON."""
         environments = sorted({*self.read, *self.in_target})
         return {
             "batches": self.batches,
@@ -128,7 +128,7 @@ class MigrationTarget(Protocol):
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream migrate`."""
     set_handler(parser, migrate, example="rollstream migrate old-rollouts run:main", json=True)
-    parser.add_argument("source", metavar="SOURCE", help="an Avro file, a directory of them, or topic:NAME")
+    parser.add_argument("source", metavar="SOURCE", help="an Avro file, a directory of Avro files, or topic:NAME")
     parser.add_argument("target", metavar="TARGET", help="run:NAME, or a directory for new files")
     parser.add_argument("--dry-run", action="store_true", help="read and count, and write nothing")
 
@@ -143,7 +143,7 @@ def migrate(config: RunConfig, args: argparse.Namespace) -> int:
     elif args.target.startswith(_RUN):
         target = _RunTarget(config.kafka, args.target[len(_RUN) :])
     elif args.target.startswith(_TOPIC):
-        raise ConfigurationError(f"{args.target}: rollouts go to a run, named run:NAME, or to a directory")
+        raise ConfigurationError(f"{args.target} is not a target; give run:NAME, or a directory")
     else:
         target = _DirectoryTarget(Path(args.target), Path(args.source))
     report, expected = MigrationReport(), dict[str, str]()
@@ -169,16 +169,16 @@ def _text(report: MigrationReport, args: argparse.Namespace) -> str:
     if args.dry_run:
         lines.append(f"{total['read'] - total['refused']:,} of {total['read']:,} rollouts would be in {args.target}")
     elif report.complete:
-        lines.append(f"every one of {total['read']:,} rollouts read is in {args.target}, once")
+        lines.append(f"all {total['read']:,} rollouts read are in {args.target}, each once")
     else:
         lines.append(f"{total['in_target']:,} of {total['read']:,} rollouts read are in {args.target}")
     if report.repeated:
-        lines.append(f"{report.repeated:,} records of it hold a rollout once more")
+        lines.append(f"{report.repeated:,} of its records repeat a rollout")
     return "\n".join(lines)
 
 
 def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
-    """Return the valid rollouts of a batch, count the batch, and add the others to the refused ones."""
+    """Count a batch, add its invalid rollouts to the refused ones, and return its valid rollouts."""
     if read.batch is None:
         report.read[""] += read.records
         report.refused.append(RefusedRollout(read.place, "", read.reason, read.records))
@@ -195,12 +195,12 @@ def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
 
 
 def _file_portions(source: Path) -> Iterator[SourcePortion]:
-    """Yield the files of a directory, or the one file."""
+    """Yield a portion for each file of a directory, or for the one file."""
     if not source.exists():
         raise ConfigurationError(f"{source} does not exist; a source is a file, a directory or topic:NAME")
     paths = sorted(source.rglob("*.avro")) if source.is_dir() else [source]
     if not paths:
-        raise ConfigurationError(f"{source} holds no file that ends in .avro")
+        raise ConfigurationError(f"{source} has no file whose name ends in .avro")
     for path in paths:
         name = str(path.relative_to(source)) if source.is_dir() else path.name
         try:
@@ -262,7 +262,9 @@ class _DirectoryTarget:
 
     def __init__(self, directory: Path, source: Path) -> None:
         if source.is_dir() and directory.resolve().is_relative_to(source.resolve()):
-            raise ConfigurationError(f"{directory} lies in {source}, and would be read as a part of it next time")
+            raise ConfigurationError(
+                f"{directory} is inside {source}, and would be read as part of the source next time"
+            )
         if directory.is_file():
             raise ConfigurationError(f"{directory} is a file; a target is a directory or run:NAME")
         self._directory = directory
@@ -297,7 +299,7 @@ def _identity(path: Path) -> str:
 
 
 class _RunTarget:
-    """Writes to `rollouts` of a run. Uids already there are not sent again; one migration into a run at a time."""
+    """Writes to `rollouts` of a run, without uids already there. Only one migration writes into a run at a time."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         clients.check_broker(kafka)
@@ -312,7 +314,7 @@ class _RunTarget:
             self._producer.start()
         except (TransactionFailed, Stalled) as error:
             raise _undelivered(error) from error
-        # An open transaction of another writer hides rollouts migrated since it began.
+        # An open transaction of another writer hides rollouts that were migrated after it began.
         await_decided(kafka, self._topic, "nothing was migrated")
         self._there = _migrated(kafka, self._topic)
 
@@ -328,7 +330,7 @@ class _RunTarget:
                 self._commit(report)
 
     def _fitting(self, rollouts: Sequence[Rollout], report: MigrationReport) -> list[tuple[Rollout, bytes, bytes]]:
-        """Return the rollouts that fit a record of the run; the others are refused, and shrink their groups."""
+        """Return the rollouts that fit into a record of the run; refuse larger ones, and reduce their groups' size."""
         encoded = [
             (rollout, encode_key(rollout.environment, rollout.example_id), encode(rollout)) for rollout in rollouts
         ]
@@ -337,7 +339,7 @@ class _RunTarget:
             return encoded
         for rollout, key, value in large:
             size = len(key) + len(value)
-            why = f"it has {size} bytes and the run takes {self._limit_bytes}; raise kafka.max_record_bytes"
+            why = f"it has {size} bytes and the run's limit is {self._limit_bytes}; raise kafka.max_record_bytes"
             report.refused.append(RefusedRollout(f"{rollout.extra[PLACE]}, {rollout.uid}", rollout.environment, why))
         gone = Counter((r.group_id, r.environment, r.example_id) for r, _key, _value in large)
         rest = [item for item in encoded if item not in large]
@@ -348,7 +350,7 @@ class _RunTarget:
         return [(r, key, encode(r)) for r, (_r, key, _value) in zip(made, rest, strict=True)]
 
     def _commit(self, report: MigrationReport) -> None:
-        """Send the waiting rollouts in one transaction. Raises DeliveryError, and then none of them is visible."""
+        """Send the waiting rollouts in one transaction. If it raises DeliveryError, none of them is visible."""
         if not self._waiting:
             return
         try:
@@ -386,5 +388,5 @@ def _count(uids: Counter[str], report: MigrationReport, expected: dict[str, str]
 
 def _undelivered(error: TransactionFailed | Stalled) -> DeliveryError:
     return DeliveryError(
-        f"rollouts were not written ({error}); what was committed before stays, and run again it goes on from there"
+        f"rollouts were not written ({error}); what was committed before stays: run this again to go on from there"
     )

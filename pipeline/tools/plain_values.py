@@ -21,7 +21,7 @@ _SUMMARISED = 8
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _FIRST_MS = -62_135_596_800_000
 _LAST_MS = 253_402_300_799_999
-"""Times outside the years 1 to 9999 have no date in Python."""
+"""Last millisecond of year 9999; Python has no dates outside the years 1 to 9999."""
 
 
 def plain(value: Any, *, full: bool = False) -> Any:
@@ -66,7 +66,7 @@ def decoded(value: bytes | None) -> Any:
 
 
 def key_text(key: bytes | None) -> str:
-    """A record's key as text: its JSON if it is UTF-8, else hexadecimal."""
+    """Return a record's key as text: its JSON if it is UTF-8, else hexadecimal."""
     if key is None:
         return ""
     try:
@@ -76,7 +76,7 @@ def key_text(key: bytes | None) -> str:
 
 
 def compact(value: Any) -> str:
-    """JSON on one line; non-finite floats are written as `plain` does, control characters escaped as \\u001b."""
+    """Return JSON on one line, with non-finite floats as `plain` writes them and control characters as \\u001b."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
@@ -91,7 +91,7 @@ def tell(skipped: SkippedRecords) -> None:
 
 
 def time_text(milliseconds: int) -> str:
-    """A point in time in ISO 8601, UTC; outside the years 1 to 9999, the number of milliseconds since 1970."""
+    """Format a point in time as ISO 8601 in UTC; outside the years 1 to 9999, as milliseconds since 1970."""
     if not _FIRST_MS <= milliseconds <= _LAST_MS:
         return f"{milliseconds} ms"
     return (_EPOCH + timedelta(milliseconds=milliseconds)).isoformat(timespec="milliseconds").replace("+00:00", "Z")

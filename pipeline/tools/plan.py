@@ -1,6 +1,6 @@
-"""`rollstream plan`: partitions, processes and brokers that a run needs, and the limit that is met first.
+"""`rollstream plan`: computes the partitions, processes and brokers that a run needs, and the limit that is met first.
 
-It computes from measured rates and asks no broker: docs/scaling.md has the formulae.
+It uses measured rates, and connects to no broker. docs/scaling.md has the formulae.
 """
 
 import argparse
@@ -18,9 +18,9 @@ from rollstream.pipeline.tools.plain_values import compact
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SECONDS_A_TOKEN = 0.02
-"""Time of an environment whose model answers 50 tokens a second."""
+"""Time for a token at 50 tokens per second, the default for an environment's model."""
 _SHOWN = 6
-"""Limits that are printed."""
+"""Number of limits printed."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -30,26 +30,26 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     load = parser.add_argument_group("load")
     _number(load, "--parameters", "parameters of the model, such as 7B or 1T", required=True)
-    _number(load, "--environments", "rollouts that are being made at a time, such as 10k", required=True)
+    _number(load, "--environments", "rollouts in progress at a time, such as 10k", required=True)
     _number(load, "--tokens", "mean tokens of a rollout, its prompt included", required=True)
     rate = load.add_mutually_exclusive_group()
-    _number(rate, "--rollouts-per-s", "rollouts a second; by default what environments make at 50 tokens a second each")
-    _number(rate, "--seconds-a-rollout", "the same as the time that an environment takes for one")
+    _number(rate, "--rollouts-per-s", "rollouts per second (default: each environment makes 50 tokens per second)")
+    _number(rate, "--seconds-a-rollout", "instead of the rate: the time that an environment takes for a rollout")
     _number(load, "--retention-hours", "time for which rollouts and batches stay on the brokers", 72)
     _number(load, "--replication", "replicas of each partition", 3)
     _number(load, "--publish-every", "seconds between two policy versions", 60)
-    _number(load, "--parameter-bytes", "bytes of a parameter as it is published", 2)
-    _number(load, "--weight-readers", "inference servers, or caches before them, that read each version", 1)
-    _number(load, "--batch-readers", "times that the batches are read", 1)
+    _number(load, "--parameter-bytes", "bytes of a published parameter", 2)
+    _number(load, "--weight-readers", "inference servers, or caches in front of them, that read each version", 1)
+    _number(load, "--batch-readers", "number of readers of the batches", 1)
     load.add_argument(
         "--weights-in-files", action="store_true", help="the bytes of versions go to files, not to the log"
     )
     machines = parser.add_argument_group("machines")
     _number(machines, "--disk-tb", "disk of a broker, terabytes", 4)
-    _number(machines, "--disk-mb-per-s", "rate at which a broker writes, megabytes a second", 1000)
+    _number(machines, "--disk-mb-per-s", "rate at which a broker writes, megabytes per second", 1000)
     _number(machines, "--network-gbit", "network of a broker in each direction, Gbit/s", 10)
     _number(machines, "--memory-gb", "memory of a grouping process for rollouts in flight, gigabytes", 8)
-    _number(machines, "--restore-s", "seconds in which partitions of a process that died must be read again", 60)
+    _number(machines, "--restore-s", "seconds within which the partitions of a dead process must be read again", 60)
     _number(machines, "--utilisation", "largest share of a capacity that is used", 0.7)
     parser.add_argument(
         "--measured", type=Path, metavar="FILE", help="rates from `make bench ARGS=--json` of your own machine"
@@ -85,7 +85,7 @@ def show_plan(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def workload(args: argparse.Namespace) -> Workload:
-    """The load that the flags describe. Raises ConfigurationError if it is none."""
+    """Return the load that the flags describe. Raises ConfigurationError if a value is out of range."""
     rate = args.rollouts_per_s
     if rate is None:
         seconds = args.seconds_a_rollout or _SECONDS_A_TOKEN * args.tokens
@@ -106,7 +106,7 @@ def workload(args: argparse.Namespace) -> Workload:
 
 
 def machines(args: argparse.Namespace) -> Machines:
-    """The machines that the flags describe. Raises ConfigurationError if they are none."""
+    """Return the machines that the flags describe. Raises ConfigurationError if a value is out of range."""
     return Machines(
         disk_bytes=args.disk_tb * 1e12,
         disk_bytes_per_s=args.disk_mb_per_s * 1e6,
@@ -118,7 +118,7 @@ def machines(args: argparse.Namespace) -> Machines:
 
 
 def as_dict(result: CapacityPlan, load: Workload, rates: MeasuredRates) -> dict[str, Any]:
-    """A plan as plain values."""
+    """Convert a plan to plain values for JSON."""
     values = asdict(result)
     values["limits"] = [
         {**limit, "share": each.share} for limit, each in zip(values["limits"], result.limits, strict=True)
@@ -127,7 +127,7 @@ def as_dict(result: CapacityPlan, load: Workload, rates: MeasuredRates) -> dict[
 
 
 def text_of(result: CapacityPlan, load: Workload, rates: MeasuredRates) -> str:
-    """A plan for people."""
+    """Return a plan as text for people."""
     rows = [
         ("partitions of rollouts", result.partitions),
         ("grouping processes", result.grouping_processes),

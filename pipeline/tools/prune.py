@@ -68,17 +68,17 @@ _WHY = {
     RECOVERY: "records from which a grouping process restores its tasks",
     ACCOUNT: "batches that the kept journal names",
     SESSIONS: "calls of sessions that are not finished, or may still be started",
-    NO_LABELER: "nobody has labeled yet, or the positions of labeling are lost",
-    NO_FILLER: "nobody has filled a buffer yet",
+    NO_LABELER: "no labeler has run yet, or the positions of labeling are lost",
+    NO_FILLER: "no filler has filled a buffer yet",
 }
 _NO_ARCHIVE = (
-    "no archiver is on record: none runs, or brokers have forgotten the positions of one that rested for longer than "
+    "no archiver is on record: none runs, or brokers have forgotten the positions of one that was stopped for longer than "
     "offsets.retention.minutes. If there is an archive, run `rollstream archive` before `rollstream prune`"
 )
 _BARE = " (no checkpoint)"
 _LEARNERS = {
-    False: "may have to read on from there",
-    True: "--checkpoints may say where they lie",
+    False: "may still have to read these records",
+    True: "give the directory of its checkpoints with --checkpoints",
 }
 _WHY_WIDTH = 26
 
@@ -86,27 +86,33 @@ _WHY_WIDTH = 26
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream prune`."""
     set_handler(parser, show_prune, example="rollstream prune --run main --keep-batches 500 --dry-run", json=True)
-    parser.add_argument("--keep-batches", type=int, metavar="N", help="the newest N stay verifiable (default: 1000)")
+    parser.add_argument(
+        "--keep-batches", type=int, metavar="N", help="the newest N batches stay verifiable (default: 1000)"
+    )
     parser.add_argument(
         "--keep-hours",
         type=float,
         metavar="H",
-        help="those cut in the last H hours stay verifiable; N is 0 then where it is not given",
+        help="batches cut in the last H hours stay verifiable, and the newest N if --keep-batches is given, too",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would go and why the rest stays")
-    parser.add_argument("--yes", action="store_true", help="delete it; there is no way back")
-    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="where learners' checkpoints lie")
     parser.add_argument(
-        "--without-checkpoints", action="store_true", help="keep nothing for going back to a checkpoint of a learner"
+        "--dry-run", action="store_true", help="print what would be deleted, and why other records are kept"
+    )
+    parser.add_argument("--yes", action="store_true", help="delete the records; this cannot be undone")
+    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="directory of learners' checkpoints")
+    parser.add_argument(
+        "--without-checkpoints",
+        action="store_true",
+        help="keep no records only because a learner may go back to a checkpoint",
     )
 
 
 def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
     """Print the plan, and carry it out with --yes."""
     if (args.keep_batches is not None and args.keep_batches < 0) or not 0 <= (args.keep_hours or 0) < math.inf:
-        raise ConfigurationError("--keep-batches and --keep-hours take what is kept, 0 or more")
+        raise ConfigurationError("--keep-batches and --keep-hours must be 0 or more, and finite")
     if not args.dry_run and not args.yes:
-        raise ConfigurationError("prune deletes for good; look with --dry-run first, then say --yes")
+        raise ConfigurationError("prune deletes records for good; run it with --dry-run first, then with --yes")
     positions = read_positions(
         config.kafka,
         config.run,
@@ -138,12 +144,12 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
-    """Files of policy versions that no kept version needs, at each URL that holds files of the run."""
+    """Return the files of policy versions that no kept version needs, for each URL with files of the run."""
     urls = roots(config.run, config.learner.weights, read_manifests(config.kafka, config.run).values())
     if not urls:
         return []
     listed = listed_files(config.run, urls, timeout_s=config.learner.weights.store_timeout_s)
-    # After the lists: a file that was listed and is not named then was not published meanwhile.
+    # Read after the lists, so that no manifest is missed whose files were listed.
     skipped = SkippedRecords(logged=False)
     records = skipped.records(PolicyManifest, read_to_end(config.kafka, topic_name(config.run, "policies")))
     manifests = {manifest.version: manifest for _message, manifest in records}
@@ -151,7 +157,7 @@ def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
 
 
 def _without(there: FilesToPrune, config: WeightsConfig) -> FilesToPrune:
-    """Delete the files that may go."""
+    """Delete the removable files, and return the files that were deleted."""
     removed, problem = remove_files(there.removable, at_once=config.files_at_once, timeout_s=config.store_timeout_s)
     if not problem:
         return there
@@ -160,14 +166,14 @@ def _without(there: FilesToPrune, config: WeightsConfig) -> FilesToPrune:
 
 
 def files_text(there: FilesToPrune, dry_run: bool) -> str:
-    """One line on the files of policy versions at one URL."""
+    """Return one line on the files of policy versions at one URL."""
     gone = f"{len(there.removable):,} of {there.files:,} files of policy versions, {bytes_text(there.size_bytes)},"
     line = f"{there.url}: {gone} {'would be' if dry_run else 'were'} deleted"
     return printable(f"{line}; {there.problem}" if there.problem else line)
 
 
 def rows_of(deletions: Sequence[Deletion]) -> list[dict[str, Any]]:
-    """The plan as plain values for JSON."""
+    """Convert the plan to plain values for JSON."""
     return [
         {
             "topic": d.topic,
@@ -187,8 +193,8 @@ def plan_text(
     last_steps: Mapping[str, LastStep] | None = None,
     skipped: Sequence[str] = (),
 ) -> str:
-    """Table of deletions and the reasons for keeping the rest; `last_steps` and `skipped` are as in `Positions`."""
-    header = ("topic", "partition", "from", "to", "offsets", "the rest is kept for")
+    """Return a table of deletions and of reasons to keep later records; `Positions` has `last_steps` and `skipped`."""
+    header = ("topic", "partition", "from", "to", "offsets", "later records kept for")
     cells = [
         (*(row[n] for n in ("topic", "partition", "from", "to", "offsets")), clipped(row["kept_for"], _WHY_WIDTH))
         for row in rows
@@ -199,16 +205,18 @@ def plan_text(
     lines += [f"{why}: {_LEARNERS[why.endswith(_BARE)]}" for why in met if why.startswith("learner")]
     for name, last in (last_steps or {}).items():
         if last.replaced_by:
-            at = time_text(int(last.time * 1000)) if math.isfinite(last.time) else "no time"
+            at = time_text(int(last.time * 1000)) if math.isfinite(last.time) else "unknown time"
             lines.append(
                 f"{name}: its last step is {last.step}, of {at}, and learner {last.replaced_by} has published into run "
-                f"{last.run} since; its records are kept all the same until `rollstream learner retire`"
+                f"{last.run} since; its records are still kept until `rollstream learner retire`"
             )
     lines += [
-        f"{why}: has not read beyond it; delete the group if it is over" for why in met if why.startswith("group")
+        f"{why}: has not read further; delete the group if it is not used any more"
+        for why in met
+        if why.startswith("group")
     ]
     if skipped:
-        lines.append(f"{len(skipped)} records could not be read and count for nothing, the first: {skipped[0]}")
+        lines.append(f"{len(skipped)} records could not be read and were ignored, the first: {skipped[0]}")
     total = sum(row["offsets"] for row in rows)
     return "\n".join([*lines, f"{total:,} offsets {'would be' if dry_run else 'were'} deleted"])
 
@@ -233,9 +241,8 @@ def read_positions(
     """Read the positions of every task, learner and consumer group of a run.
 
     A learner may go back to the position that its steps name, else to its oldest checkpoint below `checkpoints`, or to
-    its last step if `checkpoints` is None. `labeling_group` is the consumer group of labeling
-    processes, if its name is not the default. Raises StateRefused if the group of grouping processes has a
-    journal and no offsets.
+    its last step if `checkpoints` is None. `labeling_group` is the consumer group of labeling processes, if its name is
+    not the default. Raises StateRefused if the group of grouping processes has a journal but no committed offsets.
     """
     clients.check_broker(kafka)
     labeling_group = labeling_group or LabelingConfig().group_id(run)
@@ -246,9 +253,9 @@ def read_positions(
             bounds.pop(topic, None)
     begins = {(topic, partition): low for topic, ends in bounds.items() for partition, (low, _end) in ends.items()}
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
-    # Positions only advance while the rest is read, so the plan never deletes records that a reader needs.
+    # Positions of groups are read first and can only advance later, so the plan never deletes records that they need.
     groups = _other_groups(kafka, run, group)
-    # Read after the fillers' positions: trajectories they have read were labeled below these positions.
+    # Read after the fillers' positions, so that trajectories read by fillers were labeled below these positions.
     if labeling_group in groups:
         groups[labeling_group] |= _offsets_of(kafka, run, labeling_group)
     skipped = SkippedRecords(logged=False)
@@ -256,7 +263,7 @@ def read_positions(
     sessions = read_session_groups(kafka, run, skipped) if CALLS in bounds else ()
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
     if all(place.offset < 0 for place in committed) and not any(end for _low, end in bounds["journal"].values()):
-        # A run without grouping: the positions of its other topics are unknown, so nothing is deleted there.
+        # The run has no grouping, so the positions in its other topics are unknown, and nothing is deleted there.
         committed, begins = [], {place: low for place, low in begins.items() if place[0] in CONTROL_TOPICS}
     tasks = {}
     for place in committed:
@@ -292,7 +299,7 @@ def _task(
             journal.append(record)
     if not journal:
         raise StateRefused(
-            f"journal[{partition}] of run {run} does not hold what its group committed; nothing is deleted"
+            f"journal[{partition}] of run {run} lacks the records that its group committed; nothing is deleted"
         )
     usable = set(beginnings(journal, log_begin))
     times = [record.stream_time_ms for record in journal]
@@ -340,8 +347,7 @@ def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Pru
 def _learners(
     kafka: KafkaConfig, run: str, checkpoints: Path | None, skipped: SkippedRecords
 ) -> tuple[dict[str, int], dict[str, LastStep]]:
-    """Read the index offset from which each learner on record, of this run or another, may read again, and its last
-    step."""
+    """Return, for each learner on record in any run, the index offset from which it may read again, and its last step."""
     newest: dict[tuple[str, str], LearnerStep] = {}
     publishers: dict[str, LearnerStep] = {}
     for topic in (name for name in topic_names(kafka) if name.endswith(".steps")):
@@ -381,18 +387,18 @@ def _oldest_checkpoint(directory: Path) -> int | None:
     positions = []
     for step in checkpoint_steps(directory):
         meta = json.loads((directory / str(step) / META).read_text())
-        oldest = int(meta.get("oldest", -1))  # Oldest offset in a rollout buffer.
+        oldest = int(meta.get("oldest", -1))  # oldest offset in a rollout buffer
         positions.append(int(meta["position"]) if oldest < 0 else oldest)
     return min(positions, default=None)
 
 
 def _other_groups(kafka: KafkaConfig, run: str, group: str) -> dict[str, dict[TopicAndPartition, int]]:
-    """Read what other consumer groups committed for topics that are pruned."""
+    """Return the offsets that other consumer groups committed for topics that are pruned."""
     names = (name for name in group_names(kafka) if name != group)
     return {name: offsets for name in names if (offsets := _offsets_of(kafka, run, name))}
 
 
 def _offsets_of(kafka: KafkaConfig, run: str, group: str) -> dict[TopicAndPartition, int]:
-    """Read what a consumer group committed for topics that are pruned."""
+    """Return the offsets that a consumer group committed for topics that are pruned."""
     topics = {topic_name(run, topic): topic for topic in TOPICS}
     return {(topics[at.topic], at.partition): at.offset for at in group_positions(kafka, group) if at.topic in topics}

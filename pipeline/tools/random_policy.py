@@ -1,4 +1,4 @@
-"""A policy that answers with random text, to try an environment without a model and a server."""
+"""A policy that answers with random text, to try an environment without a model or a server."""
 
 import random
 import time
@@ -15,7 +15,7 @@ _END = 0.2
 
 
 class RandomPolicy:
-    """Samples characters of an alphabet, all alike; version 0."""
+    """Samples characters of an alphabet with equal probability; its version is 0."""
 
     def __init__(self, tokenizer: Tokenizer, alphabet: str) -> None:
         self._tokenizer = tokenizer

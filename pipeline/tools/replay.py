@@ -1,7 +1,7 @@
 """`rollstream replay`: folds the recorded log again, with its own configuration or another.
 
-The same configuration must give the same batches. Replay with another configuration shows the differences side by side,
-and can write its batches to another run, for a learner to follow.
+The same configuration must give the same batches. A replay with another configuration shows the differences side by
+side, and can write its batches to another run, for a learner to follow.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from rollstream.topics.offset_ranges import from_ranges
 from rollstream.topics.records import Drop, JournalRecord, TrainingBatch, batch_numbers
 
 _FIXED = ("generation",)
-"""Settings that a replay does not change: generations stay as they were."""
+"""Settings that a replay does not change."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class FoldSummary:
     rollouts: int = 0
     tokens: int = 0
     in_flight: int = 0
-    """Rollouts, and cancellations, held at the end of the log."""
+    """Rollouts and cancellations in flight at the end of the log."""
     dropped: Counter[str] = field(default_factory=Counter)
     environments: dict[str, AdvantageStatistics] = field(default_factory=dict)
     digests: dict[str, str] = field(default_factory=dict)
@@ -141,11 +141,11 @@ class ReplayComparison:
     recorded: FoldSummary = field(default_factory=FoldSummary)
     replayed: FoldSummary = field(default_factory=FoldSummary)
     changed: dict[str, list[Any]] = field(default_factory=dict)
-    """Settings that differ: values of the log's configurations, and the value of the replay."""
+    """Settings that differ: their values in the log's configurations, and their value in the replay."""
     entries: list[TimedEntry] = field(default_factory=list)
-    """Time of each batch written into another run, and its entry."""
+    """Entries of the batches written into another run."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
-    """Invalid records of journal and batches."""
+    """Invalid records in `journal` and `batches`."""
 
     @property
     def differing(self) -> list[str]:
@@ -189,8 +189,8 @@ class _Job:
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream replay`."""
     set_handler(parser, show_replay, example="rollstream replay --run main --set grouping.estimator=grpo", json=True)
-    parser.add_argument("--from", dest="since", metavar="TIME", help="from this time on (as cat's --since)")
-    parser.add_argument("--into", metavar="RUN", help="write the batches as those of another run, to train on")
+    parser.add_argument("--from", dest="since", metavar="TIME", help="begin at this time, in the form of cat's --since")
+    parser.add_argument("--into", metavar="RUN", help="write the batches to another run, to train on them")
 
 
 def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
@@ -215,7 +215,7 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _set_keys(args: argparse.Namespace) -> list[str]:
-    """Grouping settings given by a file, the environment or a flag; defaults override nothing."""
+    """Return the grouping settings given by a file, the environment or a flag; defaults override nothing."""
     layers = [
         *file_layers(args.config),
         *environment_layers(RunConfig, os.environ),
@@ -240,7 +240,7 @@ def replay(
     """Fold a run again with `overrides` in every configuration of its log.
 
     With `since_ms`, begin at that time: from a snapshot before it if nothing is overridden, else with an empty state.
-    With `into`, write the batches to the topics of that run. Raises TopicError if that run already has batches.
+    With `into`, write the batches to the topics of run `into`. Raises TopicError if that run already has batches.
     """
     clients.check_broker(kafka)
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
@@ -270,8 +270,8 @@ def _replay_partition(job: _Job) -> ReplayComparison:
     usable = beginnings(journal, log_begins(job.kafka, job.run, "rollouts")[job.partition])
     if not usable:
         raise TopicError(
-            f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; replay it when the next one "
-            f"is written, as a grouping process does when it ends"
+            f"partition {job.partition} of run {job.run} was pruned beyond its snapshots; replay it after the next "
+            f"snapshot, which a grouping process writes when it ends"
         )
     in_force = configurations(job.kafka, job.run, journal[usable[0] :], plug_ins) if job.overrides else {}
     for name, value in job.overrides.items():
@@ -302,7 +302,7 @@ def _beginning(
     in_force: Mapping[int, GroupingConfig],
     change: Change | None,
 ) -> tuple[Sequence[JournalRecord], int]:
-    """Return the journal to begin with, and the last sequence before the part that is compared.
+    """Return the journal to begin with, and the last sequence number before the part that is compared.
 
     `usable` is the result of `beginnings`; `in_force` holds the configuration of each generation.
     """
@@ -329,7 +329,7 @@ def _recorded(job: _Job, journal: Sequence[JournalRecord], skipped: SkippedRecor
 
 
 def replay_text(comparison: ReplayComparison, into: str | None = None) -> str:
-    """Table of both folds, and the verdict."""
+    """Return a table of both folds, and the verdict."""
     a, b = comparison.recorded, comparison.replayed
     rows: list[tuple[object, ...]] = [
         ("batches", a.batches, b.batches),
@@ -353,12 +353,12 @@ def replay_text(comparison: ReplayComparison, into: str | None = None) -> str:
             advantages.append((name, label, *(figures[key] for key in ("mean", "std", "min", "max"))))
     lines += [table(("advantages", "", "mean", "std", "min", "max"), advantages), ""]
     if not comparison.differing:
-        lines.append(f"every batch is the same: {b.batches:,} batches")
+        lines.append(f"all {b.batches:,} batches are the same")
     elif comparison.changed:
         lines.append(f"{len(comparison.differing):,} batches differ under the other configuration")
     else:
         these = " ".join(comparison.differing[:8])
         lines.append(f"{len(comparison.differing):,} BATCHES DIFFER UNDER THE SAME CONFIGURATION: {these}")
     if into is not None:
-        lines.append(f"written as batches of run {into}; a learner follows them with learner.input_run={into}")
+        lines.append(f"written to run {into}; a learner trains on these batches with learner.input_run={into}")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`rollstream report`: writes one HTML file that shows how a run goes or went, and how each claim is verified."""
+"""`rollstream report`: writes one HTML file that shows the course of a run, and how to verify each claim."""
 
 import argparse
 from pathlib import Path
@@ -16,7 +16,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.html", help="the file (default: report.html in the run's directory)"
     )
-    parser.add_argument("--archive", default="", metavar="ARCHIVE", help="read an archive, not the topics")
+    parser.add_argument("--archive", default="", metavar="ARCHIVE", help="read an archive instead of the topics")
 
 
 def show_report(config: RunConfig, args: argparse.Namespace) -> int:

@@ -1,7 +1,7 @@
-"""`rollstream rescore`: scores old rollouts by another verifier, and shows the steps that trained on wrong rewards.
+"""`rollstream rescore`: scores old rollouts with another verifier, and shows the steps that trained on wrong rewards.
 
-The rewards go to `rescores`, and no other record changes. With --into it writes the batches that the right
-rewards give to another run, for a fork from the last clean step.
+The rewards go to `rescores`, and no other record changes. With --into, the batches that follow from the new rewards are
+written to another run, for a fork from the last clean step.
 """
 
 import argparse
@@ -36,7 +36,7 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.records import ExcludedBatch
 
 _ROWS = 20
-"""Most steps of a learner that are printed for people."""
+"""Largest number of a learner's steps printed for people."""
 
 
 @dataclass
@@ -45,11 +45,11 @@ class RescoringReport:
 
     rescoring: Rescoring
     scored: int
-    """Rollouts that were scored by this call; the others had been before."""
+    """Rollouts scored by this call; earlier calls scored the other rollouts."""
     corrected: CorrectedPartition
     learners: list[LearnerConsequences]
     fork_step: int | None = None
-    """Newest checkpoint of a clean step of the chosen learner; None if there is none, or nothing to correct."""
+    """Newest clean step of the chosen learner with a checkpoint; None without one, or without anything to correct."""
     fork_command: tuple[str, ...] = ()
     into: str | None = None
     batches_written: int = 0
@@ -97,7 +97,9 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="a function of a rollout, or a class with __call__: package.module:Class or path/to/file.py:Class",
     )
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="an environment; may be repeated")
-    parser.add_argument("--into", metavar="RUN", help="write the batches by the right rewards as those of another run")
+    parser.add_argument(
+        "--into", metavar="RUN", help="write the batches that follow from the new rewards to another run"
+    )
     parser.add_argument("--learner", metavar="NAME", help="the learner to fork (default: learner.name)")
     parser.add_argument(
         "--timeout", type=float, default=10.0, metavar="S", help="seconds for one rollout (default: %(default)g)"
@@ -108,7 +110,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def show_rescoring(config: RunConfig, args: argparse.Namespace) -> int:
-    """Score what is not scored yet, fold again with these rewards, and print the report."""
+    """Score the rollouts not scored yet, fold again with these rewards, and print the report."""
     rescoring = rescoring_of(args.verifier, tuple(args.env))
     with (
         VerifierPool(args.verifier, processes=args.processes, timeout_s=args.timeout) as pool,
@@ -161,7 +163,7 @@ def _corrected(
 
 
 def _excluded(view: RunView) -> TakenRows:
-    """Batches that learners leave out: their rollouts stay left out."""
+    """Return the batches that learners leave out, whose rollouts are left out here, too."""
     messages = (message for message in view.messages("control") if codec.kind_of(message.value) == "ExcludedBatch")
     return {record.batch_id: () for _message, record in view.skipped.records(ExcludedBatch, messages)}
 
@@ -196,20 +198,20 @@ def _fork_command(config: RunConfig, args: argparse.Namespace, step: int) -> tup
 
 
 def rescoring_text(report: RescoringReport, run: str) -> str:
-    """Tables of rewards, groups and steps, and how to go on from the last clean step."""
+    """Return tables of rewards, groups and steps, and how to go on from the last clean step."""
     corrected = report.corrected
     rows = [(name, *changes.as_dict().values()) for name, changes in sorted(corrected.rewards.environments.items())]
     columns = ("environment", "rescored", "changed", "failed", "reward before", "after", "largest difference")
     groups = [
         ("compared", corrected.groups),
-        ("with other advantages", corrected.groups_changed),
-        ("  of these without variance, trained for nothing", corrected.groups_lost),
-        ("dropped for want of variance, and worth training on", corrected.groups_gained),
+        ("with changed advantages", corrected.groups_changed),
+        ("  of these, now without variance", corrected.groups_lost),
+        ("dropped for lack of variance, now with variance", corrected.groups_gained),
     ]
     lines = [
         f"rescoring {report.rescoring.id} of run {run}: {report.scored:,} rollouts scored now",
         "",
-        table(columns, rows) if rows else "no rollout of it is on the log",
+        table(columns, rows) if rows else "no such rollout is on the log",
         "",
         table(("groups", ""), groups),
     ]
@@ -256,13 +258,13 @@ def _learner_lines(learner: LearnerConsequences) -> list[str]:
 def _way_on(report: RescoringReport) -> list[str]:
     lines = []
     if report.into is not None:
-        lines += ["", f"{report.batches_written:,} batches by the right rewards are those of run {report.into}"]
+        lines += ["", f"run {report.into} has {report.batches_written:,} batches with the new rewards"]
     elif any(learner.wrong for learner in report.learners):
-        lines += ["", "for batches by the right rewards, run this again with --into RUN"]
+        lines += ["", "to write batches with the new rewards, run this again with --into RUN"]
     if report.fork_command:
-        which = "them" if report.into is not None else "the batches as they are"
-        lines.append(f"a learner on {which}, from step {report.fork_step}, the last clean one with a checkpoint:")
+        which = "these batches" if report.into is not None else "the batches as they are"
+        lines.append(f"to train on {which} from step {report.fork_step}, the last clean step with a checkpoint:")
         lines.append(command_text(shlex.join(report.fork_command)))
     elif report.into is not None:
-        lines.append(f"no checkpoint to fork from; a new learner follows them with learner.input_run={report.into}")
+        lines.append(f"no checkpoint to fork from; a new learner trains on them with learner.input_run={report.into}")
     return lines

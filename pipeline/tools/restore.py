@@ -19,7 +19,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(
         parser, show_restore, example="rollstream restore .rollstream/archive --run main --into again", json=True
     )
-    parser.add_argument("archive", metavar="ARCHIVE", help="where it lies; --run says which run of it")
+    parser.add_argument("archive", metavar="ARCHIVE", help="path or URL of the archive; --run names a run in it")
     parser.add_argument("--into", required=True, metavar="RUN", help="the run whose topics are created")
 
 
@@ -42,7 +42,7 @@ def show_restore(config: RunConfig, args: argparse.Namespace) -> int:
         print(json.dumps(result), flush=True)
     else:
         print(
-            f"{records:,} records of run {config.run} are topics of run {args.into} now, {result['seconds']:.1f} s; "
+            f"{records:,} records of run {config.run} restored into run {args.into} in {result['seconds']:.1f} s; "
             f"check: rollstream verify --run {args.into}; group further: rollstream group adopt --run {args.into}",
             flush=True,
         )

@@ -1,7 +1,7 @@
 """`rollstream retrain`: executes recorded steps again from a checkpoint and the log, and compares the parameters.
 
 Exit code 0 if every step gives the parameters on record, 1 if one does not. Nothing is written to the run. All
-processes of a learner do it together, as they trained.
+processes of a learner execute the steps together, as in training.
 """
 
 import argparse
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from rollstream.consumers.learner.records.retraining import RetrainedStep, Retraining
 
 _DIGEST = 16
-"""Characters of a digest that are shown."""
+"""Number of characters shown of a digest."""
 _VALUE = 60
-"""Characters of a setting that are shown."""
+"""Number of characters shown of a setting."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -34,14 +34,16 @@ def register(parser: argparse.ArgumentParser) -> None:
         parser, show_retraining, example="rollstream retrain --config run.toml --from-step 100 --to-step 120", json=True
     )
     parser.add_argument(
-        "--from-step", type=int, required=True, metavar="A", help="begin where the learner stood after this step"
+        "--from-step", type=int, required=True, metavar="A", help="begin with the learner's state after this step"
     )
-    parser.add_argument("--to-step", type=int, metavar="B", help="the last step to execute (default: that on record)")
+    parser.add_argument(
+        "--to-step", type=int, metavar="B", help="the last step to execute (default: the last on record)"
+    )
     add_number(parser, "process of learner.processes", "--process")
 
 
 def show_retraining(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print a line for each step, and the first difference with its possible causes."""
+    """Print a line for each step, and the first difference with possible causes."""
     clients.check_broker(config.kafka)
     to_step = () if args.to_step is None else ("--to-step", str(args.to_step))
     command = ("retrain", "--from-step", str(args.from_step), *to_step)
@@ -53,7 +55,7 @@ def show_retraining(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _retrained(config: RunConfig, args: argparse.Namespace) -> "Retraining":
-    """Retrain, together with the other processes of the learner."""
+    """Execute the steps, together with the other processes of the learner."""
     prepare_jax(config)
     from rollstream.consumers.learner.parallel.team import join, leave, raising_team_lost
     from rollstream.consumers.learner.records.retraining import retrain
@@ -83,7 +85,7 @@ def _retrained(config: RunConfig, args: argparse.Namespace) -> "Retraining":
 
 
 def as_dict(retraining: "Retraining") -> dict[str, Any]:
-    """The result as plain values for JSON."""
+    """Convert the result to plain values for JSON."""
     difference = retraining.difference
     return {
         "learner": retraining.learner,
@@ -97,7 +99,7 @@ def as_dict(retraining: "Retraining") -> dict[str, Any]:
 
 
 def text_of(retraining: "Retraining") -> str:
-    """The result as tables."""
+    """Return the result as tables."""
     rows = [
         (s.step, s.batches, s.trained, s.skipped, s.recorded[:_DIGEST], "the same" if s.same else s.again[:_DIGEST])
         for s in retraining.steps
@@ -108,7 +110,7 @@ def text_of(retraining: "Retraining") -> str:
         else f"checkpoint of step {retraining.checkpoint}"
     )
     parts = [
-        f"learner {retraining.learner}: begun with the {begun}",
+        f"learner {retraining.learner}: started from the {begun}",
         table(("step", "batches", "trained", "skipped", "parameters on record", "executed again"), rows),
         _verdict(retraining),
     ]
@@ -117,18 +119,18 @@ def text_of(retraining: "Retraining") -> str:
             (name, clipped(then, _VALUE) or "-", clipped(now, _VALUE) or "-")
             for name, (then, now) in retraining.environment.items()
         ]
-        parts.append(table(("not as at the checkpoint", "then", "now"), changed))
+        parts.append(table(("changed since the checkpoint", "then", "now"), changed))
     return "\n\n".join(parts)
 
 
 def _verdict(retraining: "Retraining") -> str:
     difference, executed = retraining.difference, len(retraining.steps) - 1
     if difference is None:
-        return f"{executed} steps executed again from the log, every one with the parameters on record"
+        return f"{executed} steps executed again from the log, all with the parameters on record"
     where = f"STEP {difference.step} DIFFERS"
     if not executed:
         where = f"THE PARAMETERS OF STEP {difference.step} DIFFER, before anything was executed"
     return (
         f"{where}: on record\n  {difference.recorded}\nexecuted again\n  {difference.again}\n"
-        f"steps after it were not executed (up to {retraining.last} were asked for)"
+        f"later steps were not executed (requested: up to step {retraining.last})"
     )

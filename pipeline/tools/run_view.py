@@ -1,6 +1,6 @@
 """Read-only view of a run's topics, loaded on first use: index, batches, steps, manifests and fates of offsets.
 
-Everything is as of the moment it was read. A live run continues meanwhile, so missing records may still appear.
+Everything is as of the moment at which it was read. A live run goes on, so missing records may still appear.
 """
 
 import itertools
@@ -38,7 +38,7 @@ from rollstream.topics.run_splits import moved_from, splits_of
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
 _ONE_RECORD: dict[str, Any] = {"max.partition.fetch.bytes": 64 * 1024, "queued.min.messages": 1}
-"""Settings of a client that fetches single records: by default it fetches megabytes of what follows, too."""
+"""Settings of a client that fetches single records; by default it would also fetch megabytes of later records."""
 
 
 class RolloutPlace(NamedTuple):
@@ -58,10 +58,10 @@ class Fate(NamedTuple):
     """batched, dropped, dead_lettered, control, moved, in_flight or unread."""
     drop: Drop | None = None
     batch_ids: tuple[str, ...] = ()
-    """Batches of the transaction that finished it, if it was batched: the record is in one of these, or in an older
+    """Batches of the transaction that finished the record, if it was batched: it is in one of these, or in an older
     batch."""
     generation: int = -1
-    """Generation of the configuration of grouping under which it was dropped; that of others is in their batch."""
+    """Generation of the grouping configuration that dropped the record; for a batched record, the batch names it."""
 
 
 class StepUse(NamedTuple):
@@ -72,15 +72,15 @@ class StepUse(NamedTuple):
 
 
 class IndexedEntry(NamedTuple):
-    """The entry of a batch."""
+    """The index entry of a batch."""
 
     offset: int
-    """Its place in the index, whose order learners follow."""
+    """Offset of the entry in the index, whose order learners follow."""
     entry: BatchIndexEntry
 
 
 class RecordedRun(Protocol):
-    """One run as lineage asks about it: a view of its topics, or an index of them."""
+    """The queries that lineage makes to a run: answered by a view of its topics, or an index of them."""
 
     run: str
 
@@ -97,15 +97,15 @@ class RecordedRun(Protocol):
         ...
 
     def steps_numbered(self, number: int) -> list[LearnerStep]:
-        """The steps of this number, one for each learner that came to it, in order."""
+        """Steps with this number, one for each learner that has such a step, in order."""
         ...
 
     def steps_before(self, version: int) -> list[LearnerStep]:
-        """The steps after which a policy version was published, in order."""
+        """Steps after which a policy version was published, in order."""
         ...
 
     def entries_with(self, version: int) -> list[BatchIndexEntry]:
-        """Entries of the batches that may hold rollouts of a policy version, in the order learners follow."""
+        """Entries of the batches that may hold rollouts of a policy version, in the order that learners follow."""
         ...
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
@@ -117,11 +117,11 @@ class RecordedRun(Protocol):
         ...
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
-        """A configuration of grouping in short, as the journal of a partition tells of it."""
+        """Return a summary of a configuration of grouping from the journal of a partition."""
         ...
 
     def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """The run that a moved record went to, and its place there, if that run still holds it."""
+        """Return the run to which a record was moved, and its place there if that run still holds it."""
         ...
 
     def batch(self, batch_id: str) -> TrainingBatch:
@@ -134,7 +134,7 @@ class RecordedRun(Protocol):
 
 
 class SearchableRun(RecordedRun, Protocol):
-    """A recorded run whose rollouts are found by uid."""
+    """A recorded run whose rollouts can be found by uid."""
 
     skipped: SkippedRecords
 
@@ -144,7 +144,7 @@ class SearchableRun(RecordedRun, Protocol):
 
 
 class RunView(Closing):
-    """View of one run, from its topics alone; one client reads all single records."""
+    """View of one run from its topics alone; a single client fetches all single records."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.kafka, self.run = kafka, run
@@ -179,7 +179,7 @@ class RunView(Closing):
 
     @cached_property
     def index(self) -> Index:
-        """Entry of each batch with its offset in the index, in the order learners follow."""
+        """Entry of each batch with its offset in the index, in the order that learners follow."""
         return read_index(self.kafka, self.run, self.skipped)
 
     @cached_property
@@ -203,15 +203,15 @@ class RunView(Closing):
         return self.policies.get(version)
 
     def steps_numbered(self, number: int) -> list[LearnerStep]:
-        """The steps of this number, one for each learner that came to it, in order."""
+        """Steps with this number, one for each learner that has such a step, in order."""
         return [step for step in self.steps if step.step == number]
 
     def steps_before(self, version: int) -> list[LearnerStep]:
-        """The steps after which a policy version was published, in order."""
+        """Steps after which a policy version was published, in order."""
         return [step for step in self.steps if step.policy_version == version]
 
     def entries_with(self, version: int) -> list[BatchIndexEntry]:
-        """Entries of the batches that may hold rollouts of a policy version, in the order learners follow."""
+        """Entries of the batches that may hold rollouts of a policy version, in the order that learners follow."""
         entries = (entry for _offset, entry in self.index.values())
         return [entry for entry in entries if entry.lowest_version <= version <= entry.highest_version]
 
@@ -244,14 +244,14 @@ class RunView(Closing):
         return fates_in(journal, read, offsets)
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
-        """A configuration of grouping in short, as the journal of a partition tells of it."""
+        """Return a summary of a configuration of grouping from the journal of a partition."""
         history = ConfigurationHistory()
         for record in self.journal(partition):
             history.read(record)
         return summary([(partition, history)], generation)
 
     def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """The run that a moved record went to, and its place there, if that run still holds it."""
+        """Return the run to which a record was moved, and its place there if that run still holds it."""
         successor = splits_of(self.kafka, self.run).successor
         if successor is None:
             return {}
@@ -262,7 +262,7 @@ class RunView(Closing):
         return {"to": f"run {successor.successor}"}
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
-        """Fetch one record; one that grouping left out stays unread. Raises TopicError if it does not exist."""
+        """Fetch one record, without reading it if grouping left it out. Raises TopicError if it does not exist."""
         topic = self.topic(name)
         if self._reader is None:
             self._reader = Reader(self.kafka, fetch_wait_ms=10, **_ONE_RECORD)
@@ -299,7 +299,7 @@ class RunView(Closing):
 
     def places_of(self, uid: str) -> list[RolloutPlace]:
         """Places of the rollouts with a uid, in order; several if it was sent more than once."""
-        # A value without the uid's bytes cannot be such a rollout, and need not be decoded.
+        # A value without the uid's bytes cannot be a rollout with this uid, and need not be decoded.
         wanted, places = uid.encode(), []
         for message in self.rollout_messages():
             value = message.value
@@ -311,7 +311,7 @@ class RunView(Closing):
 
 
 def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -> dict[int, Fate]:
-    """Fates of offsets as records of their partition's journal tell them; `read` are the offsets grouping has read."""
+    """Return the fates of offsets from their partition's journal; `read` are the offsets that grouping has read."""
     fates = {offset: Fate(IN_FLIGHT if offset in read else UNREAD) for offset in offsets}
     for record in journal:
         drops = {drop.offset: drop for drop in record.drops}
@@ -327,13 +327,13 @@ def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -
 def carrying_batch(
     view: RecordedRun, place: RolloutPlace, fate: Fate, batch_ids: Iterable[str]
 ) -> TrainingBatch | None:
-    """Find the batch that carries a batched record: one of its transaction, else of `batch_ids`, newest first."""
+    """Find the batch that carries a batched record: in its transaction, else among `batch_ids`, newest first."""
     for batch_id in itertools.chain(fate.batch_ids, (name for name in batch_ids if name not in fate.batch_ids)):
         if view.entry(batch_id) is not None:
             try:
                 batch = view.batch(batch_id)
             except (TopicError, RecordError):
-                continue  # The record was pruned, or the entry does not name a batch.
+                continue  # The batch was pruned, or the entry does not name a batch.
             if batch.batch_id == batch_id and place.offset in batch.source_offsets:
                 return batch
     return None

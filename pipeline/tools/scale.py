@@ -1,4 +1,4 @@
-"""`rollstream scale`: records how many processes of each role a run should have; without a role, shows it."""
+"""`rollstream scale`: records how many processes of each role a run should have; without a role, shows the numbers."""
 
 import argparse
 
@@ -11,7 +11,7 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 
 AUTO = "auto"
-"""Stands for a number that is left to the settings."""
+"""Restores the number in the settings."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -21,12 +21,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         "numbers",
         nargs="*",
         metavar="ROLE=N",
-        help=f"the number of processes that a role should have; {AUTO} leaves it to the settings again",
+        help=f"the number of processes that a role should have; {AUTO} restores the number in the settings",
     )
 
 
 def scale(config: RunConfig, args: argparse.Namespace) -> int:
-    """Record the numbers, and print those that hold."""
+    """Record the numbers, and print the numbers in force."""
     clients.check_broker(config.kafka)
     numbers = dict(_number(text) for text in args.numbers)
     if numbers:
@@ -40,16 +40,16 @@ def scale(config: RunConfig, args: argparse.Namespace) -> int:
     others = ", ".join(role for role in steering.SCALED if role not in wanted)
     if others:
         print(f"as the settings say: {others}")
-    print(f"`rollstream run --run {config.run}` follows this, the one that runs and the next")
+    print(f"`rollstream run --run {config.run}` follows these numbers, now and when it is started again")
     return 0
 
 
 def _number(text: str) -> tuple[str, int | None]:
     role, equals, number = text.partition("=")
     if not equals or not role:
-        raise ConfigurationError(f"{text!r} names no number: write ROLE=N, e.g. env=8")
+        raise ConfigurationError(f"{text!r} does not name a number: write ROLE=N, e.g. env=8")
     if number == AUTO:
         return role, None
     if not number.isdecimal() or len(number) > 9:
-        raise ConfigurationError(f"{text!r}: {number!r} is no number of processes; write {role}=2, or {role}={AUTO}")
+        raise ConfigurationError(f"{text!r}: {number!r} is not a number of processes; write {role}=2, or {role}={AUTO}")
     return role, int(number)

@@ -28,28 +28,28 @@ class RolloutDetails:
     appended_ms: int
     rollout: Rollout
     advantage: float | None
-    """None if it is in no batch."""
+    """None if the rollout is not in a batch."""
     group: list[tuple[str, float, float]]
-    """Uid, reward and advantage of the members batched with it."""
+    """Uid, reward and advantage of each member of the rollout's group in its batch."""
     fate: LineageNode
 
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream show`."""
     set_handler(parser, show, example="rollstream show --run main 0:1234", json=True)
-    parser.add_argument("rollout", metavar="ROLLOUT", help="its uid, or PARTITION:OFFSET")
+    parser.add_argument("rollout", metavar="ROLLOUT", help="uid of the rollout, or PARTITION:OFFSET")
     parser.add_argument("--full", action="store_true", help="all tokens; with --json, arrays in full")
     parser.add_argument(
         "--color",
         choices=("auto", "always", "never"),
         default="auto",
-        help="advantage as colour (default: %(default)s)",
+        help="show the advantage as colour (default: %(default)s)",
     )
     add_index_flag(parser)
 
 
 def show(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print every rollout with a uid, or the one at an offset."""
+    """Print every rollout with a uid, or the rollout at an offset."""
     with view_of(config, args) as view:
         places = [parse_place(args.rollout)] if _is_place(args.rollout) else view.places_of(args.rollout)
         if not places:
@@ -83,7 +83,7 @@ def _details(view: SearchableRun, place: RolloutPlace) -> RolloutDetails:
     message = view.record("rollouts", *place)
     rollout = decoded(message.value)
     if not isinstance(rollout, Rollout):
-        raise TopicError(f"rollouts[{place.partition}] holds no rollout at offset {place.offset}; try `rollstream cat`")
+        raise TopicError(f"rollouts[{place.partition}] has no rollout at offset {place.offset}; try `rollstream cat`")
     fate = view.fates(place.partition, {place.offset})[place.offset]
     batch = view.batch_of(place, fate) if fate.name == BATCHED else None
     group, advantage = batch_group(batch, place) if batch is not None else ([], None)
@@ -91,7 +91,7 @@ def _details(view: SearchableRun, place: RolloutPlace) -> RolloutDetails:
 
 
 def batch_group(batch: TrainingBatch, place: RolloutPlace) -> tuple[list[tuple[str, float, float]], float]:
-    """Uid, reward and advantage of the members of a rollout's group in its batch, and its own advantage."""
+    """Return uid, reward and advantage of the members of a rollout's group in its batch, and the rollout's advantage."""
     row = batch.source_offsets.tolist().index(place.offset)
     advantages = batch.advantages[batch.splits[:-1]].tolist()
     members = [i for i, group in enumerate(batch.group_index.tolist()) if group == int(batch.group_index[row])]
@@ -136,14 +136,15 @@ def _print(console: Any, details: RolloutDetails, full: bool) -> None:
 
 
 def _text(text: str, style: str = "") -> Any:
-    """Text of a record without control characters."""
+    """Return text of a record without control characters."""
     from rich.text import Text
 
     return Text(printable(text), style)
 
 
 def _tokens(details: RolloutDetails, most: int | None) -> Any:
-    """Table of tokens, sampled ones on green for a positive advantage, red for a negative one, stronger if unlikely."""
+    """Return a table of tokens. Sampled tokens have a green background for a positive advantage and a red one for a
+    negative advantage, stronger for unlikely tokens."""
     from rich.text import Text
 
     r, text = details.rollout, Text()
@@ -158,7 +159,7 @@ def _tokens(details: RolloutDetails, most: int | None) -> Any:
             below.append(f"{r.logprobs[i]:>8.3f} " if sampled else " " * 9, "dim")
         text.append(ids).append("\n").append(below).append("\n")
     if count < len(r.tokens):
-        text.append(f"... {len(r.tokens) - count} tokens more; --full shows them")
+        text.append(f"... {len(r.tokens) - count} more tokens; --full shows them")
     return text
 
 

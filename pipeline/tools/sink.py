@@ -20,12 +20,12 @@ from rollstream.topics.secrets import resolve_options
 
 
 class _Result(NamedTuple):
-    """Steps and traces that one look at the log wrote."""
+    """Steps and traces written after one read of the log."""
 
     steps: int
     traces: int
     missing_rollouts: int
-    """Rollouts drawn for traces that the log holds no more."""
+    """Rollouts drawn for traces that are no longer on the log."""
     newest_step: int
     """The newest step that the tracker holds."""
 
@@ -41,13 +41,13 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="trackio, wandb, tensorboard, or package.module:Class (default: tracker.to)",
     )
     parser.add_argument(
-        "--into", dest="tracker.directory=", action=Setting, metavar="DIR", help="directory of what it keeps"
+        "--into", dest="tracker.directory=", action=Setting, metavar="DIR", help="directory of the tracker's files"
     )
     parser.add_argument("--learner", metavar="NAME", help="a learner of the run (default: learner.name)")
-    parser.add_argument("--archive", metavar="ARCHIVE", help="read an archive, not the topics")
+    parser.add_argument("--archive", metavar="ARCHIVE", help="read an archive instead of the topics")
     parser.add_argument("--follow", action="store_true", help="go on until interrupted")
     parser.add_argument(
-        "--every", type=wait_seconds, default=5.0, metavar="S", help="seconds between looks (default: %(default)g)"
+        "--every", type=wait_seconds, default=5.0, metavar="S", help="seconds between two reads (default: %(default)g)"
     )
 
 
@@ -80,20 +80,20 @@ def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _newest_step(feed: StepFeed, run: str, learner: str, follow: bool, every_s: float) -> int:
-    """The newest step on record, waited for if asked to. Raises ConfigurationError if the learner has none."""
+    """Return the newest step on record; wait for it if `follow`, else raise ConfigurationError if there is none."""
     while (newest := feed.newest_step()) < 0:
         if not follow:
             others = ", ".join(sorted(feed.learners)) or "none"
             raise ConfigurationError(
-                f"learner {learner} of run {run} has no step on record; learners that have: {others}; name one with "
-                "--learner, or wait for the first with --follow"
+                f"learner {learner} of run {run} has no step on record; learners with steps: {others}; name one with "
+                "--learner, or wait for the first step with --follow"
             )
         time.sleep(every_s)
     return newest
 
 
 def _fill(feed: StepFeed, tracker: Tracker, above: int) -> _Result:
-    """Write the steps above a number."""
+    """Write the steps after step `above`."""
     newest, steps, traces, missing = above, 0, 0, feed.missing_rollouts
     for step in feed.steps(above):
         tracker.write(step)
@@ -108,7 +108,7 @@ def _print(result: _Result, tracked: TrackedRun, as_json: bool) -> None:
         print(json.dumps({**subject, **result._asdict()}), flush=True)
         return
     gone = (
-        f"; {result.missing_rollouts} rollouts drawn for traces are on the log no more"
+        f"; {result.missing_rollouts} rollouts drawn for traces are no longer on the log"
         if result.missing_rollouts
         else ""
     )

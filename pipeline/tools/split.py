@@ -1,6 +1,6 @@
-"""`rollstream split`: lets a run go on as another run with another number of partitions.
+"""`rollstream split`: continues a run as another run with a different number of partitions.
 
-It may be killed at any point: run again, it goes on from what is on the log.
+If it is killed, run it again: it goes on from its records on the log.
 """
 
 import argparse
@@ -33,12 +33,12 @@ class SplitResult:
     positions: Mapping[str, int]
     """Position of each learner in the index of the successor."""
     policy_version: int
-    """The newest policy version, which goes on; -1 if there is none."""
+    """The newest policy version, which was carried over; -1 if there is none."""
     configuration: str
     """File with the configuration of the successor."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as plain values for JSON."""
+        """Convert to plain values for JSON."""
         return {
             "run": self.split.run,
             "successor": self.split.successor,
@@ -56,8 +56,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(
         parser, show_split, example="rollstream split --config run.toml --into main-7 --partitions 7", json=True
     )
-    parser.add_argument("--into", required=True, metavar="RUN", help="the run that goes on; its topics are created")
-    parser.add_argument("--partitions", type=int, required=True, metavar="N", help="partitions that it has")
+    parser.add_argument("--into", required=True, metavar="RUN", help="the successor, whose topics are created")
+    parser.add_argument("--partitions", type=int, required=True, metavar="N", help="number of its partitions")
     parser.add_argument(
         "--wait",
         type=float,
@@ -68,12 +68,12 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-checkpoints",
         action="store_true",
-        help="copy none: the learners keep their positions themselves, as other trainers do",
+        help="copy no checkpoints, because the learners keep their positions themselves, as other trainers do",
     )
 
 
 def show_split(config: RunConfig, args: argparse.Namespace) -> int:
-    """Split the run and print what goes on where."""
+    """Split the run, and print what was moved and how to start the successor."""
     result = split_run(
         config, args.into, args.partitions, wait_s=args.wait, with_checkpoints=not args.without_checkpoints
     )
@@ -83,10 +83,10 @@ def show_split(config: RunConfig, args: argparse.Namespace) -> int:
     split = result.split
     lines = [
         f"run {split.run} goes on as run {split.successor}, with {split.partitions} partitions",
-        f"{result.moved:,} records without a batch moved, {split.carried:,} batches that await a learner carried over",
+        f"{result.moved:,} records without a batch moved, {split.carried:,} batches that wait for a learner carried over",
     ]
     if result.policy_version >= 0:
-        lines.append(f"policy version {result.policy_version} is its first")
+        lines.append(f"policy version {result.policy_version} is the first of run {split.successor}")
     lines += [
         f"learner {name} reads its index from offset {position}" for name, position in sorted(result.positions.items())
     ]
@@ -99,19 +99,19 @@ def show_split(config: RunConfig, args: argparse.Namespace) -> int:
 def split_run(
     config: RunConfig, into: str, partitions: int, *, wait_s: float, with_checkpoints: bool = True
 ) -> SplitResult:
-    """Let a run go on as `into` with another number of partitions; safe to repeat after any failure.
+    """Continue a run as `into` with a different number of partitions; safe to repeat after any failure.
 
-    Raises ConfigurationError for a successor that cannot be, StateRefused, DeadlineExceeded and others if the run
-    cannot be brought to its end: it is open again then.
+    Raises ConfigurationError if the successor's name or number of partitions is not possible. Raises StateRefused,
+    DeadlineExceeded and others if the run cannot be closed; the run is then open again.
     """
     clients.check_broker(config.kafka)
     count = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
     split = _begun(config, into, partitions, count)
-    # Settings of topics follow what is on the broker, whatever the configuration says.
+    # The run's topics on the broker decide the number of partitions, not the configuration.
     config = replace(config, topics=replace(config.topics, partitions=count))
     after = successor_config(config, into, partitions)
     if split.phase == "moved":
-        write_to_successor(config.kafka, split)  # A command that was killed just before may not have.
+        write_to_successor(config.kafka, split)  # an earlier call may have been killed just before this
         known = str(after.run_dir / "run.toml")
         return SplitResult(split=split, moved=0, positions={}, policy_version=-1, configuration=known)
     if split.phase == "closing":
@@ -128,14 +128,14 @@ def split_run(
     moving.copy_decisions(config, after)
     path = plans.write(after)
     ended = replace(placed, phase="moved", wall_time=time.time())
-    # The run that goes on is opened last.
+    # The successor is opened last.
     write_to_predecessor(config.kafka, ended)
     write_to_successor(config.kafka, ended)
     return SplitResult(split=ended, moved=moved, positions=positions, policy_version=version, configuration=str(path))
 
 
 def successor_config(config: RunConfig, into: str, partitions: int) -> RunConfig:
-    """The configuration of the run that goes on: that of the run that ends, with its own name and directories."""
+    """Return the configuration of the successor: the configuration of the run that ends, with new name and directories."""
     topics: TopicsConfig = replace(config.topics, partitions=partitions)
     after = replace(config, run=into, topics=topics, learner=replace(config.learner, input_run=""))
     if config.learner.checkpoint.directory == str(config.run_dir / "checkpoints"):
@@ -145,19 +145,18 @@ def successor_config(config: RunConfig, into: str, partitions: int) -> RunConfig
 
 
 def _begun(config: RunConfig, into: str, partitions: int, count: int) -> RunSplit:
-    """Return the split on record, or begin one. Raises ConfigurationError if the run cannot go on as `into`."""
+    """Return the split on record, or begin a new split. Raises ConfigurationError if the run cannot go on as `into`."""
     known = splits_of(config.kafka, config.run).successor
     if known is not None:
         if (known.successor, known.partitions) != (into, partitions):
             raise ConfigurationError(
-                f"run {config.run} is split into {known.successor} with {known.partitions} partitions already; give "
-                f"these"
+                f"run {config.run} is split already: use --into {known.successor} --partitions {known.partitions}"
             )
         return known
     if into == config.run or partitions < 1 or partitions == count:
         raise ConfigurationError(
             f"run {config.run} has {count} partitions and cannot go on as {into} with {partitions}; name another run, "
-            f"and another number of partitions from 1 on"
+            f"and a different number of partitions, at least 1"
         )
     if provisioning.describe(config.kafka, into):
         raise ConfigurationError(f"run {into} has topics already; name a run that has none")
@@ -170,7 +169,7 @@ def _begun(config: RunConfig, into: str, partitions: int, count: int) -> RunSpli
 def _close(
     config: RunConfig, split: RunSplit, wait_s: float, *, with_checkpoints: bool
 ) -> list[learners.CarriedLearner]:
-    """Bring the run to its end; if that fails, open it again."""
+    """Close the run; if that fails, open it again."""
     try:
         closing.close(config, wait_s)
         return learners.stopped_learners(config, wait_s, with_checkpoints=with_checkpoints)

@@ -26,12 +26,14 @@ _MOST_BARS = 40
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream sql`."""
     set_handler(parser, show_sql, example="rollstream sql 'select * from drops_by_reason'", json=True)
-    parser.add_argument("query", nargs="?", metavar="QUERY", help="one SELECT")
+    parser.add_argument("query", nargs="?", metavar="QUERY", help="one SELECT statement")
     parser.add_argument(
-        "--archive", metavar="ARCHIVE", help="a directory, or a URL of fsspec's (default: archive in data_dir)"
+        "--archive", metavar="ARCHIVE", help="a directory, or a URL that fsspec supports (default: archive in data_dir)"
     )
     parser.add_argument("--csv", action="store_true", help="print CSV")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw two columns: a line, or bars over texts")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE.png", help="draw two columns: as a line, or as bars if the first is text"
+    )
 
 
 def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
@@ -40,7 +42,7 @@ def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
         show_tables(args.json)
         return 0
     if args.csv and args.json:
-        raise ConfigurationError("--json and --csv are two ways to print; give one")
+        raise ConfigurationError("--json and --csv exclude each other; give one of them")
     answer = query(open_store(place_of(config, args.archive)), args.query)
     if args.plot is not None:
         plot(answer, args.plot)
@@ -74,7 +76,7 @@ def show_tables(as_json: bool) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as a plain value for JSON."""
+    """Convert a value to a plain value for JSON."""
     if isinstance(value, Decimal):
         return float(value) if value.as_tuple().exponent else int(value)  # A sum of integers has no decimal places.
     if isinstance(value, bytes):
@@ -89,7 +91,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shown(value: Any) -> Any:
-    """A value as a table cell: numbers as they are, the rest as text."""
+    """Convert a value to a table cell: numbers stay, other values become text."""
     plain = _plain(value)
     if plain is None or isinstance(plain, bool | int | float | str):
         return "" if plain is None else plain
@@ -97,18 +99,20 @@ def _shown(value: Any) -> Any:
 
 
 def plot(answer: QueryResult, path: Path) -> None:
-    """Draw two columns: bars over texts, a line over numbers and times.
+    """Draw two columns: bars if the first column is text, a line if it has numbers or times.
 
     Raises ConfigurationError if matplotlib is missing or the columns cannot be drawn.
     """
     if len(answer.columns) != 2 or not answer.rows:
-        raise ConfigurationError(f"--plot draws two columns with rows; the query has {', '.join(answer.columns)}")
+        raise ConfigurationError(
+            f"--plot needs two columns and rows; got {len(answer.rows)} rows of {', '.join(answer.columns)}"
+        )
     xs: Sequence[Any] = [row[0] for row in answer.rows]
     ys = [_plain(row[1]) for row in answer.rows]
     if not all(isinstance(y, int | float) or y is None for y in ys):
-        raise ConfigurationError(f"--plot needs numbers in the second column; {answer.columns[1]} has others")
+        raise ConfigurationError(f"--plot needs numbers in the second column; {answer.columns[1]} has other values")
     if path.suffix.lower() != ".png":
-        raise ConfigurationError(f"--plot writes PNG; {path} is called otherwise")
+        raise ConfigurationError(f"--plot writes PNG; the name of {path} must end in .png")
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""`rollstream stop`: lets a run end after a step, or with nothing in flight; without a flag, shows what holds."""
+"""`rollstream stop`: ends a run after a step, or with nothing in flight; without a flag, shows what was requested."""
 
 import argparse
 from collections.abc import Iterator
@@ -14,15 +14,23 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream stop`."""
     set_handler(parser, stop, example="rollstream stop --at-step 500 --run main", json=True)
     flags = parser.add_mutually_exclusive_group()
-    flags.add_argument("--at-step", type=int, metavar="N", help="the last step; one that is planned already is trained")
     flags.add_argument(
-        "--drain", action="store_true", help="begin nothing more, train on all that is there, and end with no open end"
+        "--at-step", type=int, metavar="N", help="the last step; a step that is already planned is still trained"
     )
-    flags.add_argument("--withdraw", action="store_true", help="let it train on, to the end of its settings")
+    flags.add_argument(
+        "--drain",
+        action="store_true",
+        help="begin no new groups, train on all existing rollouts, and end with nothing in flight",
+    )
+    flags.add_argument(
+        "--withdraw",
+        action="store_true",
+        help="withdraw both requests, so that learners train as long as their settings say",
+    )
 
 
 def stop(config: RunConfig, args: argparse.Namespace) -> int:
-    """Record what is wanted, and print what holds."""
+    """Record the request, and print the requests in force."""
     kafka, run = config.kafka, config.run
     clients.check_broker(kafka)
     if args.at_step is not None or args.withdraw:
@@ -40,10 +48,10 @@ def stop(config: RunConfig, args: argparse.Namespace) -> int:
 
 def _lines(run: str, last: int | None, drain: str | None) -> Iterator[str]:
     if drain == "done":
-        yield f"run {run} is drained: its learners end once they have trained on what is batched"
+        yield f"run {run} is drained: its learners end once they have trained on all batches"
     elif drain is not None:
-        yield f"run {run} is being drained: nothing begins any more, and its learners end when all is trained on"
+        yield f"run {run} is being drained: no new groups begin, and its learners end once all batches are trained on"
     if last is not None:
-        yield f"learners of run {run} end after step {last:,}, also those that start later"
+        yield f"learners of run {run} end after step {last:,}, including learners that start later"
     elif drain is None:
-        yield f"learners of run {run} train to the end of their settings"
+        yield f"learners of run {run} train as long as their settings say"

@@ -1,8 +1,8 @@
-"""A base for views of a run whose entries, steps and uses of batches stand in tables of SQLite.
+"""A base class for views of a run whose entries, steps and uses of batches are in tables of SQLite.
 
-A subclass brings a database with the tables `entries` (batch, offset, lowest, highest, value), `steps` (learner, step,
-version, value) and `uses` (batch, learner, step), in which a value is the record as it lies on its topic. It adds what
-its other tables, or single records of the log, answer.
+A subclass provides a database with the tables `entries` (batch, offset, lowest, highest, value), `steps` (learner,
+step, version, value) and `uses` (batch, learner, step), in which `value` is the record's value on its topic. It also
+defines the queries that need other tables, or single records of the log.
 """
 
 import sqlite3
@@ -17,7 +17,7 @@ from rollstream.topics.records import BatchIndexEntry, LearnerStep, TrainingBatc
 
 
 class TabulatedRun:
-    """Answers that follow from the tables of entries, steps and uses."""
+    """Answers queries from the tables of entries, steps and uses."""
 
     def __init__(self, run: str, db: sqlite3.Connection) -> None:
         self.run = run
@@ -33,14 +33,14 @@ class TabulatedRun:
         return None if row is None else IndexedEntry(row[0], decode_as(BatchIndexEntry, row[1]))
 
     def entries_with(self, version: int) -> list[BatchIndexEntry]:
-        """Entries of the batches that may hold rollouts of a policy version, in the order learners follow."""
+        """Entries of the batches that may hold rollouts of a policy version, in the order that learners follow."""
         answer = self._db.execute(
             "select value from entries where highest >= ? and lowest <= ? order by offset", (version, version)
         )
         return [decode_as(BatchIndexEntry, value) for (value,) in answer]
 
     def batch(self, batch_id: str) -> TrainingBatch:
-        """Fetch a batch. Raises TopicError if the index does not name it, or the log holds it no more."""
+        """Fetch a batch. Raises TopicError if the index does not name it, or if it is no longer on the log."""
         indexed = self.entry(batch_id)
         if indexed is None:
             raise TopicError(f"run {self.run} has no batch {batch_id}; `rollstream cat batch-index` lists them")
@@ -52,11 +52,11 @@ class TabulatedRun:
         return [StepUse(step, use) for step in steps for use in step.uses if use.batch_id == batch_id]
 
     def steps_numbered(self, number: int) -> list[LearnerStep]:
-        """The steps of this number, one for each learner that came to it, in order."""
+        """Steps with this number, one for each learner that has such a step, in order."""
         return self._steps("step = ?", number)
 
     def steps_before(self, version: int) -> list[LearnerStep]:
-        """The steps after which a policy version was published, in order."""
+        """Steps after which a policy version was published, in order."""
         return self._steps("version = ?", version)
 
     def _steps(self, condition: str, *values: str | int) -> list[LearnerStep]:

@@ -1,4 +1,4 @@
-"""`rollstream top`: shows the state of a run on one screen, from its topics alone, also after the run has ended.
+"""`rollstream top`: shows the state of a run on one screen, from its topics alone, even after the run has ended.
 
 `frame` and `line` are pure functions of a `RunSnapshot`. The demo shows the same frame.
 """
@@ -45,7 +45,7 @@ _NODES = ("envs", "rollouts", "grouping", "batches", "inference", "weights", "le
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream top`."""
     set_handler(parser, top, example="rollstream top --run main", json=True)
-    parser.add_argument("--once", action="store_true", help="show it as it is now and end, as --json does")
+    parser.add_argument("--once", action="store_true", help="show the present state and exit, as --json does")
 
 
 def top(config: RunConfig, args: argparse.Namespace) -> int:
@@ -74,7 +74,7 @@ def top(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def follow(observer: RunObserver, console: Console) -> None:
-    """Show the run on its own screen until interrupted, and restore the terminal whenever that happens."""
+    """Show the run on the terminal's alternate screen until interrupted, and then restore the terminal."""
 
     def restore() -> None:
         console.set_alt_screen(False)
@@ -87,7 +87,7 @@ def follow(observer: RunObserver, console: Console) -> None:
                 live.update(frame(observer.snapshot(NEWEST), console.width, console.height), refresh=True)
                 _read_for(observer, _FRAME_S)
     finally:
-        restore()  # `Live` does not restore it if interrupted while it starts
+        restore()  # `Live` does not restore the terminal if it is interrupted while it starts
         interruption.last_acts.remove(restore)
 
 
@@ -122,7 +122,7 @@ def _read_for(observer: RunObserver, seconds: float) -> None:
 
 
 def line(s: RunSnapshot) -> str:
-    """The state of a run in one line."""
+    """Return the state of a run in one line."""
     return (
         (f"{_history(s)}  " if s.history_left else "")
         + f"step {s.step}  version {s.policy_version}  rollouts {s.rollouts:,} ({_rate(s.rollouts_per_s)})  "
@@ -138,7 +138,7 @@ def line(s: RunSnapshot) -> str:
 
 
 def _configuration(s: RunSnapshot) -> str:
-    """The configuration of grouping in force, for one line."""
+    """Return the configuration of grouping in force, in one line."""
     return printable(s.configuration.text, keep="") if s.configuration else ""
 
 
@@ -152,8 +152,8 @@ def _history(s: RunSnapshot) -> str:
 
 
 def frame(s: RunSnapshot, width: int, height: int = LINES) -> Group:
-    """The state of a run on a screen of 80 columns or more, in 20 lines and tables of its components in the lines below
-    that `height` leaves."""
+    """Return the state of a run for a screen of 80 columns or more: 20 lines, and below them, as far as `height` allows,
+    tables of the run's components."""
     width = min(max(width, _LEAST_WIDTH), _MOST_WIDTH)
     inner = width - 4
     half = width // 2
@@ -206,7 +206,7 @@ def _panel(title: str, lines: Iterable[str], width: int | None = None, below: st
 
 
 def _flow(s: RunSnapshot, width: int) -> list[str]:
-    """Diagram of the loop, with rates on the edges and totals below the nodes."""
+    """Return a diagram of the loop, with rates on the edges and totals below the nodes."""
     forward, columns = _chain(
         ("envs", "rollouts", "grouping", "batches"),
         (_rate(s.rollouts_per_s), _rate(s.read_per_s), _rate(s.batches_per_s)),
@@ -245,7 +245,7 @@ def _flow(s: RunSnapshot, width: int) -> list[str]:
 
 
 def _chain(nodes: Sequence[str], labels: Sequence[str], width: int, arrow: str) -> tuple[str, list[int]]:
-    """Nodes with labeled arrows between them, `width` wide; and the column of each node."""
+    """Return nodes with labeled arrows between them, `width` wide, and the column of each node."""
     room = width - sum(map(len, nodes))
     text, columns = "", []
     for i, (node, label) in enumerate(zip(nodes, labels, strict=False)):
@@ -256,7 +256,7 @@ def _chain(nodes: Sequence[str], labels: Sequence[str], width: int, arrow: str) 
 
 
 def _put(width: int, parts: Iterable[tuple[int, str]]) -> str:
-    """Texts at their columns, moved to the left if they would pass the right margin."""
+    """Return texts at their columns, moved to the left if they would pass the right margin."""
     text = ""
     for column, part in parts:
         start = max(min(column, width - len(part)), len(text) + 1 if text else 0)
@@ -274,14 +274,14 @@ def _rewards(s: RunSnapshot, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int, least: float = 0.0, most: float = 1.0) -> str:
-    """The newest values that fit, one character each, scaled to the bounds or beyond to the values' own range."""
+    """Return a character for each of the newest values that fit, scaled to the bounds, widened if values exceed them."""
     values = [min(max(value, -_FAR), _FAR) if value == value else 0.0 for value in values[-width:]]
     least, most = min((least, *values)), max((most, *values))
     return "".join(_SPARKS[round((value - least) / (most - least) * (len(_SPARKS) - 1))] for value in values)
 
 
 def _staleness(s: RunSnapshot, width: int) -> list[str]:
-    """Bars of the smallest policy lags, with the rest as one entry."""
+    """Return bars for the smallest policy lags, and one for all larger lags."""
     lags = {lag: s.staleness.get(lag, 0) for lag in range(_ROWS - 1)}
     rest = sum(s.staleness.values()) - sum(lags.values())
     rows = [*((str(lag), rollouts) for lag, rollouts in lags.items()), (f"{_ROWS - 1}+", rest)]
@@ -289,7 +289,7 @@ def _staleness(s: RunSnapshot, width: int) -> list[str]:
 
 
 def _drops(s: RunSnapshot, width: int) -> list[str]:
-    """The most frequent reasons, with the rest as one entry."""
+    """Return bars for the most frequent reasons, and one for all other reasons."""
     drops = sorted(s.dropped.items(), key=lambda item: (-item[1], item[0]))
     rows = [(printable(reason.replace("_", " "), keep=""), count) for reason, count in drops]
     if len(rows) > _ROWS:
@@ -308,7 +308,7 @@ def _bars(rows: Sequence[tuple[str, int]], width: int) -> list[str]:
 
 
 def _books(s: RunSnapshot, width: int) -> list[str]:
-    """Fates of records, as counted by the journal and the steps."""
+    """Return the fates of records, as counted by the journal and the steps."""
     pairs: Mapping[str, tuple[int, str, int]] = {
         "produced": (s.produced, "unread", s.unread),
         "batched": (s.batched, "in flight", s.in_flight),
@@ -327,7 +327,7 @@ def _books(s: RunSnapshot, width: int) -> list[str]:
 
 
 def _count(number: int) -> str:
-    """A count in about six characters, however large."""
+    """Format a count in about six characters, however large it is."""
     if abs(number) < 1_000_000:
         return f"{number:,}"
     size = abs(number)

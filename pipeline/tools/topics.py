@@ -26,7 +26,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="topics_command", metavar="COMMAND", required=True)
     for name, handler, summary in (
         ("plan", plan, "show what apply would create or change"),
-        ("apply", apply, "create and mend the run's topics; safe to repeat"),
+        ("apply", apply, "create the run's topics, and correct their settings; safe to repeat"),
         ("describe", describe, "show the run's topics as they are on the broker"),
     ):
         action = add_command(actions, name, summary)
@@ -36,9 +36,9 @@ def register(parser: argparse.ArgumentParser) -> None:
                 "--wait",
                 type=wait_seconds,
                 metavar="S",
-                help="wait up to S seconds until as many brokers answer as the topics have replicas",
+                help="wait up to S seconds until at least as many brokers answer as the topics have replicas",
             )
-    acls.register(add_command(actions, "acls", "who may use the topics: plan, apply"))
+    acls.register(add_command(actions, "acls", "access rules of the topics: plan, apply"))
 
 
 def plan(config: RunConfig, args: argparse.Namespace) -> int:
@@ -85,13 +85,13 @@ def describe(config: RunConfig, args: argparse.Namespace) -> int:
 def provision(config: RunConfig) -> list[TopicPlan]:
     """Create missing topics and the first grouping state; return the plan that was carried out. Idempotent.
 
-    Raises StateRefused if the run was split: its topics stay closed.
+    Raises StateRefused if the run was split, because its topics stay closed.
     """
     from rollstream.consumers.grouping.core.configuration_marks import check_names
     from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
     from rollstream.consumers.grouping.process.bootstrap import initialise
 
-    # Names in generation 0 stay in the log, so unknown ones are refused before anything is created.
+    # Names in generation 0 stay on the log, so unknown names are refused before anything is created.
     check_names(config.grouping, load_plug_ins(config.grouper))
     check_open(config.kafka, config.run)
     plans = provisioning.apply(config.kafka, config.topics, config.run)

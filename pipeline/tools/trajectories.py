@@ -29,12 +29,12 @@ from rollstream.topics.errors import ConfigurationError, RecordError
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `rollstream trajectories`."""
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
-    showing = add_command(actions, "show", "show what a directory of trajectories holds")
+    showing = add_command(actions, "show", "show the content of a directory of trajectories")
     set_handler(showing, show, example="rollstream trajectories show checkpoints/100", json=True)
-    showing.add_argument("directory", type=Path, metavar="DIRECTORY", help="a checkpoint, or what a buffer saves to")
     showing.add_argument(
-        "--check", action="store_true", help="read every file, and compare checksums where it has them"
+        "directory", type=Path, metavar="DIRECTORY", help="a checkpoint, or the directory to which a buffer saves"
     )
+    showing.add_argument("--check", action="store_true", help="read every file, and compare checksums if it has any")
     merging = add_command(actions, "merge", "make one checkpoint of several; trajectories get new ids")
     set_handler(
         merging, merge, example="rollstream trajectories merge checkpoints/100 --into checkpoints/whole", json=True
@@ -43,7 +43,9 @@ def register(parser: argparse.ArgumentParser) -> None:
         "source", nargs="+", type=Path, metavar="SOURCE", help="a checkpoint, or a directory of rank_0, rank_1, ..."
     )
     merging.add_argument("--into", type=Path, required=True, metavar="DIRECTORY", help="a new directory")
-    splitting = add_command(actions, "split", "make several checkpoints of one, or one of its oldest trajectories")
+    splitting = add_command(
+        actions, "split", "make several checkpoints of one, or a checkpoint of its oldest trajectories"
+    )
     set_handler(
         splitting,
         split,
@@ -53,11 +55,13 @@ def register(parser: argparse.ArgumentParser) -> None:
     splitting.add_argument("source", type=Path, metavar="SOURCE", help="a checkpoint")
     splitting.add_argument("--into", type=Path, required=True, metavar="DIRECTORY", help="a new directory")
     how = splitting.add_mutually_exclusive_group(required=True)
-    how.add_argument("--parts", type=int, metavar="N", help="rank_0 to rank_N-1, as N ranks would load it")
-    how.add_argument("--first", type=int, metavar="N", help="the N oldest")
+    how.add_argument("--parts", type=int, metavar="N", help="write rank_0 to rank_N-1, as N ranks would load them")
+    how.add_argument("--first", type=int, metavar="N", help="write the N oldest trajectories")
     for command in (showing, merging, splitting):
         command.add_argument(
-            "--allow-pickle", action="store_true", help="load pkl files, which run what their writer put into them"
+            "--allow-pickle",
+            action="store_true",
+            help="load pkl files, which can execute any code that their writer put into them",
         )
 
 
@@ -73,7 +77,7 @@ def show(_: RunConfig, args: argparse.Namespace) -> int:
 
 
 def merge(_: RunConfig, args: argparse.Namespace) -> int:
-    """Write one checkpoint with the trajectories of several: by id, then in the order of the sources."""
+    """Write one checkpoint with the trajectories of several, ordered by id, then by source."""
     _refuse_full(args.into)
     sources = [_read(directory, args) for source in args.source for directory in _ranks(source)]
     places = sorted(
@@ -96,8 +100,8 @@ def merge(_: RunConfig, args: argparse.Namespace) -> int:
     print(json.dumps(summary) if args.json else _text(summary))
     if parted:
         print(
-            f"it has no position: its sources stand at different offsets of partition {parted[0]}; do not fill it "
-            "further from the log",
+            f"the checkpoint has no position, because its sources end at different offsets of partition {parted[0]}; "
+            "do not fill it further from the log",
             file=sys.stderr,
         )
     return 0
@@ -114,8 +118,8 @@ def split(_: RunConfig, args: argparse.Namespace) -> int:
         parts = [(args.into / f"rank_{rank}", shard(source, rank, args.parts)) for rank in range(args.parts)]
     else:
         if not 1 <= args.first <= held:
-            raise ConfigurationError(f"--first {args.first}, and {args.source} holds {held}; give 1 to {held}")
-        # The other parts were read from the log, too, so this part must not be filled further.
+            raise ConfigurationError(f"--first {args.first}: {args.source} holds {held}; give 1 to {held}")
+        # The source's position is past the trajectories left out, so the part has no position and is not filled further.
         content = replace(shard(source, 0, 1).content.part(0, args.first), position={})
         parts = [
             (args.into, source._replace(content=replace(content, counter=content[args.first - 1].trajectory_id + 1)))
@@ -142,7 +146,7 @@ def _read(directory: Path, args: argparse.Namespace) -> SavedCheckpoint:
 
 
 def _ranks(source: Path) -> list[Path]:
-    """Rank directories of a source in order of rank; the source itself if it has none."""
+    """Return the rank directories of a source in order of rank, or the source itself if it has none."""
     ranks = [path for path in source.glob("rank_*") if path.is_dir() and path.name[5:].isdigit()]
     return sorted(ranks, key=lambda path: int(path.name[5:])) or [source]
 
@@ -153,7 +157,7 @@ def _refuse_full(directory: Path) -> None:
 
 
 def _position(sources: Sequence[SavedCheckpoint]) -> tuple[dict[int, int], list[int]]:
-    """The common position of the sources, and the partitions on which they disagree; if any, the position is empty."""
+    """Return the common position of the sources, empty if they disagree, and the partitions on which they disagree."""
     position: dict[int, int] = {}
     parted = set()
     for source in sources:
@@ -175,7 +179,7 @@ def _damaged(checkpoint: SavedCheckpoint) -> list[str]:
             if path.suffix in (".npz", ".pt"):
                 with zipfile.ZipFile(path) as file:
                     if wrong := file.testzip():
-                        problems.append(f"{path}: {wrong} is not as it was written")
+                        problems.append(f"{path}: {wrong} is damaged")
         except FileNotFoundError:
             problems.append(f"{path} is missing")
         except (StoreError, RecordError, zipfile.BadZipFile) as error:
@@ -213,7 +217,7 @@ def _text(summary: dict[str, Any]) -> str:
         else f"next id {summary['next_id']}",
         f"formats {summary['formats']}; {summary['model_weights_ids']} ids of weights; seed {summary['seed']}, "
         f"{summary['draws']} draws",
-        f"filled from the log to {position}" if position else "filled by hand",
+        f"filled from the log to {position}" if position else "not filled from the log",
     ]
     rows = [(path, leaf["dtype"], str(leaf["shape"])) for path, leaf in summary["arrays"].items()]
     return "\n".join([*lines, "", table(("array", "dtype", "shape of a row"), rows)])

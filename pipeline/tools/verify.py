@@ -19,19 +19,19 @@ from rollstream.topics.errors import ConfigurationError
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream verify`."""
     set_handler(parser, show_verification, example="rollstream verify --run main --last 20", json=True)
-    parser.add_argument("batch", nargs="*", metavar="BATCH", help="these batches only")
+    parser.add_argument("batch", nargs="*", metavar="BATCH", help="verify only these batches")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--all", action="store_true", help="every batch and every drop (what happens without a choice)")
+    which.add_argument("--all", action="store_true", help="every batch and every drop (the default)")
     which.add_argument("--sample", type=int, metavar="N", help="N batches drawn at random")
     which.add_argument("--last", type=int, metavar="N", help="the newest N batches")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of --sample (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --sample (default: %(default)s)")
 
 
 def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
     """Compute batches again and print the differences; return 1 if there are any."""
     if args.batch and (args.all or args.last is not None or args.sample is not None):
         raise ConfigurationError(
-            "batches are named, and --all, --last or --sample chooses others; give one or the other"
+            "batches are named, and --all, --last or --sample is given, too; use only one of these"
         )
     only = list(args.batch) or None
     if args.last is not None or args.sample is not None:

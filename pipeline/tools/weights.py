@@ -1,6 +1,6 @@
 """`rollstream weights`: lists, shows, pulls, verifies and compares policy versions, and publishes an earlier one again.
 
-It reads the log as every follower does: a version is whole and matches its digests, or it is named with the reason.
+It reads the log as every follower does: a version is whole and matches its digests, or is refused with the reason.
 """
 
 import argparse
@@ -68,7 +68,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--format",
         choices=("safetensors", "npz"),
         default="safetensors",
-        help="safetensors, with config.json where the model is known, or npz, bfloat16 as float32",
+        help="safetensors, with config.json if the model is known; or npz, with bfloat16 as float32",
     )
     verify = add_command(actions, "verify", "check every version that is on the log against its digests")
     set_handler(verify, verify_versions, example="rollstream weights verify --run main", json=True)
@@ -81,10 +81,12 @@ def register(parser: argparse.ArgumentParser) -> None:
         example="rollstream weights rollback 17 --run main --reason 'reward hacking' --take-over",
         json=True,
     )
-    rollback.add_argument("--reason", required=True, metavar="TEXT", help="why; it stands on the record")
-    rollback.add_argument("--by", default="", metavar="NAME", help="who; by default user and host")
+    rollback.add_argument("--reason", required=True, metavar="TEXT", help="the reason, which is kept on record")
+    rollback.add_argument("--by", default="", metavar="NAME", help="the author (default: user and host)")
     rollback.add_argument(
-        "--take-over", action="store_true", help="fence the learner that publishes into the run; else it is refused"
+        "--take-over",
+        action="store_true",
+        help="fence the learner that publishes into the run; otherwise the rollback is refused",
     )
     for action in (show, pull, rollback):
         action.add_argument("version", type=int, metavar="V", help="number of the version")
@@ -198,7 +200,7 @@ def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
-    """Check versions; return 1 if one is damaged, or should be on the log and is not."""
+    """Check versions; return 1 if one is damaged, or is missing although it must be kept."""
     versions = _published(config)
     chosen = _chosen(config, versions, *sorted(args.version or versions))
     states = _chunk_states(config, versions)
@@ -249,7 +251,7 @@ def compare_versions(config: RunConfig, args: argparse.Namespace) -> int:
     )
     print(f"together: {_share(changed, values)} of {values:,} values changed, by {largest:.3g} at most")
     for name in others:
-        print(printable(f"not compared: {name}, which only one version has, or in another shape"))
+        print(printable(f"not compared: {name}, which is missing in one version or has another shape there"))
     return 0
 
 
@@ -286,12 +288,12 @@ def _published(config: RunConfig) -> dict[int, PublishedVersion]:
 
 
 def _chosen(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted: int) -> list[PublishedVersion]:
-    """Return the versions wanted, in that order. Raises ConfigurationError if there is none of such a number."""
+    """Return the versions wanted, in that order. Raises ConfigurationError if one does not exist."""
     for number in wanted:
         if number not in versions:
             raise ConfigurationError(
-                f"run {config.run} has no policy version {number}; `rollstream weights ls --run {config.run}` shows "
-                "those it has"
+                f"run {config.run} has no policy version {number}; `rollstream weights ls --run {config.run}` lists "
+                "its versions"
             )
     return [versions[number] for number in wanted]
 
@@ -299,8 +301,8 @@ def _chosen(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted
 def _chunk_states(config: RunConfig, versions: Mapping[int, PublishedVersion]) -> dict[int, str]:
     """Return the state of each version's chunks: there, expiring (tombstoned, but there), gone, or how many are gone.
 
-    Reads `weights` once, and keeps no values. It asks stores with files for their lists; versions in a store that does
-    not answer are unlisted.
+    Reads `weights` once without keeping values, and requests the lists of stores with files. Versions in a store that
+    does not answer are unlisted.
     """
     manifests = _manifests(versions)
     stores = listed_files(
@@ -345,14 +347,14 @@ def _chunk_states(config: RunConfig, versions: Mapping[int, PublishedVersion]) -
 
 
 class _Verifier:
-    """Checks versions in ascending order; it holds the last whole one, which the next may build on."""
+    """Checks versions in ascending order, and holds the last whole version, on which the next may be based."""
 
     def __init__(self, fetcher: ChunkFetcher, manifests: Mapping[int, PolicyManifest], timeout_s: float) -> None:
         self._fetcher, self._manifests, self._timeout_s = fetcher, manifests, timeout_s
         self._held: tuple[int, Arrays] = (-1, {})
 
     def check(self, version: int) -> str:
-        """Return whole, or what is wrong and why."""
+        """Return "whole", or the kind of fault and its reason."""
         try:
             arrays = load_version(self._fetcher, self._manifests, version, held=self._held, timeout_s=self._timeout_s)
         except (ChainBroken, ChunksGone) as error:
@@ -381,14 +383,14 @@ def _fetch(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted:
 
 @contextmanager
 def _fetching(config: RunConfig, version: int) -> Iterator[ChunkFetcher]:
-    """Yield what fetches a version; if that cannot be fetched whole, TopicError is raised with the reason."""
+    """Yield a fetcher for a version. Raises TopicError, with the reason, if the version cannot be fetched whole."""
     try:
         with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
             yield fetcher
     except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
         raise TopicError(
             f"policy version {version} of run {config.run} cannot be fetched: {error}; "
-            f"`rollstream weights ls --run {config.run}` shows those that are there"
+            f"`rollstream weights ls --run {config.run}` lists the versions that are there"
         ) from error
 
 
@@ -415,7 +417,7 @@ def _write_npz(path: Path, arrays: Mapping[str, SpooledTensor]) -> None:
 
 
 def _model_of(manifest: PolicyManifest) -> DecoderConfig | None:
-    """Return the model in a manifest; None if it is none of ours."""
+    """Return the model in a manifest; None if it is not one of rollstream's models."""
     try:
         return decoder_config(manifest.model)
     except ConfigurationError:

@@ -194,7 +194,7 @@ def test_cat_summarises_arrays_unless_told_otherwise(planted: Planted) -> None:
         (("cat", "rollouts", "-p", "7"), "has partitions 0 to 1"),
         (("cat", "rollouts", "-o", "soon"), "is no position"),
         (("cat", "rollouts", "-f", "%q"), "%q means nothing"),
-        (("cat", "rollouts", "--since", "yesterday"), "is no time"),
+        (("cat", "rollouts", "--since", "yesterday"), "is not a time"),
         (("lineage", "--rollout", "nobody"), "has uid 'nobody'"),
         (("lineage", "--offset", "0:99999"), "holds offsets 0 to"),
         (("lineage", "--batch", "9-9"), "has no batch 9-9"),
