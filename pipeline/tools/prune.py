@@ -347,7 +347,7 @@ def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Pru
 def _learners(
     kafka: KafkaConfig, run: str, checkpoints: Path | None, skipped: SkippedRecords
 ) -> tuple[dict[str, int], dict[str, LastStep]]:
-    """Return, for each learner on record in any run, the index offset from which it may read again, and its last step."""
+    """Return for each learner on record, in any run, the index offset from which it may read again, and its last step."""
     newest: dict[tuple[str, str], LearnerStep] = {}
     publishers: dict[str, LearnerStep] = {}
     for topic in (name for name in topic_names(kafka) if name.endswith(".steps")):

@@ -83,7 +83,7 @@ def show_split(config: RunConfig, args: argparse.Namespace) -> int:
     split = result.split
     lines = [
         f"run {split.run} goes on as run {split.successor}, with {split.partitions} partitions",
-        f"{result.moved:,} records without a batch moved, {split.carried:,} batches that wait for a learner carried over",
+        f"{result.moved:,} records without a batch moved, {split.carried:,} batches not yet trained on carried over",
     ]
     if result.policy_version >= 0:
         lines.append(f"policy version {result.policy_version} is the first of run {split.successor}")
@@ -135,7 +135,7 @@ def split_run(
 
 
 def successor_config(config: RunConfig, into: str, partitions: int) -> RunConfig:
-    """Return the configuration of the successor: the configuration of the run that ends, with new name and directories."""
+    """Return the successor's configuration: that of the run that ends, with the successor's name and directories."""
     topics: TopicsConfig = replace(config.topics, partitions=partitions)
     after = replace(config, run=into, topics=topics, learner=replace(config.learner, input_run=""))
     if config.learner.checkpoint.directory == str(config.run_dir / "checkpoints"):

@@ -152,8 +152,8 @@ def _history(s: RunSnapshot) -> str:
 
 
 def frame(s: RunSnapshot, width: int, height: int = LINES) -> Group:
-    """Return the state of a run for a screen of 80 columns or more: 20 lines, and below them, as far as `height` allows,
-    tables of the run's components."""
+    """Return the state of a run for a screen of 80 columns or more: 20 lines, and tables of the run's components as far
+    as `height` leaves room below."""
     width = min(max(width, _LEAST_WIDTH), _MOST_WIDTH)
     inner = width - 4
     half = width // 2
@@ -274,7 +274,7 @@ def _rewards(s: RunSnapshot, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int, least: float = 0.0, most: float = 1.0) -> str:
-    """Return a character for each of the newest values that fit, scaled to the bounds, widened if values exceed them."""
+    """Return a character for each of the newest values that fit, scaled to the bounds, which widen for larger values."""
     values = [min(max(value, -_FAR), _FAR) if value == value else 0.0 for value in values[-width:]]
     least, most = min((least, *values)), max((most, *values))
     return "".join(_SPARKS[round((value - least) / (most - least) * (len(_SPARKS) - 1))] for value in values)

@@ -119,7 +119,7 @@ def split(_: RunConfig, args: argparse.Namespace) -> int:
     else:
         if not 1 <= args.first <= held:
             raise ConfigurationError(f"--first {args.first}: {args.source} holds {held}; give 1 to {held}")
-        # The source's position is past the trajectories left out, so the part has no position and is not filled further.
+        # The source's position is past the trajectories left out, so the part gets no position to be filled from.
         content = replace(shard(source, 0, 1).content.part(0, args.first), position={})
         parts = [
             (args.into, source._replace(content=replace(content, counter=content[args.first - 1].trajectory_id + 1)))

@@ -60,7 +60,7 @@ def test_plan_shows_what_apply_then_adds_and_removes(secured: SecuredBroker, tmp
     assert not first["present"]
     assert not plan()["present"], "a plan changes nothing"
     text = run_command(secured, tmp_path, "topics", "acls", "apply", run="plans")
-    assert f"0 rules right, {len(first['missing'])} to add" in text
+    assert f"0 rules correct, {len(first['missing'])} to add" in text
     assert (plan()["missing"], plan()["surplus"]) == ([], [])
     # Another group, another name: the rule of the earlier one goes.
     later = plan("--set", "grouper.group=second")

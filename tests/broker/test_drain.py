@@ -46,7 +46,7 @@ def test_what_is_complete_is_batched_and_what_is_not_is_named(run: RealRun) -> N
     grouping = run.start("group", "--ordinal", "0")
     run.send(rollout(f"x{example}", member) for example in range(6) for member in range(4))
     run.send(rollout("half", member) for member in range(2))
-    assert "train to the end of their settings" in said(run)
+    assert "train as long as their settings say" in said(run)
     assert "is being drained" in said(run, "--drain")
     worker_has_ended(run)
     drained = drain(run)

@@ -166,7 +166,7 @@ def test_versions_that_are_due_are_evaluated_once_and_the_ledger_shows_that_none
     lines = [" ".join(line.split()) for line in book_text(json.loads(json.dumps(book.as_dict()))).splitlines()]
     assert "dsort3/heldout periodic 2 3 20 1.000 1.000" in lines
     assert "dsort3/heldout periodic 8 20 1.000 1.000" in lines
-    assert "evals, apart from all this: 60 rollouts, none in a batch" in lines
+    assert "evals, not included above: 60 rollouts, none in a batch" in lines
 
     with RolloutProducer(run.kafka, run.name, topic="evals") as producer:
         producer.send(replace(rollout("x0", 1), extra={"split": "heldout"}))

@@ -138,8 +138,8 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     assert verify(run.kafka, run.name).mismatches == []
     done = ran(run, "exclude", "--env", "bad", "--worker", "broken")
     assert done.returncode == 0, done.stderr
-    assert "environment bad, worker broken excluded, as generation 3 has it" in done.stdout
-    assert "policy versions 3 and later carry it" in done.stdout
+    assert "environment bad, worker broken excluded by generation 3" in done.stdout
+    assert "policy versions 3 and later are affected" in done.stdout
 
     # A replay leaves out what a setting excludes from the beginning on, in place of what the log says: without good0,
     # bad1 is batched before its environment is excluded, and good1 stays.
@@ -167,7 +167,7 @@ def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_wri
     ):
         done = ran(run, "exclude", "--env", "sorting", "--env", name)
         assert (done.returncode, done.stdout) == (2, ""), done
-        assert f"--env {name}: no rollout of run {run.name} is of that environment" in done.stderr
+        assert f"--env {name}: run {run.name} has no rollout of that environment" in done.stderr
         assert hint in done.stderr
         assert len(done.stderr.splitlines()) == 1
     assert len(run.read("rollouts")) == written
@@ -188,7 +188,7 @@ def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) ->
     reply = answer(run, "exclude", "--env", "bad")
     assert (reply["generation"], reply["rollouts"]) == (1, {})
     for words, text in (
-        ((), "nothing to exclude is named"),
+        ((), "there is nothing to exclude"),
         (("--offsets", "0-9"), "is no range of offsets; write PARTITION:FIRST-LAST"),
         (("--offsets", "2:0-9"), "has partitions 0 to 1"),
     ):

@@ -168,7 +168,7 @@ def test_the_ledger_counts_what_it_could_not_read_in_its_answer(
     assert book["records_skipped"] >= 6 * 5, "in steps, journal, batches, batch-index, dead-letters, evals"
     assert len(book["unreadable"]) == 20
     assert call(run, "ledger") == 1
-    assert "records could not be read and count for nothing, the first:" in capfd.readouterr().out
+    assert "records could not be read and were ignored, the first:" in capfd.readouterr().out
 
 
 def test_an_export_names_the_versions_that_cannot_be_had_and_ends(
@@ -179,8 +179,8 @@ def test_an_export_names_the_versions_that_cannot_be_had_and_ends(
     out, err = capfd.readouterr()
     assert time.monotonic() - began < 200, "not the ten minutes of a version that may yet come"
     assert out == ""
-    assert f"passed over policy version {hostile.HUGE}: " in err
-    assert f"passed over policy version {-hostile.HUGE}: " in err
+    assert f"skipped policy version {hostile.HUGE}: " in err
+    assert f"skipped policy version {-hostile.HUGE}: " in err
     assert "has no policy version that can be exported" in err
     assert "Traceback" not in err
 

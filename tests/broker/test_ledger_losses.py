@@ -295,4 +295,4 @@ def test_records_that_make_no_sense_are_skipped_counted_and_named(run: RealRun) 
     assert "reward is inf" in named
     assert f"{run.topic('steps')}[0] offset 1: " in named
     assert (book["evals"], book["evaluations"][0]["reward"]) == (1, 1.0)
-    assert "records could not be read and count for nothing" in rollstream(run, "ledger").stdout
+    assert "records could not be read and were ignored" in rollstream(run, "ledger").stdout

@@ -176,7 +176,7 @@ def test_a_command_reads_on_and_says_what_it_keeps(run: RealRun) -> None:
         return answer.stdout
 
     assert "read from the beginning (there is no file of an earlier reading)" in told()
-    assert "read only what was new; the file for the next reading has" in told()
+    assert "read only new records; the file for the next reading has" in told()
     book = json.loads(told("--json"))
     kept = book.pop("books")
     assert book == json.loads(json.dumps(plain(ledger(run.kafka, run.name))))

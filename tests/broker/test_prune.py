@@ -135,7 +135,7 @@ def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(rea
     text = rollstream(run, "prune", *where).stdout
     assert "learner gone: its last step is 1, of 2001-09-09T01:46:40.000Z" in text
     assert f"learner main has published into run {run.name} since" in text
-    assert "records could not be read and count for nothing, the first: " in text
+    assert "records could not be read and were ignored, the first: " in text
 
 
 def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed(real_run: RealRun) -> None:

@@ -167,8 +167,8 @@ def test_without_a_checkpoint_it_begins_with_the_initial_parameters_and_only_the
 ) -> None:
     answer = answers["beginning"]
     assert answer.code == 0, answer
-    assert "begun with the initial parameters, made again" in answer.out
-    assert "2 steps executed again from the log, every one with the parameters on record" in answer.out
+    assert "started from the initial parameters, made again" in answer.out
+    assert "2 steps executed again from the log, all with the parameters on record" in answer.out
 
     line = refused(answers["too early"])
     assert "no checkpoint at or before step 4" in line

@@ -62,7 +62,7 @@ def test_a_run_ends_after_the_step_that_is_asked_for_and_one_that_begins_later_k
     run.start()
     assert run.process.wait(600) == 0, run.output
     assert run.top()["step"] == last
-    assert run.say("stop", "--withdraw").endswith("train to the end of their settings\n")
+    assert run.say("stop", "--withdraw").endswith("train as long as their settings say\n")
     run.start(learner__max_steps=last + 1)
     assert run.process.wait(600) == 0, run.output
     assert run.top()["step"] == last + 1

@@ -103,7 +103,7 @@ def test_the_ledger_tells_tokens_and_each_environment_apart(planted: Planted) ->
     assert book["selection"]["env"]["batched"]["rollouts"] == good - book["skipped"]
     text = lines(planted, "ledger", "--by", "env")
     assert "  dropped: stale version          4" in text
-    assert "evals, apart from all this: 0 rollouts" in text
+    assert "evals, not included above: 0 rollouts" in text
     assert max(len(line) for line in text if not line.startswith("what was lost")) <= 80
 
 
@@ -192,7 +192,7 @@ def test_cat_summarises_arrays_unless_told_otherwise(planted: Planted) -> None:
     [
         (("cat", "rollout"), "no topic is called 'rollout'"),
         (("cat", "rollouts", "-p", "7"), "has partitions 0 to 1"),
-        (("cat", "rollouts", "-o", "soon"), "is no position"),
+        (("cat", "rollouts", "-o", "soon"), "is not a position"),
         (("cat", "rollouts", "-f", "%q"), "%q means nothing"),
         (("cat", "rollouts", "--since", "yesterday"), "is not a time"),
         (("lineage", "--rollout", "nobody"), "has uid 'nobody'"),
@@ -338,7 +338,7 @@ def test_a_replay_of_the_same_configuration_gives_the_same_batches(planted: Plan
     assert (reply["differing"], reply["changed"]) == (0, {})
     assert reply["recorded"] == reply["replayed"]
     assert reply["replayed"]["dropped"] == {"duplicate_uid": 1, "group_too_small": 2, "stale_version": 4}
-    assert "every batch is the same" in "\n".join(lines(planted, "replay"))
+    assert "batches are the same" in "\n".join(lines(planted, "replay"))
 
 
 def test_a_replay_under_another_estimator_changes_advantages_alone(planted: Planted) -> None:

@@ -237,7 +237,7 @@ def test_the_plan_fits_80_columns_and_says_what_it_stops_at(monkeypatch: pytest.
     text = plan_text(rows, dry_run=True).splitlines()
     assert text[1] == "rollouts             0     0  60       60  verification window"
     assert max(map(len, text[: 1 + len(rows)])) <= 80
-    assert "learner of-a-run-with-a-long-name/and-a-long-name-itself: may have to read on from there" in text
+    assert "learner of-a-run-with-a-long-name/and-a-long-name-itself: may still have to read these records" in text
     assert text[-1] == f"{60 + 55 + 5 + 6} offsets would be deleted"
 
 

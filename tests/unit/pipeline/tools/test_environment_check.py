@@ -146,9 +146,9 @@ def test_a_check_names_what_is_wrong_with_an_environment(capsys: pytest.CaptureF
     code, report = checked(capsys, "slow.py:Slow", "--random")
     warnings = "; ".join(report["warnings"])
     assert code == 0
-    assert "1 prompts are trained on and held out, e.g. same" in warnings
-    assert "all members of each group have one reward" in warnings
-    assert re.search(r"kept everything else waiting for \d", warnings)
+    assert "1 prompts are both trained on and held out, e.g. same" in warnings
+    assert "all members of each group have the same reward" in warnings
+    assert re.search(r"blocked everything else for \d", warnings)
     entry = ("use=slow.py:Slow", "name=broken", "options.fail=true")
     code, report = checked(capsys, "broken", "--random", *(f"--set=environments.0.{setting}" for setting in entry))
     assert code == 1

@@ -209,17 +209,17 @@ def test_the_text_output_is_a_table_with_the_reasons(tmp_path: Path, capsys: pyt
     assert "refused two.avro@" in err
     (tmp_path / "old" / "two.avro").unlink()
     assert main(["migrate", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
-    assert "every one of 6 rollouts read is in" in capsys.readouterr().out
+    assert "all 6 rollouts read are in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("source", "target", "why"),
     [
         ("nowhere", "new", "does not exist"),
-        ("empty", "new", "holds no file that ends in .avro"),
+        ("empty", "new", "has no file whose name ends in .avro"),
         ("old", "old/new", "lies in"),
         ("old", "old/one.avro", "lies in"),
-        ("old", "topic:x", "rollouts go to a run"),
+        ("old", "topic:x", "topic:x is not a target; give run:NAME"),
         ("old/one.avro", "old/one.avro", "is a file"),
     ],
 )

@@ -64,7 +64,7 @@ def test_a_place_is_read_as_it_is_printed(partition: int, offset: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "1", "1:", ":1", "1:-1", "a:b", "1:2:3", "1.0:2"])
 def test_an_invalid_place_is_refused(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no place in rollouts"):
+    with pytest.raises(ConfigurationError, match="is not a place in rollouts"):
         parse_place(text)
 
 
