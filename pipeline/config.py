@@ -236,7 +236,7 @@ class RunConfig:
         if self.awaits_labels and (self.collect.processes or self.fill.directory):
             raise ConfigurationError(
                 "an environment's rewards come from a labeler, but collect.processes or fill.directory makes this the "
-                "run of a control task, which plays no environments: remove one of the two"
+                'run of a control task, which plays no environments: remove these, or set rewards = "environment"'
             )
         if self.awaits_labels and self.worker.dual_write_topic:
             raise ConfigurationError(

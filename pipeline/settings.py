@@ -64,7 +64,7 @@ Guard = Callable[[Layer, str, Any], Any]
 def fill(
     cls: type[C], layers: Sequence[Layer], guard: Guard = lambda _layer, _key, value: value
 ) -> tuple[C, Mapping[Keys, Layer]]:
-    """Return a `cls` with the settings of all layers, later ones winning, and the layer of each key that was set."""
+    """Return a `cls` with the settings of all layers, of which later layers win, and the layer of each key set."""
     tree: dict[str, Any] = {}
     origins: dict[Keys, Layer] = {}
     for layer in layers:

@@ -28,7 +28,7 @@ _SECTIONS: Mapping[str, tuple[_Chart, ...]] = {
         _Chart(
             "Reward", ("reward/produced", "trained/reward"), "mean over rollouts produced, and over those trained on"
         ),
-        _Chart("Success by environment", ("success/",), "share of rollouts, by the step behind their version"),
+        _Chart("Success by environment", ("success/",), "share of rollouts, by the step that published their version"),
         _Chart("Length in sampled tokens", ("length/produced", "trained/completions/mean_length")),
         _Chart("Truncated", ("truncated/produced", "trained/completions/clipped_ratio"), "share of rollouts"),
     ),
@@ -73,7 +73,7 @@ def _head(facts: RunFacts) -> str:
         ("Model", _model(facts)),
         ("From", _span(facts.first_ms, facts.last_ms)),
         ("Read from", "the topics of the run" if facts.ledger is not None else f"the archive {facts.source}"),
-        ("Configuration", f"SHA-256 {facts.configuration}" if facts.configuration else "its file is not here"),
+        ("Configuration", f"SHA-256 {facts.configuration}" if facts.configuration else "its file is not on this machine"),
         ("Written", _moment(facts.written_s * 1000)),
     ]  # fmt: skip
     items = "".join(f"<div><dt>{name}</dt><dd>{_text(value)}</dd></div>" for name, value in rows)
@@ -83,7 +83,7 @@ def _head(facts: RunFacts) -> str:
 def _named(learner: str | None, learners: Sequence[str]) -> str:
     others = [name for name in learners if name != learner]
     return (
-        "none has a step on record"
+        "no learner has a step on record"
         if learner is None
         else learner + (f" (others: {', '.join(others)})" if others else "")
     )

@@ -96,7 +96,7 @@ def summary(store: Store, current: ArchiveManifest, **more: int) -> dict[str, An
 
 _RESULTS = {
     "records": "{:,} records are new",
-    "fewer": "{:,} files fewer",
+    "fewer": "{:,} fewer files",
     "checked": "{:,} files match the manifest",
 }
 

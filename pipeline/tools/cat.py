@@ -145,7 +145,7 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
         left_out = _left_out(kafka, topic, reader.bounds(topic, numbers))
         starts = _starts(kafka, reader, topic, left_out, span)
         for partition, offsets in left_out.items():
-            # A client reads ahead, so the records before an offset left out are read by clients of their own.
+            # A client reads ahead, so separate clients read the records before each offset left out.
             if offsets and starts[partition] <= max(offsets):
                 end = max(offsets) + 1
                 hopping = records_between(
@@ -241,7 +241,7 @@ def milliseconds(text: str) -> int:
             moment = datetime.fromisoformat(text)
         except ValueError:
             raise ConfigurationError(
-                f"{text!r} is not a time; give one like 2026-01-31T12:00, seconds since 1970, or -60 for a minute ago"
+                f"{text!r} is not a time; give a time like 2026-01-31T12:00, seconds since 1970, or -60 for a minute ago"
             ) from None
         return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
     return int((seconds if seconds >= 0 else time.time() + seconds) * 1000)

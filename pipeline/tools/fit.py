@@ -1,6 +1,6 @@
 """`rollstream fit`: checks whether a configured learner fits on TPUs, by compiling its training step without them.
 
-Exit code 0 if it fits, 1 if it does not. Needs the extra `tpu`, and no broker.
+Exit code 0 if it fits, 1 if it does not. Needs the extra `tpu`, but no broker.
 """
 
 import argparse

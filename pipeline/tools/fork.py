@@ -132,7 +132,7 @@ def fork(config: RunConfig, step: int, into: str, source: str, batches: str | No
     if batches:
         position = first_offset(config.kafka, batches)
         places = dict.fromkeys(places_in(checkpoints, step), position)
-    # A default directory follows the new run.
+    # If the checkpoints are in the default directory, use the default directory of the new run.
     if directory == str(config.run_dir / "checkpoints"):
         run_dir = replace(config, run=into).run_dir
         learner = replace(learner, checkpoint=replace(learner.checkpoint, directory=str(run_dir / "checkpoints")))

@@ -153,7 +153,7 @@ def _name_of(record: Any) -> tuple[str, str]:
         return "cancellation", f"of {', '.join(record.uids)}"
     if isinstance(record, Mark):
         return "mark", record.kind
-    return "record", "of nothing rollstream knows"
+    return "record", "of an unknown type"
 
 
 def _sampler(view: RecordedRun, rollout: Rollout) -> LineageNode:

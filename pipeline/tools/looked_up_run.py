@@ -116,7 +116,7 @@ class LookedUpRun(TabulatedRun):
         return summary([(partition, history)], generation)
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
-        """Find the batch that carries a batched record: one of its transaction, or an older one of its partition."""
+        """Find the batch that carries a batched record: in its transaction, or an older batch of its partition."""
         older = self._db.execute(
             "select batch from entries where partition = ? order by offset desc", (place.partition,)
         )

@@ -306,7 +306,7 @@ def _task(
     snapshots = []
     for i, record in enumerate(journal):
         if ends_snapshot(journal, i):
-            # The record before the first one that may name a remembered group proves that none is missing.
+            # Also keep the record before the first that may name a remembered group: it proves that none is missing.
             remembered = max(0, bisect_left(times, record.remembered_since_ms) - 1)
             snapshots.append(
                 JournalSnapshot(
@@ -347,7 +347,7 @@ def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Pru
 def _learners(
     kafka: KafkaConfig, run: str, checkpoints: Path | None, skipped: SkippedRecords
 ) -> tuple[dict[str, int], dict[str, LastStep]]:
-    """Return for each learner on record, in any run, the index offset from which it may read again, and its last step."""
+    """Return, for each learner on record in any run, the index offset from which it may read, and its last step."""
     newest: dict[tuple[str, str], LearnerStep] = {}
     publishers: dict[str, LearnerStep] = {}
     for topic in (name for name in topic_names(kafka) if name.endswith(".steps")):

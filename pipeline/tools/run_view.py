@@ -144,7 +144,7 @@ class SearchableRun(RecordedRun, Protocol):
 
 
 class RunView(Closing):
-    """View of one run from its topics alone; a single client fetches all single records."""
+    """View of one run from its topics alone; one client fetches all individual records."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.kafka, self.run = kafka, run
@@ -293,7 +293,7 @@ class RunView(Closing):
         return batch_at(self.record("batches", entry.partition, entry.offset))
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
-        """Find the batch that carries a batched record: one of its transaction, or an older one of its partition."""
+        """Find the batch that carries a batched record: in its transaction, or an older batch of its partition."""
         mine = [name for name, (_offset, entry) in self.index.items() if entry.partition == place.partition]
         return carrying_batch(self, place, fate, reversed(mine))
 

@@ -274,7 +274,7 @@ def _rewards(s: RunSnapshot, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int, least: float = 0.0, most: float = 1.0) -> str:
-    """Return a character for each of the newest values that fit, scaled to the bounds, which widen for larger values."""
+    """Return a character for each of the newest values that fit, scaled to the bounds, widened to all values."""
     values = [min(max(value, -_FAR), _FAR) if value == value else 0.0 for value in values[-width:]]
     least, most = min((least, *values)), max((most, *values))
     return "".join(_SPARKS[round((value - least) / (most - least) * (len(_SPARKS) - 1))] for value in values)

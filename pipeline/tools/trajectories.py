@@ -35,7 +35,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "directory", type=Path, metavar="DIRECTORY", help="a checkpoint, or the directory to which a buffer saves"
     )
     showing.add_argument("--check", action="store_true", help="read every file, and compare checksums if it has any")
-    merging = add_command(actions, "merge", "make one checkpoint of several; trajectories get new ids")
+    merging = add_command(actions, "merge", "merge several checkpoints into one; trajectories get new ids")
     set_handler(
         merging, merge, example="rollstream trajectories merge checkpoints/100 --into checkpoints/whole", json=True
     )
@@ -43,9 +43,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "source", nargs="+", type=Path, metavar="SOURCE", help="a checkpoint, or a directory of rank_0, rank_1, ..."
     )
     merging.add_argument("--into", type=Path, required=True, metavar="DIRECTORY", help="a new directory")
-    splitting = add_command(
-        actions, "split", "make several checkpoints of one, or a checkpoint of its oldest trajectories"
-    )
+    splitting = add_command(actions, "split", "split a checkpoint into several, or copy its oldest trajectories")
     set_handler(
         splitting,
         split,
