@@ -73,7 +73,7 @@ def _head(facts: RunFacts) -> str:
         ("Model", _model(facts)),
         ("From", _span(facts.first_ms, facts.last_ms)),
         ("Read from", "the topics of the run" if facts.ledger is not None else f"the archive {facts.source}"),
-        ("Configuration", f"SHA-256 {facts.configuration}" if facts.configuration else "its file is not on this machine"),
+        ("Configuration", f"SHA-256 {facts.configuration}" if facts.configuration else "its file is missing here"),
         ("Written", _moment(facts.written_s * 1000)),
     ]  # fmt: skip
     items = "".join(f"<div><dt>{name}</dt><dd>{_text(value)}</dd></div>" for name, value in rows)
