@@ -241,7 +241,7 @@ def milliseconds(text: str) -> int:
             moment = datetime.fromisoformat(text)
         except ValueError:
             raise ConfigurationError(
-                f"{text!r} is not a time; give a time like 2026-01-31T12:00, seconds since 1970, or -60 for 1 minute ago"
+                f"{text!r} is not a time; give 2026-01-31T12:00, seconds since 1970, or -60 for a minute ago"
             ) from None
         return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
     return int((seconds if seconds >= 0 else time.time() + seconds) * 1000)

@@ -193,7 +193,7 @@ def test_cat_summarises_arrays_unless_told_otherwise(planted: Planted) -> None:
         (("cat", "rollout"), "no topic is called 'rollout'"),
         (("cat", "rollouts", "-p", "7"), "has partitions 0 to 1"),
         (("cat", "rollouts", "-o", "soon"), "is not a position"),
-        (("cat", "rollouts", "-f", "%q"), "%q means nothing"),
+        (("cat", "rollouts", "-f", "%q"), "%q is not a format"),
         (("cat", "rollouts", "--since", "yesterday"), "is not a time"),
         (("lineage", "--rollout", "nobody"), "has uid 'nobody'"),
         (("lineage", "--offset", "0:99999"), "holds offsets 0 to"),

@@ -196,7 +196,7 @@ def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
     assert config.kafka.client == {"linger.ms": "3"}
     # Compose reads two of them as one.
     assert config.worker.worker_id == 'a$$b"c'
-    with pytest.raises(ConfigurationError, match=r"environments\.0\.options\.Most has capitals"):
+    with pytest.raises(ConfigurationError, match=r"environments\.0\.options\.Most has upper-case letters"):
         rendered(tmp_path, 'task = "add"\n', "--set=environments.0.use=add", "--set=environments.0.options.Most=1")
 
 

@@ -149,4 +149,4 @@ def test_a_learner_that_does_not_fit_is_reported() -> None:
     text = text_of(fit)
     assert "8 x TPU v5 lite on 2 hosts, data 8 x fsdp 1 x sequence 1 x tensor 1; 1,000.0 million parameters" in text
     assert "copies 12.00 GiB for a checkpoint and 1.00 GiB to publish" in text
-    assert "holds at most 24.00 GiB of 16.00 GiB: it does not fit" in text
+    assert "needs at most 24.00 GiB of 16.00 GiB: it does not fit" in text

@@ -217,8 +217,8 @@ def test_the_text_output_is_a_table_with_the_reasons(tmp_path: Path, capsys: pyt
     [
         ("nowhere", "new", "does not exist"),
         ("empty", "new", "has no file whose name ends in .avro"),
-        ("old", "old/new", "lies in"),
-        ("old", "old/one.avro", "lies in"),
+        ("old", "old/new", "is inside"),
+        ("old", "old/one.avro", "is inside"),
         ("old", "topic:x", "topic:x is not a target; give run:NAME"),
         ("old/one.avro", "old/one.avro", "is a file"),
     ],

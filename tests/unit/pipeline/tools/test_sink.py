@@ -116,7 +116,7 @@ def test_what_is_missing_is_named_with_its_remedy(tmp_path: Path) -> None:
     words = ("sink", "--archive", "archive", "--run", "main")
     nobody = answer_of(tmp_path, *words, "--learner", "nobody")
     assert (nobody.returncode, nobody.stderr.count("\n")) == (2, 1)
-    assert "learners that have: default" in nobody.stderr
+    assert "learners with steps: default" in nobody.stderr
     unknown = answer_of(tmp_path, *words, "--to", "tracky")
     assert unknown.returncode == 2
     assert "a tracker is one of trackio, wandb, tensorboard" in unknown.stderr
