@@ -72,8 +72,8 @@ _WHY = {
     NO_FILLER: "no filler has filled a buffer yet",
 }
 _NO_ARCHIVE = (
-    "no archiver is on record: none runs, or brokers have forgotten the positions of one that was stopped for longer than "
-    "offsets.retention.minutes. If there is an archive, run `rollstream archive` before `rollstream prune`"
+    "no archiver is on record: none runs, or one was stopped for longer than offsets.retention.minutes, so "
+    "brokers have forgotten its positions. If there is an archive, run `rollstream archive` before `rollstream prune`"
 )
 _BARE = " (no checkpoint)"
 _LEARNERS = {
