@@ -1,7 +1,8 @@
-"""A real Kafka broker on this machine: it answers once `start` returns, has ended once `stop` returns, keeps its data.
+"""A real Kafka broker on this machine: it answers once `start` returns, and has ended once `stop` returns.
 
-For tests, the demo and `rollstream broker`; several run side by side. broker.json in its data directory describes it,
-so that another process finds it. `bound_to_parent` ends it with the process that started it, however that one ends.
+Tests, the demo and `rollstream broker` use it; several brokers can run side by side. A broker keeps its data.
+broker.json in its data directory describes it, so that another process can find it. With `bound_to_parent` it ends when
+the process that started it ends, for whatever reason.
 """
 
 import dataclasses
@@ -42,10 +43,10 @@ class LocalBroker(Stopping):
         config: BrokerConfig | None = None,
         bound_to_parent: bool = False,
     ) -> Self:
-        """Start a broker and return when it answers. `data_dir` and `port` override those of `config`.
+        """Start a broker and return when it answers. `data_dir` and `port` override `config`.
 
-        Raises BrokerUnavailable if one already runs on this data, the port is in use, no provider works, or it did not
-        start (with the tail of its log).
+        Raises BrokerUnavailable if a broker already runs on this data, the port is in use, no provider works, or the
+        broker does not start (the message then includes the tail of its log).
         """
         config = config or BrokerConfig()
         if data_dir is not None:
@@ -55,7 +56,7 @@ class LocalBroker(Stopping):
         cluster = read_cluster(BrokerLayout(root=config.data_dir))
         if cluster:
             raise BrokerUnavailable(
-                f"{config.data_dir} holds a cluster of {cluster.nodes} nodes: start those, or give another --data"
+                f"{config.data_dir} holds a cluster of {cluster.nodes} nodes: start it, or give another --data"
             )
         running = find(config.data_dir)
         if running:
@@ -70,7 +71,7 @@ class LocalBroker(Stopping):
     def find(cls, data_dir: Path | str, *, config: BrokerConfig | None = None) -> Self | None:
         """Return the broker that runs on `data_dir`, started by any process; None if none runs.
 
-        `config` applies to its restart.
+        `config` applies if it is restarted.
         """
         state = find(Path(data_dir))
         if state is None:
@@ -115,7 +116,7 @@ class LocalBroker(Stopping):
         return broker_answers(self._state.host, self._state.port)
 
     def stop(self) -> None:
-        """End it in order (SIGTERM), after `stop_timeout_s` by force. Does nothing if it has ended."""
+        """Stop it gracefully (SIGTERM), or by force after `stop_timeout_s`. Does nothing if it has ended."""
         if send(self._state.process, signal.SIGTERM) and not await_end(
             self._state.process, self._config.stop_timeout_s
         ):
@@ -160,7 +161,7 @@ class ExternalBroker(Stopping):
 
 
 def open_broker(config: BrokerConfig, *, bound_to_parent: bool = True) -> LocalBroker | ExternalBroker:
-    """Return the broker of KAFKA_BOOTSTRAP_SERVERS if that is set, else a new local one."""
+    """Return the broker that KAFKA_BOOTSTRAP_SERVERS names if it is set; otherwise start a local one."""
     given = external_kafka()
     if given:
         return ExternalBroker(given.bootstrap_servers)

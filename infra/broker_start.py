@@ -53,7 +53,8 @@ class PlannedBroker:
 
 @dataclass(frozen=True)
 class StartedBroker:
-    """A broker that answers: the state in its data directory, and our child process, the broker or its keeper."""
+    """A broker that answers: the state in its data directory, and our child process, which is the broker or its keeper.
+    """
 
     state: BrokerState
     child: subprocess.Popen[bytes]
@@ -103,7 +104,7 @@ def start_together(
         name = "docker" if isinstance(provider, DockerKafka) else "java"
         return [process.await_answer(name) for process in starting]
     except BaseException:
-        # On Ctrl-C, too: no broker outlives a failed attempt.
+        # Also on Ctrl-C, so that no broker outlives a failed attempt.
         for process in starting:
             process.abandon()
         raise
@@ -145,15 +146,15 @@ class _StartingBroker:
                 raise self._failed(f"did not answer within {config.start_timeout_s:g} s")
             time.sleep(0.05)
         if process is None:
-            # Once it has ended, the last lines of its log are written.
+            # The last lines of its log are complete only once it has ended.
             self.child.wait(config.stop_timeout_s)
             tail = log_tail(layout.log, offset_bytes=self.offset_bytes, lines=200)
             if any(sign in tail for sign in _PORT_TAKEN):
                 raise PortTaken(self.broker)
             if _WRITTEN_BY_NEWER in tail:
                 raise BrokerUnavailable(
-                    f"the data in {layout.root} comes from a newer Kafka than this one ({KAFKA_VERSION}, or that of "
-                    f"KAFKA_HOME): set KAFKA_HOME to that version, or give another --data (log: {layout.log})"
+                    f"the data in {layout.root} comes from a newer Kafka than this one ({KAFKA_VERSION}, or the one in "
+                    f"KAFKA_HOME): set KAFKA_HOME to the newer Kafka, or give another --data (log: {layout.log})"
                 )
             raise self._failed(f"ended while starting (exit {self.child.returncode})")
         state = BrokerState(process, config.host, self.broker.port, provider, str(layout.log), self.launch.kill_command)
@@ -199,7 +200,7 @@ def _make_directory(layout: BrokerLayout) -> None:
 def _spawn(
     launch: LaunchCommand, layout: BrokerLayout, config: BrokerConfig, *, bound_to_parent: bool
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Run the broker in a session of its own, out of reach of Ctrl-C at our terminal; if bound, under a keeper."""
+    """Run the broker in its own session, so that Ctrl-C at our terminal does not reach it; if bound, under a keeper."""
     if not bound_to_parent:
         with layout.log.open("ab") as log:
             child = subprocess.Popen(

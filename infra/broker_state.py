@@ -1,6 +1,6 @@
 """State files of a data directory: broker.json describes its broker, cluster.json its cluster, for other processes.
 
-They are written whole or not at all. The start time of the process guards against a reused pid.
+Each file is written whole or not at all. The start time of the process guards against a reused pid.
 """
 
 import dataclasses
@@ -61,7 +61,7 @@ def read(path: Path) -> BrokerState | None:
 
 @dataclass(frozen=True)
 class ClusterState:
-    """Contents of cluster.json, which lies beside the nodes' directories and stays while no node runs."""
+    """Contents of cluster.json, which is stored next to the nodes' directories, also while no node runs."""
 
     cluster_id: str
     controller_ports: tuple[int, ...]

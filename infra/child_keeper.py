@@ -1,7 +1,8 @@
-"""Ends a child process when the process that started this keeper ends, also by kill -9.
+"""Ends a child process when the process that started this keeper ends, even by kill -9.
 
-Run as a script: `child_keeper.py '<json>'`. Only the starting process holds the other end of its standard input, so end
-of file means that it has ended. Prints the child's pid and exits with its status. Needs the standard library only.
+Run as a script: `child_keeper.py '<json>'`. Only the starting process holds the other end of the keeper's standard
+input, so end of file means that the starting process has ended. The keeper prints the child's pid and exits with the
+child's status. It needs the standard library only.
 """
 
 import json

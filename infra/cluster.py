@@ -1,8 +1,8 @@
-"""Several Kafka nodes on this machine as one cluster, for fault tests and for runs that must survive a node.
+"""Several Kafka nodes on this machine as one cluster, for fault tests and for runs that must survive a node's loss.
 
-Combined nodes (broker and controller) under one data directory; three replicas of every topic, of which two must be in
-sync. Each node is a LocalBroker, which can be killed, restarted and found. Indices count from 0; node ids, in logs,
-from 1.
+The nodes are combined (broker and controller) and share one data directory. Every topic has three replicas, two of
+which must be in sync. Each node is a LocalBroker, which can be killed, restarted and found. Indices count from 0; node
+ids, which appear in logs, count from 1.
 """
 
 import dataclasses
@@ -47,11 +47,12 @@ class LocalCluster(Stopping):
         config: BrokerConfig | None = None,
         bound_to_parent: bool = False,
     ) -> Self:
-        """Start every node and return when each sees all. `config` applies to each node, except data_dir and port.
+        """Start all nodes and return when each of them sees all as live.
 
-        `config.port` is the port of the first node, and the others take the ports that follow; 0 takes free ones.
-        Raises BrokerUnavailable if nodes run already, the data holds another number of nodes, there is no Java, or a
-        node did not start (then none is left running).
+        `config` applies to each node, except for data_dir and port. `config.port` is the port of the first node; the
+        next nodes use the ports that follow. 0 chooses free ports. Raises BrokerUnavailable if nodes already run, the
+        data belongs to a cluster of another size, there is no Java, or a node does not start (then none is left
+        running).
         """
         root = Path(data_dir)
         config = config or BrokerConfig()
@@ -119,7 +120,7 @@ class LocalCluster(Stopping):
         self.await_live([index], timeout_s)
 
     def stop(self) -> None:
-        """End all nodes in order. Signals all at once, because the last ones would wait for a lost quorum."""
+        """Stop all nodes gracefully. Signals all at once, because the last nodes would wait for a lost quorum."""
         present = [node for node in self._nodes if node is not None]
         for node in present:
             send(node.process, signal.SIGTERM)
@@ -160,7 +161,7 @@ class LocalCluster(Stopping):
         )
 
     def await_live(self, indices: Iterable[int], timeout_s: float = 60.0) -> None:
-        """Wait until every running node counts these nodes among the live ones. Raises DeadlineExceeded."""
+        """Wait until every running node sees these nodes as live. Raises DeadlineExceeded."""
         wanted = {index + 1 for index in indices}
         for node in self.running:
 
@@ -170,7 +171,7 @@ class LocalCluster(Stopping):
                     raise topology.NotKnownYet(f"nodes {sorted(missing)} are not live")
                 return True
 
-            self._ask(ask, f"nodes {sorted(wanted)} live as node {node + 1} sees it", timeout_s, [node])
+            self._ask(ask, f"whether node {node + 1} sees nodes {sorted(wanted)} as live", timeout_s, [node])
 
     def await_in_sync(self, timeout_s: float = 60.0) -> None:
         """Wait until every replica of every partition is in sync, so that the loss of a node loses no data.
@@ -187,7 +188,7 @@ class LocalCluster(Stopping):
                     )
             return True
 
-        self._ask(ask, "the in-sync state of all replicas", timeout_s)
+        self._ask(ask, "whether all replicas are in sync", timeout_s)
 
     def _ask(
         self, question: Callable[[str, int], T], subject: str, timeout_s: float, indices: list[int] | None = None
@@ -204,7 +205,7 @@ class LocalCluster(Stopping):
                     last = error
             time.sleep(0.05)
         raise DeadlineExceeded(
-            f"{subject} is not known within {timeout_s:g} s ({last}); see the logs in {self.data_dir}"
+            f"waited {timeout_s:g} s in vain to learn {subject} ({last}); see the logs in {self.data_dir}"
         )
 
     def _node(self, index: int) -> LocalBroker:
@@ -222,9 +223,9 @@ def _state_of(configs: list[BrokerConfig]) -> ClusterState:
 
 def _check(root: Path, nodes: int, config: BrokerConfig) -> None:
     if nodes < 2 or nodes > 9:
-        raise ConfigurationError(f"a cluster of {nodes} nodes is not supported: give 2 to 9, best 3")
+        raise ConfigurationError(f"a cluster of {nodes} nodes is not supported: give 2 to 9, preferably 3")
     if config.provider == "docker":
-        raise ConfigurationError("several nodes run in Java only: leave --provider, or start one node")
+        raise ConfigurationError("several nodes run only in Java: leave out --provider, or start one node")
     state = read_cluster(BrokerLayout(root=root))
     if state and state.nodes != nodes:
         raise BrokerUnavailable(f"{root} holds a cluster of {state.nodes} nodes, not {nodes}; give another --data")
@@ -250,7 +251,8 @@ def _configs(root: Path, state: ClusterState, config: BrokerConfig) -> list[Brok
 
 
 def _plan_brokers(root: Path, state: ClusterState, config: BrokerConfig) -> list[PlannedBroker]:
-    """Return the nodes with their ports: the configured ones, else the previous ones if all are free, else others."""
+    """Plan the nodes with their ports: the configured ports, else the previous ports if all are free, else free ports.
+    """
     count = state.nodes
     before = [port_before(BrokerLayout(root=root / f"node-{number}")) or 0 for number in range(1, count + 1)]
     fresh = free_ports(config.host, 2 * count)

@@ -1,6 +1,6 @@
 """`rollstream broker start|stop|status`: a local Kafka as a daemon, identified by its data directory.
 
-`register` adds them to the application's parser. Each handler prints a text, or JSON with --json, and returns the exit
+`register` adds them to the application's parser. Each handler prints text, or JSON with --json, and returns the exit
 status. `status` exits 0 if the broker, or every node of a cluster, answers, else 1.
 """
 
@@ -40,11 +40,11 @@ def register(broker: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any
         "--nodes",
         type=int,
         metavar="N",
-        help="nodes of a cluster, with three replicas of every topic; they take the ports from --port on "
-        "(default: as many as the data has, else 1)",
+        help="number of nodes of a cluster, with three replicas of every topic; they use the ports from --port upwards "
+        "(default: the number that the data has, else 1)",
     )
     start.add_argument(
-        "--provider", choices=PROVIDERS, default="auto", help="program that runs it (default: %(default)s)"
+        "--provider", choices=PROVIDERS, default="auto", help="program that runs the broker (default: %(default)s)"
     )
     start.set_defaults(run=run_start)
 
@@ -86,7 +86,7 @@ def run_start(args: argparse.Namespace) -> int:
 
 
 def run_stop(args: argparse.Namespace) -> int:
-    """Stop the broker, or all nodes, of the data directory; it is no error if none runs."""
+    """Stop the broker, or all nodes, of the data directory. Succeeds if none runs."""
     cluster = LocalCluster.find(args.data)
     if cluster is not None:
         pids = [node.pid for node in cluster.nodes if node is not None]

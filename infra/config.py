@@ -25,7 +25,7 @@ class ClusterNode:
     """A node of a cluster."""
 
     node_id: int
-    """Number from 1 up; node i votes at controller_ports[i - 1]."""
+    """Number, counted from 1; node i votes at controller_ports[i - 1]."""
     cluster_id: str
     """16 bytes in URL-safe base64, the same for every node."""
     controller_ports: tuple[int, ...]
@@ -41,11 +41,11 @@ class BrokerConfig:
     host: str = "127.0.0.1"
     """Address that it listens on and advertises."""
     port: int = 0
-    """Port for clients. 0 takes the previous port of this data if that is free, else any free one."""
+    """Port for clients. 0 chooses the previous port of this data if it is free, else any free port."""
     provider: str = "auto"
     """auto (Java, else Docker), java or docker."""
     image: str = "apache/kafka:4.2.1"
-    """Image of the Docker provider: the official one, or one that keeps its contract."""
+    """Image of the Docker provider: the official image, or an image that keeps its contract."""
     heap_initial_mib: int = 96
     """Initial heap of the broker, MiB (Java provider)."""
     heap_max_mib: int = 320
@@ -57,7 +57,7 @@ class BrokerConfig:
     properties: Mapping[str, str] = field(default_factory=dict)
     """Kafka's own keys, passed unchanged; they override the properties rendered here."""
     node: ClusterNode | None = None
-    """Its node of a cluster; None for a single broker. Set by rollstream.infra.cluster."""
+    """Its place in a cluster; None for a single broker. Set by rollstream.infra.cluster."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -111,7 +111,7 @@ class BrokerLayout:
 
     @property
     def cluster(self) -> Path:
-        """State of a cluster; its nodes lie beside it, each with a layout of its own."""
+        """State of a cluster, next to the directories of its nodes, each of which has its own layout."""
         return self.root / "cluster.json"
 
     @property
@@ -143,12 +143,12 @@ def server_properties(
 
 
 def _replication_of(nodes: int) -> dict[str, str]:
-    """Three replicas of everything, two of them in sync, or fewer if there are fewer nodes."""
+    """Return the settings for three replicas of every topic, two of them in sync, or fewer if there are fewer nodes."""
     return replication(str(min(3, nodes)), str(max(1, min(3, nodes) - 1)))
 
 
 def replication(replicas: T, in_sync: T) -> dict[str, T]:
-    """Return the settings of so many replicas of every topic, the brokers' own too, and of those in sync."""
+    """Return the settings for this many replicas of every topic, internal topics included, and in-sync replicas."""
     return {
         "default.replication.factor": replicas,
         "min.insync.replicas": in_sync,
@@ -175,11 +175,11 @@ COMMON: Mapping[str, str] = {
     "group.min.session.timeout.ms": "1000",
     "group.consumer.min.session.timeout.ms": "1000",
     "group.consumer.min.heartbeat.interval.ms": "100",
-    # Under the consumer protocol (KIP-848) the broker sets them: by default it misses a killed member after 45 s.
+    # Under the consumer protocol (KIP-848) the broker sets both times: by default it notices a killed member in 45 s.
     "group.consumer.session.timeout.ms": "6000",
     "group.consumer.heartbeat.interval.ms": "1000",
-    # Readers stall behind the open transaction of a killed producer until the broker aborts it. In ten kills each at
-    # 1 s and at the default of 10 s none left a transaction hanging; readers waited a third as long (decision 0012).
+    # Readers stall behind the open transaction of a killed producer until the broker aborts it. Ten kills at 1 s, and
+    # ten at the default of 10 s, left no transaction hanging; at 1 s readers waited a third as long (decision 0012).
     "transaction.abort.timed.out.transaction.cleanup.interval.ms": "1000",
     # After kill -9 a node is refused until its old session ends, by default for nine seconds.
     "broker.heartbeat.interval.ms": "500",
@@ -193,7 +193,7 @@ COMMON: Mapping[str, str] = {
     "message.max.bytes": "67108864",
     "replica.fetch.max.bytes": "67108864",
     "socket.request.max.bytes": "134217728",
-    # A laptop's share of threads.
+    # Few threads, to suit a laptop.
     "num.network.threads": "2",
     "num.io.threads": "4",
     "background.threads": "2",

@@ -39,7 +39,7 @@ def first_difference(directory: Path, jars: tuple[LockedJar, ...]) -> str | None
         if jar.name not in present:
             return f"{jar.coordinates} is missing"
         if sha256(directory / jar.name) != jar.sha256:
-            return f"{jar.coordinates} has not the digest that {LOCK} names"
+            return f"{jar.coordinates} does not have the digest in {LOCK}"
     unlocked = present - {jar.name for jar in jars}
     return f"{min(unlocked)} is not in {LOCK}" if unlocked else None
 
@@ -50,7 +50,7 @@ def sha256(path: Path) -> str:
 
 
 def main() -> None:
-    """Collect the jars of pom.xml, and write their coordinates and digests beside it."""
+    """Collect the jars of pom.xml, and write their coordinates and digests to the lock file."""
     package = Path(__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         repository = Path(folder)

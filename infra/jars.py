@@ -1,6 +1,7 @@
 """Gets the jars of a Kafka broker from KAFKA_HOME or our cache, which Maven or its Python replacement jgo fills.
 
-An existing cache is complete and matches the lock file: it is filled aside, compared, and renamed into place.
+An existing cache is complete and matches the lock file, because it is filled in a temporary folder, compared with the
+lock file, and only then renamed.
 """
 
 import importlib.util
@@ -59,9 +60,10 @@ def kafka_version(directory: Path) -> str | None:
 
 
 def find_jars(environment: Mapping[str, str], java: JavaRuntime) -> JarsSearch:
-    """Return the jars of KAFKA_HOME, else the cached ones, else fill the cache.
+    """Return the jars of KAFKA_HOME, else the cached jars, else fill the cache.
 
-    Maven fills it (with `java` if it has none), because it knows the mirrors of this machine; jgo if Maven fails.
+    Maven fills it first, because it knows this machine's mirrors, with `java` if `environment` has no Java. If Maven
+    fails, jgo fills it.
     """
     refused: list[str] = []
     home = environment.get("KAFKA_HOME")
@@ -100,7 +102,7 @@ def _fill(cache: Path, collect: Callable[[Path], str | None]) -> str | None:
             try:
                 jars.rename(cache)
             except OSError:
-                # Another process filled it first; its jars are as good.
+                # Another process filled it first; its jars match the lock file, too.
                 if kafka_version(cache) is None:
                     raise
     except OSError as error:
@@ -140,7 +142,7 @@ def _collect_by_jgo(environment: Mapping[str, str], jars: Path) -> str | None:
     """Let jgo, a Maven in Python, download the locked jars; return the problem, if any."""
     if importlib.util.find_spec("jgo") is None:
         return "the package jgo (our extra 'jre'), which fetches Kafka's jars without Maven, is not installed"
-    # Not at the top: it is needed once for each version of Kafka.
+    # Imported here because it is needed only once for each version of Kafka.
     from jgo.maven import MavenContext
 
     repository = environment.get(REPOSITORY_VARIABLE)
@@ -158,7 +160,7 @@ def _collect_by_jgo(environment: Mapping[str, str], jars: Path) -> str | None:
                 artifact.resolve().replace(jars / jar.name)
                 return
             except Exception:
-                # jgo keeps the part of a broken download and would take it for the file.
+                # jgo keeps a partial download, and would later use it as the whole file.
                 if artifact.cached_path:
                     artifact.cached_path.unlink(missing_ok=True)
                 if attempt == _ATTEMPTS - 1:
@@ -169,7 +171,7 @@ def _collect_by_jgo(environment: Mapping[str, str], jars: Path) -> str | None:
         with ThreadPoolExecutor(8) as pool:
             list(pool.map(download, locked_jars()))
     except Exception as error:
-        # The errors of jgo and its HTTP client have no common base; the next source is tried.
+        # The errors of jgo and its HTTP client have no common base class.
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         return f"jgo could not get the Kafka jars: {reason[:300]} (a mirror can be named in {REPOSITORY_VARIABLE})"
     return None

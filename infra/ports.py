@@ -1,8 +1,8 @@
-"""Chooses ports: for a broker the configured one, the previous one of its data, or a free one; for others, free ones.
+"""Chooses ports: a broker gets its configured port, its data's previous port or a free one; other servers a free one.
 
-Free ports are drawn outside the range from which the kernel takes the ports of outgoing connections: a server may
-listen a minute after its port was chosen, and until then any client on the machine could get one of that range.
-Another server may still take the port; rollstream.infra.broker_start then tries again.
+Free ports are chosen outside the kernel's range for outgoing connections, because a server may start to listen a minute
+after its port was chosen, and until then any client on the machine could get a port of that range. Another server may
+still take the port; rollstream.infra.broker_start then tries again.
 """
 
 import contextlib
@@ -43,7 +43,7 @@ def port_before(layout: BrokerLayout) -> int | None:
 
 def is_free(host: str, port: int) -> bool:
     with socket.socket() as trial:
-        # As the broker binds: a port in TIME_WAIT is free, a port with a listener is not.
+        # Binds as the broker does: a port in TIME_WAIT is free, a port with a listener is not.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))
@@ -67,7 +67,7 @@ def free_ports(host: str, count: int) -> list[int]:
 
 
 def free_port_row(host: str, count: int, candidates: Sequence[int] = ()) -> int:
-    """Return a port that is free, as are the `count` - 1 after it, among `candidates` (default: `server_ports()`).
+    """Return the first of `count` consecutive free ports among `candidates` (default: `server_ports()`).
 
     Raises ConfigurationError if none are found.
     """
@@ -78,16 +78,15 @@ def free_port_row(host: str, count: int, candidates: Sequence[int] = ()) -> int:
         if row[-1] in candidates and all(is_free(host, port) for port in row):
             return first
     raise ConfigurationError(
-        f"{host} has no {count} free ports in a row from {candidates[0]} to {candidates[-1]}; configure them"
+        f"{host} has no {count} free ports in a row from {candidates[0]} to {candidates[-1]}; configure the ports"
     )
 
 
 def server_ports(outgoing_range: Path = OUTGOING_RANGE) -> Sequence[int]:
-    """Return the ports that this machine gives to no outgoing connection, among those meant for servers.
+    """Return a range of `SERVER_PORTS` that this machine does not use for outgoing connections.
 
-    `outgoing_range` is the kernel's file with the first and last port of outgoing connections.
-
-    If the machine's outgoing range covers all of them, return all of them: then none is safe.
+    `outgoing_range` is the kernel's file with the first and last port of outgoing connections. If these cover all
+    `SERVER_PORTS`, no port is safe, and all are returned.
     """
     with contextlib.suppress(OSError, ValueError):
         first, last = map(int, outgoing_range.read_text().split())

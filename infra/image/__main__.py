@@ -25,21 +25,21 @@ def main() -> int:
     """Run the command and return its exit status."""
     parser = argparse.ArgumentParser(prog="python -m rollstream.infra.image", description=__doc__)
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
-    action = actions.add_parser("build", help="build an image of this machine's files")
+    action = actions.add_parser("build", help="build an image from this machine's files")
     action.add_argument(
         "image",
         nargs="?",
         choices=sorted(_TAGS),
         default="kafka",
-        help="kafka: a broker, of this machine's Java and Kafka's jars; rollstream: every role, of this Python and its "
-        "packages; python: a base for infra/image/Dockerfile where no registry is reachable (default: %(default)s)",
+        help="kafka: a broker, from this machine's Java and Kafka's jars; rollstream: every role, from this Python and "
+        "its packages; python: a base for infra/image/Dockerfile if no registry is reachable (default: %(default)s)",
     )
     action.add_argument("--tag", help=f"name of the image (default: {', '.join(_TAGS.values())})")
     action.add_argument("--output", type=Path, metavar="FILE", help="write an archive for `docker load` instead")
     action.add_argument(
         "--extras", default=",".join(EXTRAS), help="extras in the image of rollstream (default: %(default)s)"
     )
-    bill = actions.add_parser("bill", help="print the bill of materials of what is installed here, as CycloneDX")
+    bill = actions.add_parser("bill", help="print the bill of materials of the installed packages, as CycloneDX")
     bill.add_argument("--extras", default=",".join(EXTRAS), help="extras of rollstream (default: %(default)s)")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)

@@ -1,7 +1,7 @@
-"""Contents of rollstream's image: Python and the C library of this machine, rollstream, its requirements, their bill.
+"""Contents of rollstream's image: Python, the C library, rollstream, its requirements, and a bill of materials.
 
-Every file comes from this machine, so that no registry and no package index is needed. Python alone is a base for the
-Dockerfile beside this module.
+Every file comes from this machine, so that no registry and no package index is needed. An image of Python alone is a
+base for the Dockerfile next to this module.
 """
 
 import platform
@@ -29,7 +29,7 @@ from rollstream.infra.image.entries import (
 from rollstream.topics.errors import ConfigurationError
 
 HOME = "/var/lib/rollstream"
-"""The folder for files of a run; the only one beside /tmp that roles write to."""
+"""The folder for files of a run. Roles write to no other folder except /tmp."""
 PYTHON = "/opt/python"
 VENV = "/opt/rollstream"
 _VERSION = f"python{sys.version_info.major}.{sys.version_info.minor}"
@@ -42,7 +42,7 @@ _APPLETS = (
     *("sh", "cat", "chmod", "chown", "cp", "echo", "env", "grep", "id", "kill", "ls", "mkdir", "mv", "ps", "rm", "sed"),
     *("sleep", "test"),
 )
-# Opened by the C library at run time, or needed by packages that are installed later: no program here names them.
+# The C library opens these at run time, or packages that are installed later need them, so that ldd does not find them.
 _C_LIBRARY_PARTS = (
     *("libnss_dns.so.2", "libnss_files.so.2", "libresolv.so.2", "libdl.so.2", "libpthread.so.0", "librt.so.1"),
     *("libm.so.6", "libgcc_s.so.1", "libstdc++.so.6"),
@@ -56,7 +56,7 @@ from rollstream.pipeline.entry import main
 if __name__ == "__main__":
     sys.exit(main())
 """
-"""The command in the image. Processes that it starts read it, too, and must not run it."""
+"""The command in the image. Child processes import it, too, and must not run `main`."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +64,19 @@ class ApplicationInputs:
     """Programs and packages of this machine that the image is built from."""
 
     python: Path
-    """The interpreter itself, no link of a virtual environment."""
+    """The interpreter itself, not the link to it in a virtual environment."""
     standard_library: Path
     distributions: tuple[Distribution, ...]
     busybox: Path | None
-    """Its shell is for people who look into a container; roles do not need it."""
+    """Provides a shell for people who inspect a container; roles do not need it."""
 
 
 def find_application_inputs(extras: Sequence[str], environment: Mapping[str, str]) -> ApplicationInputs:
-    """Find all inputs. Raises ConfigurationError if there is one missing, with the remedy."""
+    """Find all inputs. Raises ConfigurationError, with the remedy, if one is missing."""
     if platform.system() != "Linux":
-        raise ConfigurationError("an image of this machine's files needs Linux; build infra/image/Dockerfile elsewhere")
+        raise ConfigurationError(
+            "an image of this machine's files needs Linux; on another system, build infra/image/Dockerfile"
+        )
     busybox = shutil.which("busybox", path=environment.get("PATH", ""))
     usable = busybox is not None and not needed_libraries(Path(busybox))
     return ApplicationInputs(
@@ -98,7 +100,7 @@ def application_entries(inputs: ApplicationInputs, scratch: Path) -> list[ImageE
 
 
 def python_entries(inputs: ApplicationInputs, scratch: Path) -> list[ImageEntry]:
-    """Return the entries of an image of Python alone, with its installer of packages, sorted by path."""
+    """Return the entries of an image of Python alone, with its package installer, sorted by path."""
     return _with_python(inputs, set(), [], scratch)
 
 
@@ -149,7 +151,7 @@ def _packages(distributions: Sequence[Distribution], target: str) -> Iterator[Im
 
 
 def _virtual_environment() -> Iterator[ImageEntry]:
-    """Yield a virtual environment's files: Python finds the packages by them, whoever built it."""
+    """Yield the files of a virtual environment, by which Python finds the packages."""
     text = f"home = {PYTHON}/bin\ninclude-system-site-packages = false\n"
     yield ImageEntry(f"{VENV}/pyvenv.cfg", text.encode(), mode=0o644)
     for name in ("python", "python3", _VERSION):
@@ -164,9 +166,9 @@ def _shell(busybox: Path | None) -> Iterator[ImageEntry]:
 
 
 def _libraries(natives: Sequence[ImageEntry]) -> Iterator[ImageEntry]:
-    """Yield this machine's libraries that the files need and no package brings.
+    """Yield the libraries of this machine that the files need and no package includes.
 
-    They keep their paths, and those outside the loader's own folders lie beside Python's.
+    Libraries in the loader's own folders keep their paths; all others are placed in Python's folder of libraries.
     """
     brought = {entry.source.resolve() for entry in natives if entry.source is not None}
     needed: dict[str, Path] = {}

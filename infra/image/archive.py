@@ -1,7 +1,7 @@
-"""Writes an image as an archive for `docker load`, the same bytes for the same entries: sorted names, one time, no host
-users.
+"""Writes an image as an archive for `docker load`, with the same bytes for the same entries.
 
-Its id is the digest of its configuration, which names the digest of its one layer: it depends on no registry or clock.
+All files have the same time, and no user of this machine appears. The image's id is the digest of its configuration,
+which names the digest of its one layer, so the id depends on no registry or clock.
 """
 
 import hashlib
@@ -36,11 +36,11 @@ class ImageSettings:
     """Folders whose contents outlive a container."""
     labels: Mapping[str, str] = field(default_factory=dict)
     health: tuple[str, ...] = ()
-    """Command that exits with 0 while the container does its work; none: not asked."""
+    """Command that exits with 0 while the container works; empty: no health check."""
 
 
 def write_image(target: Path, entries: Iterable[ImageEntry], settings: ImageSettings, tag: str, scratch: Path) -> str:
-    """Write the archive of an image called `tag`; return its id, `sha256:` and 64 hexadecimal digits."""
+    """Write the archive of an image named `tag`; return its id, `sha256:` and 64 hexadecimal digits."""
     layer = scratch / "layer.tar"
     with layer.open("w+b") as stream:
         write_layer(stream, entries)

@@ -14,7 +14,7 @@ _ROOT = NormalizedName("rollstream")
 
 
 def bill_of_materials(distributions: Sequence[Distribution]) -> bytes:
-    """Return the bill as JSON. It has no serial number and no time: the same parts are the same bytes."""
+    """Return the bill as JSON, without a serial number or time, so that the same distributions give the same bytes."""
     components = {canonicalize_name(part.metadata["Name"]): _component(part) for part in distributions}
     python = {
         "type": "platform",

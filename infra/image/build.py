@@ -24,9 +24,9 @@ TAG = f"rollstream/kafka:{KAFKA_VERSION}"
 APPLICATION_TAG = "rollstream:local"
 PYTHON_TAG = "rollstream/python:local"
 EXTRAS = ("learner", "hf", "chat", "archive", "sql", "signatures")
-"""Extras of rollstream in its image, if none are named."""
+"""Extras of rollstream in its image by default."""
 _LOAD_TIMEOUT_S = 1800.0
-"""Minutes on a busy machine, for the image of every role."""
+"""Time limit for `docker load`, which takes minutes for the image of every role on a busy machine."""
 _KAFKA = ImageSettings(
     command=("/etc/kafka/docker/run",),
     variables={"PATH": "/opt/java/bin:/bin", "LANG": "C.UTF-8"},
@@ -47,7 +47,7 @@ def build(tag: str = TAG, output: Path | None = None) -> str:
 def build_application(tag: str = APPLICATION_TAG, output: Path | None = None, extras: Sequence[str] = EXTRAS) -> str:
     """Build the image of every role, with these extras; load it as `tag`, or write it to `output`. Return its id.
 
-    Raises ConfigurationError if a distribution that it needs is not installed.
+    Raises ConfigurationError if a distribution that the image needs is not installed.
     """
     inputs = contents.find_application_inputs(extras, os.environ)
     settings = ImageSettings(
@@ -73,11 +73,11 @@ def build_application(tag: str = APPLICATION_TAG, output: Path | None = None, ex
 
 
 def build_python(tag: str = PYTHON_TAG, output: Path | None = None) -> str:
-    """Build a base for the Dockerfile where no registry is reachable; load it, or write it. Return its id."""
+    """Build a base for the Dockerfile, to use without a registry; load it, or write it to `output`. Return its id."""
     inputs = contents.find_application_inputs((), os.environ)
     settings = ImageSettings(
-        # pip brings certificates of its own, which do not know a company's.
         command=("python3",),
+        # By default pip uses its own certificates, which do not include a company's.
         variables={**_python_variables(), "PIP_CERT": contents.CERTIFICATES},
         user="0:0",
     )
@@ -100,7 +100,7 @@ def _build(
     output: Path | None,
     words: Mapping[str, str],
 ) -> str:
-    """Write an image of the entries that are made with a scratch folder; `words` are logged with it."""
+    """Write an image of the entries that `entries` makes with a scratch folder; log it with `words`."""
     began = time.monotonic()
     docker = shutil.which("docker")
     if output is None and docker is None:
@@ -123,9 +123,9 @@ def _load(docker: str, archive: Path) -> None:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=_LOAD_TIMEOUT_S)
     except subprocess.TimeoutExpired as error:
         raise BrokerUnavailable(
-            f"the Docker engine did not take the image within {_LOAD_TIMEOUT_S:g} s: write it to a file with --output, "
-            "and load that"
+            f"the Docker engine did not load the image within {_LOAD_TIMEOUT_S:g} s: write it to a file with --output, "
+            "and load the file"
         ) from error
     if answer.returncode != 0:
         lines = answer.stderr.strip().splitlines() or [f"exit {answer.returncode}"]
-        raise BrokerUnavailable(f"the Docker engine does not take the image: {lines[-1]}")
+        raise BrokerUnavailable(f"the Docker engine rejected the image: {lines[-1]}")

@@ -1,7 +1,8 @@
-"""Compiles modules for an image, the same bytes for the same sources: a read-only container cannot keep bytecode.
+"""Compiles modules for an image, because a read-only container cannot write bytecode.
 
-It runs as a program, with one seed for hashes: the order of a constant set is in the bytecode. It reads a JSON list of
-[source, path in the image, bytecode file] from standard input.
+The same sources give the same bytes: the module runs as a program with a fixed hash seed, because the bytecode contains
+sets of constants in their order. The program reads a JSON list of [source, path in the image, bytecode file] from
+standard input.
 """
 
 import json
@@ -17,13 +18,13 @@ from rollstream.infra.image.entries import ImageEntry
 from rollstream.topics.errors import ConfigurationError
 
 _SHARE = 500
-"""Modules compiled by one process. It is fixed: bytecode shares strings with what a process compiled before."""
+"""Modules that one process compiles. It is fixed because bytecode depends on what its process compiled before."""
 
 
 def compiled(sources: Sequence[ImageEntry], scratch: Path) -> list[ImageEntry]:
-    """Return the bytecode of the modules that compile, as entries beside them; `scratch` takes the files.
+    """Return the bytecode of the modules that compile, as entries in `__pycache__`; its files are written to `scratch`.
 
-    Bytecode names the digest of its source and is never checked against it, so that no time of a file is in it.
+    Bytecode contains the digest of its source instead of the file's time, and Python does not check it.
     """
     suffix = f".{sys.implementation.cache_tag}.pyc"
     modules = sorted((entry for entry in sources if entry.path.endswith(".py") and entry.source), key=lambda e: e.path)
@@ -58,11 +59,11 @@ def _compile_beside_each_other(shares: Sequence[Sequence[Sequence[str]]]) -> Non
         programs.append(program)
     codes = [program.wait() for program in programs]
     if any(codes):
-        raise ConfigurationError(f"modules cannot be compiled here: a compiling process ended with {max(codes)}")
+        raise ConfigurationError(f"modules cannot be compiled here: a compiling process exited with {max(codes)}")
 
 
 def main() -> None:
-    """Compile what standard input names; what does not compile, such as a template, is left out."""
+    """Compile the modules that standard input names; files that do not compile, such as templates, are left out."""
     for source, path, target in json.load(sys.stdin):
         with suppress(py_compile.PyCompileError):
             py_compile.compile(

@@ -1,4 +1,4 @@
-"""Installed distributions that rollstream needs with the extras asked for, and the files of each."""
+"""Installed distributions that rollstream needs with the requested extras, and the files of each."""
 
 from collections.abc import Collection, Iterator
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
@@ -10,14 +10,14 @@ from packaging.utils import canonicalize_name
 from rollstream.topics.errors import ConfigurationError
 
 ROOT = "rollstream"
-# Written by installers: they name paths of this machine, or list files that are not copied.
+# Installers write these files, which name paths of this machine or list files that are not copied.
 _LEFT_OUT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json", "uv_build.json"}
 
 
 def needed_distributions(extras: Collection[str]) -> list[Distribution]:
     """Return rollstream and every distribution it needs with these extras, sorted by name.
 
-    Raises ConfigurationError if rollstream has no extra of such a name, or names all distributions that are missing.
+    Raises ConfigurationError for an unknown extra, or for missing distributions, all of which it names.
     """
     known = {canonicalize_name(name) for name in distribution(ROOT).metadata.get_all("Provides-Extra") or ()}
     unknown = sorted({canonicalize_name(extra) for extra in extras} - known)
@@ -51,9 +51,9 @@ def needed_distributions(extras: Collection[str]) -> list[Distribution]:
 
 
 def installed_files(installed: Distribution) -> Iterator[tuple[PurePosixPath, Path]]:
-    """Yield the files of a distribution: the path below site-packages, and the file of this machine.
+    """Yield the files of a distribution: the path below site-packages, and the file on this machine.
 
-    Its programs, its bytecode and notes of the installer are left out.
+    Its programs, its bytecode and the installer's notes are left out.
     """
     for path in installed.files or ():
         if _is_kept(path):

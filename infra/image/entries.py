@@ -11,13 +11,13 @@ USER_ID = 1000
 
 @dataclass(frozen=True)
 class ImageEntry:
-    """One path of the image: a link, a file with its bytes or with a file that has them, or else a directory."""
+    """One path of the image: a file if it has `data` or `source`, a link if it has `link`, otherwise a directory."""
 
     path: str
     """Absolute path in the image."""
     data: bytes | None = None
     source: Path | None = None
-    """File of this machine whose bytes it has, read when the image is written."""
+    """File on this machine with its content, read when the image is written."""
     link: str | None = None
     mode: int = 0o755
     user_id: int = 0
@@ -31,7 +31,7 @@ def file_entry(path: str, source: Path, mode: int = 0o644) -> ImageEntry:
 def with_parents(entries: Iterable[ImageEntry]) -> list[ImageEntry]:
     """Return the entries and the directories above them, one for each path, sorted by path.
 
-    The later of two entries with one path is kept.
+    The later of two entries with the same path is kept.
     """
     by_path = {entry.path: entry for entry in entries}
     parents = {str(parent) for path in by_path for parent in Path(path).parents} - by_path.keys() - {"/"}
@@ -50,7 +50,7 @@ def account_files(user: str, home: str) -> tuple[ImageEntry, ...]:
 
 
 def needed_libraries(path: Path) -> dict[str, Path | None]:
-    """Return the shared libraries a file needs, by name, with the host's file if there is one; none if it is static."""
+    """Return the shared libraries a file needs, by name, with the host's file if any; empty for a static file."""
     answer = subprocess.run(["ldd", str(path)], capture_output=True, text=True, timeout=60)
     libraries: dict[str, Path | None] = {}
     for line in answer.stdout.splitlines():

@@ -1,4 +1,4 @@
-"""Contents of the Kafka image: a Java runtime reduced to the modules it needs, the host's C library, busybox, the jars.
+"""Contents of the Kafka image: a Java runtime with the modules that Kafka needs, the host's C library, busybox, jars.
 
 Every file comes from this machine or this package; `kafka_entries` lists each with its path.
 """
@@ -25,7 +25,7 @@ from rollstream.infra.jars import Jars, find_jars
 from rollstream.infra.java import JavaRuntime, find_java, packaged_java
 from rollstream.topics.errors import BrokerUnavailable
 
-# log4j needs java.desktop (java.beans); Kafka and its authorizers load the others.
+# log4j needs java.desktop (java.beans); Kafka and its authorizers load the other modules.
 _MODULES = (
     "java.base",
     "java.desktop",
@@ -44,8 +44,8 @@ _MODULES = (
     "jdk.security.auth",
     "jdk.unsupported",
 )
-# Libraries of the host that the image may contain. Native libraries that need others (X11, sound, fonts) are for
-# graphics, and are left out.
+# Libraries of the host that the image may contain. Native libraries that need further ones (X11, sound, fonts) serve
+# graphics and are left out.
 _HOST_LIBRARIES = re.compile(r"^(ld-linux.*|libc|libm|libdl|libpthread|librt|libz|libgcc_s|libstdc\+\+)\.so(\.\d+)*$")
 _C_LIBRARY_PARTS = ("libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
 _APPLETS = ("sh", "cat", "chmod", "cp", "echo", "env", "grep", "id", "kill", "ls", "mkdir", "ps", "rm", "sed", "sleep")
@@ -128,7 +128,7 @@ def _settings() -> Iterator[ImageEntry]:
 def _link_runtime(jlink: Path, target: Path) -> None:
     answer = subprocess.run(
         [
-            # jlink runs once, so compiling it well is not worth the time: this takes a third of it.
+            # jlink runs once, so optimizing its code does not pay: with these options it takes a third of the time.
             *(str(jlink), "-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC"),
             *("--add-modules", ",".join(_MODULES), "--output", str(target)),
             *("--no-header-files", "--no-man-pages"),
@@ -143,7 +143,8 @@ def _link_runtime(jlink: Path, target: Path) -> None:
 
 
 def _files_of(runtime: Path, target: str) -> Iterator[ImageEntry]:
-    """Yield the runtime's files without those for graphics, and the host's libraries they need, at the same paths."""
+    """Yield the runtime's files, except libraries for graphics, and the host libraries they need, at the host's paths.
+    """
     own = {path.name for path in runtime.rglob("*.so")}
     host: dict[str, Path] = {}
     for path in sorted(runtime.rglob("*")):
@@ -151,7 +152,7 @@ def _files_of(runtime: Path, target: str) -> Iterator[ImageEntry]:
         if path.is_symlink():
             yield ImageEntry(target_path, link=str(path.readlink()))
         elif path.is_file():
-            # jlink's modes depend on the umask; in the image only programs are executable.
+            # jlink's modes depend on the umask, so they are set here: of the runtime, only programs are executable.
             is_program = path.parent.name == "bin" or path.name == "jspawnhelper"
             if is_program or ".so" in path.name:
                 needed = needed_libraries(path)

@@ -1,1 +1,1 @@
-"""A dashboard of Grafana and alert rules of Prometheus, made from the catalogue of metrics."""
+"""The Grafana dashboard and the Prometheus alert rules, which use the metrics of the catalogue."""

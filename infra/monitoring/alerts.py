@@ -1,5 +1,7 @@
-"""Alert rules of Prometheus: what needs a person, with the section of the runbook that helps. Written as JSON, which is
-YAML, too."""
+"""Prometheus alert rules: conditions that need a person, each with the section of the runbook that helps.
+
+The rules are written as JSON, which is also YAML.
+"""
 
 import json
 from collections.abc import Iterator
@@ -13,12 +15,12 @@ class Alert:
     name: str
     expression: str
     lasts: str
-    """How long it must hold."""
+    """How long the expression must be true before the alert fires."""
     severity: str
     summary: str
     remedy: str
     section: str
-    """Heading in docs/runbook.md that says more."""
+    """Heading of the section in docs/runbook.md that explains the alert."""
 
     @property
     def runbook(self) -> str:
@@ -62,8 +64,8 @@ ALERTS = (
         ),
         lasts="15m",
         severity="critical",
-        summary="Grouping of run {{ $labels.run }} commits nothing, and what it has not read grows",
-        remedy="Look for open transactions with `rollstream broker mend`, and into the logs of the grouping processes.",
+        summary="Grouping of run {{ $labels.run }} commits nothing while its lag grows",
+        remedy="Look for open transactions with `rollstream broker mend`, and read the logs of the grouping processes.",
         section="Lag grows",
     ),
     Alert(
@@ -72,7 +74,7 @@ ALERTS = (
         lasts="30m",
         severity="warning",
         summary="Partition {{ $labels.partition }} of run {{ $labels.run }} is paused, and its rollouts grow stale",
-        remedy="`rollstream group resume` once what it waits for is done.",
+        remedy="Run `rollstream group resume` once the reason for the pause is gone.",
         section="A partition is stuck",
     ),
     Alert(
@@ -80,8 +82,8 @@ ALERTS = (
         expression="min by (run, partition) (rollstream_grouping_seconds_to_retention) < 3600",
         lasts="1m",
         severity="critical",
-        summary="Brokers delete unread rollouts of run {{ $labels.run }} within an hour",
-        remedy="`rollstream topics apply` lets the topic keep everything again; then see why grouping lags.",
+        summary="Brokers will delete unread rollouts of run {{ $labels.run }} within an hour",
+        remedy="Run `rollstream topics apply`, so that the topic keeps everything again; then see why grouping lags.",
         section="Lag grows",
     ),
     Alert(
@@ -98,7 +100,7 @@ ALERTS = (
         expression="abs(rollstream_grouping_shift_length) > 0.05 or abs(rollstream_grouping_shift_reward) > 0.05",
         lasts="30m",
         severity="warning",
-        summary="Lost rollouts shift what run {{ $labels.run }} trains on, in {{ $labels.environment }}",
+        summary="Lost rollouts bias the training data of run {{ $labels.run }} in {{ $labels.environment }}",
         remedy="docs/selection.md says which settings lose rollouts.",
         section="The learner stalls or learns the wrong thing",
     ),
@@ -134,7 +136,7 @@ ALERTS = (
     ),
     Alert(
         name="RollstreamMismatch",
-        # The defaults of learner.loss.mismatch_limit and stale_mismatch_limit: older policies do differ.
+        # The defaults of learner.loss.mismatch_limit and stale_mismatch_limit: older policies may differ more.
         expression="rollstream_learner_mismatch_kl_mean > 0.02 + 0.05 * rollstream_learner_off_policy_staleness",
         lasts="10m",
         severity="warning",
@@ -164,7 +166,7 @@ ALERTS = (
         section="Sampling falls behind",
     ),
 )
-"""Rules, the ones about every process first."""
+"""All rules; rules about every process come first."""
 
 
 def expressions() -> Iterator[str]:
@@ -173,7 +175,7 @@ def expressions() -> Iterator[str]:
 
 
 def alert_rules() -> str:
-    """Return the rules as a file for `rule_files`."""
+    """Return the rules as the text of a file for `rule_files`."""
     rules = [
         {
             "alert": alert.name,

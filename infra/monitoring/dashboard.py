@@ -1,4 +1,4 @@
-"""The Grafana dashboard of a run: what flows, what lags, what learns, each panel with the catalogue's own words."""
+"""The Grafana dashboard of a run; each panel is described by the help texts of its metrics in the catalogue."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
 _UNITS = {"seconds": "s", "bytes": "bytes", "rollouts": "none", "tokens": "none", "": "none"}
 _WIDTH, _HEIGHT, _COLUMNS = 8, 8, 24
 RUN = '{run=~"$run"}'
-"""Selector of the runs that are chosen in the dashboard."""
+"""Selector of the runs that a user chooses in the dashboard."""
 
 
 @dataclass(frozen=True)
@@ -20,11 +20,11 @@ class Panel:
     title: str
     expressions: Sequence[tuple[str, str]]
     unit: str = ""
-    """Unit of the catalogue; empty takes that of the first metric, "none" has none."""
+    """A unit of the catalogue; empty: the unit of the first metric; "none": no unit."""
 
 
 ROWS: dict[str, Sequence[Panel]] = {
-    "Is it well": (
+    "Health": (
         Panel("Processes ready", [("sum by (run) (rollstream_ready{})", "{{run}}")]),
         Panel("Oldest turn of a loop", [("max by (process) (rollstream_loop_age_seconds{})", "{{process}}")]),
         Panel("Restarts", [("rollstream_supervisor_restarts_total{}", "{{run}}")]),
@@ -39,7 +39,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             ],
         ),
         Panel(
-            "Share of time without room",
+            "Share of time spent waiting for capacity",
             [("rate(rollstream_worker_capacity_wait_seconds_total{}[5m])", "{{process}}")],
             unit="none",
         ),
@@ -63,7 +63,7 @@ ROWS: dict[str, Sequence[Panel]] = {
                 (
                     "histogram_quantile(0.5, sum by (le) "
                     "(rate(rollstream_grouping_rollout_to_batch_seconds_bucket{}[5m])))",
-                    "half",
+                    "50 %",
                 ),
                 (
                     "histogram_quantile(0.99, sum by (le) "

@@ -52,7 +52,7 @@ def test_a_jar_that_is_not_the_locked_one_is_refused_whoever_brings_it(
     repository[1].write_text("yet another broker")
     search = find_jars(machine.environment(**{REPOSITORY_VARIABLE: repository[0]}), java)
     assert search.jars is None
-    assert [f"{JAR.coordinates} has not the digest" in reason for reason in search.refused] == [True, True]
+    assert [f"{JAR.coordinates} does not have the digest" in reason for reason in search.refused] == [True, True]
     assert list(machine.cache.parent.iterdir()) == []
 
 
