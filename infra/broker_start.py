@@ -53,8 +53,7 @@ class PlannedBroker:
 
 @dataclass(frozen=True)
 class StartedBroker:
-    """A broker that answers: the state in its data directory, and our child process, which is the broker or its keeper.
-    """
+    """A broker that answers: the state in its data directory, and our child process (the broker or its keeper)."""
 
     state: BrokerState
     child: subprocess.Popen[bytes]

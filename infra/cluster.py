@@ -251,8 +251,7 @@ def _configs(root: Path, state: ClusterState, config: BrokerConfig) -> list[Brok
 
 
 def _plan_brokers(root: Path, state: ClusterState, config: BrokerConfig) -> list[PlannedBroker]:
-    """Plan the nodes with their ports: the configured ports, else the previous ports if all are free, else free ports.
-    """
+    """Plan the nodes with their ports: the configured ports, else the previous ones if all are free, else new ones."""
     count = state.nodes
     before = [port_before(BrokerLayout(root=root / f"node-{number}")) or 0 for number in range(1, count + 1)]
     fresh = free_ports(config.host, 2 * count)

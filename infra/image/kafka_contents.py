@@ -143,8 +143,7 @@ def _link_runtime(jlink: Path, target: Path) -> None:
 
 
 def _files_of(runtime: Path, target: str) -> Iterator[ImageEntry]:
-    """Yield the runtime's files, except libraries for graphics, and the host libraries they need, at the host's paths.
-    """
+    """Yield the runtime's files, except those for graphics, and the host libraries they need, at the host's paths."""
     own = {path.name for path in runtime.rglob("*.so")}
     host: dict[str, Path] = {}
     for path in sorted(runtime.rglob("*")):

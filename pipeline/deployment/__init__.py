@@ -1,1 +1,1 @@
-"""The description of a run, and what is made from it to run one elsewhere than under `rollstream run`."""
+"""The description of a run, and the compose files and charts that run it in containers, without `rollstream run`."""

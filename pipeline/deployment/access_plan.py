@@ -1,6 +1,7 @@
-"""Compares the access rules of a run with those on the brokers, without asking anybody: which to add and to remove.
+"""Compares the access rules that a run needs with the rules on the brokers. It connects to no broker.
 
-Only rules about names of the run and of its own principals are ever removed. Others that reach the run are shown.
+Only rules of the run's own principals about the run's own names are ever removed. Other rules that reach the run are
+shown.
 """
 
 import re
@@ -18,20 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class AccessPlan:
-    """Differences between the rules that a run needs and those that are there."""
+    """Differences between the rules that a run needs and the rules on the brokers."""
 
     missing: tuple[AccessEntry, ...]
     """Rules to add."""
     surplus: tuple[AccessEntry, ...]
-    """Rules to remove: the run's principals have them, they name something of the run, and nobody needs them."""
+    """Rules to remove: they belong to the run's principals and name the run's resources, but no role needs them."""
     present: tuple[AccessEntry, ...]
-    """Rules that are needed and there."""
+    """Rules that are needed and present."""
     others: tuple[AccessEntry, ...]
-    """Rules that reach the run's topics and are not its own: of other principals, of every topic, or refusals."""
+    """Other rules that reach the run's topics: rules of other principals, rules about every topic, and denials."""
 
 
 def principal(config: "RunConfig", user: str) -> str:
-    """Return the principal that a user of the run has on the brokers, by topics.principal."""
+    """Return the principal of a user of the run on the brokers, according to topics.principal."""
     return config.topics.principal.replace("{run}", config.run).replace("{role}", user)
 
 
@@ -79,9 +80,10 @@ def compare(
 
 
 def names_something_of(run: str, entry: AccessEntry) -> bool:
-    """Whether a rule names a topic, group or transactional id of this run, and of no other one.
+    """Whether a rule names a topic, group or transactional id of this run, and of no other run.
 
-    Names of topics and groups have no dot of their own but in `.turn-`, so `a.b.rollouts` is of run `a.b`.
+    After the run's name, names of topics and groups contain no dot except in `.turn-`, so `a.b.rollouts` belongs to run
+    `a.b`.
     """
     if entry.resource == "transactionalId":
         return entry.name.startswith(f"{run}/")

@@ -1,8 +1,9 @@
-"""Access rules of each role on the brokers: the least that it works with, from the catalogue and the description.
+"""Access rules of each role on the brokers: the fewest rights it needs, from the catalogue and the description.
 
-`rollstream topics acls`, the users of a chart, `rollstream doctor` and docs/permissions.md are made from them. Reading
-and writing imply Describe. No rule covers a name of another run: topics are named one by one, since those of run `a.b`
-begin like those of run `a`; prefixes end in `.turn-`, which no run's name contains, or in a slash after the run's name.
+`rollstream topics acls`, the users of a chart, `rollstream doctor` and docs/permissions.md are made from these rules.
+Read and Write imply Describe. No rule covers a name of another run: topics are named one by one, because topics of run
+`a.b` begin like topics of run `a`. Prefixes end in `.turn-`, which no run's name contains, or in a slash after the name
+of the run.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
     from rollstream.pipeline.config import RunConfig
 
 TOPICS = "topics"
-"""User of `rollstream topics apply`: it creates the topics and writes the first state of grouping."""
+"""User of `rollstream topics apply`, which creates the topics and writes the first state of grouping."""
 AUDIT = "audit"
 """User of the commands that only read, such as `ledger`, `verify`, `lineage`, `top`, `show`, `replay` and `cat`."""
 OPERATE = "operate"
 """User of the commands that change a run, such as `topics apply`, `exclude`, `dlq redrive` and `stop`."""
 TOOL_USERS = (TOPICS, AUDIT, OPERATE)
-"""Users that are no role of a run."""
+"""Users that are not a role of a run."""
 USERS = (*(role.name for role in ROLES), *TOOL_USERS)
 """Users that a run may have."""
 _PLACE = "{" + NUMBER + "}"
@@ -45,26 +46,26 @@ _PLACE = "{" + NUMBER + "}"
 
 @dataclass(frozen=True)
 class AccessRule:
-    """Operations that a role may do on a resource of the brokers, named as in Strimzi's KafkaUser."""
+    """Operations that a role may perform on a resource of the brokers, named as in Strimzi's KafkaUser."""
 
     resource: Literal["topic", "group", "transactionalId"]
     name: str
     operations: tuple[str, ...]
     prefix: bool = False
-    """Whether it covers every name that begins so."""
+    """Whether it covers every name that begins with `name`."""
 
 
 EVERYONE = (AccessRule("group", READERS, ("Describe",)), AccessRule("topic", FIRST_TOPIC, ("Describe",)))
-"""Rules of every role. Without the second, clients work and brokers log a denial for each of them."""
+"""Rules of every role. Without the second rule, clients work, but brokers log a denial for each client."""
 
 
 def users(config: "RunConfig") -> tuple[str, ...]:
-    """Return the users of a run of these settings: its roles, the tools that may run beside them, and TOOL_USERS."""
+    """Return the users of a run with these settings: its roles, the tools that may run with them, and TOOL_USERS."""
     return (*dict.fromkeys((*counts(config), ARCHIVE, PRUNE)), *TOOL_USERS)
 
 
 def access_rules(config: "RunConfig", user: str) -> tuple[AccessRule, ...]:
-    """Return the rules of a role, or of one of TOOL_USERS, in a run of these settings, each resource once."""
+    """Return the rules of a role, or of one of TOOL_USERS, in a run with these settings, each resource once."""
     rules = _OF_TOOLS[user](config) if user in _OF_TOOLS else _of_role(config, user)
     merged: dict[tuple[str, str, bool], AccessRule] = {}
     for rule in (*rules, *EVERYONE):
@@ -88,10 +89,10 @@ def _of_role(config: "RunConfig", name: str) -> Iterator[AccessRule]:
     for template in role.transactional_ids:
         yield _named("transactionalId", template, config, ("Write",))
     if name in (GROUP, LABEL, ARCHIVE, PRUNE):
-        # They look how long brokers keep records; without it they go on without knowing.
+        # These roles check how long brokers keep records; without the right they work, but do not know.
         yield AccessRule("topic", topic_name(run, "rollouts"), ("DescribeConfigs",))
     if name in (ENV, GATEWAY, GROUP, PRUNE):
-        # Flow control, drains and pruning look how far consumers have read.
+        # Flow control, drains and pruning check how far consumers have read.
         for reader in (GROUP, LABEL, ARCHIVE, FILL) if name == PRUNE else (LABEL,):
             for template in role_of(reader).groups:
                 yield _named("group", template, config, ("Describe",))
@@ -116,7 +117,7 @@ def _of_audit(config: "RunConfig") -> Iterator[AccessRule]:
         for template in role.groups:
             yield _named("group", template, config, ("Describe",))
         for template in role.transactional_ids:
-            # They name the transaction that holds back readers.
+            # With this right the tools can name the transaction that holds back readers.
             yield _named("transactionalId", template, config, ("Describe",))
 
 
@@ -130,7 +131,7 @@ def _of_operators(config: "RunConfig") -> Iterator[AccessRule]:
     for role in ROLES:
         for template in role.groups:
             yield _named("group", template, config, ("Read",))
-    # They take over ids, to fence processes and to move positions.
+    # Operators take over transactional ids, to fence processes and to move positions.
     yield AccessRule("transactionalId", f"{config.run}/", ("Write",), prefix=True)
 
 
@@ -144,6 +145,6 @@ _OF_TOOLS: dict[str, Callable[["RunConfig"], Iterator[AccessRule]]] = {
 def _named(
     resource: Literal["group", "transactionalId"], template: str, config: "RunConfig", operations: tuple[str, ...]
 ) -> AccessRule:
-    """Return the rule of a template of names, which covers every number of a process where it has one."""
+    """Return the rule for a template of names; it covers all process numbers if the template contains a number."""
     before, place, _after = template.partition(_PLACE)
     return AccessRule(resource, expanded(before, config), operations, prefix=bool(place))

@@ -1,7 +1,7 @@
 """Renders a run as a compose file: brokers, topics, every role of its description, an archive, and monitoring.
 
-Containers run without root, their file systems are read-only but for one volume and /tmp, and nothing listens beyond
-this machine.
+Containers run without root, their file systems are read-only except for one volume and /tmp, and no port is open to
+other machines.
 """
 
 import base64
@@ -52,28 +52,28 @@ _PROBE = "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{port}
 
 @dataclass(frozen=True, kw_only=True)
 class ComposeOptions:
-    """Choices of a compose file beside the settings of the run."""
+    """Options of a compose file in addition to the settings of the run."""
 
     brokers: int = 1
-    """Brokers among the containers: 1, 3, or 0 where kafka.bootstrap_servers names others."""
+    """Number of broker containers: 1, 3, or 0 if kafka.bootstrap_servers names other brokers."""
     image: str = "rollstream:local"
     """Image of every role."""
     worker_image: str = ""
-    """Image of the workers, if the libraries of environments need one of their own."""
+    """Image of the workers, if the environments' libraries are not in `image`."""
     kafka_image: str = "rollstream/kafka:4.2.1"
-    """Image of the brokers: the official one, or one with its contract."""
+    """Image of the brokers: the official image, or an image with its contract."""
     prometheus_image: str = "prom/prometheus:v3.5.0"
     grafana_image: str = "grafana/grafana:12.1.0"
     config_file: str = ""
-    """The run's file, as a path beside the compose file; none if empty."""
+    """The run's file, as a path relative to the compose file; empty if there is none."""
     code: str = ""
-    """Directory of users' own code, as a path beside the compose file; roles then run in it. None if empty."""
+    """Directory of users' code, relative to the compose file, in which roles then run; empty if there is none."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Variables of settings that were given otherwise than in the file."""
+    """Variables for settings that are not given in the file."""
 
 
 def render_compose(config: RunConfig, options: ComposeOptions) -> str:
-    """Return the text of the compose file of a run. Raises ConfigurationError for what cannot be in containers."""
+    """Return the text of the compose file of a run. Raises ConfigurationError if containers cannot run it."""
     document = compose_document(config, options)
     return _head(config, options) + render_yaml(
         _escaped(document),
@@ -82,7 +82,7 @@ def render_compose(config: RunConfig, options: ComposeOptions) -> str:
 
 
 def compose_document(config: RunConfig, options: ComposeOptions) -> dict[str, Any]:
-    """Return the compose file of a run as plain values; `<<` has the name of what is merged."""
+    """Return the compose file of a run as plain values; the value of `<<` is the name of the merged table."""
     _check(config, options)
     brokers = _broker_names(options.brokers)
     secrets, secret_settings = container_secrets(secret_references(config))
@@ -114,29 +114,29 @@ def compose_document(config: RunConfig, options: ComposeOptions) -> dict[str, An
 
 
 def service_name(role: str, number: int) -> str:
-    """Return the name of the service of a process, which is also that of its host."""
+    """Return the name of the service of a process, which is also its host name."""
     return process_name(role_of(role), number)
 
 
 def _check(config: RunConfig, options: ComposeOptions) -> None:
     check_containers(config)
     if options.brokers not in (0, 1, 3):
-        raise ConfigurationError(f"--brokers {options.brokers}: give 1 or 3, or 0 for those of kafka.bootstrap_servers")
+        raise ConfigurationError(f"--brokers {options.brokers}: give 1 or 3, or 0 to use kafka.bootstrap_servers")
     if not options.brokers:
         check_brokers(config)
     elif config.kafka.client.get("security.protocol", "PLAINTEXT") != "PLAINTEXT":
         raise ConfigurationError(
-            "kafka.client sets security.protocol, and the brokers of the compose file are plaintext: remove the key, "
+            "kafka.client sets security.protocol, but the brokers of the compose file are plaintext: remove the key, "
             "or use your own brokers with --brokers 0"
         )
     elif config.topics.replication_factor > options.brokers:
         raise ConfigurationError(
-            f"topics.replication_factor is {config.topics.replication_factor} and there is one broker; give --brokers 3"
+            f"topics.replication_factor is {config.topics.replication_factor} but there is one broker; give --brokers 3"
         )
     if config.supervisor.worker_python and not options.worker_image:
         raise ConfigurationError(
-            "supervisor.worker_python names a Python of this machine; name an image that has the libraries of the "
-            "environments with --worker-image"
+            "supervisor.worker_python names a Python of this machine; use --worker-image to name an image that has the "
+            "libraries of the environments"
         )
 
 
@@ -144,7 +144,7 @@ def _check(config: RunConfig, options: ComposeOptions) -> None:
 
 
 def _role(config: RunConfig, options: ComposeOptions) -> dict[str, Any]:
-    """Return what the services of all roles have in common, the secrets of a connection to Kafka among it."""
+    """Return the entries that the services of all roles share, including the secrets of the connection to Kafka."""
     mounts = [f"run:{HOME}"]
     mounts += [f"{options.config_file}:{CONFIG}:ro"] if options.config_file else []
     mounts += [f"{options.code}:{CODE}:ro"] if options.code else []
@@ -166,7 +166,7 @@ def _role(config: RunConfig, options: ComposeOptions) -> dict[str, Any]:
 
 
 def _secrets(secrets: ContainerSecrets) -> dict[str, Any]:
-    """Return the entries of a service for secrets; none if there are none."""
+    """Return the entries of a service for secrets; empty if it has none."""
     entries: dict[str, Any] = {}
     if secrets.variables:
         entries["environment"] = {MERGE: "environment", **dict.fromkeys(secrets.variables)}
@@ -182,7 +182,7 @@ def _process(
     service: dict[str, Any] = {
         MERGE: "role",
         "command": _command(options, role, number),
-        # A role that is waited for is healthy once it is ready; another one, as long as it makes progress.
+        # A role that other roles wait for is healthy once it is ready; any other role, while it makes progress.
         "healthcheck": {MERGE: "readyz" if role.name in awaited else "livez"},
         **_secrets(container_secrets(secrets_of(config, role.secrets))[0]),
     }
@@ -224,7 +224,7 @@ def _probe(port: int, path: str) -> dict[str, Any]:
         "interval": "15s",
         "timeout": "10s",
         "retries": 4,
-        # Within it a failing probe does not count.
+        # Probes that fail within this time do not count.
         "start_period": f"{STARTING_S}s",
     }
 
@@ -261,7 +261,7 @@ def _broker(config: RunConfig, options: ComposeOptions, name: str, number: int) 
         "user": _USER,
         "environment": {**variables, **dict(sorted(image_environment(properties).items()))},
         "volumes": [f"{name}:{_DATA}"],
-        # Kafka unpacks the library of zstd there and loads it; where nothing may be executed, it takes no rollouts.
+        # Kafka unpacks the library of zstd into /tmp and loads it; without `exec` it would reject rollouts.
         "tmpfs": ["/tmp:exec", "/opt/kafka/config:uid=1000,gid=1000", "/opt/kafka/logs:uid=1000,gid=1000"],
         "stop_grace_period": f"{math.ceil(config.broker.stop_timeout_s)}s",
         "restart": "unless-stopped",
@@ -269,7 +269,7 @@ def _broker(config: RunConfig, options: ComposeOptions, name: str, number: int) 
 
 
 def _cluster_id(run: str) -> str:
-    """Return 16 bytes in URL-safe base64: the same whenever the file of this run is rendered."""
+    """Return 16 bytes in URL-safe base64, which are always the same for this run."""
     digest = hashlib.sha256(run.encode()).digest()[:16]
     # Kafka's storage tool reads a leading dash as a flag.
     return base64.urlsafe_b64encode(digest).decode().rstrip("=").replace("-", "_")
@@ -279,7 +279,7 @@ def _cluster_id(run: str) -> str:
 
 
 def _monitoring(options: ComposeOptions, services: list[str], port: int) -> dict[str, Any]:
-    """Return Prometheus and Grafana. Their settings are in variables, so that the compose file is the only one."""
+    """Return Prometheus and Grafana. Their settings are in variables, so that they need no files of their own."""
     scrape = {
         "global": {"scrape_interval": "15s"},
         "scrape_configs": [
@@ -336,14 +336,14 @@ def _head(config: RunConfig, options: ComposeOptions) -> str:
     return (
         f"# Run {config.run}, from {source}. Written by `rollstream deploy compose`: change the settings, and write it "
         "again.\n"
-        "#   docker compose up --detach                      all roles (docker-compose where that is its name)\n"
+        "#   docker compose up --detach                      all roles (docker-compose if it has that name)\n"
         f"#   docker compose run --rm tools ledger{flag}    any other command of rollstream\n"
         "#   docker compose --profile monitoring up --detach with Prometheus and Grafana\n"
     )
 
 
 def _escaped(value: Any) -> Any:
-    """Return the values with `$` as compose wants it: a single one would be a variable of its own."""
+    """Return the values with `$` doubled, because compose reads a single `$` as the start of a variable."""
     if isinstance(value, str):
         return value.replace("$", "$$")
     if isinstance(value, Mapping):

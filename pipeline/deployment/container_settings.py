@@ -1,4 +1,4 @@
-"""Settings of a run whose roles are containers: addresses, ports and directories that are other than on one machine.
+"""Settings of a run whose roles are containers: the addresses, ports and directories that differ from one machine's.
 
 The caller names the hosts; everything else comes from the run's own settings.
 """
@@ -16,14 +16,14 @@ from rollstream.pipeline.toml import render
 from rollstream.topics.errors import ConfigurationError
 
 HOME = PurePosixPath("/var/lib/rollstream")
-"""Directory of a run's files in a container, and the only one beside /tmp that a role writes to."""
+"""Directory of a run's files in a container. Roles write to no other directory except /tmp."""
 SECRETS = PurePosixPath("/run/secrets")
 KAFKA_PORT = 9092
 INFERENCE_PORT = 8000
 COORDINATOR_PORT = 8476
 SERVICE_PORT = 8081
 STARTING_S = 1800
-"""Time that a container may take until it is ready: a learner warms up, a server waits for it and compiles."""
+"""Time until a container must be ready: a learner warms up, and a server waits for the learner and compiles."""
 _EVERYWHERE = "0.0.0.0"
 _DIRECTORIES = ("learner.checkpoint.directory", "fill.directory", "serving.directory", "learner.weights.url")
 """Settings of directories that roles write to."""
@@ -33,20 +33,20 @@ HostOf = Callable[[str, int], str]
 
 @dataclass(frozen=True)
 class ContainerSecrets:
-    """Secrets by the way in which a container gets them."""
+    """Secrets of a container, by how it gets them."""
 
     variables: tuple[str, ...]
-    """Variables that are handed on."""
+    """Names of the variables that are passed to the container."""
     files: Mapping[str, str]
-    """Files that are mounted below SECRETS, by their names there."""
+    """Paths of the files that are mounted below SECRETS, by their names there."""
 
 
 def check_containers(config: RunConfig) -> None:
-    """Raise ConfigurationError for a setting that names something of this machine, which no container has."""
+    """Raise ConfigurationError for a setting that names something on this machine that containers do not have."""
     if counts(config).get(ENGINE):
         raise ConfigurationError(
-            "serving.python names a Python of this machine; run the engine in a container of its own, and set "
-            "serving.urls to where it serves"
+            "serving.python names a Python of this machine; run the engine in its own container, and set "
+            "serving.urls to its address"
         )
     urls = {"worker.inference_urls": () if config.inference.replicas else config.worker.inference_urls}
     urls |= {"serving.urls": config.serving.urls, "labeling.judge.url": (config.labeling.judge.url,)}
@@ -70,9 +70,9 @@ def check_brokers(config: RunConfig) -> None:
 
 
 def container_settings(config: RunConfig, host_of: HostOf, brokers: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings that every container of a run needs beside those of its file, by dotted key.
+    """Return the settings that every container of a run needs in addition to the run's file, by dotted key.
 
-    `brokers` are the hosts of brokers that are containers too, if they are.
+    `brokers` are the host names of brokers that also run in containers, if any.
     """
     settings: dict[str, Any] = {"run": config.run, "data_dir": str(HOME), **_directories(config)}
     settings["kafka.bootstrap_servers"] = config.kafka.bootstrap_servers
@@ -82,7 +82,7 @@ def container_settings(config: RunConfig, host_of: HostOf, brokers: Sequence[str
         settings["topics.replication_factor"] = replicas = min(3, len(brokers))
         settings["topics.min_insync_replicas"] = max(1, replicas - 1)
     settings |= {"service.host": _EVERYWHERE, "service.port": config.service.port or SERVICE_PORT}
-    # A supervisor would tell that the learner, for whose first version a server waits, makes progress; here is none.
+    # A server waits for the learner's first version; without a supervisor it cannot know that the learner progresses.
     settings["supervisor.ready_timeout_s"] = max(float(STARTING_S), config.supervisor.ready_timeout_s)
     processes = counts(config)
     if servers := processes.get(INFER, 0):
@@ -97,8 +97,10 @@ def container_settings(config: RunConfig, host_of: HostOf, brokers: Sequence[str
 
 
 def container_secrets(references: Mapping[str, tuple[str, str]]) -> tuple[ContainerSecrets, dict[str, str]]:
-    """Return secrets as containers get them, and the settings that refer to them. `references` are kind (env or file)
-    and name, by dotted key."""
+    """Return secrets as containers get them, and the settings that refer to them.
+
+    `references` has the kind (env or file) and name of each secret, by dotted key.
+    """
     variables, files, settings = [], {}, {}
     for key, (kind, name) in sorted(references.items()):
         if kind == "env":
@@ -118,13 +120,13 @@ def variables_of(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Return the value as variables and flags have it: a text as it is, everything else as in TOML."""
+    """Return the value as it is written in variables and flags: text unchanged, everything else as in TOML."""
     plainly = plain(value)
     return plainly if isinstance(plainly, str) else render({"value": plainly}).removeprefix("value = ").strip()
 
 
 def _directories(config: RunConfig) -> dict[str, str]:
-    """Return directories that are set, as they are in a container: those below data_dir are below HOME there."""
+    """Return the configured directories as they are in a container, where directories below data_dir are below HOME."""
     moved = {}
     derived = str(config.run_dir / "checkpoints")
     for key in _DIRECTORIES:
@@ -138,7 +140,7 @@ def _directories(config: RunConfig) -> dict[str, str]:
             path = path.relative_to(config.data_dir)
         if path.is_absolute():
             raise ConfigurationError(
-                f"{key} is {value}, and containers keep files below data_dir only; name a directory below "
+                f"{key} is {value}, but containers keep files only below data_dir; name a directory below "
                 f"{config.data_dir}, or a relative one"
             )
         moved[key] = str(HOME / PurePosixPath(*path.parts))

@@ -1,6 +1,6 @@
-"""The description of a run: what each role is, how many there are, and what one needs, reads, writes and keeps.
+"""The description of a run: each role, its number of processes, and what a process needs, reads, writes and keeps.
 
-`rollstream run`, deployments and docs/roles.md are made from it. Pure: it imports no Kafka client and no JAX.
+`rollstream run`, deployments and docs/roles.md are derived from it. It imports no Kafka client and no JAX.
 """
 
 import re
@@ -30,9 +30,9 @@ ARCHIVE = "archive"
 PRUNE = "prune"
 
 SERVICE_PORT_SETTING = "service.port"
-"""Setting of the port at which every role answers /livez and /readyz; tools have none."""
+"""Setting of the port at which every role answers /livez and /readyz; tools do not listen there."""
 NUMBER = "ordinal"
-"""Stands in a template for the number of the process."""
+"""Placeholder in templates for the number of the process."""
 _TOKENS, _CONTROL = "tokens", "control"
 
 
@@ -41,29 +41,29 @@ class RoleDescription:
     """One role of a run: a kind of process, of which there may be several."""
 
     name: str
-    """Its name, which is that of its command: `rollstream NAME`."""
+    """Its name, which is also the name of its command: `rollstream NAME`."""
     does: str
     """Its work, in one sentence without a subject."""
     flags: tuple[str, ...] = ()
     """Flags of the command that are not settings."""
     number_flag: str = ""
-    """Flag that takes the number of the process, from 0; empty if there is only one."""
+    """Flag for the number of the process, counted from 0; empty if there is only one process."""
     tasks: tuple[str, ...] = (_TOKENS,)
-    """Runs that have the role: those of language models (tokens), of control tasks (control), or both."""
+    """Kinds of runs that have the role: language models (tokens), control tasks (control), or both."""
     counted_by: str = ""
-    """Setting that decides how many `rollstream run` starts; empty: it starts none."""
+    """Setting that decides how many processes `rollstream run` starts; empty: none."""
     count: Callable[["RunConfig"], int] = lambda _config: 0
-    """How many `rollstream run` starts in a run that may have the role."""
+    """Returns the number of processes that `rollstream run` starts in a run that may have the role."""
     ports: tuple[str, ...] = ()
     """Settings of the ports, or of the URLs, at which it listens."""
     port_of_number: bool = False
-    """Whether process N listens on its port plus N, as processes of one machine must."""
+    """Whether process N listens on its port plus N, so that several processes can share a machine."""
     extras: tuple[str, ...] = ()
-    """Extras of the package that it cannot do without."""
+    """Extras of the package that it requires."""
     groups: tuple[str, ...] = ()
-    """Consumer groups that it commits offsets to, with settings and the number in braces."""
+    """Templates of the consumer groups to which it commits offsets, with settings and the number in braces."""
     transactional_ids: tuple[str, ...] = ()
-    """Transactional ids that it writes under, with settings and the number in braces."""
+    """Templates of the transactional ids under which it writes, with settings and the number in braces."""
     secrets: tuple[str, ...] = ()
     """Secret settings that it uses in addition to those of its connection to Kafka, or, with a dot at the end, the
     section of their options; it is given no others."""
@@ -72,31 +72,31 @@ class RoleDescription:
     finishes: bool = False
     """Whether it exits with 0 by itself when its work is done."""
     after: tuple[str, ...] = ()
-    """Roles that must be ready before it starts, as far as the run has them."""
+    """Roles that must be ready before it starts, if the run has them."""
 
     @property
     def numbered(self) -> bool:
-        """Whether each process has a number that must stay its own across restarts."""
+        """Whether each process has a number that it must keep across restarts."""
         return bool(self.number_flag)
 
     @property
     def is_tool(self) -> bool:
-        """Whether it is a tool that may run for long, which `rollstream run` does not start."""
+        """Whether it is a long-running tool that `rollstream run` does not start."""
         return not self.counted_by
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """Topics that it reads, by the catalogue."""
+        """Topics that it reads, according to the catalogue."""
         names = {self.name, TOOLS} if self.is_tool else {self.name}
         return tuple(spec.name for spec in CATALOGUE if names & set(spec.readers))
 
     @property
     def writes(self) -> tuple[str, ...]:
-        """Topics that it writes to, by the catalogue."""
+        """Topics that it writes to, according to the catalogue."""
         return tuple(spec.name for spec in CATALOGUE if self.name in spec.writers)
 
     def arguments(self, number: int = 0) -> tuple[str, ...]:
-        """Return the command of a process and its flags, without those of the configuration."""
+        """Return the command of a process and its flags, without the flags of the configuration."""
         numbered = (self.number_flag, str(number)) if self.number_flag else ()
         return (self.name, *self.flags, *numbered)
 
@@ -120,7 +120,7 @@ ROLES: tuple[RoleDescription, ...] = (
     ),
     RoleDescription(
         name=INFER,
-        does="answers completions with the newest policy version",
+        does="serves completions with the newest policy version",
         number_flag="--ordinal",
         counted_by="inference.replicas",
         count=lambda config: config.inference.replicas,
@@ -165,7 +165,7 @@ ROLES: tuple[RoleDescription, ...] = (
     ),
     RoleDescription(
         name=LABEL,
-        does="labels what waits for its reward, exactly once",
+        does="labels trajectories and rollouts that wait for a reward, exactly once",
         number_flag="--ordinal",
         tasks=(_TOKENS, _CONTROL),
         counted_by="labeling.processes",
@@ -185,7 +185,7 @@ ROLES: tuple[RoleDescription, ...] = (
     ),
     RoleDescription(
         name=GATEWAY,
-        does="captures the model calls of any agent, and writes them as rollouts",
+        does="captures the model calls of any agent and writes them as rollouts",
         number_flag="--ordinal",
         counted_by="gateway.port",
         count=lambda config: config.gateway.processes if config.gateway.port else 0,
@@ -223,7 +223,7 @@ ROLES: tuple[RoleDescription, ...] = (
     ),
     RoleDescription(
         name=PRUNE,
-        does="deletes what recovery, verification and learners no longer need; runs at intervals",
+        does="deletes records that recovery, verification and learners no longer need; runs at intervals",
         flags=("--yes",),
         tasks=(_TOKENS, _CONTROL),
         finishes=True,
@@ -236,12 +236,12 @@ _BY_NAME = {role.name: role for role in ROLES}
 def role_of(name: str) -> RoleDescription:
     """Return the description of a role. Raises ConfigurationError for an unknown name."""
     if name not in _BY_NAME:
-        raise ConfigurationError(f"no role is called {name!r}; roles are {', '.join(_BY_NAME)}")
+        raise ConfigurationError(f"no role is named {name!r}; roles are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 
 def counts(config: "RunConfig") -> dict[str, int]:
-    """Return how many processes of each role `rollstream run` starts, for the roles that the run has."""
+    """Return the number of processes that `rollstream run` starts for each role of the run."""
     task = _CONTROL if config.is_control else _TOKENS
     numbers = {role.name: role.count(config) for role in ROLES if task in role.tasks}
     return {name: number for name, number in numbers.items() if number}
@@ -251,7 +251,7 @@ _FIRST_HAS_NO_NUMBER = (LEARN, INFER, GATEWAY, EVAL)
 
 
 def process_name(role: RoleDescription, number: int) -> str:
-    """Return the name of a process of a role, e.g. group-0; the first of some has that of its role."""
+    """Return the name of a process of a role, e.g. group-0; for some roles the first process is named like the role."""
     bare = not role.numbered or (number == 0 and role.name in _FIRST_HAS_NO_NUMBER)
     return role.name if bare else f"{role.name}-{number}"
 
@@ -260,7 +260,7 @@ _NAMED = re.compile(r"\{([a-z_.]+)\}")
 
 
 def expanded(template: str, config: "RunConfig", number: int = 0) -> str:
-    """Return the name that a template of `groups` or `transactional_ids` stands for in a process of this number."""
+    """Expand a template of `groups` or `transactional_ids` for the process with this number."""
 
     def value(match: re.Match[str]) -> str:
         return str(number if match[1] == NUMBER else attrgetter(match[1])(config))

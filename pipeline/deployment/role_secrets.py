@@ -1,4 +1,4 @@
-"""The secrets that a role of a run is given: those of its connection to Kafka, and those that it uses itself."""
+"""The secrets that a role of a run gets: for its connection to Kafka, and for the role itself."""
 
 from collections.abc import Collection
 
@@ -18,6 +18,6 @@ def secrets_of(config: RunConfig, used: Collection[str] = ()) -> dict[str, tuple
 
 
 def withheld_variables(config: RunConfig, used: Collection[str]) -> frozenset[str]:
-    """Environment variables that hold secrets of the run, and none that a process with these keys uses."""
+    """Return the environment variables with secrets of the run that a process with these keys does not use."""
     given = {name for kind, name in secrets_of(config, used).values() if kind == "env"}
     return secret_variables(config) - given

@@ -1,7 +1,7 @@
-"""Waits for what a role needs before it starts: its topics, the first state of grouping, and roles that come before it.
+"""Waits for everything a role needs to start: its topics, the first state of grouping, and roles that start before it.
 
-Under `rollstream run` the supervisor sees to that order. Elsewhere each process waits for itself, so an upgrade keeps
-the order, too: a role starts once one process of each role before it is ready, and none that is has another release.
+Under `rollstream run` the supervisor keeps this order. Elsewhere each process waits by itself, so upgrades keep the
+order, too: a role starts once each role before it has a ready process, and no ready process of another release.
 """
 
 import re
@@ -20,14 +20,14 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import Reader
 
 _LOOK_S = 1.0
-"""Longest wait of one question, and the pause between two."""
+"""Pause between two checks; the timeouts of single requests are multiples of it."""
 _VERSION = re.compile(rb'^rollstream_info\{[^}]*version="([^"]*)"', re.MULTILINE)
 
 
 def await_start(config: RunConfig, role: str, hosts: Sequence[str], timeout_s: float) -> None:
     """Wait until a role may start. Raises DeadlineExceeded, which names what is missing.
 
-    `hosts` are those of the roles before it, as host:port of their service ports; one may stand for several processes.
+    `hosts` are the service addresses (host:port) of the roles before it; one host name may stand for several processes.
     """
     deadline = time.monotonic() + timeout_s
     while missing := next(_missing(config, role, hosts), ""):
@@ -37,7 +37,7 @@ def await_start(config: RunConfig, role: str, hosts: Sequence[str], timeout_s: f
 
 
 def _missing(config: RunConfig, role: str, hosts: Sequence[str]) -> Iterator[str]:
-    """Yield what is missing, the first thing first."""
+    """Yield what is missing, in the order in which it must appear."""
     yield from _missing_topics(config, role)
     for host in hosts:
         yield from _missing_process(host)
@@ -56,7 +56,7 @@ def _missing_topics(config: RunConfig, name: str) -> Iterator[str]:
     if absent := sorted(needed - set(present)):
         yield f"topics {', '.join(absent)} are missing; `rollstream topics apply` creates them"
     elif name == GROUP:
-        # A member of the group would keep the first state from being written.
+        # Joining the group would keep the first state from being written, so only read its offsets.
         try:
             with Reader(config.kafka, group=config.grouper.group_id(config.run)) as reader:
                 positions = reader.committed(rollouts, partitions, "reading positions of grouping", 10 * _LOOK_S)
@@ -68,7 +68,7 @@ def _missing_topics(config: RunConfig, name: str) -> Iterator[str]:
 
 
 def _missing_process(host: str) -> Iterator[str]:
-    """Yield what is missing of the processes of a host: one must be ready, and all that answer of this release."""
+    """Yield what is missing at a host: one process must be ready, and all ready processes must be of this release."""
     name, _, port = host.rpartition(":")
     ready, own = 0, version("rollstream").encode()
     for address in _addresses(name, int(port)):
@@ -77,7 +77,7 @@ def _missing_process(host: str) -> Iterator[str]:
             continue
         others = set(_VERSION.findall(_answer(f"{url}/metrics") or b"")) - {own}
         if others:
-            yield f"a process at {host} is of release {others.pop().decode()}, and this one of {own.decode()}"
+            yield f"a process at {host} is of release {others.pop().decode()}, but this one is of {own.decode()}"
             return
         ready += 1
     if not ready:
@@ -93,7 +93,7 @@ def _addresses(name: str, port: int) -> list[str]:
 
 
 def _answer(url: str) -> bytes | None:
-    """Return the body of an answer of 200."""
+    """Return the body of the answer; None without an answer of 200."""
     try:
         with urllib.request.urlopen(url, timeout=5 * _LOOK_S) as answer:
             body: bytes = answer.read()

@@ -1,7 +1,8 @@
-"""Writes plain values as YAML for people to read: block style, texts quoted wherever YAML could read them otherwise.
+"""Writes plain values as YAML for people to read: in block style, with quotes wherever YAML could misread a text.
 
-Only what our deployments need: tables, lists, texts, numbers, booleans and nothing. Keys are written as they are. In
-templates of YAML, Raw is a scalar that the template's engine fills in, and Enclosed an entry that it may leave out.
+It supports only what our deployments need: tables, lists, texts, numbers, booleans and null. Keys are written
+unchanged. In templates of YAML, Raw is a scalar that the template engine fills in, and Enclosed is an entry that the
+engine may leave out.
 """
 
 import json
@@ -12,15 +13,15 @@ from typing import Any
 
 _PLAIN = re.compile(r"(--?)?[A-Za-z/][A-Za-z0-9_./-]*")
 _WORDS = {"true", "false", "yes", "no", "on", "off", "null", "y", "n"}
-"""Texts that YAML 1.1 reads as something else."""
+"""Texts that YAML 1.1 does not read as texts."""
 _WIDTH = 90
-"""Longest list that is written in one line."""
+"""Most characters of a list that is written in one line."""
 MERGE = "<<"
 """Key whose value is the name of an anchor."""
 
 
 class Raw(str):
-    """A scalar that is written as it is, without quotes."""
+    """A scalar that is written unchanged, without quotes."""
 
     __slots__ = ()
 
@@ -31,7 +32,7 @@ class Enclosed:
 
     before: str
     value: Any
-    """The value of its key, or in a list the list of the items."""
+    """The value of its key or, within a list, the list of the enclosed items."""
     after: str
 
 
@@ -93,15 +94,15 @@ def _scalar(value: Any) -> str:
         if is_plain:
             return value
         if ('"' in value or "\\" in value) and value.isprintable():
-            return "'{}'".format(value.replace("'", "''"))  # such as JSON, which is easier to read so
+            return "'{}'".format(value.replace("'", "''"))  # Texts such as JSON are easier to read this way.
         return f'"{"".join(map(_escaped, value))}"'
     if isinstance(value, Mapping | Sequence) and value:
-        raise TypeError(f"a list holds {value!r}; only texts, numbers and tables are written in lists")
+        raise TypeError(f"a list holds {value!r}; lists may hold only texts, numbers and tables")
     return json.dumps(value)
 
 
 def _escaped(character: str) -> str:
-    """Return a character as it stands between double quotes."""
+    """Return a character as it is written between double quotes."""
     if character in '"\\':
         return f"\\{character}"
     return character if character.isprintable() else f"\\U{ord(character):08X}"

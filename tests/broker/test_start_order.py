@@ -63,7 +63,7 @@ def test_a_role_waits_until_one_before_it_is_ready_and_of_its_release(
     await_start(config, "env", [address.replace("127.0.0.1", "localhost")], 60)
     values.put("rollstream_info", 1, "group", "9.9.9")
     own = version("rollstream")
-    assert f"a process at {address} is of release 9.9.9, and this one of {own}" in missing(config, "env", address)
+    assert f"a process at {address} is of release 9.9.9, but this one is of {own}" in missing(config, "env", address)
 
 
 def test_the_command_says_what_is_missing_in_one_line(config: RunConfig, real_run: RealRun) -> None:

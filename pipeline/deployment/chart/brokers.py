@@ -1,4 +1,4 @@
-"""Brokers of a chart, run by Strimzi: the cluster, its nodes, the topics of the catalogue, a user for each role."""
+"""Brokers of a chart, run by Strimzi: the cluster, its nodes, the topics of the catalogue, and a user for each role."""
 
 from typing import Any
 
@@ -28,11 +28,11 @@ SETTINGS = (
     "replica.fetch.max.bytes",
     "socket.request.max.bytes",
 )
-"""Settings of our own brokers that the roles rely on; the others fit brokers to a laptop."""
+"""Settings of our local brokers that the roles rely on; their other settings fit brokers to a laptop."""
 
 
 def kafka_version() -> str:
-    """Return the version of Kafka that our own brokers have, too."""
+    """Return the version of Kafka, which is also the version of our local brokers."""
     return BrokerConfig().image.rpartition(":")[2]
 
 
@@ -47,15 +47,15 @@ def brokers_template(chart: RunChart) -> Template:
 
 
 def topics_template(chart: RunChart) -> Template:
-    """Return the topics, as Strimzi's topic operator takes them."""
+    """Return the topics, as Strimzi's topic operator expects them."""
     topics = [_topic(chart, spec) for spec in CATALOGUE]
-    return Template("Topics of the run, by the catalogue.", [when(IN_CHART, topics)])
+    return Template("Topics of the run, from the catalogue.", [when(IN_CHART, topics)])
 
 
 def users_template(chart: RunChart) -> Template:
-    """Return the users, each with the least access that its role works with."""
+    """Return the users, each with the least access that its role needs."""
     users = [_user(chart, name) for name in (*chart.processes, TOPICS)]
-    return Template("Users of the brokers: one a role, with the least that it works with.", [when(WITH_USERS, users)])
+    return Template("Users of the brokers: one for each role, with the least access.", [when(WITH_USERS, users)])
 
 
 def _metadata(chart: RunChart, name: str) -> dict[str, Any]:

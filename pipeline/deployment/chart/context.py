@@ -1,4 +1,4 @@
-"""Facts that every part of a chart is made from: the settings of the run, its names in a cluster, and its processes."""
+"""The data for every part of a chart: the settings of the run, its names in a cluster, and its processes."""
 
 import hashlib
 import re
@@ -21,50 +21,50 @@ from rollstream.pipeline.settings import variable_of
 from rollstream.topics.errors import ConfigurationError
 
 _LONGEST_NAME = 30
-"""Longest name of a run whose pods' names still are names of hosts, which have 63 characters."""
+"""Longest name of a run: pods' names, which begin with it, are host names and may have 63 characters."""
 BOOTSTRAP, REPLICAS, IN_SYNC = (
     variable_of(key) for key in ("kafka.bootstrap_servers", "topics.replication_factor", "topics.min_insync_replicas")
 )
 COORDINATOR = variable_of("learner.coordinator")
 PROCESSES = "processes"
-"""Name of the jobs of a learner of several processes within its JobSet."""
+"""Name of the job within the JobSet of a learner with several processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChartOptions:
-    """Choices of a chart beside the settings of the run; most can be changed as values, too."""
+    """Options of a chart in addition to the settings of the run; most can also be changed as values."""
 
     image: str = "rollstream:local"
     """Image of every role."""
     worker_image: str = ""
-    """Image of the workers, if the libraries of environments need one of their own."""
+    """Image of the workers, if the environments' libraries are not in `image`."""
     config_text: str = ""
-    """Text of the run's file; empty: none."""
+    """Text of the run's file; empty if it has none."""
     variables: Mapping[str, str] | None = None
-    """Variables of settings that were given otherwise than in the file."""
+    """Variables for settings that are not given in the file."""
 
 
 @dataclass(frozen=True)
 class RunChart:
-    """The run that a chart is of."""
+    """A run, as its chart describes it."""
 
     config: RunConfig
     options: ChartOptions
 
     @cached_property
     def name(self) -> str:
-        """Name of the run, as names of a cluster are spelled."""
+        """Name of the run, spelled as Kubernetes allows."""
         name = re.sub("[^a-z0-9]+", "-", self.config.run.lower()).strip("-")
         if not name or name[0].isdigit() or len(name) > _LONGEST_NAME:
             raise ConfigurationError(
-                f"run {self.config.run} would be {name!r} in a cluster, where a name begins with a letter and leaves "
-                f"room for those of its pods: choose a name of {_LONGEST_NAME} characters at most"
+                f"run {self.config.run} would be named {name!r} in a cluster, where names must begin with a letter and "
+                f"leave room for the names of pods: choose a name of {_LONGEST_NAME} characters at most"
             )
         return name
 
     @cached_property
     def processes(self) -> dict[str, int]:
-        """Number of processes of each role, with the tools that a chart can run beside them."""
+        """Number of processes of each role, and of the tools that a chart can run in addition."""
         return {**counts(self.config), ARCHIVE: 1, PRUNE: 1}
 
     @cached_property
@@ -89,7 +89,7 @@ class RunChart:
 
     @cached_property
     def settings(self) -> dict[str, object]:
-        """Settings that pods have beside those of the file, by dotted key, whichever brokers there are."""
+        """Settings of pods in addition to the run's file, by dotted key, whether or not the chart has brokers."""
         _secrets, references = container_secrets(secret_references(self.config))
         settings = {**container_settings(self.config, self.host), **references}
         for key in ("kafka.bootstrap_servers", "learner.coordinator"):
@@ -106,7 +106,7 @@ class RunChart:
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all settings: pods that began with others are replaced."""
+        """Digest of all settings; a change of it replaces the pods."""
         text = repr((self.options.config_text, self.variables))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -124,7 +124,7 @@ class RunChart:
 
     @property
     def own_brokers(self) -> bool:
-        """Whether the brokers may be those of the chart: settings of a secured connection name others."""
+        """Whether the chart may run the brokers: settings for a secured connection mean that brokers already exist."""
         return self.config.kafka.client.get("security.protocol", "PLAINTEXT") == "PLAINTEXT"
 
     def object_name(self, role: str) -> str:
@@ -136,7 +136,7 @@ class RunChart:
         return f"{self.object_name(role)}-{number}.{self.object_name(role)}"
 
     def coordinator(self, digest: str) -> str:
-        """Return host and port of the first process of a learner of several, whose JobSet has this digest."""
+        """Return host and port of the first process of a learner with several, whose JobSet has this digest."""
         name = self.object_name(LEARN)
         return f"{name}-{digest}-{PROCESSES}-0-0.{name}:{COORDINATOR_PORT}"
 
@@ -155,7 +155,7 @@ class RunChart:
 
 
 def values_key(role: str) -> str:
-    """Return the name of a role among the values, where a dash would be a minus."""
+    """Return the name of a role among the values, without dashes, which templates would read as a minus."""
     first, *rest = role.split("-")
     return first + "".join(part.capitalize() for part in rest)
 

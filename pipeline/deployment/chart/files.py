@@ -1,4 +1,4 @@
-"""Files of a chart: its templates, values with their schema, the run's own file, and what monitoring is made of."""
+"""Files of a chart: its templates, values and their schema, the run's own file, the dashboard and the alert rules."""
 
 import re
 from importlib.metadata import version
@@ -26,19 +26,21 @@ from rollstream.topics.errors import ConfigurationError
 
 RUN_FILE = "files/run.toml"
 _LARGEST_FILE = 900_000
-"""Bytes of a file in a ConfigMap, which has 1 MiB in all."""
+"""Most bytes of a file in a ConfigMap, which may have 1 MiB in all."""
 
 
 def chart_files(config: RunConfig, options: ChartOptions) -> dict[str, str]:
-    """Return the text of each file of the chart of a run, by its path. Raises ConfigurationError for a run whose roles
-    cannot be in a cluster."""
+    """Return the text of each file of a run's chart, by its path.
+
+    Raises ConfigurationError for a run whose roles cannot run in a cluster.
+    """
     _check(config, options)
     chart = RunChart(config, options)
     files = {
         "Chart.yaml": render_yaml(_about(chart)),
         "values.yaml": _commented(values.values(chart), "Values of every release."),
-        "values-development.yaml": _commented(values.development(chart), "Beside values.yaml, on one's own machine."),
-        "values-production.yaml": _commented(values.production(chart), "Beside values.yaml, where operators are."),
+        "values-development.yaml": _commented(values.development(chart), "Added to values.yaml on a local cluster."),
+        "values-production.yaml": _commented(values.production(chart), "Added to values.yaml if operators exist."),
         "values.schema.json": json_text(values.schema(chart)),
         operations.DASHBOARD: dashboard(),
         operations.ALERTS: alert_rules(),
@@ -81,7 +83,7 @@ def _settings(chart: RunChart) -> Template:
 
 
 def _of_brokers(chart: RunChart) -> dict[str, Any]:
-    """Return variables that depend on whose the brokers are; a key stands once, whichever value it has."""
+    """Return the variables that depend on whether the chart runs the brokers; each key is written once."""
     plain, secured = (brokers.bootstrap(chart, port) for port in (KAFKA_PORT, brokers.SECURED_PORT))
     address = f"(.Values.brokers.security | ternary {_text(secured)} {_text(plain)})"
     address = f".Values.brokers.enabled | ternary {address} .Values.brokers.bootstrapServers"
@@ -119,7 +121,7 @@ def _about(chart: RunChart) -> dict[str, Any]:
         "name": f"rollstream-{chart.name}",
         "description": f"Run {chart.config.run} of rollstream: its roles, topics and brokers.",
         "type": "application",
-        # The version says which settings it is of.
+        # The digest in the version identifies the settings.
         "version": f"{_semantic(version('rollstream'))}+{chart.digest}",
         "appVersion": version("rollstream"),
         "kubeVersion": ">=1.29.0-0",
@@ -127,7 +129,7 @@ def _about(chart: RunChart) -> dict[str, Any]:
 
 
 def _semantic(text: str) -> str:
-    """Return the release as a semantic version, e.g. 0.1.0 of 0.1.0.dev3."""
+    """Return the release as a semantic version, e.g. 0.1.0 for 0.1.0.dev3."""
     match = re.match(r"\d+\.\d+\.\d+", text)
     return match[0] if match else "0.0.0"
 
@@ -141,7 +143,7 @@ def _notes(chart: RunChart) -> str:
     return (
         f"Run {chart.config.run}. Its pods:\n\n"
         f"  kubectl get pods -n {{{{ .Release.Namespace }}}} -l app.kubernetes.io/instance={name}\n\n"
-        "Workers start once the roles that read what they write are ready.\n"
+        "Workers start once the roles that read their records are ready.\n"
     )
 
 
@@ -151,13 +153,13 @@ def _check(config: RunConfig, options: ChartOptions) -> None:
         check_brokers(config)
     if config.supervisor.worker_python and not options.worker_image:
         raise ConfigurationError(
-            "supervisor.worker_python names a Python of this machine; name an image that has the libraries of the "
-            "environments with --worker-image"
+            "supervisor.worker_python names a Python of this machine; use --worker-image to name an image that has the "
+            "libraries of the environments"
         )
     if config.learner.weights.url and "://" not in config.learner.weights.url:
         raise ConfigurationError(
             f"learner.weights.url is {config.learner.weights.url}, and pods share no directory; name a URL of a store, "
-            "such as s3://bucket/weights, or remove it, so that weights go through the log"
+            "such as s3://bucket/weights, or remove the setting, so that weights are sent through the log"
         )
     if len(options.config_text.encode()) > _LARGEST_FILE:
-        raise ConfigurationError(f"the run's file is larger than {_LARGEST_FILE} bytes, and a ConfigMap has 1 MiB")
+        raise ConfigurationError(f"the run's file is larger than {_LARGEST_FILE} bytes, and a ConfigMap may have 1 MiB")

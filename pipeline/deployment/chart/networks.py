@@ -1,4 +1,4 @@
-"""Network policies of a chart: a pod of the run is reached by, and reaches, what its work needs and nothing else."""
+"""Network policies of a chart: each pod of the run may connect, and be connected to, only as its work needs."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,7 +18,7 @@ _DNS = [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
 
 def network_template(chart: RunChart) -> Template:
     """Return the policies of the run."""
-    return Template("Who may speak with whom.", [when(_ON, list(_policies(chart)))])
+    return Template("Connections that pods may make and accept.", [when(_ON, list(_policies(chart)))])
 
 
 def _policies(chart: RunChart) -> Iterator[Document]:
@@ -64,7 +64,7 @@ def _of_servers(chart: RunChart) -> Iterator[Document]:
 
 
 def _urls(chart: RunChart) -> dict[str, Sequence[str]]:
-    """Return servers outside the run that roles ask, by the settings."""
+    """Return the URLs, from the settings, of the servers outside the run that each role calls."""
     config = chart.config
     servers = () if INFER in chart.processes else config.worker.inference_urls
     return {

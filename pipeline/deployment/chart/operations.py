@@ -1,4 +1,4 @@
-"""Objects that watch and scale a run in a cluster: of Prometheus' operator, of Grafana, and of KEDA."""
+"""Objects that monitor and scale a run in a cluster, for Prometheus' operator, Grafana and KEDA."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ _MONITORING = "monitoring.coreos.com/v1"
 
 
 def monitoring_template(chart: RunChart) -> Template:
-    """Return what makes Prometheus and Grafana see the run."""
+    """Return the objects by which Prometheus and Grafana monitor the run."""
     pods = {
         "apiVersion": _MONITORING,
         "kind": "PodMonitor",
@@ -48,7 +48,7 @@ def monitoring_template(chart: RunChart) -> Template:
 def scaling_template(chart: RunChart) -> Template:
     """Return the scaling of grouping by the lag of its tasks.
 
-    KEDA's own scaler for Kafka never sees a lag of 0 where transactions commit: their markers are offsets, too.
+    KEDA's own scaler for Kafka never sees a lag of 0 after transactions, because their markers are offsets, too.
     """
     scaled = {
         "apiVersion": "keda.sh/v1alpha1",
@@ -56,13 +56,14 @@ def scaling_template(chart: RunChart) -> Template:
         "metadata": chart.metadata(chart.object_name(GROUP), GROUP),
         "spec": {
             "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": chart.object_name(GROUP)},
-            # With no process left, nobody would serve the lag.
+            # Without a process, nothing would report the lag.
             "minReplicaCount": value("autoscaling.minReplicas"),
             "maxReplicaCount": value("autoscaling.maxReplicas"),
             "cooldownPeriod": value("autoscaling.cooldownSeconds"),
             "advanced": {
                 "horizontalPodAutoscalerConfig": {
-                    # A scaled-down process leaves its partitions idle until its session ends: rarely, one at a time.
+                    # Partitions of a removed process are idle until its session ends, so remove processes rarely, and
+                    # one at a time.
                     "behavior": {
                         "scaleDown": {
                             "stabilizationWindowSeconds": value("autoscaling.cooldownSeconds"),

@@ -1,4 +1,4 @@
-"""Pods of a chart: a role in a container without rights, with its settings, its user on the brokers and its probes."""
+"""Pods of a chart: a role in an unprivileged container, with its settings, its user on the brokers and its probes."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ CA_FOLDER = "/etc/kafka-ca"
 USER = 1000
 _LOOK_S = 15
 _STOPPING_S = 10
-"""Time beside supervisor.stop_timeout_s until a pod is killed."""
+"""Time, in addition to supervisor.stop_timeout_s, until a pod is killed."""
 IN_CHART, WITH_USERS = ".Values.brokers.enabled", "and .Values.brokers.enabled .Values.brokers.security"
 BROKER_VALUES = ("brokers.enabled", "brokers.security", "brokers.bootstrapServers")
 POD_VALUES = (
@@ -29,7 +29,7 @@ POD_VALUES = (
     *BROKER_VALUES,
     "secretName",
 )
-"""Values that every pod is made from."""
+"""Values that every pod depends on."""
 _CONFINED = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -50,7 +50,8 @@ def pod_template(
 ) -> dict[str, Any]:
     """Return the template of the pods of a role, or of another command.
 
-    `volume` is the claim that it keeps files in, `waits` the arguments of `rollstream deploy wait` before it starts.
+    `volume` is the claim for the files that it keeps, and `waits` are the arguments of `rollstream deploy wait`, which
+    runs before it starts.
     """
     path = f"roles.{values_key(role)}"
     container = _container(chart, role, "rollstream", args, f"{path}.resources")
@@ -85,7 +86,7 @@ def pod_template(
 
 
 def config_flag(chart: RunChart) -> tuple[str, ...]:
-    """Return the flag of the run's file, if it has one."""
+    """Return the flag that names the run's file, if the run has one."""
     return ("--config", CONFIG) if chart.options.config_text else ()
 
 
@@ -109,7 +110,7 @@ def _container(chart: RunChart, role: str, name: str, args: Sequence[str], resou
 
 
 def _variables(chart: RunChart, role: str) -> list[Any] | Enclosed:
-    """Return variables that not all pods have: secrets, the user of the role, and the address of the first learner."""
+    """Return the variables of a role's pods alone: secrets, the role's user, and the address of the first learner."""
     variables: list[Any] = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": value("secretName"), "key": name}}}
         for name in chart.secrets_of(role).variables
@@ -122,18 +123,18 @@ def _variables(chart: RunChart, role: str) -> list[Any] | Enclosed:
         name, secret = (variable_of(f"kafka.client.sasl_{key}") for key in ("username", "password"))
         of_user = when(WITH_USERS, [{"name": name, "value": user}, {"name": secret, "valueFrom": password}])
         if not variables:
-            return of_user  # an empty list is no list in YAML
+            return of_user  # A list with only a conditional part would be null in YAML if the part is left out.
         variables.append(of_user)
     return variables
 
 
 def learner_digest(chart: RunChart) -> str:
-    """Return the digest in the name of the learner's job: one with other settings is another job."""
+    """Return the digest in the name of the learner's job, so that other settings make another job."""
     return digest_of(chart.digest, (*pod_values(chart), f"roles.{values_key(LEARN)}"))
 
 
 def pod_values(chart: RunChart) -> tuple[str, ...]:
-    """Return the values that every pod is made from."""
+    """Return the values that every pod depends on."""
     return POD_VALUES if has_secrets(chart) else POD_VALUES[:-1]
 
 
@@ -176,7 +177,7 @@ def _probes(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
     often = {"periodSeconds": _LOOK_S, "timeoutSeconds": 10}
     return {
         "ports": ports,
-        # Twice the time that a process gives itself, so that its own error ends it first.
+        # Twice the time after which a process gives up by itself, so that its own error ends it first.
         "startupProbe": {**ready, "periodSeconds": 5, "timeoutSeconds": 10, "failureThreshold": 2 * STARTING_S // 5},
         "livenessProbe": {**alive, **often, "failureThreshold": 4},
         "readinessProbe": {**ready, **often, "failureThreshold": 2},
@@ -184,4 +185,4 @@ def _probes(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
 
 
 CALLERS = (ENV, "eval", GATEWAY)
-"""Roles that ask the inference servers."""
+"""Roles that call the inference servers."""

@@ -1,7 +1,7 @@
-"""Text of Helm templates: documents of YAML with values that helm fills in, and parts that a value turns on.
+"""Text of Helm templates: YAML documents with values that helm fills in, and parts that a value turns on.
 
-Values are written as JSON, which is YAML in one line, so that no template depends on indentation. Few forms are used,
-and tests evaluate them without helm: values with a default, files, digests, `if`, and `range` over a list.
+Values are written as JSON, which is YAML in one line, so that no template depends on indentation. Only a few forms are
+used, which tests evaluate without helm: values with a default, files, digests, `if`, and `range` over a list.
 """
 
 import json
@@ -20,9 +20,9 @@ class Template:
     """A file below templates/ of a chart."""
 
     about: str
-    """Its documents, in one line."""
+    """Description of its documents, in one line."""
     documents: Sequence[Document | Enclosed]
-    """Documents; an Enclosed one has a list of them."""
+    """The documents; the value of an Enclosed is a list of documents."""
 
     def text(self) -> str:
         """Return the text of the file."""
@@ -33,34 +33,34 @@ MARK = "# Written by `rollstream deploy chart`: change the run's settings or the
 
 
 def value(path: str, default: str = "") -> Raw:
-    """Return what stands for a value of the chart, or for another one where it is empty."""
+    """Return the expression for a value of the chart, or for the value `default` where it is empty."""
     other = f" | default .Values.{default}" if default else ""
     return Raw(f"{{{{ .Values.{path}{other} | toJson }}}}")
 
 
 def file_text(name: str) -> Raw:
-    """Return what stands for the text of a file of the chart."""
+    """Return the expression for the text of a file of the chart."""
     return Raw(f'{{{{ .Files.Get "{name}" | toJson }}}}')
 
 
 def file_object(name: str) -> Raw:
-    """Return what stands for the content of a JSON file of the chart."""
+    """Return the expression for the content of a JSON file of the chart."""
     return Raw(f'{{{{ .Files.Get "{name}" | fromJson | toJson }}}}')
 
 
 def digest_of(settings: str, paths: Sequence[str]) -> str:
-    """Return what stands for eight hexadecimal digits that change with the settings' digest or one of the values."""
+    """Return the expression for eight hexadecimal digits that change with the settings' digest or one of the values."""
     values = " ".join(f".Values.{path}" for path in paths)
     return f'{{{{ list "{settings}" {values} | toJson | sha256sum | trunc 8 }}}}'
 
 
 def literal(text: str) -> Raw:
-    """Return a text of the settings, in which helm sees nothing of its own."""
+    """Return a text of the settings, escaped so that helm does not evaluate it."""
     return Raw(json.dumps(text, ensure_ascii=False).replace("{{", '{{ "{{" }}'))
 
 
 def when(condition: str, then: Any) -> Enclosed:
-    """Return an entry, items or documents that are there if a condition holds, e.g. `.Values.brokers.enabled`."""
+    """Return an entry, items or documents that are present if a condition is true, e.g. `.Values.brokers.enabled`."""
     return Enclosed(f"{{{{- if {condition} }}}}", then, _END)
 
 

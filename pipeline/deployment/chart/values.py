@@ -1,6 +1,6 @@
-"""Values of a chart: what one changes with helm, its bounds, and what development and production have other than that.
+"""Values of a chart: their defaults, their bounds, and the values that differ in development and in production.
 
-Settings of the run are none: they decide what the log means, so they are changed in the run's file.
+Settings of the run are not among them: they decide what the log means, so they are changed in the run's file.
 """
 
 import math
@@ -24,7 +24,7 @@ _SCHEDULE = "17 3 * * *"
 
 
 def values(chart: RunChart) -> Values:
-    """Return the defaults: what works wherever Strimzi is installed, secured, on three brokers."""
+    """Return the defaults, which suit any cluster with Strimzi: three secured brokers."""
     own, rule = chart.own_brokers, chart.config.grouper.autoscale
     least, most = bounds(rule, chart.config.topics.partitions)
     table: Values = {
@@ -73,7 +73,7 @@ def values(chart: RunChart) -> Values:
 
 
 def development(chart: RunChart) -> Values:
-    """Return the values that differ on one's own machine: one broker, plaintext, no policies, small pods."""
+    """Return the values that differ on a local cluster: one broker, plaintext, no policies, small pods."""
     small = {"resources": _resources("100m", "512Mi")}
     return {
         "brokers": {
@@ -105,7 +105,7 @@ def production(chart: RunChart) -> Values:
 
 
 def schema(chart: RunChart) -> dict[str, Any]:
-    """Return the schema of the values: nothing that no template reads, and bounds that the settings give."""
+    """Return the schema of the values. It rejects unknown values, and bounds values as the settings require."""
     tree = values(chart)
     described = _schema_of(tree)
     known = described["properties"]
@@ -116,12 +116,12 @@ def schema(chart: RunChart) -> dict[str, Any]:
     its = known["brokers"]["properties"]
     its["count"] = its["replicationFactor"] = its["minInSyncReplicas"] = {"type": "integer", "minimum": 1}
     if not chart.own_brokers:
-        its["enabled"] = {"const": False, "description": "The run's settings name secured brokers, which exist."}
+        its["enabled"] = {"const": False, "description": "The run's settings name secured brokers that already exist."}
     known["brokers"]["if"] = {"properties": {"enabled": {"const": False}}}
     known["brokers"]["then"] = {"properties": {"bootstrapServers": {"minLength": 1}}}
     scaling = known["autoscaling"]["properties"]
     partitions = chart.config.topics.partitions
-    # Nobody serves the lag if there is no process; a process without a partition has nothing to do.
+    # Without a process nothing reports the lag; a process without a partition has nothing to do.
     scaling["minReplicas"] = scaling["maxReplicas"] = {"type": "integer", "minimum": 1, "maximum": partitions}
     scaling["lagPerReplica"] = {"type": "string", "pattern": "^[1-9][0-9]*$"}
     if GROUP not in chart.processes:
@@ -151,7 +151,7 @@ def _role(chart: RunChart, name: str) -> Values:
 
 
 def _storage(chart: RunChart, name: str) -> Values:
-    # Several processes of a learner write one checkpoint, wherever they run, and engines read those of serve-weights.
+    # The processes of a learner, on any node, write one checkpoint; engines read the checkpoints of serve-weights.
     shared = name == SERVE_WEIGHTS or (name == LEARN and chart.team)
     mode = "ReadWriteMany" if shared else "ReadWriteOnce"
     return {"size": _SIZES[name], "accessModes": [mode], "storageClassName": ""}
@@ -159,7 +159,7 @@ def _storage(chart: RunChart, name: str) -> Values:
 
 def _replicas(chart: RunChart, name: str) -> dict[str, Any]:
     most = chart.processes[name] if name == ENV else chart.config.topics.partitions
-    why = "supervisor.workers, which flow control counts on" if name == ENV else "the partitions of the run's topics"
+    why = "supervisor.workers, which flow control relies on" if name == ENV else "the partitions of the run's topics"
     return {"type": "integer", "minimum": 0, "maximum": most, "description": f"At most {why}."}
 
 
@@ -168,11 +168,11 @@ def _resources(cpu: str, memory: str) -> Values:
 
 
 _FREE = ("resources", "nodeSelector", "affinity", "labels")
-"""Tables whose keys are Kubernetes' own."""
+"""Tables whose keys are defined by Kubernetes."""
 
 
 def _schema_of(item: Any, key: str = "") -> dict[str, Any]:
-    """Return the schema of values of the same form."""
+    """Return the schema of values with the same form as `item`."""
     if isinstance(item, Mapping):
         if key in _FREE:
             return {"type": "object"}

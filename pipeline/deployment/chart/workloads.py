@@ -1,8 +1,8 @@
-"""Workloads of a chart: what runs for ever is a StatefulSet, what ends a Job, a learner of several processes a JobSet.
+"""Workloads of a chart: StatefulSets for endless roles, Jobs for roles that finish, a JobSet for a distributed learner.
 
-A pod has its number in the name of its host, so that a process that is started again keeps what belongs to its number.
-Jobs cannot be changed; theirs has a digest in its name, so that an upgrade that changes one makes another and deletes
-the first. Two learners at once do no harm: the brokers fence the older one.
+A pod has its number in its host name, so that a process that is started again keeps what belongs to its number. Jobs
+cannot be changed, so their names contain a digest: an upgrade that changes a job creates another and deletes the first.
+Two learners at once do no harm, because the brokers fence the older one.
 """
 
 from typing import Any
@@ -26,11 +26,11 @@ from rollstream.pipeline.deployment.description import (
 from rollstream.pipeline.process_number import AUTO
 
 WAIT_S = 600
-"""Time in which brokers must answer a job or a pod that waits for them; then it is started again."""
+"""Time in which brokers must answer a job or a pod that waits for them; after it, the job or pod is started again."""
 SCALED = (GROUP, LABEL, ENV)
-"""Roles whose number of processes is a value; that of others is part of the settings of their peers."""
+"""Roles whose number of processes is a value; for all other roles, the settings of their peers depend on it."""
 _RETRIES = 1_000_000
-"""Failures of a job that ends by itself: none is the last one."""
+"""Failures after which Kubernetes gives up a job that ends by itself: so many that it never does."""
 _AUTOSCALED = ".Values.autoscaling.enabled"
 _KEPT = {"helm.sh/resource-policy": "keep"}
 
@@ -66,7 +66,7 @@ def topics_template(chart: RunChart) -> Template:
         "metadata": chart.metadata(f"{chart.object_name(TOPICS)}-{digest}", TOPICS),
         "spec": {"backoffLimit": _RETRIES, "template": pod},
     }
-    return Template("topics: creates what is missing of the run's topics, and their schemas in a registry.", [job])
+    return Template("topics: creates missing topics of the run, and their schemas in a registry.", [job])
 
 
 def keeps_files(chart: RunChart, role: RoleDescription) -> bool:
@@ -96,7 +96,7 @@ def _stateful_set(chart: RunChart, role: RoleDescription, volume: str) -> dict[s
         "spec": {
             "replicas": count,
             "serviceName": name,
-            # Processes do not wait for each other; updates still replace one after the other.
+            # Processes start without waiting for one another; updates still replace them one by one.
             "podManagementPolicy": "Parallel",
             "updateStrategy": {"type": "RollingUpdate"},
             "selector": {"matchLabels": labels},
@@ -118,7 +118,7 @@ def _job(chart: RunChart, role: RoleDescription, volume: str) -> dict[str, Any]:
 
 
 def _job_set(chart: RunChart, role: RoleDescription, volume: str) -> dict[str, Any]:
-    """Return the job of all processes of a learner: if one fails, all begin again from their checkpoint."""
+    """Return the job of all processes of a learner: if one fails, all start again from their checkpoint."""
     name = chart.object_name(role.name)
     pod = _pod(chart, role, volume, restart="Never")
     return {
@@ -154,7 +154,7 @@ def _cron_job(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
 
 
 def _pod(chart: RunChart, role: RoleDescription, volume: str, restart: str = "", subdomain: str = "") -> dict[str, Any]:
-    """Return the template of the pods of a role, which wait for what comes before it."""
+    """Return the template of the pods of a role, which wait until the role may start."""
     return pod_template(
         chart,
         role.name,
@@ -177,7 +177,7 @@ def _arguments(role: RoleDescription) -> tuple[str, ...]:
 
 
 def _waits(chart: RunChart, role: RoleDescription) -> tuple[str, ...]:
-    """Return the arguments of `rollstream deploy wait` for what must be there before the role starts."""
+    """Return the arguments of `rollstream deploy wait`, which name the roles that must be ready before this one."""
     ready = [name for name in role.after if name in chart.processes]
     flags = [word for name in ready for word in ("--ready", f"{chart.object_name(name)}:{chart.service_port}")]
     return (role.name, "--wait", str(WAIT_S), *flags)
@@ -187,7 +187,7 @@ def _waits(chart: RunChart, role: RoleDescription) -> tuple[str, ...]:
 
 
 def _service(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
-    """Return the service that gives each pod a name of its own, before it is ready, too."""
+    """Return the service that gives each pod its own host name, also before the pod is ready."""
     ports = [{"name": "service", "port": chart.service_port}]
     if role.name == INFER:
         ports.append({"name": "http", "port": _inference_port(chart)})
@@ -234,8 +234,8 @@ def _claim(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
 
 
 def _whole_team(chart: RunChart, role: RoleDescription) -> Any:
-    """Return the budget of a job: no voluntary disruption, because all of it would begin again."""
-    # Budgets of a Job can only be numbers of pods that stay.
+    """Return the budget of a job, which allows no voluntary disruption, because the whole job would start again."""
+    # For a Job, a budget can only be a number of pods that must stay.
     whole = _budget(chart, role, {"minAvailable": chart.processes[role.name]})
     return when("and .Values.disruptionBudgets.enabled .Values.disruptionBudgets.protectJobs", whole.value)
 

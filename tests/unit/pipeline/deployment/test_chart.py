@@ -394,11 +394,11 @@ def test_disruptions_take_one_pod_of_a_role_at_a_time_and_none_of_a_learner(char
 @pytest.mark.parametrize(
     ("text", "flags", "says"),
     [
-        ('run = "9"', [], "a name begins with a letter"),
+        ('run = "9"', [], "names must begin with a letter"),
         (f'run = "{"r" * 40}"', [], "choose a name of 30 characters at most"),
         ("", ["--set=learner.weights.url=weights"], "pods share no directory; name a URL of a store"),
         ("", ["-X", "security.protocol=SSL"], "kafka.bootstrap_servers has 127.0.0.1:9092"),
-        ("", ["--set=supervisor.worker_python=vf/bin/python"], "with --worker-image"),
+        ("", ["--set=supervisor.worker_python=vf/bin/python"], "use --worker-image"),
         (
             "",
             ['--set=worker.inference_urls=["http://127.0.0.1:8000/v1"]'],

@@ -209,10 +209,10 @@ def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
         (["--brokers=0"], "kafka.bootstrap_servers has 127.0.0.1:9092, which inside a container is the container"),
         (["-X", "security.protocol=SASL_SSL"], "the brokers of the compose file are plaintext"),
         (["--set=topics.replication_factor=3"], "there is one broker; give --brokers 3"),
-        (["--set=supervisor.worker_python=vf/bin/python"], "with --worker-image"),
+        (["--set=supervisor.worker_python=vf/bin/python"], "use --worker-image"),
         (
             ["--set=learner.checkpoint.directory=/data/c"],
-            "learner.checkpoint.directory is /data/c, and containers keep",
+            "learner.checkpoint.directory is /data/c, but containers keep",
         ),
     ],
 )

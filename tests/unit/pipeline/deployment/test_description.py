@@ -139,7 +139,7 @@ def test_names_on_kafka_are_those_of_the_run_and_the_process() -> None:
 
 
 def test_a_role_that_is_none_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ConfigurationError, match="no role is called 'grouper'; roles are learn, infer"):
+    with pytest.raises(ConfigurationError, match="no role is named 'grouper'; roles are learn, infer"):
         role_of("grouper")
 
 
