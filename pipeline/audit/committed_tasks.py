@@ -1,4 +1,4 @@
-"""The state of each grouping task as it was committed: its position in `rollouts`, and the journal record beside it."""
+"""The committed state of each grouping task: its position in `rollouts`, and the journal record committed with it."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ from rollstream.topics.validation import decode_journal
 
 
 def committed_positions(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[GroupPosition]:
-    """Committed state of each partition of `rollouts`. Raises StateRefused if a partition has none."""
+    """Yield the committed state of each partition of `rollouts`. Raises StateRefused if a partition has none."""
     topic = topic_name(run, "rollouts")
     for committed in committed_offsets(kafka, grouper.group_id(run), topic, topic_admin.partitions_of(kafka, topic)):
         if committed.offset < 0:
@@ -25,13 +25,13 @@ def committed_positions(kafka: KafkaConfig, run: str, grouper: GrouperConfig) ->
 
 
 def committed_tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Iterator[tuple[int, JournalRecord]]:
-    """The journal record that each partition of `rollouts` was committed with. Raises StateRefused if there is none."""
+    """Yield each partition of `rollouts` with its committed journal record. Raises StateRefused if there is none."""
     for committed in committed_positions(kafka, run, grouper):
         yield committed.partition, _journal_at(kafka, run, committed)
 
 
 def _journal_at(kafka: KafkaConfig, run: str, committed: GroupPosition) -> JournalRecord:
-    """Fetch the journal record that a committed offset names; the commit proves that it is committed, too."""
+    """Fetch the journal record that a committed offset names; one transaction commits both."""
     partition, topic = committed.partition, topic_name(run, "journal")
     at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
     message = record_at(kafka, topic, partition, at, isolation="read_uncommitted")

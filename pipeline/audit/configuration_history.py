@@ -1,4 +1,4 @@
-"""The configurations of grouping that a journal tells of: which came into force where, and what each changed."""
+"""The configurations of grouping in a journal: the offset at which each came into force, and what it changed."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,13 +11,13 @@ from rollstream.topics.records import JournalRecord
 
 
 class ConfigurationHistory:
-    """The configurations of one partition, from the first journal record that is there."""
+    """The configurations of one partition, from its first available journal record."""
 
     def __init__(self) -> None:
         self.generations: list[tuple[int, int]] = []
         """Each generation, with the first offset of the transaction in which it came into force."""
         self.settings: dict[int, str] = {}
-        """Settings as JSON by generation; those of one in force are known once the watermark has passed its mark."""
+        """Settings as JSON by generation; those of a generation are known once the watermark has passed its mark."""
 
     def read(self, record: JournalRecord) -> None:
         """Process the next journal record."""
@@ -27,12 +27,12 @@ class ConfigurationHistory:
             self.settings[record.watermark_generation] = record.watermark_configuration
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return {"generations": self.generations, "settings": list(self.settings.items())}
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "ConfigurationHistory":
-        """The history of a state."""
+        """Return the history of a saved state."""
         history = cls()
         history.generations = [(generation, offset) for generation, offset in state["generations"]]
         history.settings = dict(state["settings"])
@@ -41,26 +41,26 @@ class ConfigurationHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigurationSummary:
-    """One configuration of grouping in short: what a reader of `top` and `lineage` looks for first."""
+    """Summary of one configuration of grouping, for `top` and `lineage`."""
 
     generation: int
     partitions: int = 0
     """Partitions in which it is in force."""
     before: int = 0
-    """Earlier configurations that the journals tell of."""
+    """Number of earlier configurations in the journals."""
     core_version: int | None = None
-    """None, as the other settings, until the watermark of a partition has passed its mark."""
+    """None, like the other settings, until the watermark of a partition has passed the configuration's mark."""
     estimator: str | None = None
     mark_keys: int | None = None
-    """Number of keys whose marks are obeyed; 0 if whoever may write to `rollouts` may write marks."""
+    """Number of keys with which marks may be signed; 0 if every writer to `rollouts` may write marks."""
     environment_keys: tuple[str, ...] | None = None
     """Environments whose rollouts must be signed."""
     changed: Mapping[str, list[Any]] | None = field(default_factory=dict)
-    """Settings that differ from the configuration before it: value before and value now; None if one is not known."""
+    """Settings that differ from the configuration before: old and new value; None if either one is not known."""
 
     @property
     def facts(self) -> dict[str, str]:
-        """It in words, without its generation."""
+        """The summary as words by topic, without the generation."""
         if self.core_version is None:
             return {"settings": "not known yet"}
         signed = ", ".join(self.environment_keys or ())
@@ -75,12 +75,12 @@ class ConfigurationSummary:
 
     @property
     def text(self) -> str:
-        """It in one line."""
+        """The summary in one line."""
         return ", ".join((f"generation {self.generation}", *(f"{name} {fact}" for name, fact in self.facts.items())))
 
 
 def summary(histories: Iterable[tuple[int, ConfigurationHistory]], generation: int) -> ConfigurationSummary:
-    """One configuration of a run in short, from the history of each partition."""
+    """Summarize one configuration of a run, from the history of each partition."""
     histories = list(histories)
     listed = configurations(histories)
     settings = _settings(history for _partition, history in histories).get(generation)
@@ -96,14 +96,14 @@ def summary(histories: Iterable[tuple[int, ConfigurationHistory]], generation: i
 
 
 def newest_summary(histories: Iterable[tuple[int, ConfigurationHistory]]) -> ConfigurationSummary | None:
-    """The newest configuration in force on any partition; None before the first journal record."""
+    """Summarize the newest configuration in force on any partition; None before the first journal record."""
     histories = list(histories)
     generations = [history.generations[-1][0] for _partition, history in histories if history.generations]
     return summary(histories, max(generations)) if generations else None
 
 
 def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a summary; configurations of early core versions lack some keys."""
+    """Return the settings of a summary; configurations of early core versions lack some keys."""
     environments = {str(entry).rpartition(":")[0] for entry in _listed(settings, "environment_keys")}
     return {
         "core_version": settings.get("core_version", 1),
@@ -119,7 +119,7 @@ def _listed(settings: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def _settings(histories: Iterable[ConfigurationHistory]) -> dict[int, dict[str, Any]]:
-    """Settings by generation, as far as they are known; a text that is no configuration counts as unknown."""
+    """Return the known settings by generation; the settings of an invalid text count as unknown."""
     texts = {generation: text for history in histories for generation, text in history.settings.items() if text}
     settings = {}
     for generation, text in texts.items():
@@ -130,11 +130,11 @@ def _settings(histories: Iterable[ConfigurationHistory]) -> dict[int, dict[str, 
 
 
 def configurations(histories: Iterable[tuple[int, ConfigurationHistory]]) -> list[dict[str, Any]]:
-    """The configurations of a run, oldest first, from the history of each partition.
+    """Return the configurations of a run, oldest first, from the history of each partition.
 
-    Each has its generation, the offset from which it held by partition, the partitions in which it is in force, and the
-    settings that differ from those of the generation before it, or from the defaults: value before and value now. They
-    are None until they are known.
+    Each has its generation, by partition the offset from which it was in force, the partitions in which it is in force
+    now, and the settings (old and new value) that differ from the generation before or, for the first, the defaults.
+    The settings are None until they are known.
     """
     since: dict[int, dict[int, int]] = {}
     in_force: dict[int, list[int]] = {}

@@ -1,6 +1,6 @@
 """Merkle trees as in RFC 6962, over BLAKE2b-256: a root commits to a list, and a short path proves one entry of it.
 
-Leaves and nodes are hashed with different prefixes, so that no node passes for a leaf. Pure.
+Leaves and nodes are hashed with different prefixes, so that a node cannot be mistaken for a leaf.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ def leaf_hash(content: bytes) -> bytes:
 
 
 def node_hash(left: bytes, right: bytes) -> bytes:
-    """Return the hash of two neighbours."""
+    """Return the hash of a node with two neighbours as its children."""
     return hashlib.blake2b(_NODE + left + right, digest_size=DIGEST_BYTES).digest()
 
 
@@ -54,7 +54,7 @@ class MerkleTree:
         return hashes
 
     def _levels(self) -> Iterator[list[bytes]]:
-        """Yield the hashes of each level, leaves first. A last node without a neighbour rises as it is, which gives
+        """Yield the hashes of each level, leaves first. A last node without a neighbour moves up unchanged, which gives
         the same tree as the RFC's split at the largest power of two."""
         leaves = self._leaves
         level = [bytes(leaves[at : at + DIGEST_BYTES]) for at in range(0, len(leaves), DIGEST_BYTES)]
@@ -68,7 +68,7 @@ class MerkleTree:
 def root_of_path(content: bytes, index: int, size: int, path: Sequence[bytes]) -> bytes | None:
     """Return the root that a path gives for an entry in a tree of `size` entries (RFC 9162, section 2.1.3.2).
 
-    Returns None if a path in such a tree has another length.
+    Returns None if the path cannot have this length in such a tree, or if there is no such entry.
     """
     if not 0 <= index < size:
         return None

@@ -1,6 +1,6 @@
-"""A value for each offset of a partition, kept as runs of equal values: small where neighbours share their fate.
+"""A value for each offset of a partition, stored as runs of equal values: small where neighbours share their fate.
 
-Offsets being written lie in dense chunks, which become runs again when the table is read.
+Offsets are written in dense chunks, which become runs again when the table is read.
 """
 
 from collections.abc import Iterator
@@ -12,9 +12,9 @@ import numpy.typing as npt
 Int64s = npt.NDArray[np.int64]
 Values = npt.NDArray[np.uint32]
 _CHUNK = 1 << 13
-"""Offsets in a chunk. No run crosses the border of chunks."""
+"""Number of offsets in a chunk. No run crosses the border of a chunk."""
 _MOST_DENSE = 512
-"""Chunks that are dense at once, 32 KiB each."""
+"""Most chunks that are dense at the same time; each takes 32 KiB."""
 
 
 class OffsetRuns(NamedTuple):
@@ -26,11 +26,11 @@ class OffsetRuns(NamedTuple):
     values: Values
 
     def where(self, chosen: npt.NDArray[np.bool_]) -> "OffsetRuns":
-        """The runs chosen."""
+        """Return the chosen runs."""
         return OffsetRuns(self.starts[chosen], self.stops[chosen], self.values[chosen])
 
     def clipped(self, first: int, stop: int) -> "OffsetRuns":
-        """The parts of the runs from `first` to before `stop`."""
+        """Return the parts of the runs from `first` to before `stop`."""
         starts, stops = np.maximum(self.starts, first), np.minimum(self.stops, stop)
         return OffsetRuns(starts, stops, self.values).where(starts < stops)
 
@@ -40,18 +40,18 @@ class OffsetRuns(NamedTuple):
         return int((self.stops - self.starts).sum())
 
     def offsets(self) -> Iterator[int]:
-        """Every offset, ascending."""
+        """Yield every offset in ascending order."""
         for start, stop in zip(self.starts.tolist(), self.stops.tolist(), strict=True):
             yield from range(start, stop)
 
     def counts(self) -> dict[int, int]:
-        """Number of offsets by value."""
+        """Return the number of offsets by value."""
         values, places = np.unique(self.values, return_inverse=True)
         counts = np.bincount(places, weights=(self.stops - self.starts).astype(float), minlength=len(values))
         return dict(zip(values.tolist(), counts.astype(np.int64).tolist(), strict=True))
 
     def ranges(self) -> list[tuple[int, int]]:
-        """First and last offset of each range of neighbours, whatever their values."""
+        """Return the first and last offset of each range of consecutive offsets, whatever their values."""
         if not len(self.starts):
             return []
         breaks = np.flatnonzero(self.starts[1:] != self.stops[:-1]) + 1
@@ -67,12 +67,12 @@ class OffsetTable:
     """The value of each offset, 0 unless set."""
 
     def __init__(self, runs: OffsetRuns = _NO_RUNS) -> None:
-        """`runs` are those that another table returned."""
+        """Create a table with the values in `runs`, which another table has returned."""
         self._runs = runs
         self._dense: dict[int, Values] = {}
 
     def runs(self) -> OffsetRuns:
-        """All offsets whose value is not 0."""
+        """Return the runs of all offsets whose value is not 0."""
         if self._dense:
             chunks = np.array(sorted(self._dense))
             kept = self._runs.where(~np.isin(self._runs.starts // _CHUNK, chunks))
@@ -91,7 +91,7 @@ class OffsetTable:
         return int(self._runs.values[at]) if at >= 0 and offset < self._runs.stops[at] else 0
 
     def writable(self, first: int, stop: int) -> Iterator[tuple[int, Values]]:
-        """Yield the offsets from `first` to before `stop` as arrays to change, each with its first offset."""
+        """Yield the values from `first` to before `stop` as writable arrays, each with its first offset."""
         while first < stop:
             number, begin = divmod(first, _CHUNK)
             end = min(stop - number * _CHUNK, _CHUNK)
@@ -104,7 +104,7 @@ class OffsetTable:
             values |= np.uint32(bits)
 
     def set_bits_at(self, offset: int, bits: int) -> int:
-        """Set bits of one value, and return the value before."""
+        """Set bits of one value, and return the previous value."""
         values = self._chunk(offset // _CHUNK)
         before = int(values[offset % _CHUNK])
         values[offset % _CHUNK] = before | bits
@@ -146,7 +146,7 @@ def _runs_of(number: int, dense: Values) -> OffsetRuns:
 
 
 def offsets_named(runs: OffsetRuns, most: int) -> Iterator[tuple[int, int]]:
-    """Yield up to `most` offsets with their values, ascending."""
+    """Yield up to `most` offsets with their values, in ascending order."""
     for start, stop, value in zip(*runs, strict=True):
         for offset in range(int(start), int(stop)):
             if most <= 0:

@@ -1,7 +1,8 @@
-"""The journal of one partition of `rollouts`, whole or pruned, as the ledger reads it.
+"""The journal of one partition of `rollouts`, complete or pruned, as the ledger reads it.
 
-In a pruned journal, fates are known by offset from the first whole snapshot on, and earlier ones only as its counts.
-Facts that other topics hold of an offset are kept beside its fate, and both are compared for all offsets at once.
+In a pruned journal, fates are known by offset from the first complete snapshot on; earlier fates are known only from
+the counts in that snapshot. Facts about an offset from other topics are stored next to its fate, and both are compared
+for all offsets at once.
 """
 
 from collections import Counter
@@ -24,8 +25,9 @@ PLACES = (IN_FLIGHT, *FATES)
 CODES = (1 << 20) - 1
 """Bits of a value that hold the code of the fate, 0 for none: an index of `places`, plus one."""
 SEEN, ROLLOUT, CARRIED, LETTERED, DELIVERED, DELIVERED_BEFORE, HOPPED = (1 << bit for bit in range(20, 27))
-"""Facts of an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
-batched since the first snapshot, or before it while in flight, and it was skipped without being fetched."""
+"""Facts about an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
+batched after the first snapshot, it was batched before that snapshot, which still holds it as unfinished, it was
+skipped without being fetched."""
 _OF_THE_JOURNAL = CODES | DELIVERED | DELIVERED_BEFORE | HOPPED
 _MOST_NAMED = 20
 _IN_FLIGHT_CODE = PLACES.index(IN_FLIGHT) + 1
@@ -34,12 +36,12 @@ Mask = npt.NDArray[np.bool_]
 
 
 def codes(values: Values) -> Values:
-    """Codes of fates in values of the table."""
+    """Return the codes of the fates in values of the table."""
     return values & np.uint32(CODES)
 
 
 def code_of(fate: str) -> int:
-    """The code of a fate; dropped records have others, by reason."""
+    """Return the code of a fate; for drops with a known reason, there are further codes."""
     return PLACES.index(fate) + 1
 
 
@@ -51,7 +53,7 @@ class PartitionJournal:
         self.sequence = -1
         self.position = 0
         self.base = -1
-        """Position of the first snapshot, 0 for generation 0; -1 if there is none yet."""
+        """Position of the first snapshot, 0 for an unpruned journal; -1 if there is none yet."""
         self.base_counts: tuple[FateCount, ...] = ()
         self.base_batches = 0
         self.batches = 0
@@ -59,18 +61,18 @@ class PartitionJournal:
         self.first_batch = 0
         """Number of the first batch; above 0 in the successor of a run that was split."""
         self.leader_epochs: dict[int, int] = {}
-        """By offset, the leader epoch of the last record that each transaction read, unless it was compared."""
+        """By offset, the leader epoch of the last record that each transaction read, until it has been compared."""
         self.topic_id = ""
         self.hidden = False
         """Whether an open transaction hides the newest records, so that the journal ends before the committed
         position."""
         self.table = OffsetTable()
         self.batch_ids: list[str] = []
-        """Batches named since they were last taken from here."""
+        """Batches named since this list was last cleared."""
         self.problems: list[str] = []
         """The first contradictions within the journal."""
         self._places = list(PLACES)
-        """Fates, and then dropped records by reason, in the order of their codes."""
+        """Fates, and then drops by reason, in the order of their codes."""
         self._reasons: dict[int, str] = {}
         """Reasons of drops whose offsets have no fate yet."""
         self.configurations = ConfigurationHistory()
@@ -79,7 +81,7 @@ class PartitionJournal:
         self._joining = False
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         names = ("number", "sequence", "position", "base", "base_batches", "batches", "first_batch", "topic_id")
         return {
             **{name: getattr(self, name) for name in names},
@@ -98,7 +100,7 @@ class PartitionJournal:
 
     @classmethod
     def of(cls, state: dict[str, Any]) -> "PartitionJournal":
-        """The journal of a state."""
+        """Return the journal of a saved state."""
         journal = cls(state["number"])
         for name in ("sequence", "position", "base", "base_batches", "batches", "first_batch", "topic_id"):
             setattr(journal, name, state[name])
@@ -113,14 +115,14 @@ class PartitionJournal:
         return journal
 
     def anew(self) -> "PartitionJournal":
-        """A journal of which nothing is read, with what other topics say of its offsets."""
+        """Return an unread journal that keeps the facts from other topics about its offsets."""
         journal = PartitionJournal(self.number)
         journal.table = self.table
         journal.table.clear_bits(_OF_THE_JOURNAL)
         return journal
 
     def forget_before(self) -> None:
-        """Drop what batches say of offsets settled before the first snapshot: of those only counts are known."""
+        """Forget the batches of offsets that got their fate before the first snapshot: only its counts include them."""
         runs = self.table.runs().where(self.table.runs().values & CARRIED != 0)
         settled = runs.where(codes(runs.values) == 0).clipped(0, self.base)
         self.table.clear_bits(CARRIED, settled)
@@ -136,7 +138,7 @@ class PartitionJournal:
                 f"{self.sequence + 1} at {self.position} was expected"
             )
         if record.topic_id != self.topic_id:
-            self.leader_epochs.clear()  # Offsets of an earlier topic of the same name.
+            self.leader_epochs.clear()  # They are about an earlier topic of the same name.
         self.sequence, self.position, self.batches = record.sequence, record.position, record.batch_number
         self.topic_id = record.topic_id
         self._sums.add(record)
@@ -172,7 +174,7 @@ class PartitionJournal:
                 self._set_reasons(drop.offset, drop.offset + 1)
             elif value & CODES > _IN_FLIGHT_CODE:
                 del self._reasons[drop.offset]
-        # A snapshot repeats earlier records: those batched before the first one stay apart.
+        # A snapshot repeats earlier records; records batched before the first snapshot keep DELIVERED_BEFORE alone.
         self._mark(record.delivered, DELIVERED, unless=DELIVERED_BEFORE if record.snapshot else 0)
         self.batch_ids += record.batch_ids
 
@@ -216,12 +218,12 @@ class PartitionJournal:
             self.problems.append(text)
 
     def fate_of(self, value: int) -> str | None:
-        """The fate in a value of the table, without the reason of a drop; None if there is none."""
+        """Return the fate in a value of the table, without the reason of a drop; None if it has none."""
         code = value & CODES
         return fate_and_reason(self._places[code - 1])[0] if code else None
 
     def fate(self, offset: int) -> str | None:
-        """Fate of a record below the position; None if the journal has none for it."""
+        """Return the fate of a record below the position; None if the journal names none."""
         return self.fate_of(self.table[offset])
 
     def settled_before(self, offset: int) -> bool:
@@ -229,45 +231,45 @@ class PartitionJournal:
         return offset < self.base and self.fate(offset) is None
 
     def known(self) -> OffsetRuns:
-        """Offsets below the position that have a fate or are in flight."""
+        """Return the offsets below the position that have a fate or are in flight."""
         runs = self.table.runs().clipped(0, self.position)
         return runs.where(codes(runs.values) != 0)
 
     def in_flight(self) -> OffsetRuns:
-        """Offsets in flight."""
+        """Return the offsets in flight."""
         runs = self.known()
         return runs.where(codes(runs.values) == _IN_FLIGHT_CODE)
 
     def of_fate(self, fate: str, reason: str | None = None) -> OffsetRuns:
-        """Offsets with a fate, of drops those for a reason or, without one, all."""
+        """Return the offsets with a fate; `reason` selects drops with this reason, by default all drops."""
         runs = self.known()
         names = [*map(fate_and_reason, self._places)]
         wanted = [code for code, name in enumerate(names, 1) if name[0] == fate and reason in (None, name[1])]
         return runs.where(np.isin(codes(runs.values), wanted))
 
     def hopped_from(self, first: int) -> set[int]:
-        """Offsets from `first` on that were skipped without being fetched."""
+        """Return the offsets from `first` on that were skipped without being fetched."""
         runs = self.table.runs()
         return set(runs.where(runs.values & HOPPED != 0).clipped(first, 1 << 62).offsets())
 
     @property
     def counts(self) -> tuple[FateCount, ...]:
-        """Records that have their fate, by environment and fate, since the start of the run."""
+        """Number of records with a fate, by environment and fate, since the start of the run."""
         return self._sums.counts
 
     @property
     def produced(self) -> tuple[FateCount, ...]:
-        """Records read as rollouts, by environment, since the start of the run."""
+        """Number of records read as rollouts, by environment, since the start of the run."""
         return self._sums.produced
 
     @property
     def before(self) -> Counter[str]:
-        """Records that got their fate before the first snapshot, by fate; drops with their reason."""
+        """Number of records that got their fate before the first snapshot, by fate; drops by reason."""
         return by_fate(self.base_counts)
 
     @property
     def since(self) -> Counter[str]:
-        """Records that got their fate since the first snapshot, by fate; drops with their reason."""
+        """Number of records that got their fate since the first snapshot, by fate; drops by reason."""
         counts: Counter[str] = Counter()
         runs = self.known()
         for code, count in runs._replace(values=codes(runs.values)).counts().items():
@@ -284,17 +286,17 @@ class PartitionJournal:
             if followed[fate] != grown[fate]:
                 problem(
                     f"journal[{self.number}] counts {grown[fate]} records {fate} from offset {self.base} to "
-                    f"{self.position}; {followed[fate]} are named"
+                    f"{self.position}, but names {followed[fate]}"
                 )
 
     def named(self, chosen: OffsetRuns, most: int = _MOST_NAMED) -> Iterator[tuple[int, str | None]]:
-        """The first offsets of some runs of the table, with their fates."""
+        """Yield the first offsets of some runs of the table, with their fates."""
         for offset, value in offsets_named(chosen, most):
             yield offset, self.fate_of(value)
 
 
 def _pairs(ranges: Int64 | tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """First offset and stop of each (first, count) pair."""
+    """Yield the first offset and the stop of each (first, count) pair."""
     for first, count in np.asarray(ranges, "<i8").reshape(-1, 2).tolist():
         yield first, first + count
 
@@ -316,7 +318,7 @@ def by_fate(counts: Iterable[FateCount]) -> Counter[str]:
 
 
 def _coarse(counts: Counter[str]) -> Counter[str]:
-    """Counts by fate without the reason, because reasons of batch makers may be counted together."""
+    """Sum counts by fate without reasons, because reasons of batch makers may be counted together."""
     coarse: Counter[str] = Counter()
     for fate, records in counts.items():
         coarse[fate_and_reason(fate)[0]] += records
@@ -324,7 +326,7 @@ def _coarse(counts: Counter[str]) -> Counter[str]:
 
 
 def environment_counts(journals: Iterable[PartitionJournal]) -> dict[str, dict[str, "Counter[str]"]]:
-    """Records and tokens by environment and fate ("read" are all records read), from the cumulative counts."""
+    """Return records and tokens by environment and fate ("read": all records read), from the cumulative counts."""
     environments: dict[str, dict[str, Counter[str]]] = {}
     for count in _all_counts(journals):
         totals = environments.setdefault(count.environment, {"records": Counter(), "tokens": Counter()})

@@ -1,10 +1,11 @@
-"""An index of places: where a run's topics hold a rollout, what tells of its fate, a batch, a step and a version.
+"""An index of places: where a run's topics hold each rollout, the record of its fate, its batch, step and version.
 
-It is one SQLite file that is filled with what is new whenever it is asked, and that can be deleted at any time. It
-holds no answers, only where they are: whoever asks reads the records themselves, and sees whether they are the right
-ones.
-Rows and positions commit in one transaction: a process that is killed goes on where it last committed. A partition
-that was pruned, or cut off, is read again from where it begins now, so that the index knows what its topic holds.
+It is one SQLite file, which can be deleted at any time; each query adds the new records first. The index holds no
+answers, only the places of the records that have them: the caller reads these records, and checks that they are the
+right ones.
+
+Rows and positions commit in one transaction, so a process continues after a kill where it last committed. A partition
+that was pruned or truncated is read again from its present beginning, so that the index matches its topic.
 """
 
 import fcntl
@@ -35,11 +36,11 @@ from rollstream.topics.records import BatchIndexEntry, FinishedOffsets, LearnerS
 from rollstream.topics.validation import entry_problems
 
 VERSION = 1
-"""Version of the tables and of what is written to them; each change of either raises it."""
+"""Version of the tables and of their contents; each change of either raises it."""
 TOPICS = ("rollouts", "journal", "batch-index", "steps", "policies")
-"""Topics that the index reads, in this order: what is named comes before what names it."""
+"""Topics in the order in which the index reads them: a record is read before the records that name it."""
 _COMMITTED = 50_000
-"""Most records read in a transaction before it commits."""
+"""Most records that are read in one transaction."""
 _HELD_BYTES = 64 * 1024 * 1024
 """Bytes of records that are held until a transaction commits."""
 _TABLES = """
@@ -77,7 +78,7 @@ create table skipped (
 
 
 def uid_key(uid: bytes) -> int:
-    """The number under which a uid stands in the index. Two uids may share it: the record itself decides."""
+    """Return the key of a uid in the index. Two uids may share a key, so callers compare the uid in the record."""
     return int.from_bytes(hashlib.blake2b(uid, digest_size=8).digest(), "little", signed=True)
 
 
@@ -85,23 +86,25 @@ class PlaceIndex(Closing):
     """The index of one run. `update` fills it; other modules query `db`."""
 
     def __init__(self, kafka: KafkaConfig, run: str, path: Path, *, commit_records: int = _COMMITTED) -> None:
-        """Open the file, or make it. Raises TopicError if the run does not exist, ConfigurationError if the file
-        cannot be written."""
+        """Open or create the file.
+
+        Raises TopicError if the run does not exist, ConfigurationError if the file cannot be written.
+        """
         self.run = run
         self._kafka, self._path, self._commit_records = kafka, path, commit_records
         self._partitions = topic_admin.partitions_of(kafka, topic_name(run, "batches"))
         ids = topic_admin.topic_ids(kafka, [topic_name(run, name) for name in TOPICS])
         self._identity = {"version": str(VERSION), "run": run, **ids}
         self._skipped: dict[int, SkippedRecords] = {}
-        """Records skipped in the transaction that is open, by partition."""
+        """By partition, records skipped in the open transaction."""
         self._histories: dict[int, ConfigurationHistory] = {}
         try:
             with self._writing():
                 self.db = sqlite_files.create(path, self._identity, _TABLES)
         except (OSError, sqlite3.OperationalError) as error:
             raise ConfigurationError(
-                f"the index of places cannot be written to {path} ({error}); give a directory that can be written with "
-                f"--set data_dir=DIRECTORY, or ask with --without-index"
+                f"the index of places cannot be written to {path} ({error}); give a writable directory with "
+                f"--set data_dir=DIRECTORY, or use --without-index"
             ) from error
 
     def close(self) -> None:
@@ -109,16 +112,16 @@ class PlaceIndex(Closing):
         self.db.close()
 
     def update(self, show: ProgressCallback = lambda _done, _total: None) -> int:
-        """Read what is new on the topics, and return the number of records read.
+        """Read the new records of the topics, and return their number.
 
-        One process at a time does so; another one waits for it. Raises StateRefused as the journal does.
+        Only one process at a time reads; all others wait. Raises StateRefused if the journal cannot be read.
         """
         with self._writing():
             while True:
                 try:
                     return self._update(show)
                 except OffsetGone:
-                    continue  # Records were pruned meanwhile.
+                    continue  # Records were pruned while they were read.
                 except sqlite3.OperationalError:
                     raise
                 except sqlite3.DatabaseError:  # The file is damaged.
@@ -127,7 +130,7 @@ class PlaceIndex(Closing):
                     self.db = sqlite_files.create(self._path, self._identity, _TABLES)
 
     def skipped(self) -> SkippedRecords:
-        """Records of all topics but `rollouts` that could not be read."""
+        """Return the records of all topics except `rollouts` that could not be read."""
         skipped = SkippedRecords(logged=False)
         for topic, partition, count, offset, error in self.db.execute("select * from skipped"):
             skipped.add(count, Skipped(topic_name(self.run, topic), partition, offset, error))
@@ -164,7 +167,7 @@ class PlaceIndex(Closing):
         return done
 
     def _starts(self, name: str) -> dict[int, tuple[int, int]]:
-        """The offset at which reading goes on in each partition, and its end; forgets partitions that lost records."""
+        """Return where to continue reading each partition, and where it ends; forget partitions that lost records."""
         answer = self.db.execute("select partition, first, position from positions where topic = ?", (name,))
         known = {partition: (first, position) for partition, first, position in answer}
         starts = {}
@@ -177,7 +180,7 @@ class PlaceIndex(Closing):
         return starts
 
     def _forget(self, name: str, partition: int, low: int) -> None:
-        """Forget a partition, and begin where it begins now."""
+        """Forget a partition, and set its position to its present beginning."""
         with self._transaction():
             self.db.execute("delete from skipped where topic = ? and partition = ?", (name, partition))
             if name == "rollouts":
@@ -228,9 +231,9 @@ class PlaceIndex(Closing):
         rows = []
         for message in messages:
             if message.value is not None and kind_of(message.value) == "Rollout":
-                with suppress(RecordError):  # It does not decode, so it is no rollout.
+                with suppress(RecordError):  # It does not decode, so it is not a rollout.
                     rows.append((uid_key(leading_text(message.value)), message.partition, message.offset))
-        # In the order of the table, so that each of its pages is changed once.
+        # Insert in the order of the table, so that each of its pages is changed once.
         self.db.executemany("insert or ignore into rollouts values (?, ?, ?)", sorted(rows))
 
     def _journal(self, message: KafkaRecord) -> None:
@@ -278,7 +281,7 @@ class PlaceIndex(Closing):
             return
         problems = entry_problems(entry)
         if entry.partition >= self._partitions:
-            problems = [*problems, f"batch {entry.batch_id} is of a partition the run does not have"]
+            problems = [*problems, f"batch {entry.batch_id} is of a partition that the run does not have"]
         if problems:
             self._skipped_of(message).skip(message, problems[0])
             return
@@ -304,7 +307,7 @@ class PlaceIndex(Closing):
 
 
 def _portions(messages: Iterable[KafkaRecord], most: int) -> Iterator[list[KafkaRecord]]:
-    """Records in portions of at most so many, and of little more than `_HELD_BYTES`."""
+    """Yield records in portions of at most `most` records and little more than `_HELD_BYTES`."""
     portion: list[KafkaRecord] = []
     held = 0
     for message in messages:
@@ -318,7 +321,7 @@ def _portions(messages: Iterable[KafkaRecord], most: int) -> Iterator[list[Kafka
 
 
 def finished_spans(finished: Iterable[FinishedOffsets]) -> list[tuple[int, int]]:
-    """First and last of the consecutive offsets that a record of the journal finishes, whatever their fates."""
+    """Return the first and last of each range of offsets that a journal record finishes, whatever their fates."""
     pairs = sorted(pair for each in finished for pair in _pairs(each.runs.tolist()))
     spans: list[tuple[int, int]] = []
     for first, count in pairs:

@@ -1,4 +1,4 @@
-"""Spreads jobs over child processes, none of which outlives an error, Ctrl-C or kill -9 of this process."""
+"""Spreads jobs over child processes, which end with this process, even on an error, Ctrl-C or kill -9."""
 
 import itertools
 import multiprocessing
@@ -21,15 +21,15 @@ R = TypeVar("R")
 
 
 class ProcessLost(RollstreamError):
-    """A child process ended without a result: it was killed by the system or by a user."""
+    """A child process ended without a result, because the system or a user killed it."""
 
     exit_code = 1
 
 
 def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterator[R]:
-    """Yield the result of `work` for each job, in the order they finish, with at most `processes` processes.
+    """Yield the result of `work` for each job, in the order in which jobs finish, with at most `processes` processes.
 
-    Function and jobs must be picklable. An exception of `work` is raised here, with its traceback as a note; after
+    Function and jobs must be picklable. An exception in `work` is raised here, with its traceback as a note; after
     that, or once the caller stops iterating, no further job starts.
     """
     if min(processes, len(jobs)) < 2:
@@ -60,7 +60,7 @@ def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterato
 
 
 def run_apart(work: Callable[[J], R], job: J) -> R:
-    """Return the result of `work` in a child process. An exception is raised as by `spread`, ProcessLost if it ends."""
+    """Return the result of `work` in a child process. Raises its exceptions as `spread` does, and ProcessLost."""
     pipe, process = start_child(partial(_serve, work))
     try:
         _send(pipe, process, job)
@@ -74,18 +74,19 @@ def run_apart(work: Callable[[J], R], job: J) -> R:
 def start_child(serve: Callable[[Connection], object]) -> tuple[Connection, BaseProcess]:
     """Start a process that calls `serve`, which must be picklable, with its end of a pipe; return the other end.
 
-    It ends when this process ends, however that happens; Ctrl-C does not reach it.
+    The child ends when this process ends, for whatever reason; it ignores Ctrl-C.
     """
     # Do not fork: the child would have librdkafka's locks without its threads.
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run_child, args=(serve, theirs), daemon=True)
-    # The start of the tracker unblocks SIGINT, so it must run before SIGINT is blocked.
+    # Starting the tracker unblocks SIGINT, so it must run before SIGINT is blocked.
     resource_tracker.ensure_running()
-    # KeyboardInterrupt is raised in the main thread only: a child that was started but not told what to do prints a
-    # traceback.
+    # Start the child in another thread, because KeyboardInterrupt is raised only in the main thread: it would interrupt
+    # the start halfway, and the child would print a traceback.
     with ThreadPoolExecutor(1) as starter:
-        # Only a thread that the pool knows is waited for, and Ctrl-C may come between its start and that.
+        # The pool waits only for threads that it has registered, and Ctrl-C may arrive between a thread's start and its
+        # registration, so start the thread with a job that does nothing.
         starter.submit(int).result()
         starter.submit(_start, process).result()
     theirs.close()
@@ -93,7 +94,7 @@ def start_child(serve: Callable[[Connection], object]) -> tuple[Connection, Base
 
 
 def _start(process: BaseProcess) -> None:
-    """Start a child that ignores Ctrl-C, which at a terminal reaches every process; this process ends the children."""
+    """Start a child that ignores Ctrl-C, which at a terminal reaches every process, because this process ends it."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()
@@ -121,7 +122,7 @@ def _receive(pipe: Connection, process: BaseProcess) -> Any:
 def _lost(process: BaseProcess) -> ProcessLost:
     process.join()
     return ProcessLost(
-        f"a process of this command ended with {process.exitcode} before it had answered; was memory short?"
+        f"a process of this command ended with {process.exitcode} before it had answered; check for a lack of memory"
     )
 
 

@@ -1,4 +1,4 @@
-"""Reads from `calls` which groups of sessions are over, so that their calls may be deleted."""
+"""Reads from `calls` which groups of sessions have finished, so that their calls may be deleted."""
 
 import time
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import SessionEvent
 
 GIVEN_UP_MS = 86_400_000
-"""Append time after which a member of a group that was never started is not waited for: it would keep all that
-follows."""
+"""Time without a record after which a group no longer waits for members that were never started; otherwise it would
+keep all later calls from being deleted."""
 
 
 @dataclass
@@ -28,7 +28,7 @@ class _Group:
 
 
 class SessionGroups:
-    """Groups of sessions of all partitions. Pure."""
+    """Groups of sessions of all partitions. Performs no I/O."""
 
     def __init__(self) -> None:
         self._groups: dict[tuple[int, str], _Group] = {}
@@ -44,7 +44,7 @@ class SessionGroups:
             self._group_of[record.session] = group
         known = self._group_of.get(record.session)
         if known is None:
-            return  # its start is deleted already
+            return  # The start of the session was already deleted.
         known.last_ms = append_ms
         if record.kind == "finished":
             known.finished.add(record.session)

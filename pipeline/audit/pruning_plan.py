@@ -1,15 +1,16 @@
-"""Plans which records of a run may be deleted: deletions from positions, each with the reason where it stops. Pure.
+"""Plans which records of a run may be deleted. Computes deletions from positions, with the reason where each stops.
 
-The plan keeps the records that recovery reads, that the verification window needs and that learners have yet to read,
-and the batches and index entries that the kept journal names, so that the ledger balances and every index entry has its
-batch. Trajectories, labeled or not, may go below the position of every reader.
+The plan keeps the records that recovery reads, the records that the verification window needs, and the records that
+learners have yet to read. It also keeps the batches and index entries that the kept journal names, so that the ledger
+balances and every index entry has its batch. Trajectories, labeled or not, may be deleted below the lowest position of
+their readers.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOPICS = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories", "calls")
-"""Topics that are pruned, in order: a run is consistent after each of them, even if the next is not reached."""
+"""Topics in the order in which they are pruned: a run is consistent after each, even if the next is not reached."""
 CALLS = "calls"
 """Topic that runs of earlier releases lack."""
 CONTROL_TOPICS = ("unlabelled", "trajectories")
@@ -22,21 +23,21 @@ TopicAndPartition = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class JournalSnapshot:
-    """A whole snapshot in the journal of one partition."""
+    """A complete snapshot in the journal of one partition."""
 
     offset: int
     """Offset of its first record in the journal."""
     watermark: int
-    """First offset of rollouts that a fold from it reads."""
+    """First offset of rollouts that a fold from this snapshot reads."""
     batch_number: int
-    """Number of the first batch cut after it."""
+    """Number of the first batch cut after this snapshot."""
     journal_from: int | None
-    """First offset of the journal that a fold from it needs; None if the log no longer holds everything it needs."""
+    """First offset of the journal that a fold from this snapshot needs; None if the log lacks something it needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommittedTask:
-    """State of one partition as its group committed it."""
+    """State of one partition as its grouping process committed it."""
 
     watermark: int
     """First offset of rollouts that a restore reads."""
@@ -48,7 +49,7 @@ class CommittedTask:
 
 @dataclass(frozen=True, kw_only=True)
 class PrunableBatch:
-    """A batch, from its entry of the index."""
+    """A batch, according to its entry in the index."""
 
     partition: int
     number: int
@@ -60,7 +61,7 @@ class PrunableBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PrunableSessions:
-    """The sessions of one group, from their records on `calls`."""
+    """The sessions of one group, according to their records on `calls`."""
 
     partition: int
     offset: int
@@ -80,7 +81,7 @@ class LastStep:
     run: str
     """Run to which the learner writes steps and weights."""
     replaced_by: str = ""
-    """Learner that has published into that run since; "" if it is this one."""
+    """Learner that has published to that run since; "" if no other learner has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +90,7 @@ class Positions:
 
     tasks: Mapping[int, CommittedTask]
     batches: tuple[PrunableBatch, ...]
-    """In the order of the index."""
+    """Batches in the order of the index."""
     learners: Mapping[str, int]
     """Offset of the index from which each learner may have to read again, by the learner's name in reports."""
     begins: Mapping[TopicAndPartition, int]
@@ -99,20 +100,20 @@ class Positions:
     labeling_group: str = ""
     """Name of the group of the labeling processes."""
     fillers: frozenset[str] = frozenset()
-    """Consumer groups among them that belong to fillers."""
+    """Names in `groups` that belong to fillers."""
     last_steps: Mapping[str, LastStep] = field(default_factory=dict)
-    """Newest step of each learner, by the same names."""
+    """Newest step of each learner, by the names in `learners`."""
     sessions: tuple[PrunableSessions, ...] = ()
     """Groups of sessions in the order of their first starts."""
     calls_read: Mapping[int, int] = field(default_factory=dict)
-    """Offset of each partition of calls up to which sessions were read."""
+    """Offset up to which the sessions in each partition of calls were read."""
     skipped: tuple[str, ...] = ()
-    """Lines that report records that could not be read."""
+    """Lines of text about records that could not be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Deletion:
-    """Offsets to delete at the start of one partition; none if `to` equals `begin`."""
+    """Offsets to delete at the start of one partition; empty if `to` equals `begin`."""
 
     topic: str
     partition: int
@@ -120,7 +121,7 @@ class Deletion:
     to: int
     """First offset that is kept."""
     why: str
-    """Reader that needs it."""
+    """Reason for keeping it, such as the reader that needs it."""
 
     @property
     def offsets(self) -> int:
@@ -129,7 +130,7 @@ class Deletion:
 
 
 def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = None) -> list[Deletion]:
-    """Plan deletions that keep the newest `keep_batches` batches, and all cut from a time on, verifiable.
+    """Plan deletions that keep verifiable the newest `keep_batches` batches, and all batches from `keep_from_ms` on.
 
     Returns one deletion for each partition of each topic, in the order of `TOPICS`, empty ones included.
     """
@@ -205,8 +206,8 @@ def _calls_stops(
 ) -> dict[TopicAndPartition, tuple[int, str]]:
     """Return the offset of each partition of calls at which its deletion stops.
 
-    Kept are groups with a session that is not finished, those with a record since the verification window began, and
-    all that follow them.
+    This keeps groups with an unfinished session, groups with a record since the verification window began, and all
+    later records.
     """
     first = next((b.time_ms for b in positions.batches if b.index_offset >= window), None if positions.batches else 0)
     times = [time_ms for time_ms in (first, keep_from_ms) if time_ms is not None]
@@ -250,7 +251,7 @@ def _group_needs(positions: Positions, topic: str, partition: int) -> list[tuple
 
 
 def _index_stop(batches: Sequence[PrunableBatch], kept: int) -> int:
-    """Return the end of the index's deletion, never beyond `kept`: a reader may begin there even if no entry does."""
+    """Return where the index's deletion ends: at most at `kept`, where a reader may begin even if no entry is there."""
     return min(kept, batches[-1].index_offset + 1 if batches else 0)
 
 

@@ -1,6 +1,6 @@
 """Folds a recorded partition again, from its beginning or a snapshot, under its own configuration or another.
 
-Shared by verification and replay: it is the fold that a consumer runs, fed from the log.
+Verification and replay share it. It runs the same fold as a grouping process, on records from the log.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,8 +38,8 @@ def journal_of(kafka: KafkaConfig, run: str, partition: int, skipped: SkippedRec
     newest = max((record.core_version for record in records), default=CORE_VERSION)
     if newest > CORE_VERSION:
         raise StateRefused(
-            f"run {run} was cut by core version {newest}, this release knows versions up to {CORE_VERSION}; verify "
-            f"with the release that cut it"
+            f"run {run} was cut by core version {newest}, but this release knows only versions up to {CORE_VERSION}; "
+            f"verify with the release that cut it"
         )
     return records
 
@@ -47,13 +47,13 @@ def journal_of(kafka: KafkaConfig, run: str, partition: int, skipped: SkippedRec
 def beginnings(journal: Sequence[JournalRecord], log_begin: int) -> list[int]:
     """Return the indices of journal records from which a fold can start, in order; empty if too much was pruned.
 
-    These are last parts of snapshots for which the log, which begins at `log_begin`, still holds everything that was in
-    flight, and the journal still names every group that the fold remembers.
+    A fold can start at the last part of a snapshot if the log, which begins at `log_begin`, still holds every record
+    that was in flight, and the journal still names every group that the fold must remember.
     """
     if not journal:
         return []
     whole = journal[0].sequence == 0
-    # Groups that only deleted journal records name had finished by this time.
+    # By this time, all groups that only deleted journal records name had finished.
     told_ms = journal[0].stream_time_ms
     return [
         i
@@ -73,7 +73,7 @@ def ends_snapshot(journal: Sequence[JournalRecord], i: int) -> bool:
 def emptied(record: JournalRecord, config: GroupingConfig) -> JournalRecord:
     """Return a state at the position of `record`, under `config`, with nothing in flight and no memory of groups.
 
-    Another configuration, or other rewards, would have held other groups at that time.
+    Under another configuration, or with other rewards, other groups would have been in flight.
     """
     position = record.position
     return replace(
@@ -97,8 +97,8 @@ def configurations(
 ) -> dict[int, GroupingConfig]:
     """Return each configuration in force while `journal` was written, by generation; the last is in force at its end.
 
-    A journal record carries the configuration at its watermark. Later ones are read from their marks, which the log
-    still holds because `journal` begins at one of `beginnings`. Raises StateRefused as the fold does.
+    A journal record contains the configuration at its watermark. Later configurations are read from their marks, which
+    the log still holds because `journal` begins at one of `beginnings`. Raises StateRefused as the fold does.
     """
     first, last = journal[0], journal[-1]
     texts = {record.watermark_generation: record.watermark_configuration for record in journal}
@@ -140,7 +140,7 @@ def fetched(
 ) -> Iterator[KafkaRecord]:
     """Yield the records of a partition of `rollouts` from `begin` to `stop` - 1 that it still holds, except `hopped`.
 
-    Records to be skipped from `stop` on are not fetched, either, though a consumer reads ahead.
+    Because a consumer reads ahead, records after `stop` that grouping was asked to skip are not fetched, either.
     """
     ahead = (offset for offset in asked_for(kafka, run, partition) if offset >= stop)
     left_out = {*hopped, *ahead}
@@ -169,9 +169,9 @@ def refold(
     """Yield the effects of a partition's records from the end of `journal` to offset `stop`, in pieces.
 
     The journal record of the last piece is a snapshot. `journal` is generation 0, or ends with a snapshot. `skips` are
-    the offsets skipped unread, by `skips_in` of the whole journal. `change` alters every configuration of the log, and
-    `rewards` replaces those of rollouts by offset; both require `journal` to hold nothing in flight. `drain` cuts, at
-    the end, what is sealed.
+    the offsets skipped unread, as `skips_in` returns them for the whole journal. `change` alters every configuration of
+    the log, and `rewards` replaces the rewards of rollouts by offset; both require that `journal` holds nothing in
+    flight. `drain` cuts sealed groups into batches at the end.
     Raises StateRefused if log and journal do not belong together.
     """
     restored = task_state.restored_state(journal)
@@ -179,7 +179,7 @@ def refold(
         changed = change(GroupingConfig.from_json(restored.watermark_configuration))
         restored = replace(restored, watermark_configuration=changed.to_json())
     hopped = {*restored.hopped, *(offset for offset, skip in skips.items() if not skip.timed)}
-    # There are no records at offsets beyond the end of the partition.
+    # No records follow the end of the partition, even if `stop` is beyond it.
     messages = fetched(kafka, run, restored.partition, restored.watermark, stop, hopped)
     records = map(records_of, messages)
     yield from fold_again(restored, records, stop, plug_ins, change, skips, rewards=rewards, drain=drain)
@@ -196,7 +196,7 @@ def fold_again(
     rewards: Mapping[int, float] = MappingProxyType({}),
     drain: bool = False,
 ) -> Iterator[Effects]:
-    """Yield the effects of the records of a partition from the watermark of a state to offset `stop`, as `refold`."""
+    """Yield the effects of a partition's records from a state's watermark to `stop`; the options are as in `refold`."""
     fold = Fold(restored, plug_ins, skips, change, rewards)
     read = 0
     for record in records:
@@ -218,7 +218,7 @@ def fold_again(
 
 
 def skips_in(journal: Iterable[JournalRecord]) -> dict[int, OffsetSkip]:
-    """Return the offsets that were skipped unread according to the journal, and why."""
+    """Return the offsets that were skipped unread according to the journal, with the reasons."""
     skips = {}
     for record in journal:
         hopped = set(from_ranges(record.hopped))

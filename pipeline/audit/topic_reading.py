@@ -1,6 +1,6 @@
 """Reads a run's topics for tools: unreadable and invalid records are skipped, counted and named instead of failing.
 
-Each tool reports the records it skipped at its end.
+At its end, each tool reports the records that it skipped.
 """
 
 from collections.abc import Iterator
@@ -17,11 +17,11 @@ from rollstream.topics.records import BatchIndexEntry, JournalRecord, TrainingBa
 from rollstream.topics.validation import batch_problems, entry_problems
 
 Index = dict[str, tuple[int, BatchIndexEntry]]
-"""Entry of each batch with its offset in the index, in the order learners follow."""
+"""Entry of each batch with its offset in the index, in the order in which learners read them."""
 
 
 def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
-    """Read the index of a run, of its own batches. The first of two entries of a batch counts."""
+    """Read the index entries of a run's own batches. If a batch has two entries, the first counts."""
     index: Index = {}
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "batches"))
     for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
@@ -30,7 +30,7 @@ def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
         with skipped.passing(message):
             _refuse(entry_problems(entry))
             if entry.partition >= partitions:
-                raise RecordError(f"batch {entry.batch_id} is of a partition the run does not have")
+                raise RecordError(f"batch {entry.batch_id} is of a partition that the run does not have")
             if entry.batch_id in index:
                 raise RecordError(f"batch {entry.batch_id} has an entry already, at offset {index[entry.batch_id][0]}")
             index[entry.batch_id] = (message.offset, entry)
@@ -40,7 +40,7 @@ def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
 def read_batches(
     kafka: KafkaConfig, run: str, skipped: SkippedRecords, partition: int | None = None, **reading: str
 ) -> Iterator[TrainingBatch]:
-    """Yield the batches of a run, or of one partition; `reading` goes to `read_to_end`."""
+    """Yield the batches of a run, or of one partition; `reading` is passed to `read_to_end`."""
     numbers = None if partition is None else [partition]
     messages = read_to_end(kafka, topic_name(run, "batches"), partitions=numbers, **reading)  # type: ignore[arg-type]
     for message, batch in skipped.records(TrainingBatch, messages):
@@ -50,7 +50,7 @@ def read_batches(
 
 
 def batch_at(message: KafkaRecord) -> TrainingBatch:
-    """Decode the batch that an entry names. Raises RecordError if it is invalid."""
+    """Decode a batch from its record. Raises RecordError if it is invalid."""
     skipped = SkippedRecords(logged=False)
     batch = skipped.decode(TrainingBatch, message)
     if batch is None:
@@ -66,7 +66,7 @@ def read_journal(
 ) -> list[tuple[int, JournalRecord]]:
     """Read the journal of a partition with offsets, oldest first.
 
-    Raises StateRefused for a record that may be a journal record and cannot be read.
+    Raises StateRefused for a record that may be a journal record but cannot be read.
     """
     messages = read_to_end(kafka, topic_name(run, "journal"), partitions=[partition])
     records = ((message.offset, journal_record(message, skipped)) for message in messages)

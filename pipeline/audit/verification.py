@@ -1,7 +1,7 @@
 """Verification: folds the recorded log again and compares every batch and drop with the record, bit for bit.
 
-It folds whole partitions from their first record, or from the oldest complete snapshot of a pruned log; or only some
-batches, each from the snapshot before it.
+It folds whole partitions from their first record, or from the oldest complete snapshot of a pruned log. For single
+batches it folds each from the snapshot before it.
 """
 
 import time
@@ -35,16 +35,16 @@ class Verification:
     batches: int = 0
     """Batches computed again."""
     drops: int = 0
-    """Drops compared; none if only some batches were requested."""
+    """Drops compared; 0 if only some batches were requested."""
     unverifiable: int = 0
-    """Batches still held whose rollouts, or the journal before them, were pruned."""
+    """Recorded batches whose rollouts, or the journal before them, were pruned."""
     mismatches: list[str] = field(default_factory=list)
     """Description of each difference."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
-    """Invalid records of index, journal and batches."""
+    """Invalid records in the index, journal and batches."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as plain values for JSON."""
+        """Return the result as plain values for JSON."""
         return {
             "batches": self.batches,
             "drops": self.drops,
@@ -75,7 +75,7 @@ class _Job:
     index: dict[str, BatchIndexEntry]
     """Entries of the partition's batches."""
     log_begin: int
-    """First offset of rollouts the partition still holds."""
+    """First offset of rollouts that the partition still holds."""
     only: frozenset[str] | None
 
 
@@ -89,10 +89,11 @@ def verify(
     processes: int = 1,
     progress: ProgressCallback = lambda _done, _all: None,
 ) -> Verification:
-    """Refold a run and compare. `makers` and `estimators` are the user's that its configurations name
-    (grouper.makers, grouper.estimators).
+    """Fold a run again, and compare batches and drops with the record.
 
-    `only` are the batches to verify; None means every batch and every drop. Partitions are spread over `processes`.
+    `makers` and `estimators` are the user's own that the run's configurations name (grouper.makers,
+    grouper.estimators). `only` are the batches to verify; None means every batch and every drop. Partitions are spread
+    over `processes`.
     Raises StateRefused if a newer core version cut the log, TopicError if a requested batch is not in the index.
     """
     clients.check_broker(kafka)
@@ -120,7 +121,7 @@ def verify(
 
 
 def index_of(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> dict[str, BatchIndexEntry]:
-    """Return the entries of the index by batch, in its order."""
+    """Return the entries of the index by batch, in the order of the index."""
     index = read_index(kafka, run, skipped or SkippedRecords(logged=False))
     return {batch_id: entry for batch_id, (_offset, entry) in index.items()}
 
@@ -149,8 +150,8 @@ def _verify_partition(job: _Job) -> Verification:
 def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
     """Read the journal until it and the index agree on the batches, and return job, journal and skipped records.
 
-    In a live run a transaction does not appear on all partitions at once, and more follow meanwhile. A batch that
-    one of the two shows is shown by the other as soon as none of its records is hidden; otherwise the two differ.
+    In a live run, the records of a transaction do not become visible on all partitions at once, and new transactions
+    follow. A batch in one of the two is a difference only if it is missing in the other without hidden records there.
     """
     began = time.monotonic()
     while True:
@@ -188,12 +189,12 @@ def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Veri
         for batch in output.batches:
             met.add(batch.batch_id)
             if batch.batch_id not in recorded:
-                result.mismatches.append(f"batch {batch.batch_id}: the fold cuts it, it is not in batches")
+                result.mismatches.append(f"batch {batch.batch_id}: the fold cuts it, but it is not in batches")
             elif recorded[batch.batch_id] != batch.digest:
                 result.mismatches += _differences(job, batch)
         drops.update(_identity(output.journal.drops))
     for batch_id in sorted(recorded.keys() - met):
-        result.mismatches.append(f"batch {batch_id}: it is in batches, the fold does not cut it")
+        result.mismatches.append(f"batch {batch_id}: it is in batches, but the fold does not cut it")
     written = [drop for record in later for drop in record.drops]
     result.drops = len(written)
     result.mismatches += _drop_differences(job.partition, set(_identity(written)), drops)
@@ -201,7 +202,7 @@ def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Veri
 
 
 def _recorded_digests(job: _Job, wanted: Collection[str], result: Verification) -> dict[str, str]:
-    """Compute the digest of each recorded batch up to the end of the journal; it must match the batch and the index."""
+    """Compute the digest of each wanted batch, and compare it with the digests in the batch and in the index."""
     digests: dict[str, str] = {}
     for batch in read_batches(job.kafka, job.run, result.skipped, job.partition):
         if batch.batch_id in wanted:
@@ -220,12 +221,12 @@ def _checked(job: _Job, batch: TrainingBatch, result: Verification) -> str:
 
 
 def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: Collection[str]) -> Verification:
-    """Fold each of these batches from the snapshot before it, in one pass for batches with the same snapshot."""
+    """Fold each of these batches from the snapshot before it; batches with the same snapshot share one pass."""
     result = Verification()
     snapshots = beginnings(journal, job.log_begin)
     cut_at = {batch_id: i for i, record in enumerate(journal) if i > begin for batch_id in record.batch_ids}
     missing = sorted(batch_id for batch_id in only if batch_id not in cut_at)
-    result.mismatches += [f"batch {batch_id}: the index names it, the journal does not" for batch_id in missing]
+    result.mismatches += [f"batch {batch_id}: the index names it, but the journal does not" for batch_id in missing]
     waiting = sorted((batch_id for batch_id in only if batch_id in cut_at), key=lambda batch_id: cut_at[batch_id])
     while waiting:
         first = cut_at[waiting[0]]
@@ -249,13 +250,13 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: 
                         result.mismatches += _differences(job, batch)
         result.batches += len(these)
         result.mismatches += [
-            f"batch {batch_id}: it is in batches, the fold does not cut it" for batch_id in sorted(these - met)
+            f"batch {batch_id}: it is in batches, but the fold does not cut it" for batch_id in sorted(these - met)
         ]
     return result
 
 
 def _before(snapshots: Sequence[int], position: int) -> int:
-    """Return the newest of these snapshots before a record of the journal; there always is one."""
+    """Return the newest of these snapshots before a record of the journal; one always exists."""
     return snapshots[bisect_left(snapshots, position) - 1]
 
 
@@ -295,6 +296,7 @@ def _identity(drops: Iterable[Drop]) -> Iterable[tuple[int, str]]:
 
 def _drop_differences(partition: int, recorded: set[tuple[int, str]], folded: set[tuple[int, str]]) -> list[str]:
     return [
-        f"rollouts[{partition}] offset {drop[0]}: {drop[1]} only in the {'journal' if drop in recorded else 'refold'}"
+        f"rollouts[{partition}] offset {drop[0]} is dropped as {drop[1]} only in the "
+        f"{'journal' if drop in recorded else 'refold'}"
         for drop in sorted(recorded ^ folded)
     ]

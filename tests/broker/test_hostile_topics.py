@@ -223,7 +223,7 @@ def test_verify_of_the_newest_names_entries_that_the_journal_does_not_know(
 ) -> None:
     assert call(run, "verify", "--last", "2", "--json") == 1
     assert strict(capfd.readouterr().out)["differences"] == [
-        f"batch {name}: the index names it, the journal does not" for name in ("0-901", "0-951")
+        f"batch {name}: the index names it, but the journal does not" for name in ("0-901", "0-951")
     ]
 
 

@@ -123,7 +123,7 @@ def test_index_entries_deleted_are_named_and_a_reader_of_the_beginning_is_refuse
     first_kept = list(entries)[11]
     delete(run, "batch-index", first_kept)
     assert problems(run) == [
-        f"11 batches have no entry in batch-index, which begins at offset {first_kept}: no learner finds them; the "
+        f"11 batches have no entry in batch-index, which begins at offset {first_kept}, so no learner finds them; the "
         "first is 0-0"
     ]
     with pytest.raises(TopicError, match=f"begins at offset {first_kept} but is to be read from 0: the entries"):
@@ -142,10 +142,10 @@ def test_index_entries_doubled_or_pointing_nowhere_are_named(run: RealRun) -> No
     put(run, replace(entry, offset=10_000))
     doubled, unknown, nowhere = list(index(run))[-3:]
     assert problems(run) == [
-        f"batch-index offset {doubled} names batch 0-3 again, which offset {at} names",
-        f"batch-index offset {unknown} names batch 0-99, which no journal tells of",
+        f"batch-index offset {doubled} names batch 0-3, which offset {at} already names",
+        f"batch-index offset {unknown} names batch 0-99, which no journal names",
         f"batch-index offset {nowhere} names batch 0-3 at batches[0] offset 10000; it is at offset {entry.offset}",
-        f"batch-index offset {nowhere} names batch 0-3 again, which offset {at} names",
+        f"batch-index offset {nowhere} names batch 0-3, which offset {at} already names",
     ]
 
 
@@ -159,11 +159,11 @@ def test_a_position_past_what_the_steps_name_is_told(run: RealRun) -> None:
     step(run, 2, dict(entries[6:8]), entries[7][0] + 1)
     step(run, 3, {}, 10_000)
     assert problems(run) == [
-        f"step 2 of learner main moved past 2 batches that no step names, the first is 0-4 at index offset "
+        f"step 2 of learner main moved past 2 batches that no step names; the first is 0-4 at index offset "
         f"{entries[4][0]}",
-        f"step 3 of learner main stands at index offset 10000, and batch-index ends at "
+        f"step 3 of learner main is at index offset 10000, but batch-index ends at "
         f"{topic_admin.bounds(run.kafka, run.topic('batch-index'))[0][1]}",
-        f"step 3 of learner main moved past 13 batches that no step names, the first is 0-8 at index offset "
+        f"step 3 of learner main moved past 13 batches that no step names; the first is 0-8 at index offset "
         f"{entries[8][0]}",
     ]
 
@@ -178,12 +178,12 @@ def test_a_log_cut_off_and_written_again_is_named_and_refused(tmp_path: Path) ->
         [segment] = broker.data_dir.glob(f"**/{run.topic('rollouts')}-0/*.log")
         first_new = cut_off(segment, position - 40)
         broker.restart()
-        assert f"rollouts[0] ends at offset {first_new}, and was read up to {position}" in problems(run)
+        assert f"rollouts[0] ends at offset {first_new}, but was read up to {position}" in problems(run)
         send(run, "new", 12)
         named = problems(run)
         assert named == [
             f"rollouts[0] offsets {first_new} to {position - 1} were read as other records: the log was cut off and "
-            "written again (its leader epoch is another), and what is there now was never read"
+            "written again (its leader epoch differs), and the records there now were never read"
         ]
         process = run.start("group")
         assert process.wait(300) == 2
@@ -237,7 +237,7 @@ def test_what_an_open_transaction_hides_is_undecided(
             assert process.wait(300) == 0
             hides = "\n".join(undecided(run))
             for topic in topics:
-                assert f"a transaction stands open on {topic}[0] from offset" in hides
+                assert f"a transaction is open on {topic}[0] from offset" in hides
             done = rollstream(run, "ledger")
             assert done.returncode == 4, done.stdout
             assert "every record is in exactly one place, as far as it is decided yet" in done.stdout
@@ -291,7 +291,7 @@ def test_records_that_make_no_sense_are_skipped_counted_and_named(run: RealRun) 
     # Two each of six topics; control and policies are none of the ledger's.
     assert book["records_skipped"] == len(bad) + 2 + 2 * 6
     named = "\n".join(book["unreadable"])
-    assert "prompts is 'many', which is no number of prompts" in named
+    assert "prompts is 'many', which is not a number of prompts" in named
     assert "reward is inf" in named
     assert f"{run.topic('steps')}[0] offset 1: " in named
     assert (book["evals"], book["evaluations"][0]["reward"]) == (1, 1.0)

@@ -102,11 +102,11 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
         (data[:-1], "it is damaged: its bytes are not those that were written"),
         (data[:40], "it is damaged"),
         (data[:100] + b"\0" + data[101:], "it is damaged"),
-        (b"", "it is no file of books"),
-        (b"something else", "it is no file of books"),
+        (b"", "it is not a ledger file"),
+        (b"something else", "it is not a ledger file"),
         (
             data.replace(b"books %d " % VERSION, b"books 1 ", 1),
-            f"it is of version 1, and this release keeps version {VERSION}",
+            f"it is of version 1, but this release uses version {VERSION}",
         ),
     ):
         stored.path.write_bytes(bad)
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
     assert stored.poll() == ("", whole)
     copied = Stored(run.beside("copy").prepare(), stored.path)
     report, book = copied.poll()
-    assert f"it is of run {run.name} and groups" in report
+    assert f"it belongs to run {run.name} and groups" in report
     assert book == plain(ledger(run.kafka, copied.run.name))
     # The same run, made again: nothing of what was read is there any more.
     stored.poll()

@@ -238,8 +238,10 @@ def test_the_ledger_names_a_labeled_trajectory_that_is_lost(run: RealRun) -> Non
     book = ledger(run.kafka, run.name)
     assert not book.balanced
     assert book.problems == [
-        f"unlabelled[{partition}]: 3 records are labeled by the topics, 5 by what was committed with the position",
-        f"unlabelled[{partition}]: 2 records are left out by the topics, 0 by what was committed with the position",
+        f"unlabelled[{partition}]: 3 records are labeled according to the topics, but 5 according to the counts "
+        "committed with the position",
+        f"unlabelled[{partition}]: 2 records are left out according to the topics, but 0 according to the counts "
+        "committed with the position",
         f"trajectories[{partition}] begins at offset {third}, and filler default has read up to 0: {third} offsets "
         "were deleted unread",
     ]

@@ -123,7 +123,7 @@ def forgeries(trained: str, dropped: str) -> Mapping[str, Forgery]:
         "lost": Forgery(without_rollout(trained), "is batched and holds no record"),
         "batch": Forgery(without_first_batch, "batch 0-0 is in the journal and not in batches"),
         "batch twice": Forgery(with_first_batch_twice, "batch 0-0 is in batches twice"),
-        "advantages": Forgery(with_other_advantages, "batch 0-0 row 0: advantages differ from those of rollouts[0]"),
+        "advantages": Forgery(with_other_advantages, "batch 0-0 row 0: advantages differ from rollout "),
         "step": Forgery(without_step(1), "step 1 of learner default is missing"),
         "step twice": Forgery(with_uses_of_first_step(2), "step 2 of learner default uses batch"),
     }

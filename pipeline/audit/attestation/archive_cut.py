@@ -1,6 +1,6 @@
-"""The part of an archive that a statement is about: the records of a run's topics, each up to an end.
+"""The part of an archive that a statement covers: the records of each partition of a run's topics up to an end offset.
 
-Records that the archive holds beyond the ends are not read, so a statement holds for every later archive of the run.
+Records beyond the ends are not read, so a statement is also valid for every later archive of the run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,18 +14,21 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 
 TOPICS = ("rollouts", "journal", "batches", "batch-index", "steps", "policies")
-"""Topics that a statement is about."""
+"""Topics that a statement covers."""
 Ends = Mapping[str, Mapping[int, int]]
-"""By topic and partition, the offset after the last record that a statement is about."""
+"""By topic and partition, the offset after the last record that a statement covers."""
 R = TypeVar("R")
 
 
 class ArchiveCut:
-    """The records of an archive up to some ends."""
+    """The records of an archive up to given ends."""
 
     def __init__(self, store: Store, run: str, ends: Ends | None = None) -> None:
-        """Without `ends`, everything that the archive holds. Raises ConfigurationError if it does not hold the run, and
-        StateRefused if it begins after the run did, or ends before `ends`."""
+        """Open an archive up to `ends`, by default up to its own end.
+
+        Raises ConfigurationError if it does not hold the run, and StateRefused if it begins later than the run or ends
+        before `ends`.
+        """
         manifest = manifests.newest(store, run)
         if manifest is None:
             held = ", ".join(manifests.runs_of(store)) or "none"
@@ -42,18 +45,18 @@ class ArchiveCut:
             if pruned:
                 raise StateRefused(
                     f"{store.url} has {name}[{pruned[0]}] of run {run} from offset {archived.begin[pruned[0]]} on: the "
-                    f"first records were pruned before they were archived, so nothing can be said of them"
+                    f"first records were pruned before they were archived, so no statement can cover them"
                 )
             if wanted.keys() != archived.position.keys():
                 raise StateRefused(f"{store.url} has {len(archived.position)} partitions of {name}, not {len(wanted)}")
             short = [p for p, end in wanted.items() if end > archived.position[p]]
             if short:
                 raise StateRefused(
-                    f"{store.url} has {name}[{short[0]}] up to offset {archived.position[short[0]]}, and the statement "
-                    f"is about the records up to {wanted[short[0]]}; use an archive that was made later"
+                    f"{store.url} has {name}[{short[0]}] up to offset {archived.position[short[0]]}, but the statement "
+                    f"covers the records up to {wanted[short[0]]}; use an archive that was made later"
                 )
         self.skipped = SkippedRecords("attest", logged=False)
-        """Records that are not what their topic holds; nothing refers to them."""
+        """Records of a kind that does not belong in their topic; no other record refers to them."""
 
     @property
     def topic_ids(self) -> dict[str, str]:
@@ -66,13 +69,13 @@ class ArchiveCut:
         return sorted(self.ends["rollouts"])
 
     def messages(self, topic: str, partition: int) -> Iterator[KafkaRecord]:
-        """Yield the records of a partition. Raises StateRefused if a file of the archive is not as it was written."""
+        """Yield the records of a partition. Raises StateRefused if a file of the archive was changed after writing."""
         end = self.ends[topic][partition]
         for entry in archived_records(self._store, self._manifest, topic, partition):
             if entry.offset < end:
                 yield entry.message(self.run)
 
     def records(self, topic: str, kind: type[R]) -> Iterator[tuple[KafkaRecord, R]]:
-        """Yield the records of a topic that are of a kind, by partition and offset, each with its message."""
+        """Yield a topic's records of one kind, by partition and offset, each with its message."""
         for partition in sorted(self.ends[topic]):
             yield from self.skipped.records(kind, self.messages(topic, partition))

@@ -1,7 +1,7 @@
 """Evidence of a run in its archive: the trees of a statement, its counts, and every contradiction in the records.
 
-Nothing is believed that can be computed: grouping is folded again from the rollouts, and its batches and drops are
-compared with those on record. No broker is asked.
+Everything that can be computed is computed: grouping is folded again from the rollouts, and the resulting batches and
+drops are compared with the recorded ones. No broker is contacted.
 """
 
 from collections import Counter
@@ -60,16 +60,16 @@ _NO_BATCH = -1
 
 @dataclass
 class Evidence:
-    """Everything that a statement says of a run, with the contradictions that forbid to say it."""
+    """Everything that a statement says about a run, and the contradictions that forbid a statement."""
 
     ends: dict[str, dict[int, int]]
-    """By topic and partition, the offset after the last record read; for `rollouts` the position of grouping."""
+    """By topic and partition, the offset after the last record read; for `rollouts`, the position of grouping."""
     trees: dict[TreeName, MerkleTree] = field(default_factory=lambda: {name: MerkleTree() for name in TREES})
     batches: list[Leaf] = field(default_factory=list)
     steps: list[Leaf] = field(default_factory=list)
     versions: list[Leaf] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
-    """Records of `rollouts` by fate, those in flight among them; drops with their reason."""
+    """Number of records of `rollouts` by fate, including records in flight; drops are counted by reason."""
     configurations: dict[int, str] = field(default_factory=dict)
     """The digest of each grouping configuration, by generation."""
     folded: int = 0
@@ -90,25 +90,25 @@ class Evidence:
 
 
 RolloutCallback = Callable[[int, Leaf], None]
-"""Called with the place of each entry in the tree of rollouts, and the entry."""
+"""Called with the index of each entry in the tree of rollouts, and the entry."""
 
 
 def evidence_of(
     cut: ArchiveCut, plug_ins: PlugIns = BUILT_IN, on_rollout: RolloutCallback = lambda _index, _leaf: None
 ) -> Evidence:
-    """Read an archive and judge it. Raises StateRefused if it cannot be read, or a newer release wrote it."""
+    """Read an archive and check it. Raises StateRefused if it cannot be read, or if a newer release wrote it."""
     return _Reading(cut, plug_ins, on_rollout).evidence()
 
 
 @dataclass
 class _Partition:
-    """One partition of `rollouts`, as its journal and its batches tell of it."""
+    """One partition of `rollouts`, according to its journal and its batches."""
 
     journal: PartitionJournal
     head: list[JournalRecord] = field(default_factory=list)
-    """The journal up to its first snapshot."""
+    """Records of the journal up to its first snapshot."""
     records: list[JournalRecord] = field(default_factory=list)
-    """Records of the journal that tell of drops."""
+    """Records of the journal that name drops."""
     named: set[str] = field(default_factory=set)
     """Batches that the journal names."""
     batch_of: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
@@ -149,13 +149,13 @@ class _Reading:
                 continue
             if record.core_version > CORE_VERSION:
                 raise StateRefused(
-                    f"run {self._cut.run} was cut by core version {record.core_version}, this release knows versions "
-                    f"up to {CORE_VERSION}; use the release that cut it"
+                    f"run {self._cut.run} was cut by core version {record.core_version}, but this release knows only "
+                    f"versions up to {CORE_VERSION}; use the release that cut it"
                 )
             if not _is_within(record, self._result.ends["rollouts"][number]) or (record.sequence and not part.head):
                 raise StateRefused(
                     f"journal[{number}] offset {message.offset} is not about the archived records of rollouts from "
-                    f"their beginning; `rollstream archive` makes the archive whole"
+                    f"their beginning; run `rollstream archive` to complete the archive"
                 )
             journal.read(record)
             if not whole:
@@ -167,7 +167,7 @@ class _Reading:
             configurations.setdefault(record.watermark_generation, digest_of(record.watermark_configuration.encode()))
         journal.batch_ids.clear()
         if not whole:
-            raise StateRefused(f"journal[{number}] in the archive of run {self._cut.run} holds no whole snapshot")
+            raise StateRefused(f"journal[{number}] in the archive of run {self._cut.run} holds no complete snapshot")
         for problem in journal.problems:
             self._result.problem(problem)
         journal.check_counts(self._result.problem)
@@ -181,8 +181,8 @@ class _Reading:
                 _refuse(entry_problems(entry))
                 if entry.run:
                     raise StateRefused(
-                        f"run {self._cut.run} goes on where run {entry.run} was split, and trains on its batches: an "
-                        f"attestation is about the batches of one run"
+                        f"run {self._cut.run} continues run {entry.run}, which was split, and trains on its batches; "
+                        f"an attestation covers only the batches of one run"
                     )
                 if not self._is_before_cut(entry.partition, entry.batch_id):
                     continue
@@ -222,7 +222,7 @@ class _Reading:
             problem(f"batch {name}: its content does not match the digest it carries")
         place, index_offset = (message.partition, message.offset), -1
         if name not in self._index:
-            problem(f"batch {name} has no entry in batch-index: no learner finds it")
+            problem(f"batch {name} has no entry in batch-index, so no learner finds it")
         else:
             index_offset, entry = self._index[name]
             if (entry.partition, entry.offset, entry.digest) != (*place, digest):
@@ -233,7 +233,7 @@ class _Reading:
         part = self._partitions[batch.partition]
         for row, offset in enumerate(batch.source_offsets.tolist()):
             if not 0 <= offset < part.journal.position:
-                problem(f"batch {name} row {row} is of offset {offset}, which grouping had not read")
+                problem(f"batch {name} row {row} is from offset {offset}, which grouping had not read")
             elif part.batch_of[offset] != _NO_BATCH:
                 other = f"{batch.partition}-{part.batch_of[offset]}"
                 problem(f"rollouts[{batch.partition}] offset {offset} is in batch {other} and in batch {name}")
@@ -250,7 +250,7 @@ class _Reading:
         if elsewhere is not None:
             raise StateRefused(
                 f"step {elsewhere.step} of learner {elsewhere.learner} of run {self._cut.run} used batches of run "
-                f"{elsewhere.input_run}: an attestation is about a learner and its batches in one run"
+                f"{elsewhere.input_run}; an attestation covers only a learner and its batches in one run"
             )
         uses, book = LearnerUses(self._cut.run), Ledger()
         uses.take(newest[key] for key in sorted(newest))
@@ -270,7 +270,7 @@ class _Reading:
             self._result.add("versions", version_leaf(newest[version]))
 
     def _read_rollouts(self, number: int) -> None:
-        """Fold a partition again while its records become entries."""
+        """Fold a partition again, and add its records to the tree."""
         part, problem = self._partitions[number], self._result.problem
         position, journal = part.journal.position, part.journal
         skips = skips_in(part.records)
@@ -293,15 +293,15 @@ class _Reading:
             for batch in output.batches:
                 cut_again.add(batch.batch_id)
                 if part.named.isdisjoint([batch.batch_id]):
-                    problem(f"batch {batch.batch_id}: the fold cuts it, the journal does not name it")
+                    problem(f"batch {batch.batch_id}: the fold cuts it, but the journal does not name it")
                 elif self._digests.get(batch.batch_id) not in (None, batch.digest):
                     problem(self._difference(batch))
         self._result.folded += len(cut_again)
         for name in sorted(part.named - cut_again, key=batch_numbers):
-            problem(f"batch {name}: the journal names it, the fold does not cut it")
+            problem(f"batch {name}: the journal names it, but the fold does not cut it")
         for offset, reason in sorted(drops ^ set(reasons.items())):
             where = "journal" if reasons.get(offset) == reason else "refold"
-            problem(f"rollouts[{number}] offset {offset}: {reason} only in the {where}")
+            problem(f"rollouts[{number}] offset {offset} is dropped as {reason} only in the {where}")
         self._compare_places(part)
 
     def _take_rollout(self, part: _Partition, message: KafkaRecord, fate: str, reasons: dict[int, str]) -> None:
@@ -319,25 +319,25 @@ class _Reading:
         self._result.counts[name] += 1
 
     def _compare_places(self, part: _Partition) -> None:
-        """Report offsets that have a fate and no record, or a record and no fate, or a batch and another fate."""
+        """Report offsets with a fate but no record, a record but no fate, or a batch but another fate."""
         journal, problem = part.journal, self._result.problem
         runs = journal.table.runs().clipped(0, journal.position)
         has_fate, seen = runs.values & CODES != 0, runs.values & (SEEN | HOPPED) != 0
         for offset, fate in journal.named(runs.where(has_fate & ~seen)):
             problem(f"rollouts[{journal.number}] offset {offset} is {fate} and holds no record")
         for offset, _fate in journal.named(runs.where(~has_fate & (runs.values & SEEN != 0))):
-            problem(f"rollouts[{journal.number}] offset {offset} was read and is nowhere")
+            problem(f"rollouts[{journal.number}] offset {offset} was read but has no fate")
         batched = np.zeros(journal.position, bool)
         delivered = runs.where(runs.values & DELIVERED != 0)
         for chosen in (journal.of_fate(BATCHED), delivered):
             for start, stop in zip(chosen.starts, chosen.stops, strict=True):
                 batched[start:stop] = True
         for offset in np.flatnonzero(batched != (part.batch_of != _NO_BATCH))[:_MOST_NAMED].tolist():
-            place = "journal and no batch" if batched[offset] else "a batch and not the journal"
+            place = "the journal but in no batch" if batched[offset] else "a batch but not in the journal"
             problem(f"rollouts[{journal.number}] offset {offset} is batched in {place}")
 
     def _difference(self, folded: TrainingBatch) -> str:
-        """Name the first row in which a batch on record differs from the one that its rollouts give."""
+        """Name the first row in which a recorded batch differs from the batch that its rollouts give."""
         name = folded.batch_id
         batches = (batch for _message, batch in self._cut.records("batches", TrainingBatch))
         recorded = next((batch for batch in batches if batch.batch_id == name), None)
@@ -346,12 +346,12 @@ class _Reading:
                 for column in due:
                     if there[column] != due[column]:
                         place = f"rollouts[{folded.partition}] offset {int(folded.source_offsets[row])}"
-                        return f"batch {name} row {row}: {column} differ from those of {place}, {folded.uids[row]}"
-        return f"batch {name} differs from the one that its rollouts give"
+                        return f"batch {name} row {row}: {column} differ from rollout {folded.uids[row]} at {place}"
+        return f"batch {name} differs from the batch that its rollouts give"
 
 
 def _rows(batch: TrainingBatch) -> Iterator[dict[str, Any]]:
-    """Yield the content of each row that can be compared."""
+    """Yield the content of each row in a form that can be compared."""
     for row in range(len(batch)):
         span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
         yield {
@@ -366,7 +366,7 @@ def _rows(batch: TrainingBatch) -> Iterator[dict[str, Any]]:
 
 
 def _is_within(record: JournalRecord, end: int) -> bool:
-    """Whether a record of the journal tells of no offset beyond an end. Tables grow with what it tells of."""
+    """Whether a journal record names no offset beyond `end`; otherwise it could make the tables arbitrarily large."""
     ranges = (record.admitted, record.unfinished, record.delivered, record.hopped, *(f.runs for f in record.finished))
     pairs = [np.asarray(each, np.int64).reshape(-1, 2) for each in ranges]
     return record.position <= end and all(

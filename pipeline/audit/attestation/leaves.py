@@ -1,6 +1,6 @@
 """The entries of the four trees of a statement: rollouts, batches, steps and versions, each as canonical JSON.
 
-A program of any language that has the records can write the same entries.
+Any program that has the records can compute the same entries.
 """
 
 import hashlib
@@ -23,12 +23,12 @@ def canonical(value: Any) -> bytes:
 
 
 def digest_of(data: bytes | None) -> str:
-    """BLAKE2b-256 of the bytes of a record, hexadecimal; of none as of no bytes."""
+    """Return the BLAKE2b-256 digest of some bytes, in hexadecimal; None counts as no bytes."""
     return hashlib.blake2b(data or b"", digest_size=32).hexdigest()
 
 
 def rollout_leaf(message: KafkaRecord, uid: str, fate: str, batch: str, row: int) -> Leaf:
-    """Return the entry of a record of `rollouts`. `uid` is empty for other records, `batch` for what no batch has."""
+    """Return the entry of a record of `rollouts`. `uid` is empty if it is not a rollout, `batch` if no batch has it."""
     return {
         "partition": message.partition,
         "offset": message.offset,
@@ -77,7 +77,7 @@ def version_leaf(manifest: PolicyManifest) -> Leaf:
 
 
 def uses_of_row(step: Leaf, batch: str, row: int) -> Iterator[Leaf]:
-    """Yield the uses in the entry of a step that hold a row of a batch."""
+    """Yield the uses, in the entry of a step, that include a row of a batch."""
     for use in step["uses"]:
         if use["batch"] == batch and (row in use["row_numbers"] if use["row_numbers"] else row < use["rows"]):
             yield use

@@ -1,7 +1,7 @@
-"""Proofs of one rollout: what became of it, checked with a signed statement and a few hashes, without an archive.
+"""Proofs of one rollout's fate, which are checked with a signed statement and a few hashes, without an archive.
 
-A proof leads from the rollout to its batch, from there to the steps that used its row, and to the first policy version
-that holds them.
+A proof leads from the rollout to its batch, to the steps that used its row, and to the first policy version that was
+published after the first step that trained on it.
 """
 
 import json
@@ -30,50 +30,50 @@ class Inclusion:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutProof:
-    """The fate of one rollout, with the hashes that lead from there to the roots of a statement."""
+    """The fate of one rollout, with the hashes that lead from its entries to the roots of a statement."""
 
     statement: str
     """Digest of the statement whose trees the paths lead to."""
     rollout: Inclusion
     batch: Inclusion | None
-    """The batch that carries it."""
+    """The batch that carries the rollout."""
     steps: tuple[Inclusion, ...]
-    """The steps that used its row."""
+    """The steps that used the rollout's row."""
     version: Inclusion | None
-    """The first policy version after the first step that trained on it."""
+    """The first policy version after the first step that trained on the rollout."""
 
     def to_json(self) -> str:
-        """Encode for a file."""
+        """Encode the proof for a file."""
         return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> "RolloutProof":
-        """Decode a file. Raises StateRefused if it is no proof."""
+        """Decode the text of a file. Raises StateRefused if it is not a proof."""
         try:
             values = json.loads(text)
             if values.pop("format") != FORMAT:
                 raise StateRefused("the proof has another format; check it with the release that made it")
             return msgspec.convert(values, cls)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.ValidationError) as error:
-            raise StateRefused(f"this is no proof of rollstream attest: {error!r}") from error
+            raise StateRefused(f"this is not a proof of rollstream attest: {error!r}") from error
 
 
 class RolloutEntries:
-    """The entries of one uid among the rollouts of an archive; give it to `evidence_of` as `on_rollout`."""
+    """The entries of one uid among the rollouts of an archive; pass an instance to `evidence_of` as `on_rollout`."""
 
     def __init__(self, uid: str) -> None:
         self.uid = uid
         self.entries: list[tuple[int, Leaf]] = []
 
     def __call__(self, index: int, leaf: Leaf) -> None:
-        """Keep an entry of this uid."""
+        """Keep the entry if it has this uid."""
         if leaf["uid"] == self.uid:
             self.entries.append((index, leaf))
 
     def chosen(self) -> tuple[int, Leaf]:
-        """Return the entry that a batch carries or, if none does, the first. Raises ConfigurationError without any."""
+        """Return the entry that is in a batch, else the first entry. Raises ConfigurationError if there is no entry."""
         if not self.entries:
-            raise ConfigurationError(f"no rollout {self.uid!r} is in the archive, as far as the statement is about it")
+            raise ConfigurationError(f"no rollout {self.uid!r} is in the part of the archive that the statement covers")
         return next((entry for entry in self.entries if entry[1]["batch"]), self.entries[0])
 
 
@@ -105,13 +105,13 @@ def proof_of(statement: Statement, evidence: Evidence, entries: RolloutEntries) 
 
 
 def fate_in(statement: Statement, proof: RolloutProof) -> Leaf:
-    """Return what a proof shows of its rollout. Raises StateRefused for a proof that does not hold.
+    """Return what a proof shows about its rollout. Raises StateRefused for an invalid proof.
 
-    `trained_by` are the steps that trained on the rollout, by learner and step; `in_policy` says whether one of them
-    is a step up to the policy version that the statement is about.
+    `trained_by` has learner and number of each step that trained on the rollout; `in_policy` is whether the policy
+    version of the statement includes one of these steps.
     """
     if proof.statement != statement.digest:
-        raise StateRefused("the proof is about another statement than this one")
+        raise StateRefused("the proof belongs to another statement")
     _include(statement, "rollouts", proof.rollout)
     rollout, policy = proof.rollout.leaf, statement.policy
     if proof.batch is not None:
@@ -119,7 +119,7 @@ def fate_in(statement: Statement, proof: RolloutProof) -> Leaf:
     named = "" if proof.batch is None else proof.batch.leaf["batch"]
     if named != rollout["batch"]:
         raise StateRefused(
-            f"the proof shows batch {named or 'none'}, and the rollout is in {rollout['batch'] or 'none'}"
+            f"the proof shows batch {named or 'none'}, but the rollout is in {rollout['batch'] or 'none'}"
         )
     for step in proof.steps:
         _include(statement, "steps", step)
@@ -129,7 +129,7 @@ def fate_in(statement: Statement, proof: RolloutProof) -> Leaf:
     if proof.version is not None:
         _include(statement, "versions", proof.version)
         if not any(_holds(proof.version.leaf, step) for step in trained):
-            raise StateRefused(f"version {proof.version.leaf['version']} in the proof is of no step in it")
+            raise StateRefused(f"version {proof.version.leaf['version']} in the proof includes no step in the proof")
     return {
         "uid": rollout["uid"],
         "place": f"{rollout['partition']}:{rollout['offset']}",
@@ -148,10 +148,10 @@ def _include(statement: Statement, name: TreeName, inclusion: Inclusion) -> None
     try:
         path = [bytes.fromhex(node) for node in inclusion.path]
     except ValueError as error:
-        raise StateRefused(f"the proof has a hash that is none: {error}") from error
+        raise StateRefused(f"the proof has an invalid hash: {error}") from error
     shown = root_of_path(canonical(inclusion.leaf), inclusion.index, root.entries, path)
     if shown is None or shown.hex() != root.root:
-        raise StateRefused(f"the proof does not hold: its entry of {name} is not one of those in the statement")
+        raise StateRefused(f"the proof is invalid: its entry of {name} is not in the statement's tree")
 
 
 def _trains(step: Leaf, rollout: Leaf) -> bool:
@@ -159,5 +159,5 @@ def _trains(step: Leaf, rollout: Leaf) -> bool:
 
 
 def _holds(version: Leaf, step: Leaf) -> bool:
-    """Whether a policy version was published after a step of the same learner, or a later one."""
+    """Whether a policy version was published by the learner of a step, after that step or a later one."""
     return bool(version["learner"] == step["learner"] and version["step"] >= step["step"])

@@ -1,6 +1,6 @@
 """Statements: "this policy version was trained on exactly these rollouts", as a small signed JSON file.
 
-A statement is made from evidence without contradiction, and checked against evidence from another copy of the archive.
+A statement is made from evidence without contradictions, and checked against evidence from another copy of the archive.
 """
 
 import json
@@ -37,13 +37,14 @@ class Statement:
     run: str
     topic_ids: Mapping[str, str]
     ends: Ends
-    """By topic and partition, the offset after the last record that the statement is about."""
+    """By topic and partition, the offset after the last record that the statement covers."""
     policy: Leaf
     """The policy version that was trained: version, learner, step, and the digests of its parameters and its model."""
     trained: Mapping[str, int]
-    """Rollouts that the learner's steps up to this version used: trained, trained_again (of these), skipped; steps."""
+    """Number of rollouts, by use, in the learner's steps up to this version, and of steps; `trained` excludes
+    `trained_again`."""
     records: Mapping[str, int]
-    """Records of `rollouts` by fate. They add up to the entries of the tree."""
+    """Number of records of `rollouts` by fate. The sum is the number of entries of the tree."""
     trees: Mapping[str, Root]
     configurations: Mapping[int, str]
     """Digest of each grouping configuration in the journal, by generation."""
@@ -51,11 +52,11 @@ class Statement:
     made: str
     """Time, ISO 8601."""
     key: str
-    """Public key of who signs."""
+    """Public key of the signer."""
 
     def content(self) -> bytes:
         """Encode the bytes that are signed."""
-        # By way of JSON, so that the keys of all objects are texts when they are sorted.
+        # Convert to JSON first, so that the keys of all objects are texts when they are sorted.
         return canonical(json.loads(json.dumps({"format": FORMAT, **asdict(self)})))
 
     @property
@@ -65,9 +66,9 @@ class Statement:
 
 
 def statement_of(cut: ArchiveCut, evidence: Evidence, key: str, policy_version: int | None = None) -> Statement:
-    """Return the statement that evidence supports about a policy version, by default the newest.
+    """Return the statement about a policy version, by default the newest, that the evidence supports.
 
-    Raises StateRefused for evidence with contradictions, ConfigurationError for a version that is not on record.
+    Raises StateRefused if the evidence has contradictions, ConfigurationError if the version is not on record.
     """
     problems = evidence.problems
     if problems:
@@ -118,13 +119,13 @@ def _rows(uses: list[Leaf], use: str, *, again: bool) -> int:
 
 
 def signed(statement: Statement, signer: Signer) -> str:
-    """Return the text of a statement with its signature, as it is kept in a file."""
+    """Return the text of a statement with its signature, as it is stored in a file."""
     signature = signer.signature(statement.content(), _CONTEXT).hex()
     return json.dumps({"format": FORMAT, **asdict(statement), "signature": signature}, indent=1) + "\n"
 
 
 def opened(text: str, key: str) -> Statement:
-    """Return the statement in a text that `key` has signed. Raises StateRefused if it is none, or is not signed so."""
+    """Return the statement in a text. Raises StateRefused if it is not a statement, or not signed with `key`."""
     check_public_key(key, "--key")
     try:
         values = json.loads(text)
@@ -134,18 +135,18 @@ def opened(text: str, key: str) -> Statement:
         statement = msgspec.convert(values, Statement, str_keys=True)
         extra = values.keys() - {f.name for f in fields(Statement)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError, msgspec.ValidationError) as error:
-        raise StateRefused(f"this is no statement of rollstream attest: {error!r}") from error
+        raise StateRefused(f"this is not a statement of rollstream attest: {error!r}") from error
     if statement.key != key:
         raise StateRefused(f"the statement is signed with key {statement.key[:64]}, not with {key}")
     if extra or not is_signature(signature, statement.content(), _CONTEXT, key):
-        raise StateRefused(f"the statement is not the one that key {key} has signed: it was changed since")
+        raise StateRefused(f"the statement does not match the signature of key {key}: it was changed since")
     return statement
 
 
 def differences(statement: Statement, other: Statement) -> list[str]:
-    """Return where the statement that an archive supports differs from one that was signed; `other` is the archive's.
+    """Return the differences between a signed statement and `other`, the statement that an archive supports.
 
-    Key, time and software do not count.
+    Key, time and software are not compared.
     """
     differing = []
     for name in TREES:

@@ -1,4 +1,4 @@
-"""The table of batches, by partition and number: the place of each, its rows, and the entry that names it."""
+"""The table of batches, by partition and number: the place of each batch, its rows, and the entry that names it."""
 
 from array import array
 from collections.abc import Iterator, Mapping
@@ -18,15 +18,15 @@ Column = npt.NDArray[np.int64]
 
 
 class _Numbers:
-    """Batches of one partition; a column for each fact, `NONE` where it is not known."""
+    """Batches of one partition, with a column for each fact, which is `NONE` where it is unknown."""
 
     def __init__(self, first: int) -> None:
         self.first = first
         self.expected, self.partition, self.place, self.rows, self.entry = (array("q") for _ in _COLUMNS)
-        """Whether the journal names it; partition and offset in `batches`; rows; offset of its first entry."""
+        """1 if the journal names the batch; partition and offset in `batches`; number of rows; offset of its entry."""
 
     def at(self, number: int) -> int:
-        """Index of a batch in the columns, which grow to hold it."""
+        """Return the index of a batch in the columns, which grow to hold it."""
         before, after = self.first - number, number - self.first - len(self.rows) + 1
         for name in _COLUMNS if before > 0 or after > 0 else ():
             column: array[int] = getattr(self, name)
@@ -35,7 +35,7 @@ class _Numbers:
         return number - self.first
 
     def column(self, name: str) -> Column:
-        """A column as it is now."""
+        """Return a copy of a column."""
         return np.array(getattr(self, name), np.int64)
 
 
@@ -46,7 +46,7 @@ class BatchTable:
         self._partitions: dict[int, _Numbers] = {}
 
     def state(self) -> list[Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return [
             [partition, numbers.first, *(packed(numbers.column(name)) for name in _COLUMNS)]
             for partition, numbers in sorted(self._partitions.items())
@@ -54,7 +54,7 @@ class BatchTable:
 
     @classmethod
     def of(cls, state: list[Any]) -> "BatchTable":
-        """The table of a state."""
+        """Return the table of a saved state."""
         table = cls()
         for partition, first, *columns in state:
             numbers = table._partitions[partition] = _Numbers(first)
@@ -83,17 +83,17 @@ class BatchTable:
         numbers.partition[at], numbers.place[at], numbers.rows[at] = *place, rows
 
     def place(self, partition: int, number: int) -> BatchPlace | None:
-        """The place of a batch; None if `batches` does not hold it."""
+        """Return the place of a batch; None if `batches` does not hold it."""
         offset = self._get(partition, number, "place")
         return None if offset == NONE else (self._get(partition, number, "partition"), offset)
 
     def rows(self, batch_id: str) -> int | None:
-        """Number of rows of a batch; None if `batches` does not hold it."""
+        """Return the number of rows of a batch; None if `batches` does not hold it."""
         rows = self._get(*batch_numbers(batch_id), "rows")
         return None if rows == NONE else rows
 
     def missing(self) -> list[str]:
-        """Batches that the journal names and `batches` does not hold."""
+        """Return the batches that the journal names but `batches` does not hold."""
         return [
             f"{partition}-{number + numbers.first}"
             for partition, numbers in self._partitions.items()
@@ -101,14 +101,14 @@ class BatchTable:
         ]
 
     def lowest(self) -> Iterator[tuple[int, int]]:
-        """Number of the first batch that `batches` holds of each partition that has any."""
+        """Yield each partition that has batches in `batches`, with the number of the first."""
         for partition, numbers in self._partitions.items():
             held = np.flatnonzero(numbers.column("rows") != NONE)
             if len(held):
                 yield partition, numbers.first + int(held[0])
 
     def entry(self, partition: int, number: int) -> int | None:
-        """Offset of the first entry that names a batch."""
+        """Return the offset of the first entry that names a batch; None if there is none."""
         offset = self._get(partition, number, "entry")
         return None if offset == NONE else offset
 
@@ -118,7 +118,7 @@ class BatchTable:
         numbers.entry[numbers.at(number)] = offset
 
     def unnamed(self, partition: int, base: int, stop: int) -> list[int]:
-        """Numbers without an entry, from the first batch that has one, or from `base` if that is less, to `stop`."""
+        """Return the numbers below `stop` without an entry, from the lower of `base` and the first with an entry."""
         numbers = self._partitions.get(partition)
         named = np.empty(0, np.int64)
         if numbers is not None:
@@ -128,7 +128,7 @@ class BatchTable:
         return unnamed
 
     def forget_batches_before(self, begins: Mapping[int, int]) -> None:
-        """Forget places of batches that were deleted."""
+        """Forget the places of deleted batches."""
         for numbers in self._partitions.values():
             places, partitions = numbers.column("place"), numbers.column("partition")
             gone = np.zeros(len(places), bool)
@@ -140,7 +140,7 @@ class BatchTable:
                 setattr(numbers, name, array("q", column.tobytes()))
 
     def forget_entries_before(self, begin: int) -> None:
-        """Forget entries that were deleted."""
+        """Forget deleted entries."""
         for numbers in self._partitions.values():
             column = numbers.column("entry")
             column[column < begin] = NONE

@@ -1,4 +1,4 @@
-"""Compares batches with the journal: the same ids, each once, made of exactly the offsets that it calls batched."""
+"""Compares batches with the journal: both must name the same ids, each once, and the same batched offsets."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -33,7 +33,7 @@ from rollstream.topics.records import TrainingBatch, batch_numbers
 _BATCHED, _IN_FLIGHT = code_of(BATCHED), code_of("in_flight")
 _MOST_NAMED = 20
 Untrained = Callable[[str], Iterable[int]]
-"""Rows of a batch that a learner skipped and none trained on."""
+"""Returns the rows of a batch that a learner skipped and no learner trained on."""
 
 
 @dataclass
@@ -43,11 +43,11 @@ class HiddenBatches:
     rows: dict[str, int] = field(default_factory=dict)
     places: dict[str, BatchPlace] = field(default_factory=dict)
     carried: dict[int, Counter[int]] = field(default_factory=dict)
-    """By partition, how many of them carry each offset."""
+    """By partition, the number of these batches that carry each offset."""
 
 
 class RecordedBatches:
-    """The batches of a run, as far as they are read."""
+    """The batches of a run that have been read."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "batches")
@@ -60,12 +60,12 @@ class RecordedBatches:
         self._skipped_in: dict[str, dict[str, RolloutMoments]] = {}
         """Lengths and rewards of rollouts that learners skipped, by batch and environment."""
         self._odd: list[str] = []
-        """Batches that the journal names by an id that is none."""
+        """Invalid batch ids in the journal."""
         self._evals_batched = 0
         self._problems: list[str] = []
 
     def state(self) -> dict[str, Any]:
-        """Everything that the journals' tables do not hold, as plain values."""
+        """Return the state as plain values, except for what the journals' tables hold."""
         return {
             "tail": self.tail.state(),
             "table": self.table.state(),
@@ -81,7 +81,7 @@ class RecordedBatches:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self.table = BatchTable.of(state["table"])
         self._waiting = {(place[0], place[1]): (numbers[0], numbers[1]) for place, numbers in state["waiting"]}
@@ -93,7 +93,7 @@ class RecordedBatches:
         self._odd, self._evals_batched, self._problems = state["odd"], state["evals_batched"], state["problems"]
 
     def forget_before(self, begins: Mapping[int, int]) -> None:
-        """Forget batches that were deleted."""
+        """Forget deleted batches."""
         self.table.forget_batches_before(begins)
         self._skipped_in = {name: moments for name, moments in self._skipped_in.items() if self.rows(name) is not None}
 
@@ -104,8 +104,7 @@ class RecordedBatches:
 
     @property
     def skipped(self) -> dict[str, RolloutMoments]:
-        """Lengths and rewards of skipped rollouts by environment, summed in an order that does not depend on the order
-        of reading."""
+        """Lengths and rewards of skipped rollouts by environment; the sums do not depend on the order of reading."""
         moments: dict[str, RolloutMoments] = {}
         for _batch_id, by_environment in sorted(self._skipped_in.items()):
             for environment, skipped in by_environment.items():
@@ -113,7 +112,7 @@ class RecordedBatches:
         return moments
 
     def rows(self, batch_id: str) -> int | None:
-        """Number of rows of a batch; None if `batches` does not hold it."""
+        """Return the number of rows of a batch; None if `batches` does not hold it."""
         return self.table.rows(batch_id)
 
     def read(
@@ -124,7 +123,7 @@ class RecordedBatches:
         hidden: HiddenRecords,
         result: Ledger,
     ) -> HiddenBatches:
-        """Read what is new up to the journals' ends, and report what is not there.
+        """Read new batches up to the journals' ends, and report missing ones.
 
         `evals` are uids of evaluation rollouts.
         """
@@ -159,7 +158,7 @@ class RecordedBatches:
         """Measure the skipped rows of batches that were read before their steps."""
         for batch_id in sorted(batch_ids):
             if not untrained(batch_id):
-                # Most batches are trained on whole, and each would be fetched by itself.
+                # Learners train on all rows of most batches, and fetching each batch one by one would be slow.
                 self._skipped_in.pop(batch_id, None)
                 continue
             place = self.table.place(*batch_numbers(batch_id))
@@ -180,7 +179,7 @@ class RecordedBatches:
             journal.batch_ids.clear()
 
     def _take_waiting(self, journals: Mapping[int, PartitionJournal], add: Callable[[KafkaRecord], None]) -> None:
-        """Read batches again that were committed after an earlier cut, and no more."""
+        """Read again the batches that were committed after an earlier cut but before this one."""
         for place, (partition, number) in sorted(self._waiting.items()):
             if number < journals[partition].batches:
                 del self._waiting[place]
@@ -199,10 +198,14 @@ class RecordedBatches:
         """Add a batch. Raises RecordError if it cannot belong to the run."""
         journal = journals.get(batch.partition)
         if journal is None:
-            raise RecordError(f"batch {batch.batch_id} is of partition {batch.partition}, of {len(journals)}")
+            raise RecordError(
+                f"batch {batch.batch_id} is of partition {batch.partition}, but there are {len(journals)} partitions"
+            )
         numbers = batch_numbers(batch.batch_id)
         if numbers != (batch.partition, batch.number):
-            raise RecordError(f"batch {batch.batch_id} is number {batch.number} of partition {batch.partition}")
+            raise RecordError(
+                f"batch {batch.batch_id} is batch {batch.number} of partition {batch.partition} by its other fields"
+            )
         if batch.number >= journal.batches:
             self._waiting[place] = numbers  # Committed after the cut.
             return
@@ -227,7 +230,7 @@ class RecordedBatches:
                 self._times[place] = self._times.get(place, int(before)) + count
 
     def _hidden(self, missing: Iterable[str], hidden: HiddenRecords, result: Ledger) -> HiddenBatches:
-        """Missing batches that an open transaction hides, which are undecided."""
+        """Return the missing batches that an open transaction hides, and report them as undecided."""
         batches, wanted = HiddenBatches(), set(missing)
         messages = hidden.messages("batches")
         for message, batch in SkippedRecords("ledger", logged=False).records(TrainingBatch, messages):
@@ -240,16 +243,16 @@ class RecordedBatches:
         return batches
 
     def _compare_offsets(self, number: int, journal: PartitionJournal, undecided: Counter[int], result: Ledger) -> None:
-        """Report offsets that only the journal or only a batch calls batched, and those in several batches."""
+        """Report offsets that are batched only in the journal, only in a batch, or in several batches."""
         runs = journal.table.runs()
         fates = codes(runs.values)
         batched = (fates == _BATCHED) | ((fates == _IN_FLIGHT) & (runs.values & DELIVERED != 0))
         named, carried = batched & (runs.values & DELIVERED_BEFORE == 0), runs.values & CARRIED != 0
         without = (offset for offset in runs.where(named & ~carried).offsets() if offset not in undecided)
-        apart = dict.fromkeys(islice(without, _MOST_NAMED), "journal and no batch")
+        apart = dict.fromkeys(islice(without, _MOST_NAMED), "the journal but in no batch")
         alone = [*islice(runs.where(carried & ~named).offsets(), _MOST_NAMED)]
         alone += [offset for offset in undecided if not _is_named(journal.table[offset])]
-        apart |= dict.fromkeys(alone, "a batch and not the journal")
+        apart |= dict.fromkeys(alone, "a batch but not in the journal")
         for offset, place in sorted(apart.items()):
             result.problem(f"rollouts[{number}] offset {offset} is batched in {place}")
         several = {offset: times for (partition, offset), times in self._times.items() if partition == number}
@@ -261,7 +264,7 @@ class RecordedBatches:
             result.problem(f"rollouts[{number}] offset {offset} is in batches {times} times")
 
     def _measure_skipped(self, batch: TrainingBatch, untrained: Untrained) -> None:
-        """Measure the rows of a batch that learners skipped. Raises RecordError for rows that do not exist."""
+        """Measure the rows of a batch that learners skipped. Raises RecordError for incomplete rows."""
         rows = [row for row in sorted(untrained(batch.batch_id)) if row < len(batch)]
         try:
             moments = batch_moments(batch, rows)

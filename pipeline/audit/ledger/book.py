@@ -21,47 +21,47 @@ class Ledger(RecordCounts):
     evals: int = 0
     """Rollouts made for evaluation."""
     evals_batched: int = 0
-    """Evaluation rollouts in batches; each is a problem."""
+    """Evaluation rollouts in batches, each of which is a problem."""
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Each evaluation: environment, split, phase, requested version, versions that answered, rollouts and means."""
     pruned: int = 0
-    """Records among all these known by the journal's counts alone, because they or their journal were deleted."""
+    """Number of these records that only the journal's counts include, because they or their journal were deleted."""
     learners: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Each learner on record: its newest step, number of steps, rollouts trained, rollouts skipped (in all and by
-    code), its position in the index, and the batches waiting there; `input_run` if it trains on another run's
+    """Each learner on record: its newest step, number of steps, rollouts trained, rollouts skipped (in total and by
+    code), its position in the index, and the number of batches after it; `input_run` if it trains on another run's
     batches."""
     unlabelled: dict[str, int] = field(default_factory=dict)
     """Trajectories and rollouts that waited for a label, by fate: labeled, left_out, dead_lettered, pending, undecided;
-    `pruned` of them are known by counts alone."""
+    `pruned` is the number of them that only counts include."""
     trajectories: dict[str, Any] = field(default_factory=dict)
-    """Number of trajectories, of offsets pruned before them, and for each filler its positions and waiting records."""
+    """Number of trajectories and of offsets pruned before them; for each filler, its positions and waiting records."""
     calls: dict[str, Any] = field(default_factory=dict)
     """Model calls recorded, by fate: in_rollouts, open, or dropped as cancelled, retried, late or no_session; sessions,
-    and the reasons of those cancelled. Empty for a run without the topic."""
+    and the reasons of cancelled sessions. Empty for a run without the topic `calls`."""
     predecessor: dict[str, Any] = field(default_factory=dict)
-    """The run that was split into this one: its name, the records that moved, the batches carried over. Empty without
-    one; `gone` if its topics are."""
+    """The run that was split into this one: its name, the number of records that moved, the batches carried over. Empty
+    if there is none; `gone` is set if its topics no longer exist."""
     successor: dict[str, Any] = field(default_factory=dict)
-    """The same of the run that goes on where this one was split."""
+    """The same data about the run that this run was split into."""
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Rollouts and tokens read, by environment and fate; the environment is empty for records that named none."""
+    """Rollouts and tokens read, by environment and fate; the environment is empty for records without one."""
     selection: dict[str, Selection] = field(default_factory=dict)
-    """Lengths and rewards by environment, of rollouts batched and of rollouts lost."""
+    """Lengths and rewards by environment, of batched rollouts and of lost rollouts."""
     configurations: list[dict[str, Any]] = field(default_factory=list)
-    """Configurations of grouping, oldest first: generation, by partition the offset from which it held, the partitions
-    in which it is in force, and the settings that it changed (before and after; None if not known yet)."""
+    """Configurations of grouping, oldest first: generation, by partition the offset from which it was in force, the
+    partitions in which it is in force now, and the settings that it changed (old and new value; None until known)."""
     records_skipped: int = 0
     """Records of any topic that could not be read; no other count includes them."""
     unreadable: list[str] = field(default_factory=list)
-    """The first twenty of them, each with its place and the error."""
+    """The first twenty unreadable records, each with its place and the error."""
     undecided: list[str] = field(default_factory=list)
-    """Records that an open transaction hides: neither present nor lost until it ends. The first twenty."""
+    """The first twenty records that an open transaction hides: neither present nor lost until it ends."""
     problems: list[str] = field(default_factory=list)
     """The first twenty contradictions."""
 
     @property
     def balanced(self) -> bool:
-        """Whether every record is in exactly one place and every place agrees with the others."""
+        """Whether every record is in exactly one place, and no two places contradict each other."""
         fates = ("labeled", "left_out", "dead_lettered", "pending", "undecided")
         waited = sum(self.unlabelled.get(fate, 0) for fate in fates)
         whole = self.produced == self.placed and waited == self.unlabelled.get("produced", 0)
@@ -70,7 +70,7 @@ class Ledger(RecordCounts):
         return not self.problems and whole
 
     def as_dict(self) -> dict[str, Any]:
-        """The ledger as plain values for JSON."""
+        """Return the ledger as plain values for JSON."""
         counts: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
         for name in ("skipped_as", "dropped"):
             counts[name] = dict(sorted(counts[name].items()))
@@ -93,7 +93,7 @@ class Ledger(RecordCounts):
     def undecide(self, what: str, places: str) -> None:
         """Note records hidden by a transaction that is open at `places`."""
         if len(self.undecided) < _MOST_NAMED:
-            self.undecided.append(f"{what}: a transaction stands open on {places}")
+            self.undecided.append(f"{what}: a transaction is open on {places}")
 
     def note_skipped(self, skipped: SkippedRecords) -> None:
         """Add the records that a reader skipped."""

@@ -1,6 +1,6 @@
 """Compares `calls` with `rollouts`: each model call is in a rollout, in an open session, or dropped with a reason.
 
-Sessions are folded as gateways fold them. Their rollouts are looked up by uid.
+Sessions are folded as gateways fold them, and their rollouts are looked up by uid.
 """
 
 from collections import Counter
@@ -28,7 +28,7 @@ RETRIED = "retried"
 LATE = "late"
 NO_SESSION = "no_session"
 FATES = (IN_ROLLOUTS, OPEN, CANCELLED, RETRIED, LATE, NO_SESSION)
-"""Fates of calls: the last four are reasons for which a call is dropped."""
+"""Fates of calls; the last four are the reasons for dropping a call."""
 _REASONS = 20
 
 
@@ -40,7 +40,7 @@ class CallBook:
         self.folds: dict[int, PartitionSessions] = {}
 
     def add(self, message: KafkaRecord, record: ModelCall | SessionEvent) -> CapturedSession | None:
-        """Add the next record of a partition; return its session, None if there is none."""
+        """Add the next record of a partition; return its session, or None if it has none."""
         self.calls += isinstance(record, ModelCall)
         fold = self.folds.setdefault(message.partition, PartitionSessions())
         return fold.apply(message.offset, message.timestamp_ms, record)
@@ -51,7 +51,7 @@ class CallBook:
         return (session for fold in self.folds.values() for session in fold.sessions.values())
 
     def fates(self) -> Counter[str]:
-        """Number of calls by fate."""
+        """Return the number of calls by fate."""
         fates: Counter[str] = Counter({NO_SESSION: sum(fold.orphans for fold in self.folds.values())})
         for session in self.sessions:
             fates[RETRIED] += session.retried_calls
@@ -60,7 +60,7 @@ class CallBook:
         return fates
 
     def reasons(self) -> dict[str, int]:
-        """Sessions that were cancelled, by reason; the twenty most frequent."""
+        """Return the number of cancelled sessions for each of the twenty most frequent reasons."""
         finished = (session.finished for session in self.sessions)
         reasons = Counter(event.reason for event in finished if event is not None and not event.uids)
         return dict(reasons.most_common(_REASONS))
@@ -73,10 +73,10 @@ def _fate(session: CapturedSession) -> str:
 
 
 class CallRecords:
-    """The calls and sessions of a run, as far as they are read, and the rollouts that finished sessions name.
+    """The calls and sessions of a run that have been read, and the rollouts that finished sessions name.
 
-    Calls of a session that is finished are known as counts. The file keeps the
-    names of those that are open, and another process reads their records again.
+    Of a finished session, only the number of calls is kept. Of an open session, the saved state keeps only the name, so
+    a process that continues from it reads the session's records again.
     """
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
@@ -84,18 +84,18 @@ class CallRecords:
         self._kafka, self._rollouts = kafka, topic_name(run, "rollouts")
         self._book = CallBook()
         self._follows: dict[int, int] = {}
-        """By partition of `rollouts`, the offset after the last record looked at."""
+        """By partition of `rollouts`, the offset after the last record checked."""
         self._unseen: dict[str, str] = {}
-        """Session of each rollout that is said to be written and was not found yet, by its uid."""
+        """By uid, the session of each rollout that a finished session names and that has not been found yet."""
         self._named: set[str] = set()
-        """Uids of all rollouts that are said to be written."""
+        """Uids of all rollouts that finished sessions name."""
         self._early: dict[str, str] = {}
-        """Episode of each rollout that was found before its session said that it is written, by its uid."""
+        """By uid, the episode of each rollout that was found before a finished session named it."""
         self._open: dict[int, tuple[int, set[str]]] = {}
         """By partition, the first offset of the sessions that were open when the state was saved, and their names."""
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         finished = []
         opened = []
         for partition, fold in self._book.folds.items():
@@ -116,7 +116,7 @@ class CallRecords:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self._book.calls = state["calls"]
         for partition, orphans, rows in state["finished"]:
@@ -128,9 +128,9 @@ class CallRecords:
         self._unseen, self._early = state["unseen"], state["early"]
 
     def read(self, ends: Mapping[int, int]) -> None:
-        """Read what is new. `ends` are those of the partitions of `rollouts` from before the call.
+        """Read new records. `ends` are the ends of the partitions of `rollouts` from before the call.
 
-        Calls come first: rollouts are written before their session says so.
+        Calls are read first, because rollouts are written before the end of their session.
         """
         self._read_open()
         for message in self.tail.messages():
@@ -138,14 +138,14 @@ class CallRecords:
                 self._add(message, _record(message))
         begins = {p: begin for p, (begin, _end) in topic_admin.bounds(self._kafka, self._rollouts).items()}
         if any(begins.values()):
-            self._unseen, self._early = {}, {}  # of pruned rollouts only counts are left
+            self._unseen, self._early = {}, {}  # Pruned rollouts cannot be looked up by uid.
         if any(begins.values()) or not (self._unseen or self._open_episodes()):
             self._follows = {p: max(end, self._follows.get(p, 0)) for p, end in ends.items()}
         else:
             self._look_up()
 
     def sum_up(self, result: Ledger) -> None:
-        """Add the calls, and what contradicts them, to a ledger."""
+        """Add the calls, and contradictions about them, to a ledger."""
         book = self._book
         fates = book.fates()
         sessions = list(book.sessions)
@@ -158,10 +158,10 @@ class CallRecords:
             "pruned_offsets": sum(begin for begin, _end in topic_admin.bounds(self._kafka, self.tail.topic).values()),
         }
         for uid, session in sorted(self._unseen.items()):
-            result.problem(f"session {session} says that rollout {uid} is written, and rollouts does not hold it")
+            result.problem(f"session {session} says that rollout {uid} is written, but rollouts does not hold it")
 
     def _read_open(self) -> None:
-        """Read the records of the sessions again that were open when the state was saved."""
+        """Read again the records of the sessions that were open when the state was saved."""
         if not self._open:
             return
         opened, self._open = self._open, {}
@@ -174,14 +174,14 @@ class CallRecords:
                 record = _record(message)
                 if record.session in opened[message.partition][1]:
                     self._book.add(message, record)
-        self._book.calls = calls  # they were counted
+        self._book.calls = calls  # These calls were counted before.
 
     def _add(self, message: KafkaRecord, record: ModelCall | SessionEvent) -> None:
         session = self._book.add(message, record)
         if session is None or session.finished is not record:
             return
         for uid in session.finished.uids:
-            # The first of several attempts at an episode that names a rollout answers for it.
+            # If several attempts at an episode name a rollout, it counts for the first.
             if uid not in self._named and self._early.pop(uid, None) is None:
                 self._unseen[uid] = session.name
             self._named.add(uid)
@@ -201,7 +201,7 @@ class CallRecords:
             self._follows[message.partition] = message.offset + 1
             if codec.kind_of(message.value) != "Rollout":
                 continue
-            with suppress(RecordError):  # grouping reports it
+            with suppress(RecordError):  # Grouping reports invalid records.
                 rollout = codec.decode_as(Rollout, message.value)
                 if self._unseen.pop(rollout.uid, None) is None and rollout.episode_uid in episodes:
                     self._early[rollout.uid] = rollout.episode_uid
@@ -210,12 +210,12 @@ class CallRecords:
 def _record(message: KafkaRecord) -> ModelCall | SessionEvent:
     record = codec.decode(message.value)
     if not isinstance(record, ModelCall | SessionEvent):
-        raise RecordError(f"a {type(record).__name__} stands where a call belongs")
+        raise RecordError(f"a {type(record).__name__} is not a call or a session event")
     return record
 
 
 Row = tuple[str, int, int, int, int, str, list[str]]
-"""Name of a finished session, offset of its start, its calls counted, retried and late, its reason, and its uids."""
+"""Name and start offset of a finished session, its numbers of counted, retried and late calls, its reason, its uids."""
 
 
 def _row(session: CapturedSession) -> Row:
@@ -227,7 +227,7 @@ def _row(session: CapturedSession) -> Row:
 def _session(
     name: str, offset: int, counted: int, retried: int, late: int, reason: str, uids: list[str]
 ) -> CapturedSession:
-    """A finished session, as far as the books need it."""
+    """Return a finished session with the data that the ledger needs."""
     return CapturedSession(
         SessionEvent(session=name, kind="start"),
         offset,

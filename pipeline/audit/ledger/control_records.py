@@ -1,4 +1,4 @@
-"""The decisions on `control` that the ledger goes by: retired learners, splits, and offsets that nobody fetches."""
+"""The decisions on `control` that the ledger uses: retired learners, splits, and offsets to be skipped unread."""
 
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from rollstream.topics.run_splits import Splits, note_split
 
 
 class ControlRecords:
-    """The decisions, as far as they are read. Roles that read `control` report invalid records."""
+    """The decisions that have been read. Invalid records are ignored here; roles that read `control` report them."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "control")
@@ -25,7 +25,7 @@ class ControlRecords:
         """By partition of `rollouts`, the offsets that grouping was asked to skip."""
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return {
             "tail": self.tail.state(),
             "retired": [asdict(record) for record in self.retired.values()],
@@ -34,14 +34,14 @@ class ControlRecords:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self.retired = {values["learner"]: RetiredLearner(**values) for values in state["retired"]}
         self.splits = Splits(*(None if values is None else RunSplit(**values) for values in state["splits"]))
         self.requested = {partition: set(from_ranges(ranges)) for partition, ranges in state["requested"]}
 
     def read(self) -> None:
-        """Read what is new."""
+        """Read new records."""
         skipped = SkippedRecords(logged=False)
         for message in self.tail.messages():
             note_retired(self.retired, message, skipped)

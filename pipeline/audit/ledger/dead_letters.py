@@ -1,4 +1,4 @@
-"""Compares dead letters with the journal: one for each record that it calls dead-lettered, and no other."""
+"""Compares dead letters with the journal: each record that the journal calls dead-lettered must have exactly one."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -15,33 +15,33 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 
 REDRIVEN = "rollstream.redriven"
-"""Header of a note in dead-letters: the offset, on the same partition, of the letter that was sent again."""
+"""Header of a note in dead-letters that a letter was sent again: the offset of the letter in the same partition."""
 _DEAD = code_of(DEAD_LETTERED)
 
 
 class DeadLetters:
-    """The dead letters of `rollouts`, as far as they are read.
+    """The dead letters of `rollouts` that have been read.
 
-    They are never pruned, so the number from before the first snapshot must match the journal's counts. Headers of a
-    letter name its source, because in older runs all partitions share one partition of dead letters.
+    They are never pruned, so their number before the first snapshot must match the journal's counts. The source of a
+    letter is read from its headers, because in older runs all partitions share one partition of dead letters.
     """
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "dead-letters")
         self._times: dict[tuple[int, int], int] = {}
-        """Number of letters of a partition and offset, if there are several."""
+        """Number of letters for a partition and offset, if there is more than one."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that the journals' tables do not hold, as plain values."""
+        """Return the state as plain values, except for what the journals' tables hold."""
         return {"tail": self.tail.state(), "times": list(self._times.items())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self._times = {(partition, offset): times for (partition, offset), times in state["times"]}
 
     def check(self, journals: Mapping[int, PartitionJournal], hidden: HiddenRecords, result: Ledger) -> None:
-        """Read what is new, and compare all letters with the journals."""
+        """Read new records, and compare all letters with the journals."""
 
         def read() -> dict[int, set[int]]:
             self._read(journals)
@@ -55,7 +55,7 @@ class DeadLetters:
             before = _before(journal) + sum(journal.settled_before(offset) for offset in extra)
             if before != journal.before[DEAD_LETTERED]:
                 result.problem(
-                    f"rollouts[{number}]: {before} records below offset {journal.base} are in dead-letters, the "
+                    f"rollouts[{number}]: {before} records below offset {journal.base} are in dead-letters, but the "
                     f"journal counts {journal.before[DEAD_LETTERED]}"
                 )
             named, lettered = codes(runs.values) == _DEAD, runs.values & LETTERED != 0
@@ -76,16 +76,16 @@ class DeadLetters:
 
 
 def _before(journal: PartitionJournal) -> int:
-    """Number of letters of records that got their fate before the first snapshot."""
+    """Return the number of letters for records that got their fate before the first snapshot."""
     runs = journal.table.runs()
     lettered = runs.where((codes(runs.values) == 0) & (runs.values & LETTERED != 0))
     return lettered.clipped(0, min(journal.base, journal.position)).total
 
 
 def _missing_letters(journals: Mapping[int, PartitionJournal]) -> dict[int, set[int]]:
-    """Offsets that the journal calls dead-lettered without a letter, by partition.
+    """Return, by partition, the offsets that the journal calls dead-lettered and that have no letter.
 
-    A partition is absent if it lacks neither a letter that its journal names nor one that its counts include.
+    A partition is absent if it lacks no letter, neither one that its journal names nor one that its counts include.
     """
     missing = {}
     for number, journal in journals.items():
@@ -102,7 +102,7 @@ def _hidden_letters(
     hidden: HiddenRecords,
     result: Ledger,
 ) -> dict[int, set[int]]:
-    """Missing letters that an open transaction hides, which are undecided."""
+    """Return the missing letters that an open transaction hides, and report them as undecided."""
     invisible: dict[int, set[int]] = {}
     for number, offset in _letters(hidden.messages("dead-letters"), journals, SkippedRecords("ledger", logged=False)):
         journal = journals[number]
@@ -118,7 +118,7 @@ def _hidden_letters(
 
 
 def of_rollouts(headers: Mapping[str, Any]) -> bool:
-    """Whether a dead letter was in `rollouts`, of this run or of the run it was restored from."""
+    """Whether the record of a dead letter was in `rollouts`, of this run or of the run that it was restored from."""
     source = (headers.get("__streams.errors.topic") or b"rollouts").decode(errors="replace")
     return name_in_run(source) == "rollouts"
 
@@ -126,12 +126,12 @@ def of_rollouts(headers: Mapping[str, Any]) -> bool:
 def _letters(
     messages: Iterable[KafkaRecord], journals: Mapping[int, PartitionJournal], skipped: SkippedRecords
 ) -> Iterator[tuple[int, int]]:
-    """Partition and offset in `rollouts` of each letter."""
+    """Yield partition and offset in `rollouts` of each letter."""
     for message in messages:
         place = None
         with skipped.passing(message):
             headers: dict[str, Any] = dict(message.header_pairs())
-            # A note says that a letter was sent again as another record of rollouts; other letters are of trajectories.
+            # Skip notes that a letter was sent again as another record of rollouts, and letters about trajectories.
             if REDRIVEN not in headers and of_rollouts(headers):
                 place = _place(headers, journals)
         if place is not None:

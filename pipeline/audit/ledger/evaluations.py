@@ -1,4 +1,4 @@
-"""Evaluations of a run, by requested version. They are separate from the ledger of `rollouts`."""
+"""Evaluations of a run, by requested version. They are not part of the ledger of `rollouts`."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,20 +17,20 @@ Kind = tuple[str, str, str, int]
 
 
 class Scored(NamedTuple):
-    """The values that an evaluation takes from one rollout."""
+    """The values of one rollout that an evaluation needs."""
 
     branch: int
     episode: str
     lowest_version: int
     highest_version: int
     prompts: int | None
-    """Prompts of the whole evaluation; None if the rollout does not say."""
+    """Number of prompts of the whole evaluation; None if the rollout does not name it."""
     reward: float
     exact: float | None
 
     @classmethod
     def of(cls, rollout: Rollout) -> "Scored":
-        """Take them from a rollout."""
+        """Return the values of a rollout."""
         prompts = rollout.extra.get("prompts")
         return cls(
             rollout.branch,
@@ -44,7 +44,7 @@ class Scored(NamedTuple):
 
 
 class Evaluations:
-    """The evaluations of a run, as far as they are read; of rollouts with equal uids the newest counts."""
+    """The evaluations of a run that have been read; of rollouts with equal uids, the newest counts."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "evals")
@@ -52,11 +52,11 @@ class Evaluations:
         self._kinds: dict[str, Kind] = {}
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return {"tail": self.tail.state(), "rollouts": [[kind, scored] for kind, scored in self._rollouts.items()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         for (environment, split, phase, version), rollouts in state["rollouts"]:
             kind = environment, split, phase, version
@@ -64,9 +64,9 @@ class Evaluations:
             self._kinds |= dict.fromkeys(rollouts, kind)
 
     def read(self, result: Ledger) -> set[str]:
-        """Read what is new, add all evaluations to the ledger, and return the uids of their rollouts.
+        """Read new records, add all evaluations to the ledger, and return the uids of their rollouts.
 
-        Rollouts that grouping would call invalid are skipped and named.
+        Rollouts that grouping would reject as invalid are skipped and named.
         """
         for message, rollout in self.tail.skipped.records(Rollout, self.tail.messages()):
             with self.tail.skipped.passing(message):
@@ -94,7 +94,7 @@ def check(rollout: Rollout) -> None:
     errors = problems(rollout)
     prompts = rollout.extra.get("prompts", "0")
     if not (prompts.isascii() and prompts.isdecimal() and len(prompts) <= _MOST_DIGITS):
-        errors.append(f"prompts is {prompts[:40]!r}, which is no number of prompts")
+        errors.append(f"prompts is {prompts[:40]!r}, which is not a number of prompts")
     exact = rollout.reward_components.get("exact", 0.0)
     if not abs(exact) <= REWARD_LIMIT:
         errors.append(f"its exact match is {exact:g}")
@@ -108,7 +108,7 @@ def evaluation(environment: str, split: str, phase: str, version: int, rollouts:
 
 
 def summary(environment: str, split: str, phase: str, version: int, rollouts: Sequence[Scored]) -> dict[str, Any]:
-    """Summarize one evaluation from what it takes of its rollouts."""
+    """Summarize one evaluation from the values of its rollouts."""
     # Branches of an episode have the same score.
     scored = [r for r in rollouts if r.branch == 0] or rollouts
     exact = [r.exact for r in scored if r.exact is not None]

@@ -1,6 +1,6 @@
-"""Records hidden by an open transaction: they lie beyond the last stable offset, where no reader sees them yet.
+"""Records hidden by an open transaction: they are beyond the last stable offset, so no reader sees them yet.
 
-A record that may be there is undecided, not lost: the transaction of a killed process ends by its timeout.
+A record that may be hidden is undecided, not lost: the transaction of a killed process ends after its timeout.
 """
 
 from rollstream.topics.catalogue import topic_name
@@ -19,13 +19,13 @@ class HiddenRecords:
         self._messages: dict[str, list[KafkaRecord]] = {}
 
     def parts(self, name: str) -> dict[int, Undecided]:
-        """Range of hidden offsets of each partition of a topic that has one."""
+        """Return the range of hidden offsets of each partition of a topic that has hidden records."""
         if name not in self._parts:
             self._parts[name] = undecided(self._kafka, topic_name(self._run, name))
         return self._parts[name]
 
     def messages(self, name: str) -> list[KafkaRecord]:
-        """The hidden records of a topic, whether they will be committed or aborted."""
+        """Return the hidden records of a topic, whether they will be committed or aborted."""
         if name not in self._messages:
             parts = self.parts(name)
             tails = read_to_end(
@@ -39,6 +39,6 @@ class HiddenRecords:
         return self._messages[name]
 
     def places(self, name: str) -> str:
-        """Text that names the hidden ranges of a topic."""
+        """Return a text that names the hidden ranges of a topic."""
         parts = sorted(self.parts(name).items())
         return ", ".join(f"{name}[{number}] from offset {part.start} to {part.end}" for number, part in parts)

@@ -1,6 +1,6 @@
 """Compares the index with batches and journal: it must name each batch once, in order, at its place.
 
-No learner finds a batch that no entry names, and learners would train twice on one that two entries name.
+Learners do not find a batch that no entry names, and would train twice on a batch that two entries name.
 """
 
 from array import array
@@ -24,7 +24,7 @@ from rollstream.topics.records import BatchIndexEntry, batch_numbers
 _MOST_NAMED = 20
 _LARGEST = 1 << 62
 Named = tuple[int, int, int, int]
-"""The batch of an entry: its partition and number, and its partition and offset in `batches`."""
+"""The batch of an entry: the batch's partition and number, and its partition and offset in `batches`."""
 
 
 class Entries:
@@ -33,10 +33,10 @@ class Entries:
     def __init__(self) -> None:
         self.offsets, self._partitions, self._numbers = array("q"), array("q"), array("q")
         self.carried: dict[str, int] = {}
-        """Rows of the batches of another run, which was split into this one."""
+        """Number of rows of each batch of the run that was split into this one."""
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return {
             "columns": [packed(column) for column in (self.offsets, self._partitions, self._numbers)],
             "carried": self.carried,
@@ -44,7 +44,7 @@ class Entries:
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "Entries":
-        """The entries of a state."""
+        """Return the entries of a saved state."""
         entries = cls()
         columns = (array("q", unpacked(column).tobytes()) for column in state["columns"])
         entries.offsets, entries._partitions, entries._numbers = columns
@@ -52,7 +52,7 @@ class Entries:
         return entries
 
     def add(self, offset: int, entry: BatchIndexEntry) -> None:
-        """Add the next entry. Raises RecordError if it names no batch."""
+        """Add the next entry. Raises RecordError if its batch id is invalid."""
         partition, number = batch_numbers(entry.batch_id)
         if max(partition, number) >= _LARGEST:
             raise RecordError(f"batch id {entry.batch_id[:100]!r} has numbers that no batch has")
@@ -63,21 +63,21 @@ class Entries:
             self.carried[entry.batch_id] = entry.rollouts
 
     def batch_at(self, offset: int) -> str | None:
-        """The batch that the entry at an offset names; None if there is none."""
+        """Return the batch that the entry at an offset names; None if there is no entry."""
         at = bisect_left(self.offsets, offset)
         return self._named(at) if at < len(self.offsets) and self.offsets[at] == offset else None
 
     def between(self, begin: int, stop: int) -> Iterator[tuple[int, str]]:
-        """Offset and batch of each entry from `begin` to before `stop`."""
+        """Yield offset and batch of each entry from `begin` to before `stop`."""
         for at in range(bisect_left(self.offsets, begin), bisect_left(self.offsets, stop)):
             yield self.offsets[at], self._named(at)
 
     def from_offset(self, position: int) -> int:
-        """Number of entries from a position on."""
+        """Return the number of entries from a position on."""
         return len(self.offsets) - bisect_left(self.offsets, position)
 
     def forget_before(self, begin: int) -> None:
-        """Forget entries that were deleted."""
+        """Forget deleted entries."""
         at = bisect_left(self.offsets, begin)
         gone = {self._named(index) for index in range(at)} if self.carried else set()
         self.carried = {batch_id: rows for batch_id, rows in self.carried.items() if batch_id not in gone}
@@ -92,23 +92,23 @@ class Entries:
 
 
 class BatchIndex:
-    """The index of a run, as far as it is read."""
+    """The entries of a run's index that have been read."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "batch-index")
         self.entries = Entries()
         self._kafka, self._run = kafka, run
         self._open: dict[int, Named] = {}
-        """Entries of batches that no journal tells of yet, by offset."""
+        """By offset, entries of batches that no journal names yet."""
         self._unmatched: dict[int, Named] = {}
-        """Entries of batches that are not where they say."""
+        """By offset, entries of batches that are not at the place that the entry names."""
         self._newest: dict[int, int] = {}
         """By partition, the number of the last batch that was named."""
         self._problems: list[tuple[int, str]] = []
-        """Offsets of entries, and what is wrong with them."""
+        """Offsets of entries, and descriptions of their problems."""
 
     def state(self) -> dict[str, Any]:
-        """Everything that the table of batches does not hold, as plain values."""
+        """Return the state as plain values, except for what the table of batches holds."""
         return {
             "tail": self.tail.state(),
             "entries": self.entries.state(),
@@ -119,7 +119,7 @@ class BatchIndex:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self.entries = Entries.of(state["entries"])
         self._open = {offset: (named[0], named[1], named[2], named[3]) for offset, named in state["open"]}
@@ -128,7 +128,7 @@ class BatchIndex:
         self._problems = [(offset, text) for offset, text in state["problems"]]
 
     def forget_before(self, begin: int, table: BatchTable) -> None:
-        """Forget entries that were deleted."""
+        """Forget deleted entries."""
         self.entries.forget_before(begin)
         table.forget_entries_before(begin)
         for entries in (self._open, self._unmatched):
@@ -145,10 +145,10 @@ class BatchIndex:
         hidden: HiddenRecords,
         result: Ledger,
     ) -> None:
-        """Read what is new, and compare the index with batches; `places` are those of batches that are not in the
-        table because a transaction hides them.
+        """Read new entries, and compare the index with batches.
 
-        Entries before offset `cut` were committed before the journal was read, so the journal must name their batches.
+        `places` are the places of batches that are not in the table because a transaction hides them. Entries before
+        offset `cut` were committed before the journal was read, so the journal must name their batches.
         """
 
         def read() -> list[str]:
@@ -156,7 +156,7 @@ class BatchIndex:
             for message, entry in skipped.records(BatchIndexEntry, self.tail.messages()):
                 with skipped.passing(message):
                     self.entries.add(message.offset, entry)
-                    if not entry.run:  # The ledger of that run compares the batch.
+                    if not entry.run:  # Batches of another run are compared by its own ledger.
                         place = entry.partition, entry.offset
                         self._open[message.offset] = (*batch_numbers(entry.batch_id), *place)
             self._enter(journals, table)
@@ -170,14 +170,14 @@ class BatchIndex:
         if lost:
             begin = topic_admin.bounds(self._kafka, topic_name(self._run, "batch-index"))[0][0]
             result.problem(
-                f"{len(lost)} batches have no entry in batch-index, which begins at offset {begin}: no learner finds "
-                f"them; the first is {lost[0]}"
+                f"{len(lost)} batches have no entry in batch-index, which begins at offset {begin}, so no learner "
+                f"finds them; the first is {lost[0]}"
             )
         for _offset, problem in sorted(self._judged(journals, table, places, cut), key=lambda problem: problem[0]):
             result.problem(problem)
 
     def _enter(self, journals: Mapping[int, PartitionJournal], table: BatchTable) -> None:
-        """Enter the batches that the journals tell of in the table."""
+        """Enter the batches that the journals name into the table."""
         for offset, (partition, number, *_place) in sorted(self._open.items()):
             if partition not in journals or number >= journals[partition].batches:
                 continue
@@ -185,7 +185,7 @@ class BatchIndex:
             self._unmatched[offset] = self._open.pop(offset)
             first, newest = table.entry(partition, number), self._newest.get(partition, -1)
             if first is not None:
-                self._problem(offset, f"{source} names batch {name} again, which offset {first} names")
+                self._problem(offset, f"{source} names batch {name}, which offset {first} already names")
                 continue
             table.enter(partition, number, offset)
             if newest > number:
@@ -204,12 +204,12 @@ class BatchIndex:
     ) -> Iterator[tuple[int, str]]:
         for offset, (partition, number, *_place) in self._open.items():
             if offset < cut and not (partition in journals and journals[partition].hidden):
-                yield offset, f"batch-index offset {offset} names batch {partition}-{number}, which no journal tells of"
+                yield offset, f"batch-index offset {offset} names batch {partition}-{number}, which no journal names"
         for offset, (partition, number, *place) in self._unmatched.items():
             name = f"{partition}-{number}"
             there = table.place(partition, number) or places.get(name)
             if there != tuple(place):
-                where = f"it is at offset {there[1]}" if there else "which is nowhere"
+                where = f"it is at offset {there[1]}" if there else "batches does not hold it"
                 yield (
                     offset,
                     f"batch-index offset {offset} names batch {name} at batches[{place[0]}] offset {place[1]}; {where}",
@@ -222,7 +222,7 @@ class BatchIndex:
 
 
 def _unnamed(journals: Mapping[int, PartitionJournal], table: BatchTable) -> list[str]:
-    """Batches that no entry names, of each partition from the first batch that an entry or the journal names."""
+    """Return batches that no entry names, of each partition from the first batch that an entry or the journal names."""
     return [
         f"{partition}-{number}"
         for partition, journal in journals.items()

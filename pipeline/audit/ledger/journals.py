@@ -1,4 +1,4 @@
-"""Reads the journals of a run up to the records that the group committed with its positions."""
+"""Reads the journals of a run up to the records that the grouping processes committed with their positions."""
 
 import contextlib
 from collections.abc import Mapping
@@ -27,21 +27,21 @@ class Journals:
         self._again = False
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return {"tail": self.tail.state(), "of": [journal.state() for journal in self.of.values()]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self.of = {journal["number"]: PartitionJournal.of(journal) for journal in state["of"]}
 
     def begin_anew(self, tail: TopicTail) -> None:
-        """Read all journals again with another tail, because records of them were deleted."""
+        """Read all journals again with another tail, because some of their records were deleted."""
         self.tail, self._again = tail, True
         self.of = {number: journal.anew() for number, journal in self.of.items()}
 
     def read(self, kafka: KafkaConfig, cut: Mapping[int, int], group: str, hidden: HiddenRecords, book: Ledger) -> None:
-        """Read each journal up to its cut, or to its end, and report what is missing before it."""
+        """Read each journal up to its cut, or to its end if it has none, and report missing records."""
         tail = self.tail
         for journal in self.of.values():
             journal.hidden = False
@@ -76,7 +76,7 @@ class Journals:
                 book.problem(f"journal[{partition}] does not hold offset {cut[partition]}, which group {group} names")
         for journal in self.of.values():
             if journal.sequence >= 0 and journal.base < 0:
-                book.problem(f"journal[{journal.number}] holds no whole snapshot")
+                book.problem(f"journal[{journal.number}] holds no complete snapshot")
             elif journal.base >= 0:
                 journal.check_counts(book.problem)
 
@@ -84,14 +84,14 @@ class Journals:
         journal = self.of[partition]
         begins = journal.sequence < 0 < record.sequence
         if begins and not topic_admin.bounds(kafka, self.tail.topic)[partition][0]:
-            journal.problem(f"journal[{partition}] begins with sequence {record.sequence}; nothing was pruned")
+            journal.problem(f"journal[{partition}] begins with sequence {record.sequence}, although nothing was pruned")
         journal.read(record)
 
 
 def committed_cut(kafka: KafkaConfig, run: str, group: str, partitions: int) -> dict[int, int]:
-    """Offset of the newest journal record of each partition, as the group committed it with its position.
+    """Return the offset of the newest journal record that the group committed for each partition.
 
-    Partitions of an open transaction, or without a commit, are absent: their journal is read to its end.
+    Partitions with an open transaction, or without a commit, are absent: their journals are read to the end.
     """
     offsets = {}
     with Reader(kafka, group=group) as reader:

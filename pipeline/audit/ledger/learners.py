@@ -1,7 +1,7 @@
 """Compares recorded steps with batches and index.
 
-A learner trains on a rollout for the first time, or skips it, at most once, and passes no batch that its steps do not
-name.
+A learner trains on a rollout for the first time, or skips it, at most once, and moves past no batch that its steps do
+not name.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ from rollstream.topics.skip_reasons import OTHER
 _MOST_ROWS = 2**24
 _MOST_NAMED = 20
 UseRows = tuple[int, int, str, int, tuple[int, ...]]
-"""The rows of a use: step, place among its uses, batch, number of rows, and their numbers unless it is all."""
+"""The rows of a use: step, index among the step's uses, batch, number of rows, and row numbers (empty: all rows)."""
 
 
 @dataclass
@@ -31,31 +31,31 @@ class _Learner:
 
     steps: int = 0
     step: int = -1
-    """Its newest step."""
+    """The learner's newest step."""
     input_run: str = ""
     position: int = -1
     stood: int = -1
-    """Position after its last step on batches of this run; -1 before the first."""
+    """Position after its last compared step on batches of this run; -1 before the first."""
     trained: int = 0
     skipped: int = 0
     skipped_as: dict[str, int] = field(default_factory=dict)
     used: UsedRows = field(default_factory=UsedRows)
     unverified: list[UseRows] = field(default_factory=list)
-    """Uses whose rows were not found in a batch yet."""
+    """Uses whose rows have not been found in a batch yet."""
     beyond: list[tuple[int, int]] = field(default_factory=list)
-    """Steps that stand beyond the end of the index as it was, and their positions."""
+    """Steps whose positions were beyond the end of the index when they were read, with these positions."""
     problems: list[tuple[int, int, str]] = field(default_factory=list)
-    """Step and place among its uses of what is wrong."""
+    """Problems with uses: step, index among its uses, and description."""
     passed: list[tuple[int, int, str]] = field(default_factory=list)
-    """Step and order of what is wrong with positions."""
+    """Problems with positions: step, order, and description."""
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return {**vars(self), "used": self.used.state()}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "_Learner":
-        """The learner of a state."""
+        """Return the learner of a saved state."""
         learner = cls(**{**state, "used": UsedRows.of(state["used"])})
         learner.unverified = [(s, at, name, rows, tuple(numbers)) for s, at, name, rows, numbers in learner.unverified]
         learner.beyond = [(step, position) for step, position in learner.beyond]
@@ -71,7 +71,7 @@ class LearnerUses:
         self._run = run
         self._learners: dict[str, _Learner] = {}
         self._new: list[LearnerStep] = []
-        """Steps whose positions are not compared with the index yet."""
+        """Steps whose positions have not been compared with the index yet."""
 
     def take(self, steps: Iterable[LearnerStep]) -> None:
         """Count the uses of further steps, given in order."""
@@ -86,7 +86,7 @@ class LearnerUses:
             self._new.append(step)
 
     def untrained(self, batch_id: str) -> set[int]:
-        """Rows of a batch that a learner skipped and none trained on."""
+        """Return the rows of a batch that a learner skipped and no learner trained on."""
         trained, skipped = set[int](), set[int]()
         for learner in self._learners.values():
             used = learner.used.of_batch(batch_id)
@@ -105,13 +105,13 @@ class LearnerUses:
     ) -> None:
         """Compare steps with batches and with the index, and count them by learner.
 
-        `hidden_rows` are rows of batches that are not in the table because a transaction hides them, and `end` is the
-        end of the index, from before it was read.
+        `hidden_rows` are the numbers of rows of batches that are not in the table because a transaction hides them.
+        `end` is the end of the index from before it was read.
 
         Each learner trains on a rollout for the first time, or skips it, at most once; it uses only rows that exist,
         and uses again only rows that it has trained on. The steps up to its position name every entry of the index
-        before it, each at its offset; those that draw from a rollout buffer name a batch when they use it, however far
-        they have read.
+        before that position, each at its offset. Steps that draw from a rollout buffer instead name a batch when they
+        use it, however far they have read.
         """
         for taken in self._new:
             if taken.input_run == self._run:
@@ -135,7 +135,7 @@ class LearnerUses:
         for name, learner in sorted(self._learners.items()):
             learner.beyond = [(step, position) for step, position in learner.beyond if position > end]
             beyond = [
-                (step, -1, f"stands at index offset {position}, and batch-index ends at {end}")
+                (step, -1, f"is at index offset {position}, but batch-index ends at {end}")
                 for step, position in learner.beyond
             ]
             _report(name, [*beyond, *learner.passed], result)
@@ -154,7 +154,7 @@ class LearnerUses:
 
 
 class Learners(LearnerUses):
-    """The steps of all learners, as far as they are read."""
+    """The steps of all learners that have been read."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         super().__init__(run)
@@ -162,12 +162,12 @@ class Learners(LearnerUses):
         self._kafka = kafka
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         learners = {name: learner.state() for name, learner in self._learners.items()}
         return {"tail": self.tail.state(), "learners": learners}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         self._learners = {name: _Learner.of(learner) for name, learner in state["learners"].items()}
 
@@ -175,7 +175,7 @@ class Learners(LearnerUses):
         """Read new steps; return the batches that they name."""
         steps = self._read()
         if any(name in self._learners and number <= self._learners[name].step for name, number in steps):
-            # A step that was taken again replaces the record of the first time, and with it what it used.
+            # A step that was executed again replaces its first record, including the uses in it, so read all again.
             self.tail, before = TopicTail(self._kafka, self._run, "steps"), self._learners
             self._learners, self._new = {}, []
             steps = self._read()
@@ -186,7 +186,7 @@ class Learners(LearnerUses):
         return named | {use.batch_id for step in steps.values() for use in step.uses}
 
     def _read(self) -> dict[tuple[str, int], LearnerStep]:
-        """The newest record of each new step."""
+        """Return the newest record of each new step."""
         newest: dict[tuple[str, int], LearnerStep] = {}
         for message, step in self.tail.skipped.records(LearnerStep, self.tail.messages()):
             with self.tail.skipped.passing(message):
@@ -196,7 +196,7 @@ class Learners(LearnerUses):
 
 
 def check_uses(step: LearnerStep) -> None:
-    """Raise RecordError for the name of no batch, or an impossible number of rows: they are looked up one by one."""
+    """Raise RecordError for an invalid batch id or number of rows, because rows are looked up one by one."""
     for use in step.uses:
         batch_numbers(use.batch_id)
         _check_rows(use)
@@ -204,7 +204,7 @@ def check_uses(step: LearnerStep) -> None:
 
 def _check_rows(use: BatchUse) -> None:
     if not 0 <= use.rows <= _MOST_ROWS or any(row < 0 for row in use.row_numbers):
-        raise RecordError(f"uses {use.rows} rows of batch {use.batch_id}, which is no number of rows")
+        raise RecordError(f"uses {use.rows} rows of batch {use.batch_id}, which is not a valid number of rows")
 
 
 def _take_use(learner: _Learner, step: LearnerStep, at: int, use: BatchUse) -> None:
@@ -238,7 +238,7 @@ def _verified(learner: _Learner, use: UseRows, table: BatchTable, entries: Entri
 
 
 def _are_rows(rows: int, numbers: tuple[int, ...], held: int | None) -> bool:
-    """Whether a batch that holds this many rows has the rows of a use: all of them, or some by number."""
+    """Whether a batch with `held` rows has the rows of a use: all rows, or the rows with the given numbers."""
     if not numbers:
         return held == rows
     return held is not None and len(set(numbers)) == rows and max(numbers) < held
@@ -252,13 +252,13 @@ def _compare_position(learner: _Learner, step: LearnerStep, entries: Entries, en
     for at, (offset, batch_id) in enumerate(named.items()):
         there = entries.batch_at(offset)
         if there is not None and there != batch_id:
-            text = f"names batch {batch_id} at index offset {offset}, which is of batch {there}"
+            text = f"names batch {batch_id} at index offset {offset}, which names batch {there}"
             _note(learner.passed, step.step, at, text)
     begin = learner.stood if learner.stood >= 0 else min(named, default=step.position)
     past = [entry for entry in entries.between(begin, step.position) if entry[0] not in named]
     if past and step.stream_time_ms < 0:
         offset, batch_id = past[0]
-        text = f"moved past {len(past)} batches that no step names, the first is {batch_id} at index offset {offset}"
+        text = f"moved past {len(past)} batches that no step names; the first is {batch_id} at index offset {offset}"
         _note(learner.passed, step.step, len(named), text)
     learner.stood = step.position
 

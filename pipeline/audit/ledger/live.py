@@ -1,7 +1,7 @@
-"""The ledger of a run that goes on: it reads only what is new, and keeps in a file where it stands.
+"""The ledger of a run that is still growing: it reads only new records, and saves its state in a file.
 
-The file can be deleted at any time: the books are then begun anew from the topics. They are begun anew, too, if it is
-damaged or of another version, or if the topics no longer hold what was read; the reason is told.
+The file can be deleted at any time; the topics are then read from the beginning. That also happens if the file is
+damaged or of another version, or if the topics no longer hold what was read; the reason is reported.
 """
 
 import hashlib
@@ -30,12 +30,12 @@ from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 VERSION = 3
-"""Version of the file, raised with every change of what the books keep or how."""
+"""Version of the file, raised with every change of its content or format."""
 _MARK = b"rollstream books "
 _DIGEST_BYTES = 32
 _LOCK = "books.lock"
 _SHARE = 20
-"""The file is written at most in one part of the time of so many; a reader that is killed reads a little again."""
+"""Writing the file takes at most one part in twenty of the time; after a kill, a few records are read again."""
 Ranges = list[tuple[int, int]]
 """First and last offset of each range."""
 
@@ -51,27 +51,27 @@ class LiveLedger(Closing):
         group: str | None = None,
         labeling_group: str | None = None,
     ) -> None:
-        """`path` is the file; the other arguments are those of `ledger`.
+        """Prepare the ledger; `path` is the file, and the other arguments are as in `ledger`.
 
-        Only one process at a time writes the file; a second one reads it and keeps what it reads to itself.
+        Only one process at a time writes the file; a second process only reads it.
         """
         self._kafka, self._arguments, self._path = kafka, (kafka, run, group, labeling_group), path
         self._books: Books | None = None
         self._lock: DirectoryLock | None = None
         self._kept: object = None
-        """The positions as of the last writing of the file."""
+        """The positions when the file was last written."""
         self._written_at, self._cost_s = -math.inf, 0.0
         self.begun_anew = ""
-        """Why the last poll began anew; empty if it went on from what was read before."""
+        """Why the last poll began anew; empty if it continued from an earlier reading."""
         self.state_bytes = 0
         """Size of the file as of the last poll."""
 
     def poll(self) -> Ledger:
-        """Read what is new, and return the ledger as `ledger` would. Raises as `ledger` does, and StoreError."""
+        """Read new records, and return the same ledger as `ledger`. Raises the errors of `ledger`, and StoreError."""
         clients.check_broker(self._kafka)
         self.begun_anew = ""
         books = self._books or self._stored()
-        self._books = None  # They are of no more use after an error.
+        self._books = None  # Their state is invalid after an error.
         if books is not None:
             try:
                 result = books.read()
@@ -86,10 +86,10 @@ class LiveLedger(Closing):
         return result
 
     def offsets(self, fate: str, reason: str | None = None) -> dict[int, Ranges]:
-        """Ranges of offsets of `rollouts` with a fate, by partition, as of the last poll.
+        """Return, by partition, the ranges of offsets of `rollouts` with a fate, as of the last poll.
 
-        `fate` is one of the journal or `in_flight`, and `reason` that of a drop; without one, drops for any. Offsets
-        settled before a pruned journal begins are known as counts alone.
+        `fate` is a fate of the journal or `in_flight`; `reason` selects drops with this reason, by default all drops.
+        Offsets that got their fate before a pruned journal begins are not included.
         """
         journals = {} if self._books is None else self._books.journals
         return {number: journal.of_fate(fate, reason).ranges() for number, journal in journals.items()}
@@ -100,7 +100,7 @@ class LiveLedger(Closing):
         return {} if self._books is None else {n: journal.position for n, journal in self._books.journals.items()}
 
     def close(self) -> None:
-        """Write what is not written yet, and let another process write the file."""
+        """Write the file if it is outdated, and let another process write it from now on."""
         if self._books is not None and self._kept != self._books.positions:
             self._write(self._books)
         if self._lock is not None:
@@ -108,7 +108,7 @@ class LiveLedger(Closing):
             self._lock = None
 
     def _stored(self) -> Books | None:
-        """The books in the file; None, and the reason is told, if there is none to go on from."""
+        """Return the books in the file; None, after reporting the reason, if the file cannot be used."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
@@ -127,7 +127,7 @@ class LiveLedger(Closing):
         return books
 
     def _store(self, books: Books) -> None:
-        """Write the file, unless nothing was read since, or writing would take most of the time."""
+        """Write the file, unless nothing was read since, or writing would take too much of the time."""
         due = time.monotonic() - self._written_at > _SHARE * self._cost_s
         if due and self._kept != books.positions:
             self._write(books)
@@ -161,12 +161,12 @@ def _packed(state: dict[str, Any]) -> bytes:
 
 
 def _unpacked(data: bytes) -> dict[str, Any]:
-    """The state in the bytes of a file. Raises Outdated for other bytes than were written."""
+    """Return the state in the bytes of a file. Raises Outdated if the bytes are invalid or of another version."""
     mark, _, rest = data.removeprefix(_MARK).partition(b" ")
     if not data.startswith(_MARK) or not mark.isdigit():
-        raise Outdated("it is no file of books")
+        raise Outdated("it is not a ledger file")
     if int(mark) != VERSION:
-        raise Outdated(f"it is of version {int(mark)}, and this release keeps version {VERSION}")
+        raise Outdated(f"it is of version {int(mark)}, but this release uses version {VERSION}")
     digest, body = rest[:_DIGEST_BYTES], rest[_DIGEST_BYTES:]
     if hashlib.blake2b(body, digest_size=_DIGEST_BYTES).digest() != digest:
         raise Outdated("it is damaged: its bytes are not those that were written")

@@ -1,6 +1,6 @@
-"""Compares the records that a split moved with their copies: each offset that moved has one copy, and no other has any.
+"""Compares the records that a split moved with their copies: each moved offset must have one copy, all others none.
 
-The journal of the run that ends names the offsets; headers in the run that goes on name where its copies come from.
+The journal of the old run names the moved offsets; headers in the new run name the offset that each copy comes from.
 """
 
 from collections import Counter
@@ -21,31 +21,31 @@ from rollstream.topics.run_splits import Splits, moved_from
 
 _NAMED = 3
 Place = tuple[int, int]
-"""Partition and offset in `rollouts` of the run that ends."""
+"""Partition and offset in `rollouts` of the old run."""
 
 
 class SplitRecords:
-    """The comparisons of a run with the runs that it was split into, or from.
+    """The comparisons of a run with the run that it was split into, and the run that was split into it.
 
-    While records move, each reading compares all of them. Two runs that agree once everything has moved are not
-    compared again, unless records of theirs were deleted since.
+    While records move, each reading compares all of them. Once everything has moved and the two runs agree, they are
+    compared again only after records of either were deleted.
     """
 
     def __init__(self, kafka: KafkaConfig) -> None:
         self._kafka = kafka
         self._compared: dict[str, list[Any]] = {}
-        """By name of the other run: the comparison that it was, and what the ledger says of it."""
+        """By name of the other run: the subject of the comparison, and the ledger's data about that run."""
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return self._compared
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self._compared = state
 
     def check(self, splits: Splits, result: Ledger) -> None:
-        """Add the splits that a run has a part in to its ledger, with contradictions between the two runs."""
+        """Add the splits of a run to its ledger, with contradictions between the two runs."""
         successor, predecessor = splits
         if successor is not None:
             result.successor = self._look(successor, successor.successor, result)
@@ -56,7 +56,7 @@ class SplitRecords:
             result.predecessor = self._look(predecessor, predecessor.run, result)
 
     def _look(self, split: RunSplit, other: str, result: Ledger) -> dict[str, Any]:
-        """Compare both runs of a split, or take what was found before; return what the ledger says of `other`."""
+        """Compare both runs of a split, or reuse an earlier result; return the ledger's data about `other`."""
         subject = self._subject(split)
         known, book = self._compared.get(other, (None, {}))
         if subject is not None and known == subject:
@@ -68,7 +68,7 @@ class SplitRecords:
         return book
 
     def _subject(self, split: RunSplit) -> list[Any] | None:
-        """The subject of a comparison: the split, and where the topics of both runs begin; None if one is gone."""
+        """Return the split, and where the topics of both runs begin; None if a topic no longer exists."""
         begins = []
         for run, name in ((split.run, "journal"), (split.successor, "rollouts")):
             topic = topic_name(run, name)
@@ -81,7 +81,7 @@ class SplitRecords:
 
 
 def _compared(kafka: KafkaConfig, split: RunSplit, other: str, result: Ledger) -> dict[str, Any]:
-    """Compare both runs of a split, and return what the ledger says of `other`."""
+    """Compare both runs of a split, and return the ledger's data about `other`."""
     book: dict[str, Any] = {
         "run": other,
         "partitions": split.partitions,
@@ -89,7 +89,7 @@ def _compared(kafka: KafkaConfig, split: RunSplit, other: str, result: Ledger) -
         "carried": split.carried,
     }
     try:
-        # Journal first: a copy and its offset in the journal commit together.
+        # Read the journal first: it names no offset whose copy is not committed, because both commit together.
         moved = moved_places(kafka, split.run)
         copies, whole = _copies(kafka, split)
     except TopicError:
@@ -104,7 +104,7 @@ def _compared(kafka: KafkaConfig, split: RunSplit, other: str, result: Ledger) -
 
 
 def moved_places(kafka: KafkaConfig, run: str) -> set[Place]:
-    """Places in `rollouts` whose records have moved to the successor of a run, by its journal."""
+    """Return the places in `rollouts` whose records have moved to the run's successor, according to its journal."""
     messages = read_to_end(kafka, topic_name(run, "journal"))
     return {
         (record.partition, offset)
@@ -116,7 +116,7 @@ def moved_places(kafka: KafkaConfig, run: str) -> set[Place]:
 
 
 def _copies(kafka: KafkaConfig, split: RunSplit) -> tuple[Counter[Place], bool]:
-    """How many copies the successor has of each place, and whether none of its records is pruned."""
+    """Return the number of copies that the successor has of each place, and whether none of its records was pruned."""
     topic = topic_name(split.successor, "rollouts")
     whole = all(begin == 0 for begin, _end in topic_admin.bounds(kafka, topic).values())
     copies: Counter[Place] = Counter()
@@ -128,16 +128,16 @@ def _copies(kafka: KafkaConfig, split: RunSplit) -> tuple[Counter[Place], bool]:
 
 
 def differences(split: RunSplit, moved: set[Place], copies: Counter[Place], *, whole: bool) -> list[str]:
-    """Contradictions between the places that moved and their copies; `whole` is whether no copy was pruned."""
+    """Return the contradictions between the moved places and their copies; `whole` is whether no copy was pruned."""
     problems = []
     missing = sorted(moved - copies.keys()) if whole else []
     twice = sorted(place for place, count in copies.items() if count > 1)
     for places, what in (
-        (missing, f"moved, and run {split.successor} has no copy of it"),
-        (sorted(copies.keys() - moved), f"copied to run {split.successor}, and has not moved"),
+        (missing, f"moved but not copied to run {split.successor}"),
+        (sorted(copies.keys() - moved), f"copied to run {split.successor} but not moved"),
         (twice, f"copied to run {split.successor} more than once"),
     ):
         problems += [f"rollouts[{p}] offset {o} of run {split.run} is {what}" for p, o in places[:_NAMED]]
         if len(places) > _NAMED:
-            problems.append(f"so are {len(places) - _NAMED} others")
+            problems.append(f"{len(places) - _NAMED} more offsets are {what}")
     return problems

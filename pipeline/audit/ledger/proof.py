@@ -1,8 +1,9 @@
 """The conservation proof: every record of `rollouts` is in exactly one place, read from the topics alone.
 
-The cut: steps first, then the position that the group committed for each partition, then the journal up to the records
-those commits name, and batches and dead letters up to those. Later records are unread. Each contradiction is a problem
-with its partition and offset. Pruned records are known by the journal's cumulative counts.
+It reads the steps first, then the position that the group committed for each partition, then the journal up to the
+records that these commits name, and then batches and dead letters up to the end of that journal. Later records count as
+unread. Each contradiction is reported as a problem with its partition and offset. The journal's cumulative counts
+include pruned records.
 """
 
 from collections import Counter
@@ -35,32 +36,35 @@ from rollstream.topics.fates import CONTROL, MOVED_CONTROL, READ
 from rollstream.topics.kafka import clients, topic_admin
 
 _NO_ROLLOUTS = (READ, CONTROL, MOVED_CONTROL)
-"""Names of counts that are not the fate of a rollout."""
+"""Names of counts other than fates of rollouts."""
 _PRUNED = ("rollouts", "journal", "batch-index", "batches")
-"""Topics whose first records may be deleted while the rest of what was read of them is kept."""
+"""Topics whose first records may be deleted without making the books outdated."""
 _NEWER = ("control", "calls")
 """Topics that runs of early releases do not have."""
 _READ_AGAIN = ("calls", "unlabelled", "trajectories")
-"""Topics that are read again if their first records were deleted; of the others kept here none is."""
+"""Topics that are read again if their first records were deleted."""
 
 
 def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None) -> Ledger:
     """Read a run's topics and prove, or disprove, that every record is in one place.
 
-    `group` is the consumer group of the run's grouping processes and `labeling_group` that of its labeling processes;
-    each is needed only if it differs from the default.
+    `group` is the consumer group of the run's grouping processes and `labeling_group` is the consumer group of its
+    labeling processes; each is needed only if it differs from the default.
     """
     clients.check_broker(kafka)
     return Books(kafka, run, group, labeling_group).read()
 
 
 class Books:
-    """A run's topics as far as they are read, folded into what its ledger needs: a later reading goes on from there."""
+    """The records of a run's topics that have been read, folded into the data that the ledger needs.
+
+    A later reading continues from this state.
+    """
 
     def __init__(
         self, kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None
     ) -> None:
-        """The arguments are those of `ledger`."""
+        """Prepare empty books; the arguments are as in `ledger`."""
         self._kafka, self._run = kafka, run
         self._groups = group or GrouperConfig().group_id(run), labeling_group or LabelingConfig().group_id(run)
         partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
@@ -79,7 +83,7 @@ class Books:
         self._calls = CallRecords(kafka, run) if has_topic(kafka, run, "calls") else None
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return {
             "run": self._run,
             "groups": self._groups,
@@ -90,9 +94,9 @@ class Books:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state. Raises Outdated if it is of another run or of other groups."""
+        """Continue from a saved state. Raises Outdated if it belongs to another run or other groups."""
         if (state["run"], tuple(state["groups"])) != (self._run, self._groups):
-            raise Outdated(f"it is of run {state['run']} and groups {', '.join(state['groups'])}")
+            raise Outdated(f"it belongs to run {state['run']} and groups {', '.join(state['groups'])}")
         self._ids, self._begins = state["ids"], {name: dict(begins) for name, begins in state["begins"]}
         for name, part in self._parts.items():
             part.restore(state["parts"][name])
@@ -105,7 +109,7 @@ class Books:
 
     @property
     def positions(self) -> object:
-        """How far each topic was read, and where it begins: as long as this is the same, so is the state."""
+        """How far each topic was read, and where it begins; the state changes only if this value changes."""
         return [dict(tail.follows) for tail in (*self._tails.values(), *self._others)], self._begins
 
     @property
@@ -125,26 +129,26 @@ class Books:
 
     @property
     def _tails(self) -> dict[str, TopicTail]:
-        """The reader of each topic that goes on where it was."""
+        """The reader of each topic, which continues where it stopped."""
         return {**{name: part.tail for name, part in self._parts.items()}, "trajectories": self._labeling.trajectories}
 
     @property
     def _others(self) -> tuple[TopicTail, ...]:
-        """Further readers of these topics."""
+        """Additional readers of these topics."""
         return self._labeling.letters, self._labeling.rollouts
 
     def read(self) -> Ledger:
-        """Read what is new since the last call; at first, everything.
+        """Read the records since the last call; the first call reads all records.
 
-        Raises Outdated if what was read before is no longer what the topics hold; only new books help then. After
-        another error, too, what was read is of no more use.
+        Raises Outdated if the topics no longer hold what was read before; then, and after any other error, the caller
+        must discard this object and create another.
         """
         kafka, run, (group, labeling_group) = self._kafka, self._run, self._groups
         result, hidden = Ledger(), HiddenRecords(kafka, run)
         bounds = self._look()
         named = self._learners.read()
         index_end = topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][1]
-        # Read before the cut, because a janitor deletes up to the position of the group.
+        # Use bounds from before the cut, because a janitor deletes records up to the position of the group.
         begins = {p: begin for p, (begin, _end) in bounds["rollouts"].items()}
         journals = self._journals.of
         self._journals.read(kafka, self._cut(len(journals)), group, hidden, result)
@@ -181,7 +185,10 @@ class Books:
         return result
 
     def _look(self) -> dict[str, dict[int, tuple[int, int]]]:
-        """Bounds of each topic's partitions; forgets what was deleted since the last look. Raises Outdated."""
+        """Return the bounds of each topic's partitions, and forget records deleted since the last call.
+
+        Raises Outdated.
+        """
         for name in (name for name in _NEWER if name not in self._parts and has_topic(self._kafka, self._run, name)):
             raise Outdated(f"topic {topic_name(self._run, name)} was created since")
         names = {topic_name(self._run, name): name for name in self._tails}
@@ -194,7 +201,7 @@ class Books:
         return bounds
 
     def _go_on(self, ids: Mapping[str, str], bounds: Mapping[str, Mapping[int, tuple[int, int]]]) -> None:
-        """Check that what was read is still there, apart from what was pruned, and forget that."""
+        """Check that the topics still hold what was read, except for pruned records, and forget the pruned records."""
         for name, tail in self._tails.items():
             topic = topic_name(self._run, name)
             if ids[name] != self._ids[name]:
@@ -210,7 +217,7 @@ class Books:
         self._forget({name: {p: begin for p, (begin, _end) in limits.items()} for name, limits in bounds.items()})
 
     def _forget(self, begins: LogBounds) -> None:
-        """Forget what was deleted from topics that now have these first offsets."""
+        """Forget the records that were deleted from the topics, which now begin at these offsets."""
         deleted = [name for name in begins if begins[name] != self._begins[name]]
         if "calls" in deleted:
             self._calls = CallRecords(self._kafka, self._run)
@@ -218,7 +225,7 @@ class Books:
             self._labeling = LabelingRecords(self._kafka, self._run)
         for name in (name for name in deleted if name not in _READ_AGAIN):
             if name not in _PRUNED or not self._tails[name].forget_before(begins[name]):
-                raise Outdated(f"records of topic {topic_name(self._run, name)} were deleted that it counts")
+                raise Outdated(f"records of topic {topic_name(self._run, name)} that it counts were deleted")
             if name == "journal":
                 self._journals.begin_anew(TopicTail(self._kafka, self._run, "journal"))
                 self._batches.expect_anew()
@@ -245,7 +252,7 @@ class Books:
 
 
 def _sum_up(journals: Mapping[int, PartitionJournal], in_flight: int, result: Ledger) -> None:
-    """Sum up by fate: records before the journal's first snapshot from its counts, later ones by their offsets."""
+    """Sum up records by fate: before the journal's first snapshot from its counts, after it from the offsets."""
     fates: Counter[str] = Counter()
     for journal in journals.values():
         fates += journal.before
@@ -265,5 +272,5 @@ def _sum_up(journals: Mapping[int, PartitionJournal], in_flight: int, result: Le
             result.environments[environment] = totals
     if open_by_environments != in_flight:
         result.problem(
-            f"by the journal's counts {open_by_environments} rollouts have no fate; {in_flight} are in flight"
+            f"by the journal's counts, {open_by_environments} rollouts have no fate, but {in_flight} are in flight"
         )

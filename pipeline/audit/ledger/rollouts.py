@@ -1,7 +1,7 @@
-"""Compares records of `rollouts` with the journal: below the position each record has a fate, and each fate its record.
+"""Compares records of `rollouts` with the journal: below the position, each record has a fate and each fate a record.
 
-Records that the group has not read are unread. Records deleted before they were read, and records that replaced others
-already read, are losses that counts do not show.
+Records that the group has not read count as unread. It also finds losses that counts do not show: records that were
+deleted before they were read, and records that replaced others after these were read.
 """
 
 from bisect import bisect_right
@@ -24,11 +24,11 @@ _IN_FLIGHT = code_of("in_flight")
 
 
 class _LeaderEpochs:
-    """The leader epochs of one partition's log, compared with those under which its records were read."""
+    """The leader epochs of one partition's log, compared with the epochs under which grouping read its records."""
 
     def __init__(self, runs: list[tuple[int, int]], written_again: list[tuple[int, int, int]]) -> None:
         self.runs = runs
-        """First offset and epoch of each run of records of one epoch."""
+        """First offset and epoch of each sequence of records with the same epoch."""
         self._written_again = {epoch: (first, last) for epoch, first, last in written_again}
 
     def see(self, offset: int, epoch: int | None) -> None:
@@ -37,7 +37,7 @@ class _LeaderEpochs:
             self.runs.append((offset, epoch))
 
     def compare(self, journal: PartitionJournal, end: int) -> None:
-        """Compare what the journal says of offsets below `end`, and take it from there."""
+        """Compare the epochs that the journal names for offsets below `end`, and remove them from the journal."""
         for offset in [offset for offset in journal.leader_epochs if offset < end]:
             read_as = journal.leader_epochs.pop(offset)
             at = bisect_right(self.runs, offset, key=lambda run: run[0]) - 1
@@ -47,12 +47,12 @@ class _LeaderEpochs:
 
     @property
     def written_again(self) -> list[tuple[int, int, int]]:
-        """By epoch, the first and last offset at which the log holds a record other than the one read."""
+        """By epoch, the first and last offset at which the log no longer holds the record that was read."""
         return [(epoch, *offsets) for epoch, offsets in self._written_again.items()]
 
 
 class RolloutRecords:
-    """The records of all partitions, as far as they are read."""
+    """The records of all partitions that have been read."""
 
     def __init__(self, kafka: KafkaConfig, run: str, partitions: int) -> None:
         self.tail = TopicTail(kafka, run, "rollouts")
@@ -60,12 +60,12 @@ class RolloutRecords:
         self._epochs = {number: _LeaderEpochs([], []) for number in range(partitions)}
 
     def state(self) -> dict[str, Any]:
-        """Everything that the journals' tables do not hold, as plain values."""
+        """Return the state as plain values, except for what the journals' tables hold."""
         epochs = [[number, kept.runs, kept.written_again] for number, kept in self._epochs.items()]
         return {"tail": self.tail.state(), "epochs": epochs}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.tail.restore(state["tail"])
         for number, runs, written_again in state["epochs"]:
             kept = [(first, epoch) for first, epoch in runs]
@@ -74,7 +74,7 @@ class RolloutRecords:
     def read(
         self, journals: Mapping[int, PartitionJournal], requested: Mapping[int, set[int]], topic_id: str
     ) -> dict[int, set[int]]:
-        """Read what is new; return the offsets that nobody fetches, of those from each position on.
+        """Read new records; return, by partition, the offsets from the position on that grouping will not fetch.
 
         `requested` are the offsets that grouping was asked to skip.
         """
@@ -96,7 +96,7 @@ class RolloutRecords:
             run.add(message.partition, message.offset, SEEN | ROLLOUT * (codec.kind_of(message.value) == "Rollout"))
         run.write()
         for number, journal in journals.items():
-            # In a topic that was created anew, e.g. restored, epochs count from 0 again.
+            # Compare only within the same topic, because a topic that was created again counts epochs from 0.
             if journal.topic_id == topic_id:
                 self._epochs[number].compare(journal, follows.get(number, 0))
         return waiting
@@ -111,7 +111,7 @@ class RolloutRecords:
         hidden: HiddenRecords,
         result: Ledger,
     ) -> int:
-        """Compare the records read with the journals; `begins` holds first offsets from before the journals were read.
+        """Compare the records read with the journals; `begins` are the first offsets from before these were read.
 
         Returns the number of rollouts among the records in flight.
         """
@@ -123,21 +123,21 @@ class RolloutRecords:
                 for _epoch, first, last in self._epochs[number].written_again:
                     result.problem(
                         f"rollouts[{number}] offsets {first} to {last} were read as other records: the log was cut off "
-                        f"and written again (its leader epoch is another), and what is there now was never read"
+                        f"and written again (its leader epoch differs), and the records there now were never read"
                     )
             records.check_bounds(begins[number])
             records.check_missing()
             records.sum_up(left_out[number])
             in_flight += records.in_flight
         try:
-            await_decided(self._kafka, self.tail.topic, "the ledger is not whole", PATIENCE_S)
+            await_decided(self._kafka, self.tail.topic, "the ledger is incomplete", PATIENCE_S)
         except DeadlineExceeded:
             result.undecide("records that nobody has read yet", hidden.places("rollouts"))
         return in_flight
 
 
 class _Run:
-    """Consecutive records of one kind, written to a journal's table at once."""
+    """Consecutive records of one kind, which are written to a journal's table together."""
 
     def __init__(self, journals: Mapping[int, PartitionJournal]) -> None:
         self._journals = journals
@@ -164,7 +164,7 @@ class _PartitionRecords:
         self._journal, self._result = journal, result
         self._begin, self._end = bounds
         runs = journal.table.runs()
-        # Records that were deleted since they were read are no longer there to be seen.
+        # Ignore records that were deleted after they were read.
         seen = runs.where(runs.values & (SEEN | HOPPED) == SEEN).clipped(self._begin, _END)
         read = seen.clipped(0, journal.position)
         self._unread = seen.clipped(journal.position, _END)
@@ -180,19 +180,19 @@ class _PartitionRecords:
 
     @property
     def in_flight(self) -> int:
-        """Rollouts in flight."""
+        """Number of rollouts in flight."""
         runs = self._with_fate
         return runs.where((codes(runs.values) == _IN_FLIGHT) & (runs.values & ROLLOUT != 0)).total
 
     def check_fates(self) -> None:
-        """Report records that were read and have no fate."""
+        """Report records that were read but have no fate."""
         for offset, _fate in self._journal.named(self._nowhere):
-            self._result.problem(f"rollouts[{self._journal.number}] offset {offset} was read and is nowhere")
+            self._result.problem(f"rollouts[{self._journal.number}] offset {offset} was read but has no fate")
 
     def check_bounds(self, begin: int) -> None:
         """Report records that were deleted unread, and a log that ends below the position."""
         journal, end = self._journal, self._end
-        # Hidden journal records may account for them.
+        # Hidden journal records may show that the records were read.
         if begin > journal.position and not journal.hidden:
             self._result.problem(
                 f"rollouts[{journal.number}] begins at offset {begin}, and the group has read up to "
@@ -200,7 +200,7 @@ class _PartitionRecords:
             )
         if end < journal.position:
             self._result.problem(
-                f"rollouts[{journal.number}] ends at offset {end}, and was read up to {journal.position}"
+                f"rollouts[{journal.number}] ends at offset {end}, but was read up to {journal.position}"
             )
 
     def check_missing(self) -> None:

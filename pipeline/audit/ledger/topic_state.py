@@ -1,4 +1,4 @@
-"""The bounds of a run's topics, and the error for books that no longer fit them."""
+"""The bounds of a run's topics, and the error for saved books that no longer match the topics."""
 
 from collections.abc import Mapping
 
@@ -8,11 +8,11 @@ from rollstream.topics.errors import RollstreamError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 
 LogBounds = dict[str, dict[int, int]]
-"""An offset of each partition of each topic."""
+"""One offset for each partition of each topic, by topic and partition."""
 
 
 class Outdated(RollstreamError):
-    """The books of an earlier reading cannot be gone on from."""
+    """The books of an earlier reading cannot be continued."""
 
 
 def has_topic(kafka: KafkaConfig, run: str, name: str) -> bool:
@@ -25,7 +25,7 @@ def has_topic(kafka: KafkaConfig, run: str, name: str) -> bool:
 
 
 def bounds_of(kafka: KafkaConfig, names: Mapping[str, str]) -> dict[str, dict[int, tuple[int, int]]]:
-    """First offset of each partition, and the one past its last, by the name that is given for each topic."""
+    """Return the first offset of each partition and the offset after its last, by the name given for each topic."""
     client = clients.admin(kafka)
     places = [(topic, p) for topic in names for p in range(topic_admin.partitions_of(kafka, topic, client))]
     begins, ends = (topic_admin.offsets(kafka, places, which) for which in ("earliest", "latest"))

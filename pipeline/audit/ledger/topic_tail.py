@@ -1,4 +1,4 @@
-"""Reads what is new in a topic, each record once, until the records of a committed transaction are visible."""
+"""Reads the new records of a topic, each once, and waits until the records of a committed transaction are visible."""
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sized
@@ -12,16 +12,18 @@ from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.kafka.skipping_reader import records_around
 
 PATIENCE_S = 3.0
-"""How long to wait for records of a committed transaction: they do not appear on all partitions at once."""
+"""How long to wait for records of a committed transaction, which do not appear on all partitions at once."""
 _PAUSE_S = 0.1
 _READS = 10
-"""Least number of times to look for them: on a busy machine one look may take as long as all that patience."""
+"""Least number of readings while records are missing: on a busy machine a single one may take `PATIENCE_S`."""
 M = TypeVar("M", bound=Sized)
 
 
 def read_until_complete(read: Callable[[], M]) -> M:
-    """Call `read`, which returns the missing records, until none is missing, or it was called ten times and
-    `PATIENCE_S` has passed; return its last result."""
+    """Call `read`, which returns the missing records, until none is missing; return its last result.
+
+    Gives up after ten calls, but not before `PATIENCE_S` has passed.
+    """
     deadline, reads = time.monotonic() + PATIENCE_S, 1
     while (missing := read()) and (reads < _READS or time.monotonic() <= deadline):
         reads += 1
@@ -40,9 +42,9 @@ class TopicTail:
         """Records that could not be read."""
 
     def messages(self, upto: Mapping[int, int] | None = None) -> Iterator[KafkaRecord]:
-        """Yield the records since the last call; at first, all records. Raises as `read_to_end` does.
+        """Yield the records since the last call; the first call yields all records. Raises as `read_to_end` does.
 
-        Records after the offset that `upto` gives for a partition are yielded by later calls, too.
+        Records after the offset that `upto` has for a partition are yielded again by later calls.
         """
         last = upto or {}
         for message in self._once(read_to_end(self._kafka, self.topic, start=dict(self.follows))):
@@ -51,7 +53,7 @@ class TopicTail:
             yield message
 
     def messages_around(self, left_out: Mapping[int, Collection[int]]) -> Iterator[KafkaRecord]:
-        """The same, without the offsets left out; `left_out` has an entry for each partition."""
+        """Yield the same records as `messages`, except at the offsets in `left_out`, which names every partition."""
         for message in self._once(records_around(self._kafka, self.topic, left_out, dict(self.follows))):
             self.follows[message.partition] = message.offset + 1
             yield message
@@ -60,7 +62,7 @@ class TopicTail:
         return (message for message in messages if message.offset >= self.follows.get(message.partition, 0))
 
     def state(self) -> dict[str, Any]:
-        """Positions and skipped records, as plain values."""
+        """Return positions and skipped records as plain values."""
         return {
             "follows": list(self.follows.items()),
             "skipped": [list(skipped)[1:] for skipped in self.skipped.first],
@@ -68,14 +70,14 @@ class TopicTail:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         self.follows = dict(state["follows"])
         for place in state["skipped"]:
             self.skipped.note(Skipped(self.topic, *place))
         self.skipped.counts[self.topic] += state["more"]
 
     def forget_before(self, begins: Mapping[int, int]) -> bool:
-        """Drop skipped records that were deleted since; return False if they are too many to tell."""
+        """Forget skipped records that were deleted; return False if there are too many skipped records to tell."""
         kept = [skipped for skipped in self.skipped.first if skipped.offset >= begins.get(skipped.partition, 0)]
         whole = self.skipped.total == len(self.skipped.first)
         if len(kept) < self.skipped.total and whole:

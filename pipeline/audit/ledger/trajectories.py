@@ -1,7 +1,8 @@
 """The ledger of control tasks: the fate of each record of `unlabelled`, and how far fillers have read `trajectories`.
 
-The cut: the positions of the labeling processes first, then `trajectories` and dead letters up to those; records beyond
-are pending. The counts committed with the positions give the number of records of each fate, pruned ones included.
+It reads the positions of the labeling processes first, then `trajectories` and dead letters; records after these
+positions are pending. The counts committed with the positions give the number of records of each fate, including pruned
+records.
 """
 
 from collections import Counter
@@ -31,16 +32,16 @@ _SETTLED = ("labeled", "dead_lettered", "left_out")
 _FATES = ("produced", "labeled", "left_out", "dead_lettered", "pending", "undecided", "pruned")
 _MOST = 1 << 62
 RECORD, LABELED, LETTERED = 1, 2, 4
-"""Facts of an offset of `unlabelled`: its record was read, a labeled record names it, a dead letter does."""
+"""Facts about an offset of `unlabelled`: its record was read, a labeled record names it, a dead letter names it."""
 
 
 class UnlabelledPartition:
-    """One partition of `unlabelled`, as far as topics that name its offsets are read."""
+    """One partition of `unlabelled`, according to the records read from it and from topics that name its offsets."""
 
     def __init__(self) -> None:
         self.table = OffsetTable()
         self.times: dict[tuple[int, int], int] = {}
-        """How often an offset is labeled or lettered, by the fact and the offset, if it is more than once."""
+        """By fact (LABELED or LETTERED) and offset, how often other topics name the offset, if more than once."""
         self.begin = 0
         self.position: int | None = None
         """Next offset to be labeled; None if nothing is committed."""
@@ -48,36 +49,36 @@ class UnlabelledPartition:
         self._judged = self.table
 
     def state(self) -> dict[str, Any]:
-        """All that was read, as plain values."""
+        """Return everything that was read as plain values."""
         return {"table": packed_table(self.table), "times": [[*key, times] for key, times in self.times.items()]}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "UnlabelledPartition":
-        """The partition of a state."""
+        """Return the partition of a saved state."""
         part = cls()
         part.table = unpacked_table(state["table"])
         part.times = {(fact, offset): times for fact, offset, times in state["times"]}
         return part
 
     def place(self, begin: int, position: GroupPosition) -> None:
-        """Take where the partition begins, and how far it is labeled."""
+        """Set the first offset of the partition, and the position up to which it is labeled."""
         self.begin = begin
         self.position = position.offset if position.offset >= 0 else None
         self.progress = LabelingProgress.decode(position)
 
     def count(self, offset: int, fact: int) -> None:
-        """Count that another topic names an offset."""
+        """Count one record of another topic that names an offset."""
         if self.table.set_bits_at(offset, fact) & fact:
             self.times[fact, offset] = self.times.get((fact, offset), 1) + 1
 
     def judge(self, assumed: Iterable[int] = ()) -> None:
-        """Go by what was read so far, with some labels that no reader sees yet."""
+        """Base the fates on what was read so far, and on `assumed` labels that no reader sees yet."""
         self._judged = OffsetTable(self.table.runs())
         for offset in assumed:
             self._judged.set_bits_at(offset, LABELED)
 
     def of_fate(self, fate: str) -> OffsetRuns:
-        """Offsets below the position with a fate; those that were left out have neither a label nor a letter."""
+        """Return the offsets below the position with a fate; left-out offsets have neither a label nor a letter."""
         runs, limit = self._judged.runs(), _MOST if self.position is None else self.position
         if fate == "left_out":
             return runs.where(runs.values == RECORD).clipped(self.begin, self.position or 0)
@@ -85,19 +86,20 @@ class UnlabelledPartition:
         return runs.where(runs.values & fact != 0).clipped(0, limit)
 
     def records(self, first: int, stop: int) -> OffsetRuns:
-        """Records that are there, from one offset to before another."""
+        """Return the records that the partition still holds, from `first` to before `stop`."""
         runs = self._judged.runs()
         return runs.where(runs.values & RECORD != 0).clipped(max(first, self.begin), stop)
 
     def fates(self) -> Counter[str]:
-        """Records below the position by fate: those from before counting began by the topics, later ones as counted."""
+        """Return the number of records below the position by fate: from the topics up to where committed counts begin,
+        and then from these counts."""
         if self.position is None:
             return Counter({fate: self.of_fate(fate).total for fate in _SETTLED})
         before = {fate: self.of_fate(fate).clipped(0, self.progress.since).total for fate in _SETTLED}
         return Counter({fate: count + getattr(self.progress, fate) for fate, count in before.items()})
 
     def differences(self) -> list[str]:
-        """Differences between the topics and the counts committed with the position."""
+        """Return the differences between the topics and the counts committed with the position."""
         if self.position is None:
             return []
         pruned = self.begin > self.progress.since
@@ -109,13 +111,13 @@ class UnlabelledPartition:
             )
             if present > counted or (present < counted and not pruned):
                 differences.append(
-                    f": {present} records are {fate.replace('_', ' ')} by the topics, {counted} by what was committed "
-                    f"with the position"
+                    f": {present} records are {fate.replace('_', ' ')} according to the topics, but {counted} "
+                    f"according to the counts committed with the position"
                 )
         return differences
 
     def problems(self) -> list[str]:
-        """Contradictions, each to be appended to the name of the partition."""
+        """Return the contradictions, each as a text to append to the name of the partition."""
         problems = self.differences()
         labeled, lettered = self.of_fate("labeled"), self.of_fate("dead_lettered")
         both = labeled.where(labeled.values & LETTERED != 0)
@@ -128,13 +130,13 @@ class UnlabelledPartition:
             ]
         if self.position is None and (labeled.total or lettered.total):
             problems.append(
-                " was labeled, and no position is committed: commit it again with `rollstream label recover`"
+                " was labeled, but no position is committed: commit it again with `rollstream label recover`"
             )
         return problems
 
 
 class LabelingRecords:
-    """The records of `unlabelled` and `trajectories`, and what names them, as far as they are read."""
+    """The records of `unlabelled` and `trajectories`, and the records that name them, that have been read."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self._kafka, self._run = kafka, run
@@ -148,16 +150,16 @@ class LabelingRecords:
 
     @property
     def tails(self) -> tuple[TopicTail, ...]:
-        """The readers of its topics."""
+        """The readers of the topics."""
         return self.tail, self.trajectories, self.letters, self.rollouts
 
     @property
     def labels(self) -> bool:
-        """Whether rollouts can have been labeled: none without records that wait, or that were pruned."""
+        """Whether rollouts can have been labeled, because `unlabelled` has or had records."""
         return any(part.begin or len(part.table.runs().starts) for part in self._partitions.values())
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         return {
             "tails": [tail.state() for tail in self.tails],
             "partitions": [[number, part.state()] for number, part in self._partitions.items()],
@@ -165,16 +167,16 @@ class LabelingRecords:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state."""
+        """Continue from a saved state."""
         for tail, kept in zip(self.tails, state["tails"], strict=True):
             tail.restore(kept)
         self._partitions = {number: UnlabelledPartition.of(part) for number, part in state["partitions"]}
         self._written = {number: unpacked_table(texts) for number, texts in state["written"]}
 
     def read(self, labeling_group: str, rollouts_end: Mapping[int, int], hidden: HiddenRecords, result: Ledger) -> None:
-        """Read what is new, and add the fates of `unlabelled` and the readers of `trajectories` to a ledger, with
-        contradictions. `rollouts_end` are the ends of the partitions of `rollouts` from before the call."""
-        # Read before positions, because a janitor deletes up to the positions of readers.
+        """Read new records, and add the fates of `unlabelled`, the readers of `trajectories` and contradictions to a
+        ledger. `rollouts_end` are the ends of the partitions of `rollouts` from before the call."""
+        # Read the bounds before the positions, because a janitor deletes records up to the positions of readers.
         bounds = topic_admin.bounds(self._kafka, self.trajectories.topic)
         begins = {p: begin for p, (begin, _end) in bounds.items()}
         fillers = filler_positions(self._kafka, self._run)
@@ -224,7 +226,7 @@ class LabelingRecords:
 def check_trajectories(
     kafka: KafkaConfig, run: str, labeling_group: str, hidden: HiddenRecords, result: Ledger
 ) -> None:
-    """Read all that concerns `unlabelled` and `trajectories`, and add it to a ledger."""
+    """Read all records about `unlabelled` and `trajectories`, and add their data to a ledger."""
     records = LabelingRecords(kafka, run)
     ends = {p: end for p, (_begin, end) in topic_admin.bounds(kafka, records.rollouts.topic).items()}
     records.read(labeling_group, ends, hidden, result)
@@ -235,7 +237,7 @@ def check_trajectories(
 def _positions(
     kafka: KafkaConfig, run: str, labeling_group: str, hidden: HiddenRecords, result: Ledger
 ) -> dict[int, tuple[int, GroupPosition]]:
-    """First offset of each partition of `unlabelled`, and the position that labeling has committed."""
+    """Return the first offset of each partition of `unlabelled`, and the position that labeling has committed."""
     bounds = topic_admin.bounds(kafka, topic_name(run, "unlabelled"))
     topic = topic_name(run, "unlabelled")
     committed: dict[int, GroupPosition] = {}
@@ -260,7 +262,7 @@ def _positions(
 
 
 def _sum_up(partitions: Mapping[int, UnlabelledPartition], hidden: HiddenRecords, result: Ledger) -> None:
-    """Sum up by fate; records of an open transaction are undecided."""
+    """Sum up records by fate; records whose label is in an open transaction are undecided."""
     in_doubt: dict[int, set[int]] = {p: set() for p in partitions}
     for message in (*hidden.messages("trajectories"), *hidden.messages("rollouts")):
         with SkippedRecords(logged=False).passing(message):
@@ -276,7 +278,7 @@ def _sum_up(partitions: Mapping[int, UnlabelledPartition], hidden: HiddenRecords
                 hidden.places("trajectories") or hidden.places("rollouts"),
             )
         position = part.position or 0
-        # Labels below the position were committed with it, though no reader sees them yet.
+        # Labels below the position were committed with it, even if no reader sees them yet.
         part.judge(offset for offset in doubted if offset < position)
         for problem in part.problems():
             result.problem(f"unlabelled[{number}]{problem}")
@@ -298,7 +300,7 @@ def _add_fillers(
     begins: Mapping[int, int],
     result: Ledger,
 ) -> None:
-    """Add how far each filler has read."""
+    """Add to the ledger how far each filler has read."""
     readers = {}
     runs = {p: table.runs() for p, table in written.items()}
     for name, positions in sorted(fillers.items()):

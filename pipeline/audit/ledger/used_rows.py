@@ -1,4 +1,4 @@
-"""Rows of batches that a learner has used: batches used whole by their numbers alone, others row by row."""
+"""Rows of batches that a learner has used: batches used as a whole are kept by number, all others row by row."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -20,17 +20,17 @@ class UsedRows:
     def __init__(self) -> None:
         self._rows: dict[str, dict[str, set[int]]] = {}
         self._whole: dict[int, np.ndarray[Any, np.dtype[np.int32]]] = {}
-        """By partition, for each batch used whole the number of its rows: negative if they were skipped."""
+        """By partition, the number of rows of each batch that was used as a whole, negative if they were skipped."""
 
     def state(self) -> dict[str, Any]:
-        """Everything, as plain values."""
+        """Return the state as plain values."""
         rows = {batch_id: [to_ranges(used[use]).tolist() for use in USES] for batch_id, used in self._rows.items()}
         whole = [[partition, packed(np.trim_zeros(column, "b"))] for partition, column in self._whole.items()]
         return {"rows": rows, "whole": whole}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> "UsedRows":
-        """The rows of a state."""
+        """Return the rows of a saved state."""
         used = cls()
         for batch_id, ranges in state["rows"].items():
             used._rows[batch_id] = {use: set(from_ranges(part)) for use, part in zip(USES, ranges, strict=True)}
@@ -39,7 +39,7 @@ class UsedRows:
         return used
 
     def of_batch(self, batch_id: str) -> dict[str, set[int]]:
-        """Rows trained on, and rows skipped, of a batch."""
+        """Return the rows of a batch that were trained on, and the rows that were skipped."""
         rows = self._rows.get(batch_id)
         if rows is not None:
             return rows
@@ -55,7 +55,7 @@ class UsedRows:
         self._rows[batch_id] = used
 
     def fold(self, batch_id: str, held: int) -> None:
-        """Keep a batch that holds this many rows by its number, if all of them were used alike."""
+        """Keep a batch with `held` rows by its number, if all of its rows had the same use."""
         rows = self._rows.get(batch_id)
         partition, number = batch_numbers(batch_id)
         if rows is None or not held or number >= _MOST_BATCHES:
@@ -71,7 +71,7 @@ class UsedRows:
             del self._rows[batch_id]
 
     def skipping(self) -> Iterator[str]:
-        """Batches of which rows were skipped."""
+        """Yield the batches with skipped rows."""
         yield from (batch_id for batch_id, rows in self._rows.items() if rows["skipped"])
         for partition, whole in self._whole.items():
             yield from (f"{partition}-{number}" for number in np.flatnonzero(whole < 0))

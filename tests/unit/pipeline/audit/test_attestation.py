@@ -121,9 +121,9 @@ def test_a_statement_that_was_changed_is_not_opened(archive: Path, signer: Signe
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": "rollstream %s 1"}', "nonsense"])
 def test_bytes_that_are_no_statement_and_no_proof_are_refused(text: str) -> None:
-    with pytest.raises(StateRefused, match="this is no statement"):
+    with pytest.raises(StateRefused, match="this is not a statement"):
         opened(text.replace("%s", "attestation"), "00" * 32)
-    with pytest.raises(StateRefused, match="this is no proof"):
+    with pytest.raises(StateRefused, match="this is not a proof"):
         RolloutProof.from_json(text.replace("%s", "proof"))
 
 
@@ -148,7 +148,7 @@ def test_a_proof_shows_what_became_of_a_rollout(archive: Path) -> None:
     for uid, values in expected.items():
         answer = fate_in(*proof(archive, uid))
         assert tuple(answer[name] for name in ("fate", "batch", "trained_by", "version", "in_policy")) == values
-    with pytest.raises(ConfigurationError, match="no rollout 'nobody' is in the archive"):
+    with pytest.raises(ConfigurationError, match="no rollout 'nobody' is in the part of the archive"):
         proof(archive, "nobody")
 
 
@@ -187,7 +187,7 @@ def test_a_step_or_a_version_of_another_rollout_proves_nothing(archive: Path) ->
         fate_in(statement, replace(shown, steps=other.steps))
     with pytest.raises(StateRefused, match="shows batch 0-0, and the rollout is in 0-1"):
         fate_in(statement, replace(shown, batch=other.batch))
-    with pytest.raises(StateRefused, match="version 1 in the proof is of no step in it"):
+    with pytest.raises(StateRefused, match="version 1 in the proof includes no step in the proof"):
         fate_in(statement, replace(shown, version=other.version))
     with pytest.raises(StateRefused, match="is about another statement"):
         fate_in(replace(statement, made="later"), shown)

@@ -151,13 +151,13 @@ def stands(number: int, position: int, *offsets: int, drawn: bool = False, batch
         ([stands(0, 0), stands(1, 3, 0, 2), stands(2, 5, 4)], []),
         ([stands(7, 5, 4), stands(8, 7, 6)], []),  # A learner of which the first steps are another's.
         ([stands(0, 0), stands(1, 5, drawn=True), stands(2, 5, 0, drawn=True)], []),
-        ([stands(0, 0), stands(1, 5, 4)], ["step 1 of learner l moved past 2 batches that no step names, the first i"]),
+        ([stands(0, 0), stands(1, 5, 4)], ["step 1 of learner l moved past 2 batches that no step names; the first i"]),
         (
             [stands(0, 0), stands(1, 3, 0, 2), stands(2, 7, 6)],
             ["step 2 of learner l moved past 1 batches that no step"],
         ),
-        ([stands(1, 9, 0, 2, 4, 6)], ["step 1 of learner l stands at index offset 9, and batch-index ends at 8"]),
-        ([stands(1, 1, 0, batch="0-3")], ["step 1 of learner l names batch 0-3 at index offset 0, which is of batch"]),
+        ([stands(1, 9, 0, 2, 4, 6)], ["step 1 of learner l is at index offset 9, but batch-index ends at 8"]),
+        ([stands(1, 1, 0, batch="0-3")], ["step 1 of learner l names batch 0-3 at index offset 0, which names batch"]),
     ],
 )
 def test_a_position_is_as_far_as_the_steps_name_batches(steps: list[LearnerStep], problems: list[str]) -> None:

@@ -15,13 +15,13 @@ SPLIT = RunSplit(run="main", successor="next", partitions=7, phase="moved")
     ("copies", "whole", "expected"),
     [
         ({(0, 1): 1, (2, 5): 1}, True, []),
-        ({(0, 1): 1}, True, ["rollouts[2] offset 5 of run main is moved, and run next has no copy of it"]),
+        ({(0, 1): 1}, True, ["rollouts[2] offset 5 of run main is moved but not copied to run next"]),
         ({(0, 1): 1}, False, []),
         ({(0, 1): 2, (2, 5): 1}, True, ["rollouts[0] offset 1 of run main is copied to run next more than once"]),
         (
             {(0, 1): 1, (2, 5): 1, (3, 0): 1},
             False,
-            ["rollouts[3] offset 0 of run main is copied to run next, and has not moved"],
+            ["rollouts[3] offset 0 of run main is copied to run next but not moved"],
         ),
     ],
 )
@@ -31,7 +31,8 @@ def test_each_moved_place_has_one_copy(copies: dict[tuple[int, int], int], whole
 
 def test_differences_beyond_the_first_are_counted() -> None:
     moved = {(0, offset) for offset in range(5)}
-    assert differences(SPLIT, moved, Counter(), whole=True)[3] == "so are 2 others"
+    named = differences(SPLIT, moved, Counter(), whole=True)
+    assert named[3] == "2 more offsets are moved but not copied to run next"
 
 
 def book(produced: int, batched: int, moved: int, in_flight: int = 0) -> dict[str, object]:
