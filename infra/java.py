@@ -45,7 +45,7 @@ def find_java(environment: Mapping[str, str], packaged: Path | None) -> JavaSear
         if version is None:
             refused.append(f"{executable} ({source}) does not run")
         elif version < JAVA_NEEDED:
-            refused.append(f"Java {version} at {executable} ({source}) is too old, Kafka needs {JAVA_NEEDED} or newer")
+            refused.append(f"Java {version} at {executable} ({source}) is too old: Kafka needs {JAVA_NEEDED} or newer")
         else:
             return JavaSearch(JavaRuntime(executable, version, source), tuple(refused))
     return JavaSearch(None, tuple(refused))

@@ -26,12 +26,15 @@ class Panel:
 ROWS: dict[str, Sequence[Panel]] = {
     "Health": (
         Panel("Processes ready", [("sum by (run) (rollstream_ready{})", "{{run}}")]),
-        Panel("Oldest turn of a loop", [("max by (process) (rollstream_loop_age_seconds{})", "{{process}}")]),
+        Panel(
+            "Longest time since a loop's last turn",
+            [("max by (process) (rollstream_loop_age_seconds{})", "{{process}}")],
+        ),
         Panel("Restarts", [("rollstream_supervisor_restarts_total{}", "{{run}}")]),
     ),
     "Rollouts": (
         Panel(
-            "Rollouts a second",
+            "Rollouts per second",
             [
                 ("sum by (run) (rate(rollstream_worker_rollouts_total{}[5m]))", "sent"),
                 ("sum by (run) (rate(rollstream_grouping_batched_total{}[5m]))", "batched"),
@@ -48,7 +51,7 @@ ROWS: dict[str, Sequence[Panel]] = {
     "Grouping": (
         Panel("Lag", [("sum by (partition) (rollstream_grouping_lag{})", "partition {{partition}}")]),
         Panel(
-            "Drops a second by reason",
+            "Drops per second by reason",
             [
                 (
                     'sum by (reason) (rate(rollstream_grouping_rollouts_total{run=~"$run",fate="dropped"}[5m]))',
@@ -82,7 +85,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             ],
         ),
         Panel("Aborted transactions", [("rollstream_transaction_aborts_total{}", "{{process}}")]),
-        Panel("Shift of lengths by lost rollouts", [("rollstream_grouping_shift_length{}", "{{environment}}")]),
+        Panel("Shift of lengths due to lost rollouts", [("rollstream_grouping_shift_length{}", "{{environment}}")]),
         Panel("Restores", [("rollstream_grouping_restore_seconds{}", "partition {{partition}}")]),
     ),
     "Learner": (
@@ -95,10 +98,10 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Loss", [("rollstream_learner_loss{}", "{{process}}")]),
         Panel("Staleness", [("rollstream_learner_off_policy_staleness{}", "{{process}}")]),
         Panel(
-            "Sampler against learner",
+            "Sampler versus learner",
             [("rollstream_learner_mismatch_kl_mean{}", "divergence"), ("rollstream_learner_entropy_mean{}", "entropy")],
         ),
-        Panel("Tokens a second", [("rollstream_learner_perf_throughput{}", "{{process}}")]),
+        Panel("Tokens per second", [("rollstream_learner_perf_throughput{}", "{{process}}")]),
     ),
     "Weights and inference": (
         Panel(
@@ -117,7 +120,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             ],
         ),
         Panel(
-            "Tokens sampled a second",
+            "Tokens sampled per second",
             [("rate(rollstream_inference_completion_tokens_total{}[5m])", "{{process}}")],
         ),
         Panel(
@@ -129,7 +132,7 @@ ROWS: dict[str, Sequence[Panel]] = {
         ),
     ),
     "Gateway and evaluation": (
-        Panel("Calls a second", [("rate(rollstream_gateway_calls_total{}[5m])", "{{process}}")]),
+        Panel("Calls per second", [("rate(rollstream_gateway_calls_total{}[5m])", "{{process}}")]),
         Panel("Open sessions", [("rollstream_gateway_open_sessions{}", "{{process}}")]),
         Panel("Held-out reward", [("rollstream_evaluation_reward{}", "{{environment}}")]),
     ),

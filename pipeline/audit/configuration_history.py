@@ -17,7 +17,7 @@ class ConfigurationHistory:
         self.generations: list[tuple[int, int]] = []
         """Each generation, with the first offset of the transaction in which it came into force."""
         self.settings: dict[int, str] = {}
-        """Settings as JSON by generation; those of a generation are known once the watermark has passed its mark."""
+        """Settings as JSON by generation, which become known once the watermark has passed the generation's mark."""
 
     def read(self, record: JournalRecord) -> None:
         """Process the next journal record."""
@@ -60,7 +60,7 @@ class ConfigurationSummary:
 
     @property
     def facts(self) -> dict[str, str]:
-        """The summary as words by topic, without the generation."""
+        """The facts of the summary as words, by name, without the generation."""
         if self.core_version is None:
             return {"settings": "not known yet"}
         signed = ", ".join(self.environment_keys or ())

@@ -23,7 +23,7 @@ from rollstream.topics.records import FateCount, Int64, JournalRecord
 IN_FLIGHT = "in_flight"
 PLACES = (IN_FLIGHT, *FATES)
 CODES = (1 << 20) - 1
-"""Bits of a value that hold the code of the fate, 0 for none: an index of `places`, plus one."""
+"""Bits of a value with the code of the fate: the fate's index in the journal's list of places plus one; 0 for none."""
 SEEN, ROLLOUT, CARRIED, LETTERED, DELIVERED, DELIVERED_BEFORE, HOPPED = (1 << bit for bit in range(20, 27))
 """Facts about an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
 batched after the first snapshot, it was batched before that snapshot, which still holds it as unfinished, it was

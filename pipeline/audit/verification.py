@@ -232,7 +232,7 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: 
         first = cut_at[waiting[0]]
         start = _before(snapshots, first)
         last = first
-        # Folding on costs less than restoring again, up to the next snapshot.
+        # Up to the next snapshot, continuing the fold costs less than restoring again.
         for batch_id in waiting:
             if _before(snapshots, cut_at[batch_id]) <= last:
                 last = cut_at[batch_id]

@@ -39,7 +39,7 @@ from rollstream.pipeline.deployment.yaml_text import MERGE, render_yaml
 from rollstream.topics.errors import ConfigurationError
 
 TOPICS = "topics"
-"""The service that creates the topics and ends; every role starts after it."""
+"""The service that creates the topics and exits; every role starts after it."""
 CONFIG = "/etc/rollstream/run.toml"
 CODE = "/code"
 _DATA = "/var/lib/kafka/data"

@@ -60,7 +60,7 @@ def check_containers(config: RunConfig) -> None:
 
 
 def check_brokers(config: RunConfig) -> None:
-    """Raise ConfigurationError if the brokers of the settings are this machine's own address."""
+    """Raise ConfigurationError if kafka.bootstrap_servers names this machine itself."""
     for address in config.kafka.bootstrap_servers.split(","):
         if _is_loopback(address.rpartition(":")[0].strip()):
             raise ConfigurationError(

@@ -131,7 +131,7 @@ ROLES: tuple[RoleDescription, ...] = (
     ),
     RoleDescription(
         name=ENGINE,
-        does="runs a vLLM of another environment with the newest policy version",
+        does="runs vLLM in another Python with the newest policy version",
         counted_by="serving.python",
         count=lambda config: int(bool(config.serving.python)),
         ports=("serving.urls",),

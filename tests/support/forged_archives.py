@@ -120,8 +120,8 @@ def forgeries(trained: str, dropped: str) -> Mapping[str, Forgery]:
     return {
         "token": Forgery(with_another_token(trained), f", {trained}"),
         "dropped": Forgery(with_another_token(dropped), "rollouts: the archive has", contradicts=False),
-        "lost": Forgery(without_rollout(trained), "is batched and holds no record"),
-        "batch": Forgery(without_first_batch, "batch 0-0 is in the journal and not in batches"),
+        "lost": Forgery(without_rollout(trained), "is batched but holds no record"),
+        "batch": Forgery(without_first_batch, "batch 0-0 is in the journal but not in batches"),
         "batch twice": Forgery(with_first_batch_twice, "batch 0-0 is in batches twice"),
         "advantages": Forgery(with_other_advantages, "batch 0-0 row 0: advantages differ from rollout "),
         "step": Forgery(without_step(1), "step 1 of learner default is missing"),

@@ -1,6 +1,6 @@
 """Evidence of a run in its archive: the trees of a statement, its counts, and every contradiction in the records.
 
-Everything that can be computed is computed: grouping is folded again from the rollouts, and the resulting batches and
+Everything that can be computed is computed again: grouping is folded from the rollouts, and the resulting batches and
 drops are compared with the recorded ones. No broker is contacted.
 """
 
@@ -211,10 +211,10 @@ class _Reading:
                 self._take_batch(batch, message)
         for number, part in self._partitions.items():
             for name in sorted(part.named - seen, key=batch_numbers):
-                problem(f"batch {name} is in the journal and not in batches")
+                problem(f"batch {name} is in the journal but not in batches")
             for name in sorted(seen - part.named, key=batch_numbers):
                 if batch_numbers(name)[0] == number:
-                    problem(f"batch {name} is in batches and not in the journal")
+                    problem(f"batch {name} is in batches but not in the journal")
 
     def _take_batch(self, batch: TrainingBatch, message: KafkaRecord) -> None:
         problem, name, digest = self._result.problem, batch.batch_id, batch_digest(batch)
@@ -324,7 +324,7 @@ class _Reading:
         runs = journal.table.runs().clipped(0, journal.position)
         has_fate, seen = runs.values & CODES != 0, runs.values & (SEEN | HOPPED) != 0
         for offset, fate in journal.named(runs.where(has_fate & ~seen)):
-            problem(f"rollouts[{journal.number}] offset {offset} is {fate} and holds no record")
+            problem(f"rollouts[{journal.number}] offset {offset} is {fate} but holds no record")
         for offset, _fate in journal.named(runs.where(~has_fate & (runs.values & SEEN != 0))):
             problem(f"rollouts[{journal.number}] offset {offset} was read but has no fate")
         batched = np.zeros(journal.position, bool)

@@ -129,7 +129,10 @@ def fate_in(statement: Statement, proof: RolloutProof) -> Leaf:
     if proof.version is not None:
         _include(statement, "versions", proof.version)
         if not any(_holds(proof.version.leaf, step) for step in trained):
-            raise StateRefused(f"version {proof.version.leaf['version']} in the proof includes no step in the proof")
+            raise StateRefused(
+                f"version {proof.version.leaf['version']} in the proof includes none of the steps that trained on the "
+                f"rollout"
+            )
     return {
         "uid": rollout["uid"],
         "place": f"{rollout['partition']}:{rollout['offset']}",

@@ -33,7 +33,7 @@ from rollstream.topics.records import TrainingBatch, batch_numbers
 _BATCHED, _IN_FLIGHT = code_of(BATCHED), code_of("in_flight")
 _MOST_NAMED = 20
 Untrained = Callable[[str], Iterable[int]]
-"""Returns the rows of a batch that a learner skipped and no learner trained on."""
+"""Function from a batch id to the rows that a learner skipped and no learner trained on."""
 
 
 @dataclass
@@ -123,7 +123,7 @@ class RecordedBatches:
         hidden: HiddenRecords,
         result: Ledger,
     ) -> HiddenBatches:
-        """Read new batches up to the journals' ends, and report missing ones.
+        """Read new batches up to the journals' ends, and report missing batches.
 
         `evals` are uids of evaluation rollouts.
         """
@@ -148,7 +148,7 @@ class RecordedBatches:
             result.problem(problem)
         result.evals_batched += self._evals_batched
         for batch_id in sorted(set(missing) - hidden_batches.rows.keys()):
-            result.problem(f"batch {batch_id} is in the journal and not in batches")
+            result.problem(f"batch {batch_id} is in the journal but not in batches")
         for number, journal in journals.items():
             self._compare_offsets(number, journal, hidden_batches.carried.get(number, Counter()), result)
         result.batches = sum(journal.batches - journal.first_batch for journal in journals.values())
@@ -218,7 +218,7 @@ class RecordedBatches:
         if self.table.is_expected(*numbers):
             self._carry(journal, batch)
         elif batch.number >= journal.base_batches:
-            self._problem(f"batch {batch.batch_id} is in batches and not in the journal")
+            self._problem(f"batch {batch.batch_id} is in batches but not in the journal")
         self._measure_skipped(batch, untrained)
 
     def _carry(self, journal: PartitionJournal, batch: TrainingBatch) -> None:

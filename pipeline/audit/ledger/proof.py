@@ -190,7 +190,7 @@ class Books:
         Raises Outdated.
         """
         for name in (name for name in _NEWER if name not in self._parts and has_topic(self._kafka, self._run, name)):
-            raise Outdated(f"topic {topic_name(self._run, name)} was created since")
+            raise Outdated(f"topic {topic_name(self._run, name)} has been created since")
         names = {topic_name(self._run, name): name for name in self._tails}
         ids = topic_admin.topic_ids(self._kafka, [*names])
         bounds = bounds_of(self._kafka, names)
@@ -211,9 +211,9 @@ class Books:
             for partition, (begin, end) in bounds[name].items():
                 follows = tail.follows[partition]
                 if end < follows:
-                    raise Outdated(f"{topic}[{partition}] was read up to {follows} and ends at offset {end}")
+                    raise Outdated(f"{topic}[{partition}] was read up to {follows} but ends at offset {end}")
                 if begin > follows:
-                    raise Outdated(f"{topic}[{partition}] begins at offset {begin} and was read up to {follows}")
+                    raise Outdated(f"{topic}[{partition}] begins at offset {begin} but was read up to {follows}")
         self._forget({name: {p: begin for p, (begin, _end) in limits.items()} for name, limits in bounds.items()})
 
     def _forget(self, begins: LogBounds) -> None:

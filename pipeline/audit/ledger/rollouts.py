@@ -209,7 +209,7 @@ class _PartitionRecords:
         for offset, _fate in journal.named(deleted.where(codes(deleted.values) == _IN_FLIGHT)):
             self._result.problem(f"rollouts[{journal.number}] offset {offset} is in flight and was deleted")
         for offset, fate in journal.named(self._missing_there):
-            self._result.problem(f"rollouts[{journal.number}] offset {offset} is {fate} and holds no record")
+            self._result.problem(f"rollouts[{journal.number}] offset {offset} is {fate} but holds no record")
 
     def sum_up(self, left_out: set[int]) -> None:
         """Add the counts of the partition to the ledger; `left_out` are offsets from the position on."""

@@ -74,7 +74,7 @@ def keeps_files(chart: RunChart, role: RoleDescription) -> bool:
     if role.name == LEARN:
         return not is_remote(chart.config.learner.checkpoint.directory)
     if role.name == SERVE_WEIGHTS:
-        # Engines read checkpoints there; our plug-in of vLLM makes its own.
+        # Engines read checkpoints there, except our vLLM plug-in, which writes its own.
         return chart.config.serving.engine != "vllm-plugin"
     return bool(role.keeps)
 

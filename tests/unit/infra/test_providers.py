@@ -63,7 +63,7 @@ def test_a_java_that_is_too_old_is_named_with_what_is_needed(machine: Machine) -
     machine.maven()
     with pytest.raises(BrokerUnavailable) as refusal:
         choose_local("auto", machine.environment(), nothing_packaged)
-    assert f"Java 11 at {old} (PATH) is too old, Kafka needs 17 or newer" in str(refusal.value)
+    assert f"Java 11 at {old} (PATH) is too old: Kafka needs 17 or newer" in str(refusal.value)
     assert "\n" not in str(refusal.value)
     assert machine.maven_calls() == []
 

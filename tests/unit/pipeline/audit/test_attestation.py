@@ -187,7 +187,7 @@ def test_a_step_or_a_version_of_another_rollout_proves_nothing(archive: Path) ->
         fate_in(statement, replace(shown, steps=other.steps))
     with pytest.raises(StateRefused, match="shows batch 0-0, and the rollout is in 0-1"):
         fate_in(statement, replace(shown, batch=other.batch))
-    with pytest.raises(StateRefused, match="version 1 in the proof includes no step in the proof"):
+    with pytest.raises(StateRefused, match="version 1 in the proof includes none of the steps"):
         fate_in(statement, replace(shown, version=other.version))
     with pytest.raises(StateRefused, match="is about another statement"):
         fate_in(replace(statement, made="later"), shown)
