@@ -118,7 +118,7 @@ def forgeries(trained: str, dropped: str) -> Mapping[str, Forgery]:
     """Changes of a run with two steps, in which `trained` is a rollout that was trained on and `dropped` one of a group
     without variance."""
     return {
-        "token": Forgery(with_another_token(trained), f", {trained}"),
+        "token": Forgery(with_another_token(trained), f"tokens differ from rollout {trained} at"),
         "dropped": Forgery(with_another_token(dropped), "rollouts: the archive has", contradicts=False),
         "lost": Forgery(without_rollout(trained), "is batched but holds no record"),
         "batch": Forgery(without_first_batch, "batch 0-0 is in the journal but not in batches"),

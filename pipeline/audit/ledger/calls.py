@@ -75,8 +75,8 @@ def _fate(session: CapturedSession) -> str:
 class CallRecords:
     """The calls and sessions of a run that have been read, and the rollouts that finished sessions name.
 
-    Of a finished session, only the number of calls is kept. Of an open session, the saved state keeps only the name, so
-    a process that continues from it reads the session's records again.
+    For a finished session, only the number of calls is kept. For an open session, the saved state keeps only the name,
+    so a process that continues from it reads the session's records again.
     """
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:

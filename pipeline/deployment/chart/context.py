@@ -136,7 +136,7 @@ class RunChart:
         return f"{self.object_name(role)}-{number}.{self.object_name(role)}"
 
     def coordinator(self, digest: str) -> str:
-        """Return host and port of the first process of a learner with several, whose JobSet has this digest."""
+        """Return host and port of the first process of a multi-process learner whose JobSet has this digest."""
         name = self.object_name(LEARN)
         return f"{name}-{digest}-{PROCESSES}-0-0.{name}:{COORDINATOR_PORT}"
 

@@ -76,7 +76,7 @@ def test_a_statement_holds_for_a_later_archive_of_the_run(archive: Path, tmp_pat
     shorter = attested(made_archive(tmp_path / "shorter", steps=1))
     # The same records; the later archive has a step and a version more.
     assert differences(shorter, attested(archive, statement=shorter)) == []
-    with pytest.raises(StateRefused, match="is about the records up to"):
+    with pytest.raises(StateRefused, match="covers the records up to"):
         attested(tmp_path / "shorter", statement=attested(archive))
 
 
@@ -185,11 +185,11 @@ def test_a_step_or_a_version_of_another_rollout_proves_nothing(archive: Path) ->
     _statement, other = proof(archive, "0x0-2")
     with pytest.raises(StateRefused, match="step 1 in the proof does not use the rollout"):
         fate_in(statement, replace(shown, steps=other.steps))
-    with pytest.raises(StateRefused, match="shows batch 0-0, and the rollout is in 0-1"):
+    with pytest.raises(StateRefused, match="shows batch 0-0, but the rollout is in 0-1"):
         fate_in(statement, replace(shown, batch=other.batch))
     with pytest.raises(StateRefused, match="version 1 in the proof includes none of the steps"):
         fate_in(statement, replace(shown, version=other.version))
-    with pytest.raises(StateRefused, match="is about another statement"):
+    with pytest.raises(StateRefused, match="belongs to another statement"):
         fate_in(replace(statement, made="later"), shown)
 
 
