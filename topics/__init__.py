@@ -1,4 +1,4 @@
-"""The wire: schemas, the catalogue of topics, codec, Kafka clients, provisioning. Imports no other package here."""
+"""Schemas, the catalogue of topics, the codec, Kafka clients and provisioning. Imports no other rollstream package."""
 
 import lazy_loader
 

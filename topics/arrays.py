@@ -1,7 +1,7 @@
-"""Names of dtypes and layout of array bytes, on the wire and on disk: little-endian, in C order (numpy only).
+"""Dtype names and byte layout of arrays, on the wire and on disk: little-endian, in C order. Uses only numpy.
 
-Extension types (bfloat16, float8) go by their names. Objects and structures are refused because no reader could prove
-what they are.
+Extension types (bfloat16, float8) are written by name. Object and structured dtypes are refused, because a reader could
+not verify what they contain.
 """
 
 from collections.abc import Sequence
@@ -16,14 +16,14 @@ from rollstream.topics.errors import RecordError
 _KINDS = "biufcSUmM"
 
 RANK_LIMIT = 32
-"""Most dimensions of an array: every release of numpy can hold this many."""
+"""Largest number of dimensions of an array; every release of numpy supports it."""
 
 SIZE_LIMIT = 2**31 - 1
-"""Most bytes of an array, empty dimensions counted as one: any process can index this many."""
+"""Largest size of an array in bytes, which any process can index; a dimension of 0 counts as 1."""
 
 
 def shape_problem(shape: Sequence[int], itemsize: int, size_bytes: int) -> str:
-    """Return why an array of this shape cannot lie in `size_bytes`; "" if it can."""
+    """Return why an array of this shape cannot have `size_bytes` bytes; "" if it can."""
     if len(shape) > RANK_LIMIT:
         return f"it has {len(shape)} dimensions, and may have {RANK_LIMIT}"
     if min(shape, default=0) < 0:
@@ -55,24 +55,24 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the dtype of a name. Raises RecordError for a name that `dtype_name` never returns."""
+    """Return the dtype with this name. Raises RecordError for a name that `dtype_name` never returns."""
     if name.startswith(("<", "|")):
         try:
             dtype = np.dtype(name)
-        except Exception:  # numpy parses names of many forms and raises as many kinds of errors
+        except Exception:  # numpy accepts many forms of names and raises many types of errors
             dtype = np.dtype(object)
         if dtype.kind in _KINDS and dtype.itemsize:
             return dtype
-        raise RecordError(f"{name!r} is no dtype of arrays that are written")
+        raise RecordError(f"{name!r} is not a supported dtype")
     try:
-        import ml_dtypes  # Adds bfloat16 and float8 to numpy; only such arrays need it.
+        import ml_dtypes  # Adds bfloat16 and float8 to numpy; only arrays of these types need it.
     except ImportError as error:
         raise RecordError(f"arrays of dtype {name!r} need ml_dtypes; install ml-dtypes") from error
     extension = getattr(ml_dtypes, name, None)
     dtype = np.dtype(extension) if isinstance(extension, type) else np.dtype(object)
     if dtype.name == name:
         return dtype
-    raise RecordError(f"{name!r} is no dtype of arrays that are written")
+    raise RecordError(f"{name!r} is not a supported dtype")
 
 
 def little_endian_bytes(array: NDArray[Any]) -> bytes:
@@ -81,7 +81,7 @@ def little_endian_bytes(array: NDArray[Any]) -> bytes:
 
 
 def little_endian_view(array: NDArray[Any]) -> memoryview:
-    """Return the array's bytes, little-endian and in C order, without a copy if they lie like that in memory."""
+    """Return the array's bytes, little-endian and in C order, without a copy if memory already has that layout."""
     if not array.nbytes:
         return memoryview(b"")
     flat: Any = np.ascontiguousarray(_little_endian(array)).reshape(-1).view(np.uint8)

@@ -1,8 +1,8 @@
-"""Avro container files: rollouts are written whole; records of any schema are read block by block, so that a damaged
-block costs no other.
+"""Avro container files: writes files of rollouts, and reads files of any schema block by block, so that a damaged block
+does not affect any other.
 
-No pickle: nothing in a file is ever executed. Files of unknown origin are read in bounded memory: blocks are unpacked
-up to a limit, a record takes at least one byte of it, and schemas have limits.
+Pickle is not used, so nothing in a file is ever executed. Files of unknown origin are read in bounded memory: the size
+of an unpacked block is limited, each record takes at least one byte of its block, and schemas have limits.
 """
 
 import bz2
@@ -51,7 +51,7 @@ class ContainerDamage(NamedTuple):
 
     place: str
     records: int
-    """Number of records lost, according to the file; at least 1, at most the bytes of the block."""
+    """Number of records lost, according to the file: at least 1, and at most the number of bytes in the block."""
     reason: str
 
 
@@ -61,7 +61,7 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
         header, begin = _header(data)
         unpack = _unpacker(header["meta"])
         plain = _plain_header(header)
-    except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
+    except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; every error means damage
         yield ContainerDamage("header", 1, brief(error))
         return
     sync, position = header["sync"], begin
@@ -99,7 +99,7 @@ def container_metadata(data: bytes) -> dict[str, bytes]:
     try:
         meta: dict[str, bytes] = _header(data)[0]["meta"]
     except Exception as error:  # as above
-        raise RecordError(f"no Avro container file ({brief(error)})") from error
+        raise RecordError(f"not an Avro container file ({brief(error)})") from error
     return meta
 
 
@@ -107,13 +107,13 @@ def _header(data: bytes) -> tuple[dict[str, Any], int]:
     stream = io.BytesIO(data)
     header: Any = fastavro.schemaless_reader(stream, _HEADER, None)
     if header["magic"] != b"Obj\x01":
-        raise ValueError("it does not begin as an Avro container file does")
+        raise ValueError("it does not begin like an Avro container file")
     check_schema(json.loads(header["meta"]["avro.schema"]))
     return header, stream.tell()
 
 
 def _plain_header(header: Mapping[str, Any]) -> bytes:
-    """The header of a file with the same schema whose blocks are not compressed."""
+    """Return the header of a file with the same schema and uncompressed blocks."""
     out = io.BytesIO()
     fastavro.schemaless_writer(out, _HEADER, {**header, "meta": {**header["meta"], _CODEC: b"null"}})
     return out.getvalue()
@@ -137,7 +137,7 @@ def _unpacker(meta: Mapping[str, bytes]) -> Callable[[bytes], bytes]:
         "xz": lzma.LZMADecompressor,
     }
     if codec not in makers:
-        raise ValueError(f"its blocks are packed by {codec!r}; write the file again with null, {', '.join(makers)}")
+        raise ValueError(f"its blocks are packed with {codec!r}; write it again with one of null, {', '.join(makers)}")
 
     def unpack(data: bytes) -> bytes:
         unpacker = makers[codec]()
@@ -152,7 +152,7 @@ def _unpacker(meta: Mapping[str, bytes]) -> Callable[[bytes], bytes]:
 def _bounds(data: bytes, position: int, sync: bytes) -> tuple[int, int, int]:
     """Return the number of records in the block at `position`, the beginning of its data, and its end.
 
-    Raises ValueError if it is not whole.
+    Raises ValueError if the block is not whole.
     """
     stream = io.BytesIO(data)
     stream.seek(position)
@@ -166,7 +166,7 @@ def _bounds(data: bytes, position: int, sync: bytes) -> tuple[int, int, int]:
 
 
 def write_rollouts(file: BinaryIO, rollouts: Iterable[Rollout], metadata: dict[str, str]) -> None:
-    """Write rollouts as an Avro container file with the newest schema. Raises RecordError if one does not fit it."""
+    """Write rollouts as an Avro container file with the newest schema. Raises RecordError if an array does not fit."""
     schema = schemas()[Rollout.__name__][-1].parsed
     fastavro.writer(file, schema, map(values_of, rollouts), codec="deflate", metadata=metadata)
 

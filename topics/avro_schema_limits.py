@@ -1,17 +1,17 @@
 """Limits on the schemas of Avro files of unknown origin, so that a few bytes cannot claim unbounded memory or depth.
 
-A schema comes from the writer of the file, and readers follow it: a record within itself overflows the stack of a
-reader in C, and a block can claim billions of items that take no bytes. Within the limits a file needs memory in
-proportion to its bytes.
+A schema comes from the writer of the file, and readers follow it. A record that contains itself overflows the stack of
+a reader in C, and a block can claim billions of items that take no bytes. Within the limits, the memory that a file
+needs is proportional to its size.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 DEEPEST = 32
-"""Most levels of records, arrays, maps and unions within each other."""
+"""Deepest nesting of records, arrays, maps and unions."""
 MOST_VALUES = 1000
-"""Most values in one record that take no bytes."""
+"""Largest number of values in one record that take no bytes."""
 
 
 class _Shape(NamedTuple):
@@ -36,15 +36,15 @@ def check_schema(schema: Any) -> None:
 
 
 class _Walk:
-    """One walk over a schema; it knows the named types before each place."""
+    """One traversal of a schema; it knows the named types defined so far."""
 
     def __init__(self) -> None:
-        # By the last part of the name, so that no rule of namespaces hides a type from its limits.
+        # Keyed by the last part of the name, so that namespace rules cannot hide a type from the limits.
         self._named: dict[str, _Shape] = {}
         self._open: list[str] = []
 
     def shape(self, schema: Any, left: int) -> _Shape:
-        """Shape of a schema that may be `left` levels deep."""
+        """Return the shape of a schema that may be at most `left` levels deep."""
         if left <= 0:
             raise ValueError(f"its schema is more than {DEEPEST} levels deep")
         match schema:
@@ -68,7 +68,7 @@ class _Walk:
             case {"type": inner}:
                 shape = self.shape(inner, left - 1)
             case _:
-                raise ValueError(f"{str(schema)[:80]} is no Avro schema")
+                raise ValueError(f"{str(schema)[:80]} is not an Avro schema")
         if shape.depth > left:
             raise ValueError(f"its schema is more than {DEEPEST} levels deep")
         if shape.values > MOST_VALUES:
@@ -80,7 +80,7 @@ class _Walk:
             return _PRIMITIVE[name]
         last = _last(name)
         if last in self._open:
-            raise ValueError(f"its schema has a record {name[:80]!r} within itself")
+            raise ValueError(f"its schema nests the record {name[:80]!r} within itself")
         if last not in self._named:
             raise ValueError(f"its schema names {name[:80]!r}, which it does not define")
         return self._named[last]
@@ -97,7 +97,7 @@ class _Walk:
         return _Shape(depth, empty + sum(part.values for part in parts), empty)
 
     def _define(self, name: str, shape: _Shape) -> _Shape:
-        # Two types may share the last part of their names; then each counts as the larger of both.
+        # Two types may share the last part of their names; each then counts as the larger of the two.
         earlier = self._named.get(_last(name), shape)
         self._named[_last(name)] = _Shape(
             max(earlier.depth, shape.depth), max(earlier.values, shape.values), earlier.empty or shape.empty

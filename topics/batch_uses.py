@@ -9,12 +9,12 @@ from rollstream.topics.skip_reasons import ROW_CODES
 
 
 def rows_of(uses: Sequence[BatchUse], use: str) -> int:
-    """Number of rollouts used in one way; rollouts trained on before are not counted again."""
+    """Number of rollouts with one kind of use; rollouts that had been trained on before are not counted."""
     return sum(item.rows for item in uses if item.use == use and not item.again)
 
 
 def names_of(uses: Sequence[BatchUse]) -> str:
-    """The batches of some uses and how each was used, as text."""
+    """Return the batch id and the kind of each use as text."""
     return ", ".join(f"{use.batch_id} {use.use}" for use in uses) or "none"
 
 
@@ -25,7 +25,7 @@ def reused_share(uses: Sequence[BatchUse]) -> float:
 
 
 def is_left_out(use: BatchUse) -> bool:
-    """Whether a use names single rows that could not be trained on, in a batch that was taken."""
+    """Whether a use lists single rows that could not be trained on, in a batch that was otherwise used."""
     return use.use == "skipped" and use.code in ROW_CODES
 
 
@@ -39,7 +39,7 @@ def left_out_rows(uses: Sequence[BatchUse]) -> Counter[str]:
 
 
 def trained_rows(uses: Sequence[BatchUse]) -> dict[int, tuple[int, ...]]:
-    """Rows that a step trains on, by index offset of their batch, both ascending."""
+    """Rows that a step trains on, by the index offset of their batch; offsets and rows ascend."""
     rows: dict[int, list[int]] = {}
     for use in uses:
         if use.use == "trained":
@@ -48,12 +48,12 @@ def trained_rows(uses: Sequence[BatchUse]) -> dict[int, tuple[int, ...]]:
 
 
 def taken_rows(uses: Sequence[BatchUse]) -> dict[int, tuple[int, ...]]:
-    """Return `trained_rows` of the batches a step took, with no rows for a batch whose rows were all left out."""
+    """Return `trained_rows`, with an empty entry for each batch of the step whose rows were all left out."""
     return {use.index_offset: () for use in uses if is_left_out(use)} | trained_rows(uses)
 
 
 def without(uses: Sequence[BatchUse], left_out: Sequence[BatchUse]) -> tuple[BatchUse, ...]:
-    """Return uses of whole batches without the rows left out: for each batch, trained rows first, then the rest."""
+    """Split uses of whole batches: for each batch, first the rows that are trained on, then the rows left out."""
     by_batch: dict[int, list[BatchUse]] = {}
     for use in left_out:
         by_batch.setdefault(use.index_offset, []).append(use)

@@ -1,6 +1,6 @@
 """The catalogue of a run's topics: key, value, partitions, cleanup, writers and readers.
 
-Provisioning, documentation and access rules are generated from it. Settings of a topic stand nowhere else.
+Provisioning, documentation and access rules are generated from it. No other place defines the settings of a topic.
 """
 
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ _COMPACT = {
     "cleanup.policy": "compact",
     "segment.ms": "5000",
     "segment.bytes": "16777216",
-    # The cleaner copies all that stays: at 0.01 it copied versions while they were published and fetched, in a third to
-    # two thirds of the broker's time. At one half a log takes at most twice what is kept.
+    # The cleaner copies everything that it keeps. At 0.01 it copied versions while they were published and fetched; this
+    # took a third to two thirds of the broker's time. At 0.5 a log takes at most twice the size of what is kept.
     "min.cleanable.dirty.ratio": "0.5",
     "max.compaction.lag.ms": "600000",
     "delete.retention.ms": "60000",
@@ -34,14 +34,14 @@ class TopicSpec:
     partitions: Literal["P", "W", "1"]
     cleanup: Literal["none", "compact"]
     writers: tuple[str, ...]
-    """Roles of a run that write to it, and `tools`, which stands for the commands that are no role."""
+    """Roles of a run that write to it; `tools` stands for the commands that are not roles."""
     readers: tuple[str, ...]
-    """Roles of a run that read it, and `tools`."""
+    """Roles of a run that read it; `tools` has the same meaning as for writers."""
     doc: str
     append_time: bool = False
     """Whether the broker stamps records (LogAppendTime) instead of the producer."""
     or_one: bool = False
-    """Whether a topic with one partition is valid too: runs made by an earlier release have one, and keep it."""
+    """Whether a single partition is valid, too; topics of earlier releases have one partition and keep it."""
 
     def partition_count(self, config: TopicsConfig) -> int:
         """Return the number of partitions of the topic in a run with these settings."""
@@ -55,14 +55,14 @@ class TopicSpec:
         if self.append_time:
             settings["message.timestamp.type"] = "LogAppendTime"
         if _PLAYERS & set(self.writers):
-            # The broker recompresses records that arrive in another codec. Clients bound the decompressed size of zstd
-            # only: a megabyte of gzip may expand to a gigabyte in its readers.
+            # The broker recompresses records that arrive in another codec. Clients limit the decompressed size only for
+            # zstd; a megabyte of gzip may expand to a gigabyte in a client that reads it.
             settings["compression.type"] = "zstd"
         return settings
 
 
 TOOLS = "tools"
-"""Stands for the commands that are no role, such as `ledger`, among the writers and readers of a topic."""
+"""Stands for the commands that are not roles, such as `ledger`, among the writers and readers of a topic."""
 _PLAYERS = frozenset({"env", "eval", "collect"})
 """Roles that run the code of environments."""
 _FOLLOW_PROGRESS = ("env", "gateway")
@@ -98,7 +98,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         cleanup="none",
         writers=("group", TOOLS),
         readers=("learn", *_FOLLOW_PROGRESS, TOOLS),
-        doc="Where each batch lies; the total order learners follow.",
+        doc="Place of each batch in `batches`, in the order that learners follow.",
     ),
     TopicSpec(
         name="journal",
@@ -108,7 +108,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         cleanup="none",
         writers=("group", TOOLS),
         readers=("group", *_FOLLOW_PROGRESS, TOOLS),
-        doc="Changes made by each transaction of each grouping task; snapshots now and then.",
+        doc="Changes made by each transaction of each grouping task, and occasional snapshots.",
     ),
     TopicSpec(
         name="evals",
@@ -161,7 +161,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         cleanup="compact",
         writers=("learn",),
         readers=("learn", *_FOLLOW_PROGRESS, TOOLS),
-        doc="Which batches each optimizer step used or skipped.",
+        doc="The batches that each optimizer step used or skipped.",
     ),
     TopicSpec(
         name="metrics",
@@ -182,7 +182,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         writers=("group", "label", TOOLS),
         readers=(TOOLS,),
         or_one=True,
-        doc="Records that cannot be decoded, bytes untouched, reason in headers (KIP-1034).",
+        doc="Records that cannot be decoded, with unchanged bytes and the reason in headers (KIP-1034).",
     ),
     TopicSpec(
         name="unlabelled",
@@ -193,7 +193,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         writers=("env", "collect", TOOLS),
         readers=("label", "env", "group", TOOLS),
         append_time=True,
-        doc="Trajectories and rollouts that wait for their rewards.",
+        doc="Trajectories and rollouts that wait for rewards.",
     ),
     TopicSpec(
         name="trajectories",
@@ -204,7 +204,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         writers=("collect", "label"),
         readers=("fill", "label", TOOLS),
         append_time=True,
-        doc="Arrays of control tasks; a worker's trajectories lie in order because its episodes span several of them.",
+        doc="Arrays of control tasks; a worker's trajectories are in order because its episodes span several of them.",
     ),
     TopicSpec(
         name="calls",
@@ -249,17 +249,17 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         cleanup="compact",
         writers=("env", "group", TOOLS),
         readers=("learn", "infer", "serve-weights", "group", *_FOLLOW_PROGRESS, "label", "eval", "collect", TOOLS),
-        doc="Decisions about a run: batches left out, skipped records, paused partitions, retired learners, states of "
-        "mixtures, splits, and what operators want of the run.",
+        doc="Decisions about a run: excluded batches, skipped records, paused partitions, retired learners, mixture "
+        "states, splits, and requests of operators.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}
 
 
 def spec_of(name: str) -> TopicSpec:
-    """Return the entry of a topic, by its name without the run. Raises ConfigurationError for an unknown name."""
+    """Return the entry of a topic by its name without the run. Raises ConfigurationError for an unknown name."""
     if name not in _BY_NAME:
-        raise ConfigurationError(f"no topic is called {name!r}; topics are {', '.join(_BY_NAME)}")
+        raise ConfigurationError(f"there is no topic {name!r}; topics are {', '.join(_BY_NAME)}")
     return _BY_NAME[name]
 
 

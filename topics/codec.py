@@ -3,11 +3,11 @@
 Readers resolve older writers' schemas, which the package contains. Given any bytes, `decode` either returns a record or
 raises RecordError; decoded arrays are read-only views of the bytes.
 
-A frame may stand behind the five bytes of a schema registry (`framed_for_registry`), and every function here takes both
-forms. The id among them is for other programs: the fingerprint that follows tells readers the schema, so that a record
-means the same whether a registry runs or not.
+The five bytes of a schema registry may precede a frame (`framed_for_registry`); every function here accepts both forms.
+The schema id in these bytes is for other programs. Readers of rollstream take the schema from the fingerprint in the
+frame, so a record means the same with and without a registry.
 
-Behind a frame may stand a signature (`topics.signatures`), which `decode` passes over.
+A signature may follow a frame (`topics.signatures`); `decode` ignores it.
 """
 
 import dataclasses
@@ -32,10 +32,10 @@ MAGIC = b"\xc3\x01"
 HEADER_SIZE = len(MAGIC) + 8
 REGISTRY_MAGIC = b"\x00"
 REGISTRY_PREFIX_SIZE = len(REGISTRY_MAGIC) + 4
-"""Bytes before a frame in the wire format of schema registries: a zero and the schema's id there, big-endian."""
+"""Bytes before a frame in the wire format of schema registries: a zero, and the id of the schema in big-endian."""
 SIGNATURE_MAGIC = b"\xc3\x53"
 SIGNATURE_SIZE = len(SIGNATURE_MAGIC) + 64
-"""Bytes behind a signed frame: the magic, and a signature of Ed25519."""
+"""Bytes after a signed frame: the magic and an Ed25519 signature."""
 RECORD_TYPES: tuple[type, ...] = (
     records.Rollout,
     records.GroupCancelled,
@@ -67,7 +67,7 @@ RECORD_TYPES: tuple[type, ...] = (
 
 
 def _add_stamps(batch: dict[str, Any]) -> None:
-    """Give a batch of before core version 5 no stamps; Avro's default of an array is no array of numpy's."""
+    """Set empty stamps on a batch from before core version 5; Avro's default for an array is not a numpy array."""
     batch["weight_steps"], batch["timestamps"] = records.NO_OFFSETS, records.NO_TIMES
 
 
@@ -77,9 +77,9 @@ R = TypeVar("R")
 
 
 def _read_ndarray(data: bytes, schema: Any, _reader: object = None) -> Any:
-    # A bool array with a byte that is neither 0 nor 1 counts, indexes and hashes inconsistently.
+    # numpy counts, indexes and hashes a bool array inconsistently if one of its bytes is neither 0 nor 1.
     if schema["dtype"] == "|b1" and data and np.maximum.reduce(np.frombuffer(data, "|u1")) > 1:
-        raise RecordError("a byte that is neither 0 nor 1 stands where a bool belongs")
+        raise RecordError("an array of bools holds a byte that is neither 0 nor 1")
     return np.frombuffer(data, schema["dtype"])
 
 
@@ -88,8 +88,8 @@ def _write_ndarray(array: Any, schema: Any, *_: object) -> bytes:
         return array
     if array.dtype != schema["dtype"] or array.ndim != 1:
         raise RecordError(
-            f"an array of dtype {array.dtype.str} and shape {array.shape} stands where a one-dimensional "
-            f"{schema['dtype']} belongs; convert it with numpy.asarray(x, {schema['dtype']!r})"
+            f"an array has dtype {array.dtype.str} and shape {array.shape} instead of dtype {schema['dtype']} and one "
+            f"dimension; convert it with numpy.asarray(x, {schema['dtype']!r})"
         )
     return cast(bytes, array.tobytes())
 
@@ -111,7 +111,7 @@ class Schema(NamedTuple):
 @cache
 def schemas() -> dict[str, tuple[Schema, ...]]:
     """Return every schema in the package, by record name, oldest version first."""
-    from importlib import resources  # Not at the top: it takes a tenth of the time that importing the core may take.
+    from importlib import resources  # Imported late: it takes a tenth of the core's import budget.
 
     by_name: dict[str, list[Schema]] = {}
     for file in resources.files("rollstream.topics").joinpath("schemas").iterdir():
@@ -163,8 +163,8 @@ def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
     def build(values: dict[str, Any]) -> Any:
         for name, convert in conversions:
             values[name] = convert(values[name])
-        # The schema provides every field. __init__ of a frozen dataclass would set them one by one, in five times the
-        # time.
+        # The schema provides every field. __init__ of a frozen dataclass would set them one by one, which takes five
+        # times as long.
         record: Any = object.__new__(cls)
         object.__setattr__(record, "__dict__", values)
         return record
@@ -211,17 +211,17 @@ def _begin(value: bytes) -> int:
 
 
 def frame_of(value: bytes) -> bytes:
-    """Return a value without the prefix of a schema registry, if it has one: what `encode` returned."""
+    """Return a value without the prefix of a schema registry, if it has one."""
     return value[_begin(value) :]
 
 
 def is_frame(value: bytes | None) -> bool:
-    """Whether a value begins like a record of rollstream, of this release or another, in either form."""
+    """Whether a value begins like a rollstream record of any release, in either form."""
     return value is not None and value.startswith(MAGIC, _begin(value))
 
 
 def schema_of(value: bytes | None) -> Schema | None:
-    """Return the schema that the first bytes of a value name, without decoding it; None if they name none."""
+    """Return the schema that the first bytes of a value name, without decoding it; None if they name none of ours."""
     if value is None or not is_frame(value):
         return None
     begin = _begin(value)
@@ -229,7 +229,7 @@ def schema_of(value: bytes | None) -> Schema | None:
 
 
 def kind_of(value: bytes | None) -> str | None:
-    """Return the name of a value's record type, told by its first bytes as by `schema_of`."""
+    """Return the name of the record type of a value, as `schema_of` finds it."""
     schema = schema_of(value)
     return None if schema is None else schema.record
 
@@ -237,7 +237,7 @@ def kind_of(value: bytes | None) -> str | None:
 def leading_text(value: bytes) -> bytes:
     """Return the UTF-8 bytes of the first field of a frame, a string, without decoding the rest.
 
-    Raises RecordError if the frame ends before it does.
+    Raises RecordError if the frame ends within the field.
     """
     at = _begin(value) + HEADER_SIZE
     size = shift = 0
@@ -246,7 +246,7 @@ def leading_text(value: bytes) -> bytes:
         size |= (byte & 0x7F) << shift
         at, shift = at + 1, shift + 7
         if byte < 0x80:
-            # Avro's zigzag encoding: even numbers are sizes, odd ones would be negative.
+            # In Avro's zigzag encoding, even numbers are sizes; odd numbers would be negative.
             if size & 1 or at + (size >> 1) > len(value):
                 break
             return value[at : at + (size >> 1)]
@@ -254,19 +254,19 @@ def leading_text(value: bytes) -> bytes:
 
 
 def framed_for_registry(value: bytes, schema_id: int) -> bytes:
-    """Return a frame, of either form, in the wire format of schema registries, with this id."""
+    """Return a frame, given in either form, in the wire format of schema registries with this schema id."""
     return REGISTRY_MAGIC + schema_id.to_bytes(4, "big") + frame_of(value)
 
 
 def signed_frame(frame: bytes, signature: bytes) -> bytes:
-    """Return a frame with a signature of 64 bytes behind it."""
+    """Append a signature of 64 bytes to a frame."""
     return frame + SIGNATURE_MAGIC + signature
 
 
 def frame_and_signature(value: bytes) -> tuple[bytes, bytes | None]:
-    """Return what a signature of a value covers, and the signature; None if it has none.
+    """Return the bytes of a value that its signature covers, and the signature, which is None if there is none.
 
-    The prefix of a schema registry is not covered: it may be added and removed.
+    The prefix of a schema registry is not covered, because it may be added or removed.
     """
     frame = frame_of(value)
     if frame[-SIGNATURE_SIZE : -SIGNATURE_SIZE + len(SIGNATURE_MAGIC)] != SIGNATURE_MAGIC:
@@ -297,7 +297,7 @@ def encode(record: object, *, version: int | None = None) -> bytes:
 def decode(data: bytes | None) -> Any:
     """Decode a frame of either form into the newest dataclass of its record.
 
-    Raises RecordError for anything else: no frame, an unknown fingerprint, bytes that do not parse, trailing bytes.
+    Raises RecordError for a value that is not a frame, an unknown fingerprint, bytes that do not parse, or extra bytes.
     """
     body = 0 if data is None else _begin(data) + HEADER_SIZE
     if data is None or not is_frame(data) or len(data) < body:
@@ -322,7 +322,7 @@ def decode(data: bytes | None) -> Any:
         return _builder(_types()[schema.record])(cast(dict[str, Any], values))
     except RecordError:
         raise
-    except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; all of it means one thing
+    except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; each error means damage
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
 
 
@@ -334,31 +334,31 @@ def _not_a_frame(data: bytes | None) -> str:
     if data is not None and len(data) > REGISTRY_PREFIX_SIZE and data[:1] == REGISTRY_MAGIC:
         number = int.from_bytes(data[1:REGISTRY_PREFIX_SIZE], "big")
         return (
-            f"it begins like a record of a registry (schema {number}), and not like one of rollstream's schemas; "
-            "write it with the schema that `rollstream topics apply` registered, and the default of its first field"
+            f"it begins like a record of a registry (schema {number}) but lacks the header of rollstream's schemas; "
+            "write it with the schema that `rollstream topics apply` registered, and its first field at the default"
         )
     start = data[:HEADER_SIZE].hex(" ") if data else repr(data)
-    return f"not an Avro single-object frame (starts with {start}); producers frame with rollstream.topics.codec"
+    return f"not an Avro single-object frame (starts with {start}); encode records with rollstream.topics.codec"
 
 
 def values_of(record: object) -> dict[str, Any]:
-    """Return a record in the form fastavro's writers take, for files with a schema of their own."""
+    """Return a record in the form that fastavro's writers accept, for example to write container files."""
     cls: Any = type(record)
     return cast(dict[str, Any], _flattener(cls)(record))
 
 
 def record_of(cls: type[R], values: Any) -> R:
-    """Return a record from the values of a fastavro reader with the newest schema. Raises RecordError otherwise."""
+    """Build a record from values that fastavro read with the newest schema. Raises RecordError if they do not fit."""
     try:
         fields = {field: values[field] for field in typing.get_type_hints(cls)}
         return cast(R, _builder(cast(Any, cls))(fields))
     except (KeyError, TypeError, AttributeError) as error:
-        raise RecordError(f"no {cls.__name__}: {brief(error)}") from error
+        raise RecordError(f"not a {cls.__name__}: {brief(error)}") from error
 
 
 def decode_as(cls: type[R], data: bytes | None) -> R:
-    """Decode a frame that must hold a `cls`. Raises RecordError otherwise."""
+    """Decode a frame that must hold a `cls`. Raises RecordError if it does not."""
     record = decode(data)
     if not isinstance(record, cls):
-        raise RecordError(f"a {type(record).__name__} stands where a {cls.__name__} belongs")
+        raise RecordError(f"the record is of type {type(record).__name__} instead of {cls.__name__}")
     return record

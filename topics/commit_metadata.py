@@ -1,6 +1,6 @@
 """Metadata of the committed offsets of `rollouts`: the journal records that hold the state at that position.
 
-Offset and metadata are committed together, so position and state of a grouping task are one fact.
+Offset and metadata are committed together, so the position and the state of a grouping task always agree.
 """
 
 import json
@@ -33,5 +33,5 @@ class CommitMetadata(NamedTuple):
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StateRefused(
                 f"the offset committed for {where} carries {text!r} instead of rollstream's metadata ({error}); "
-                f"another program committed it: stop it, and commit again with `rollstream group recover`"
+                f"another program committed it: stop that program, and commit again with `rollstream group recover`"
             ) from error

@@ -9,47 +9,47 @@ from rollstream.topics.errors import ConfigurationError
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryConfig:
-    """A schema registry, for programs that are not rollstream's and read its topics."""
+    """A schema registry, for other programs that read the topics."""
 
     url: str = ""
-    """URL of a registry with the interface of Confluent's, such as http://127.0.0.1:8081; records are then written with
-    the ids of their schemas there, which `rollstream topics apply` registers. Empty: no registry."""
+    """URL of a registry with Confluent's interface, such as http://127.0.0.1:8081. `rollstream topics apply` registers
+    the schemas, and records are written with the registry's ids of their schemas. Empty: no registry."""
     subjects: Literal["topic", "topic-record", "record"] = "topic"
-    """Names of the subjects: {topic}-value for the first record type of a topic and {topic}-{record} for its others, or
-    {topic}-{record} for all, or {record}, one for all runs."""
+    """Names of the subjects. topic: {topic}-value for the first record type of a topic, and {topic}-{record} for its
+    other types. topic-record: {topic}-{record} for every type. record: {record}, which all runs share."""
     username: str = ""
     """User, or API key, of basic authentication."""
     password: str = ""
-    """Its password or secret, as a reference: env:NAME or file:PATH."""
+    """Password of the user, or secret of the API key, as a reference: env:NAME or file:PATH."""
     ca: str = ""
-    """PEM file of the authorities that sign the registry's certificate; empty: those of this machine."""
+    """PEM file of the authorities that sign the registry's certificate; empty: the authorities this machine trusts."""
     certificate: str = ""
-    """PEM file of this client's certificate and key, where the registry asks for one."""
+    """PEM file of this client's certificate and key, if the registry requires a client certificate."""
     timeout_s: float = 3.0
-    """Longest wait of a request; records wait for no second one while the registry is away."""
+    """Timeout of a request. While the registry is unavailable, further records do not wait for requests."""
 
     def __post_init__(self) -> None:
-        # Configurations are written and shown.
+        # Configurations are stored and displayed, so a URL must not contain a password.
         if "@" in self.url:
             raise ConfigurationError(
-                "kafka.registry.url holds credentials, and everybody could read it; set kafka.registry.username, and "
-                "password to a reference (env:NAME or file:PATH)"
+                "kafka.registry.url holds credentials, which everybody who sees the configuration can read; set "
+                "kafka.registry.username, and kafka.registry.password to a reference (env:NAME or file:PATH)"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracesConfig:
-    """OpenTelemetry traces of the way of rollouts and policy versions."""
+    """OpenTelemetry traces of rollouts and policy versions on their way through a run."""
 
     endpoint: str = ""
-    """URL to which a collector takes spans by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: none are
-    made. Needs the extra `traces`."""
+    """URL at which a collector accepts spans by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; empty: no
+    spans are made. Needs the extra `traces`."""
     sample: float = 0.01
-    """Share of groups of rollouts, and of steps, that are traced; every role takes the same ones."""
+    """Share of groups of rollouts, and of steps, that are traced; all roles trace the same groups and steps."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sample <= 1:
-            raise ConfigurationError(f"traces.sample is {self.sample:g}; it is a share, from 0 to 1")
+            raise ConfigurationError(f"traces.sample is {self.sample:g}; it must be a share from 0 to 1")
         if self.endpoint and not self.endpoint.startswith(("http://", "https://")):
             raise ConfigurationError(
                 f"traces.endpoint is {self.endpoint!r}; give the whole URL, such as http://127.0.0.1:4318/v1/traces"
@@ -63,36 +63,36 @@ class KafkaConfig:
     bootstrap_servers: str = "127.0.0.1:9092"
     """host:port list, as in librdkafka's bootstrap.servers."""
     client: dict[str, str] = field(default_factory=dict)
-    """Keys passed to every client unchanged, as librdkafka spells them (security.protocol, sasl.username, ...);
-    passwords and other secrets as references, env:NAME or file:PATH."""
+    """librdkafka settings that are passed to every client unchanged (security.protocol, sasl.username, ...); passwords
+    and other secrets are references, env:NAME or file:PATH."""
     max_record_bytes: int = 8 * 1024 * 1024
     """Largest record of any topic: sets the topics' max.message.bytes, and the clients' limits to match."""
     compression: str = "zstd"
     """compression.type of our producers."""
     compression_level: int = 2
-    """compression.level of our producers. With zstd, 2 takes two thirds of the processor time of 3, which is
-    librdkafka's own, to compress and to decompress, for records that are 1 to 4 % larger; -1 is librdkafka's."""
+    """compression.level of our producers; -1 is librdkafka's default. With zstd, level 2 compresses and decompresses in
+    two thirds of the processor time of level 3, which is that default, and records are 1 to 4 % larger."""
     transaction_timeout_s: float = 15.0
     """Longest time that a dead process may hold back readers of its open transaction."""
     group_protocol: str = "classic"
     """Consumer group protocol: classic (default) or consumer (KIP-848)."""
     session_timeout_s: float = 6.0
-    """Group session timeout; with static membership a restart within it moves nothing (classic protocol)."""
+    """Group session timeout; with static membership (classic protocol), a restart within it moves no partition."""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     signing_key: str = ""
-    """Private key with which rollouts are signed, in PEM, as a reference: env:NAME or file:PATH. Empty: none is signed,
+    """Private key in PEM that signs rollouts, as a reference: env:NAME or file:PATH. Empty: rollouts are not signed,
     and grouping.environment_keys must not name their environments. Needs the extra `signatures`."""
 
     def __post_init__(self) -> None:
         if not -1 <= self.compression_level <= 12:
-            raise ConfigurationError(f"kafka.compression_level is {self.compression_level}; it is -1 to 12")
+            raise ConfigurationError(f"kafka.compression_level is {self.compression_level}; it must be -1 to 12")
 
     @property
     def patience_s(self) -> float:
         """Time to wait for records that another process may hold back.
 
-        A transaction left open by a dead process hides its records until it times out and the broker aborts it (it
-        looks every 10 s by default). The rest allows for a broker that starts or is busy."""
+        A transaction left open by a dead process hides its records until it times out and the broker aborts it, for
+        which the broker checks every 10 s by default. The remaining time allows for a broker that starts or is busy."""
         return self.transaction_timeout_s + 45.0
 
 
@@ -109,12 +109,12 @@ class TopicsConfig:
     min_insync_replicas: int = 1
     """min.insync.replicas of every topic; 2 if replication_factor is 3."""
     principal: str = "User:{run}-{role}"
-    """Principals of the run's users in `topics acls`, as brokers name them; {run} is the run, {role} a role, or topics,
-    audit or operate. Without {role} all share one, which then may do all of it."""
+    """Principals of the run's users in `topics acls`, as brokers name them. {run} stands for the run, and {role} for a
+    role, topics, audit or operate. Without {role}, all of them share one principal with the permissions of all."""
 
     def __post_init__(self) -> None:
         kind, _, name = self.principal.partition(":")
         if not kind or not name or set(re.findall(r"\{(.*?)\}", self.principal)) - {"run", "role"}:
             raise ConfigurationError(
-                f"topics.principal is {self.principal!r}; it is a kind and a name, such as User:{{run}}-{{role}}"
+                f"topics.principal is {self.principal!r}; it must be a kind and a name, such as User:{{run}}-{{role}}"
             )

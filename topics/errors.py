@@ -19,15 +19,15 @@ class BrokerUnavailable(RollstreamError):
 
 
 class AccessDenied(BrokerUnavailable):
-    """The brokers refuse this client: its credentials, its certificate, or what its user may do."""
+    """The brokers refuse this client: its credentials, its certificate, or an operation that its user may not do."""
 
 
 class RegistryUnavailable(RollstreamError):
-    """The schema registry does not answer, or not with what was asked for."""
+    """The schema registry does not answer, or its answer is unusable."""
 
 
 class SchemaRefused(RollstreamError):
-    """The schema registry does not hold a schema, refuses it, or refuses this client."""
+    """The schema registry lacks a schema, refuses it, or refuses this client."""
 
 
 class TopicError(RollstreamError):
@@ -62,5 +62,5 @@ class DeadlineExceeded(RollstreamError):
 
 def brief(error: BaseException) -> str:
     """Return the class and message of an error, in at most 200 characters."""
-    # Not the error's repr: that of a UnicodeDecodeError holds all the bytes.
+    # Not repr(error), which contains all the bytes if the error is a UnicodeDecodeError.
     return f"{type(error).__name__}: {error}"[:200]

@@ -1,7 +1,7 @@
 """Fates of the records of `rollouts` and reasons of drops, as the journal spells them.
 
 Every record that grouping has read is in flight or has one fate. The journal lists offsets by fate. Its counts name
-dropped records with their reason: `dropped:late`.
+dropped records by fate and reason, for example `dropped:late`.
 """
 
 from typing import Literal, get_args
@@ -15,7 +15,7 @@ CONTROL: Fate = "control"
 MOVED: Fate = "moved"
 """The run was split, and its successor has a copy of the record."""
 MOVED_CONTROL = "moved:control"
-"""Name under which the journal counts cancellations that were moved, apart from rollouts."""
+"""Name under which the journal counts cancellations that were moved, separately from rollouts."""
 
 READ = "read"
 """Name under which the journal counts records that were read as rollouts, whatever their fate."""
@@ -43,14 +43,14 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 """Reasons of rollstream itself; batch makers may add their own."""
 
 OTHER_REASONS = "other"
-"""Reason under which the reasons of batch makers are counted together once the counts are full."""
+"""Reason under which further reasons of batch makers are counted together once the counts are full."""
 OTHER_ENVIRONMENTS = "(others)"
 """Environment under which further environments are counted together once the counts are full."""
 
 REASON_LIMIT = 64
-"""Most characters of a drop's reason in the journal."""
+"""Largest number of characters in a drop's reason in the journal."""
 DETAIL_LIMIT = 300
-"""Most characters of a drop's detail or a dead letter's error in the journal."""
+"""Largest number of characters in a drop's detail or a dead letter's error in the journal."""
 
 
 def dropped_for(reason: str) -> str:
@@ -59,13 +59,13 @@ def dropped_for(reason: str) -> str:
 
 
 def fate_and_reason(counted: str) -> tuple[str, str]:
-    """Split the name of a count into the fate and the drop reason, "" for other fates."""
+    """Split the name of a count into the fate and the drop reason, which is "" for other fates."""
     fate, _, reason = counted.partition(":")
     return fate, reason
 
 
 def exclusion_detail(kind: str, name: str | int) -> str:
-    """Return the detail of drops for the exclusion of an environment, a worker or an offset, uncut."""
+    """Return the detail of drops caused by the exclusion of an environment, a worker or an offset, not truncated."""
     return f"{kind} {name} is excluded"
 
 

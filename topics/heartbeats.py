@@ -1,6 +1,6 @@
-"""Heartbeats of the loops of this process: a loop says that it has turned, and one that stops turning is stuck.
+"""Heartbeats of the loops of this process: a loop reports each iteration, and a loop that stops reporting is stuck.
 
-One object a process, as with logs: a loop calls `beat`, whoever started it. A beat costs a look at the clock.
+There is one object per process, as with logs, and every loop calls its `beat`. A beat costs one reading of the clock.
 """
 
 import time
@@ -11,14 +11,14 @@ START = "start"
 
 
 class Heartbeats:
-    """The newest beat of each loop. Any thread may call any method."""
+    """Time of the newest beat of each loop. Any thread may call any method."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._newest: dict[str, float] = {START: clock()}
 
     def beat(self, loop: str = START) -> None:
-        """Note that a loop has turned. Progress of the start counts until the first loop has turned."""
+        """Note an iteration of a loop. Beats of the start count only until the first loop beats."""
         if loop != START:
             self._newest[loop] = self._clock()
             self._newest.pop(START, None)
@@ -32,11 +32,11 @@ class Heartbeats:
         return {loop: max(0.0, now - newest) for loop, newest in list(self._newest.items())}
 
     def stuck(self, stall_s: float) -> str:
-        """Return what has made no progress for longer than `stall_s` and for how long; empty if nothing has."""
+        """Name the loops without progress for longer than `stall_s`, each with its time; empty if there are none."""
         late = {loop: age for loop, age in self.ages.items() if age > stall_s}
         return ", ".join(f"{loop}: no progress for {age:.0f} s" for loop, age in sorted(late.items()))
 
 
 HEARTBEATS = Heartbeats()
-"""Those of this process."""
+"""The heartbeats of this process."""
 beat = HEARTBEATS.beat

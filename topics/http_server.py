@@ -1,7 +1,7 @@
-"""HTTP servers of the project: one way to listen, with bounds on what a client may hold without asking for anything.
+"""HTTP servers of the project: one function to listen, with limits on the resources that an idle client can occupy.
 
-aiohttp waits for ever for the rest of a request whose first bytes came, and takes any number of connections: a few
-thousand half-sent requests would hold a server's memory and its file descriptors.
+aiohttp waits forever for the remainder of a request after its first bytes, and accepts any number of connections. A few
+thousand half-sent requests could therefore use up a server's memory and file descriptors.
 """
 
 import asyncio
@@ -23,16 +23,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class ConnectionLimits(NamedTuple):
-    """Bounds of a server's connections."""
+    """Limits on a server's connections."""
 
     connections: int = 4096
-    """Connections at once; further ones are answered with 503 and closed."""
+    """Simultaneous connections; further connections are answered with 503 and closed."""
     head_s: float = 20.0
     """Longest time from the first byte of a request, or from connecting, to the end of its headers."""
     body_s: float = 60.0
-    """Longest time in which the body of a request comes."""
+    """Longest time in which the body of a request must arrive."""
     idle_s: float = 75.0
-    """Time after an answer in which a connection is kept for the next request."""
+    """Time for which a connection is kept open after an answer, for the next request."""
 
 
 DEFAULT_LIMITS = ConnectionLimits()
@@ -47,7 +47,7 @@ class BoundServer:
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     async def close(self) -> None:
-        """Stop listening, and finish the requests under way."""
+        """Stop listening, and finish the requests in progress."""
         await self._runner.cleanup()
 
 
@@ -65,10 +65,10 @@ async def listen(
     limits: ConnectionLimits = DEFAULT_LIMITS,
     **options: Any,
 ) -> BoundServer:
-    """Listen on an address; port 0 takes a free one.
+    """Listen on an address; port 0 stands for any free port.
 
-    `name` and `setting` are for errors: how the server is called, and what sets its port; so is `max_body_setting`.
-    `options` are those of aiohttp's AppRunner. Raises ConfigurationError if the address cannot be had.
+    Errors mention `name`, the server's name, and the settings `setting` for its port and `max_body_setting` for the
+    limit of bodies. `options` are passed to AppRunner. Raises ConfigurationError if it cannot listen on the address.
     """
     remedy = f"; raise {max_body_setting}" if max_body_setting else ""
     too_large = f"the body has more than {max_body_bytes} bytes{remedy}"
@@ -84,14 +84,14 @@ async def listen(
     except OSError as error:
         await runner.cleanup()
         raise ConfigurationError(
-            f"the {name} cannot listen on {host}:{port} ({error.strerror}); stop what uses the port, or set {setting} "
-            "(0 takes a free one)"
+            f"the {name} cannot listen on {host}:{port} ({error.strerror}); stop the program that uses the port, or "
+            f"set {setting} (0 selects a free port)"
         ) from error
     return BoundServer(runner, host)
 
 
 class _FailuresOfServer(logging.Filter):
-    """Passes what a server does wrong; aiohttp logs each malformed request as an error, with its traceback."""
+    """Passes only failures of the server; aiohttp also logs each malformed request as an error with a traceback."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         kind = record.exc_info[0] if record.exc_info else None
@@ -102,7 +102,7 @@ logger.addFilter(_FailuresOfServer())
 
 
 class _Connection(asyncio.Protocol):
-    """Passes a connection on to aiohttp, and closes it if nothing is asked of it for too long."""
+    """Passes a connection on to aiohttp, and closes it if no request arrives in time."""
 
     def __init__(self, handler: Any, connections: "dict[Any, _Connection]", limits: ConnectionLimits) -> None:
         self._handler, self._connections, self._limits = handler, connections, limits
@@ -148,12 +148,12 @@ class _Connection(asyncio.Protocol):
             self._handler.resume_writing()
 
     def begin(self) -> None:
-        """Note that the headers of a request are there."""
+        """Note that the headers of a request have arrived."""
         self._busy = True
         self._stop_timer()
 
     def end(self) -> None:
-        """Note that a request is answered."""
+        """Note that a request has been answered."""
         self._busy, self._idle = False, True
         self._close_after(self._limits.idle_s)
 
@@ -169,7 +169,7 @@ class _Connection(asyncio.Protocol):
 
 
 class _Site(web.BaseSite):
-    """An address on which a runner's server is reached through bounded connections."""
+    """An address at which a runner's server accepts connections, within limits."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class _Site(web.BaseSite):
 
     @property
     def name(self) -> str:
-        """Its address, for aiohttp's messages."""
+        """The address, for aiohttp's messages."""
         return f"http://{self._host}:{self._port}"
 
     async def start(self) -> None:
@@ -199,7 +199,7 @@ class _Site(web.BaseSite):
 
 
 def _bounded(connections: dict[Any, _Connection], limits: ConnectionLimits, too_large: str) -> Any:
-    """Return the middleware that reads bodies, and tells connections of their requests."""
+    """Return the middleware that reads bodies and notifies connections when a request begins and ends."""
 
     @web.middleware
     async def bounded(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -209,15 +209,15 @@ def _bounded(connections: dict[Any, _Connection], limits: ConnectionLimits, too_
         try:
             if request.can_read_body:
                 try:
-                    async with asyncio.timeout(limits.body_s):  # cheaper than wait_for, which makes a task
+                    async with asyncio.timeout(limits.body_s):  # cheaper than wait_for, which creates a task
                         await request.read()
                 except TimeoutError:
                     raise web.HTTPRequestTimeout(
-                        reason=f"the body did not come within {limits.body_s:g} s", headers={"Connection": "close"}
+                        reason=f"the body did not arrive within {limits.body_s:g} s", headers={"Connection": "close"}
                     ) from None
                 except ConnectionError:
-                    # Nobody reads the answer: it is no failure of the server's.
-                    raise web.HTTPBadRequest(reason="the client hung up within the body") from None
+                    # Nobody reads this answer; it keeps the server from logging a failure.
+                    raise web.HTTPBadRequest(reason="the client disconnected within the body") from None
                 except web.HTTPRequestEntityTooLarge:
                     most = request.client_max_size
                     raise web.HTTPRequestEntityTooLarge(most, most + 1, reason=too_large) from None

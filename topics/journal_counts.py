@@ -18,7 +18,7 @@ def holds_all(record: JournalRecord) -> bool:
 
 
 class JournalCounts:
-    """Counts as of the newest record added. They are complete once a record that holds every entry was added."""
+    """Counts as of the newest record added; they are complete once a record that holds every entry has been added."""
 
     def __init__(self) -> None:
         self._counts: dict[tuple[str, str], FateCount] = {}
@@ -26,7 +26,7 @@ class JournalCounts:
 
     @classmethod
     def of(cls, counts: Iterable[FateCount], produced: Iterable[FateCount]) -> "JournalCounts":
-        """The sums of another that had these counts."""
+        """Return the sums with the counts that another instance returned."""
         sums = cls()
         for table, entries in ((sums._counts, counts), (sums._produced, produced)):
             table.update(((entry.environment, entry.fate), entry) for entry in entries)
@@ -41,12 +41,12 @@ class JournalCounts:
 
     @property
     def counts(self) -> tuple[FateCount, ...]:
-        """Finished records, by environment and fate."""
+        """Counts of finished records, by environment and fate."""
         return _in_order(self._counts)
 
     @property
     def produced(self) -> tuple[FateCount, ...]:
-        """Records read that their producers meant as rollouts, by environment."""
+        """Counts of all records read, except marks and valid cancellations, by environment."""
         return _in_order(self._produced)
 
 

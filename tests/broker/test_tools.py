@@ -190,7 +190,7 @@ def test_cat_summarises_arrays_unless_told_otherwise(planted: Planted) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (("cat", "rollout"), "no topic is called 'rollout'"),
+        (("cat", "rollout"), "there is no topic 'rollout'"),
         (("cat", "rollouts", "-p", "7"), "has partitions 0 to 1"),
         (("cat", "rollouts", "-o", "soon"), "is not a position"),
         (("cat", "rollouts", "-f", "%q"), "%q is not a format"),

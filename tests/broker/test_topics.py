@@ -117,7 +117,7 @@ def test_records_lie_on_the_partition_their_key_says(real_run: RealRun) -> None:
 
 
 def test_an_unknown_topic_name_lists_the_known_ones() -> None:
-    with pytest.raises(Exception, match="no topic is called 'rolouts'; topics are rollouts, batches"):
+    with pytest.raises(Exception, match="there is no topic 'rolouts'; topics are rollouts, batches"):
         spec_of("rolouts")
 
 

@@ -90,7 +90,7 @@ def test_bytes_that_are_no_container_are_damage_and_are_never_executed(data: byt
 
 @pytest.mark.parametrize("values", [{"n": 1, "text": "x"}])
 def test_a_container_of_something_else_is_no_file_of_rollouts(values: Any) -> None:
-    with pytest.raises(RecordError, match="no Rollout"):
+    with pytest.raises(RecordError, match="not a Rollout"):
         read_rollouts(container(1))
     with pytest.raises(RecordError, match="damaged at header"):
         read_rollouts(b"")

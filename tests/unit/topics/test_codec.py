@@ -185,7 +185,7 @@ def test_values_that_are_no_record_are_refused() -> None:
 
 
 def test_another_record_than_the_one_asked_for_is_refused() -> None:
-    with pytest.raises(RecordError, match="a Mark stands where a Rollout belongs"):
+    with pytest.raises(RecordError, match="the record is of type Mark instead of Rollout"):
         decode_as(Rollout, encode(Mark(kind="drain")))
 
 

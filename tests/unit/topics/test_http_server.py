@@ -123,7 +123,7 @@ def test_a_body_that_does_not_come_is_given_up() -> None:
     async def client(server: BoundServer) -> None:
         sent = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\nabc"
         reader, _writer = await connected(server, sent)
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408 the body did not come within 0.2 s")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408 the body did not arrive within 0.2 s")
 
     against(ConnectionLimits(body_s=0.2), client)
 

@@ -79,7 +79,7 @@ def scrawled(trajectory: Trajectory) -> Trajectory:
         (double, given(b"\xc3\x01nonsense"), "unknown schema fingerprint|not an Avro"),
         (double, given(hostile(dtype="<f4", shape=(1,) * 65, data=bytes(4))), "has 65 dimensions"),
         (double, given(hostile(dtype="<f4", shape=(4, 2, 2**62, 0), data=b"")), "span more than"),
-        (double, given(hostile(dtype="<U", shape=(4, 2), data=b"")), "'<U' is no dtype"),
+        (double, given(hostile(dtype="<U", shape=(4, 2), data=b"")), "'<U' is not a supported dtype"),
         (double, given(number=155), "number 155 cannot be judged"),
         (unsound, given(), r"rewards has shape \(3, 2\)|begin with \[3, 2\]"),
         (large, given(), "it has .* bytes with its label"),

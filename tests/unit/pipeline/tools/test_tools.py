@@ -71,7 +71,7 @@ def test_an_invalid_place_is_refused(text: str) -> None:
 def test_a_topic_is_found_by_its_name_or_whole_name() -> None:
     assert resolve("main", "rollouts") == "main.rollouts"
     assert resolve("main", "other.rollouts") == "other.rollouts"
-    with pytest.raises(ConfigurationError, match="no topic is called 'rollout'"):
+    with pytest.raises(ConfigurationError, match="there is no topic 'rollout'"):
         resolve("main", "rollout")
 
 

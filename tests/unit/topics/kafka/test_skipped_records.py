@@ -32,7 +32,7 @@ def test_a_sound_record_is_decoded_and_nothing_is_said(caplog: pytest.LogCapture
         (message(encode(MARK)[:-1]), "bytes do not parse as Mark"),
         (
             message(encode(ExcludedBatch(batch_id="1-1", reason="odd", generation=0))),
-            "a ExcludedBatch stands where a Mark belongs",
+            "the record is of type ExcludedBatch instead of Mark",
         ),
     ],
 )
