@@ -14,7 +14,7 @@ _COMPACT = {
     "cleanup.policy": "compact",
     "segment.ms": "5000",
     "segment.bytes": "16777216",
-    # The cleaner copies everything that it keeps. At 0.01 it copied versions while they were published and fetched; this
+    # The cleaner copies everything that it keeps. At 0.01 it copied versions while they were published and fetched, and
     # took a third to two thirds of the broker's time. At 0.5 a log takes at most twice the size of what is kept.
     "min.cleanable.dirty.ratio": "0.5",
     "max.compaction.lag.ms": "600000",

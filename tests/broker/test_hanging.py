@@ -175,7 +175,7 @@ def test_what_its_coordinator_aborted_is_aborted_though_a_later_one_was_committe
 def test_a_transaction_that_somebody_may_still_end_is_left_alone(run: RealRun) -> None:
     with run.open_transaction("journal") as producer:
         text = hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1])
-        assert text.startswith(f"a transaction stands open: {run.topic('journal')}[0] from offset 2 on, of producer ")
+        assert text.startswith(f"a transaction is open: {run.topic('journal')}[0] from offset 2 on, of producer ")
         assert f"({run.name}-foreign, Ongoing)" in text
         assert "after its timeout (300 s)" in text
         # However long it has been silent: its coordinator ends it.
@@ -185,20 +185,18 @@ def test_a_transaction_that_somebody_may_still_end_is_left_alone(run: RealRun) -
         producer.produce(run.topic("journal"), b"more", b"foreign", 0)
         producer.commit_transaction(120)
         producer.begin_transaction()
-    assert (
-        hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1]) == "no transaction stands open there now"
-    )
+    assert hanging_transactions.open_on(run.kafka, run.topic("journal"), [0, 1]) == "no transaction is open there now"
 
 
 def test_what_is_younger_than_the_timeout_is_left_alone(run: RealRun) -> None:
     hang(run.kafka, run.topic("journal"))
     patient = replace(run.kafka, transaction_timeout_s=600.0)
     assert hanging_transactions.hanging(patient, run.name) == []
-    assert "a transaction stands open" in hanging_transactions.open_on(patient, run.topic("journal"), [0])
+    assert "a transaction is open" in hanging_transactions.open_on(patient, run.topic("journal"), [0])
     [open_one] = hanging_transactions.hanging(run.kafka, run.name)
     assert open_one.start == 2
 
 
 def test_where_nobody_answers_the_error_says_that_it_could_not_look() -> None:
     nobody = KafkaConfig(bootstrap_servers="127.0.0.1:1")
-    assert "cannot be seen (no Kafka broker answers" in hanging_transactions.open_on(nobody, "main.journal", [0])
+    assert "cannot be determined (no Kafka broker answers" in hanging_transactions.open_on(nobody, "main.journal", [0])

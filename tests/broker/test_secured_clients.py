@@ -61,8 +61,8 @@ class Connections:
             ),
             "an expired certificate": ({**good, "bootstrap.servers": self.broker.expired}, "certificate has expired"),
             "plaintext to TLS": ({"bootstrap.servers": self.broker.secured}, "speak TLS, and security.protocol"),
-            "TLS to plaintext": ({**good, "bootstrap.servers": self.broker.open}, "speak no TLS there"),
-            "no certificate": (self.tls(self.broker.certified), "want a certificate of this client"),
+            "TLS to plaintext": ({**good, "bootstrap.servers": self.broker.open}, "do not speak TLS"),
+            "no certificate": (self.tls(self.broker.certified), "require a client certificate"),
             "an expired client": (self.certificate("late", days=-1), "refuse this client's certificate"),
             "another mechanism": ({**good, "sasl.mechanism": "PLAIN"}, "Unsupported SASL mechanism"),
         }

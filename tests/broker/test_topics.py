@@ -63,7 +63,7 @@ def test_the_retention_of_a_topic_is_that_of_its_settings_and_else_infinite(real
 
 def test_partitions_of_a_run_never_change(real_run: RealRun) -> None:
     provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
-    with pytest.raises(TopicError, match="has 2 partitions, the configuration says 3; they are fixed"):
+    with pytest.raises(TopicError, match="has 2 partitions, the configuration says 3; the number is fixed"):
         provisioning.plan(real_run.kafka, replace(real_run.topics, partitions=3), real_run.name)
 
 

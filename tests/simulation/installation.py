@@ -70,7 +70,7 @@ def installed(world: World) -> Iterator[None]:
                 return call()
             except Hanging:
                 world.scheduler.sleep(timeout_s)
-                raise Stalled(f"{name} did not come back within {timeout_s:g} s") from None
+                raise Stalled(f"{name} did not return within {timeout_s:g} s") from None
 
         def submit(self, call: Callable[[], Any]) -> ModelFuture:
             process = world.scheduler.process

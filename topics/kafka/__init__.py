@@ -1,1 +1,1 @@
-"""Kafka clients of every role: safe settings, bounded calls, transactions, and readers that no record ends."""
+"""Kafka clients of every role: safe settings, bounded calls, transactions, and readers that no record stops."""

@@ -1,4 +1,4 @@
-"""Access rules (ACLs) of the brokers: reads, adds and removes them, for brokers that have an authorizer."""
+"""Reads, adds and removes the access rules (ACLs) of brokers that have an authorizer."""
 
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
@@ -23,7 +23,7 @@ _RESOURCES: dict[Resource, str] = {
     "transactionalId": "TRANSACTIONAL_ID",
     "cluster": "BROKER",
 }
-"""Names of the client library, by those of Strimzi; its BROKER is the cluster."""
+"""The client library's names of resources by Strimzi's names; the library calls the cluster BROKER."""
 EVERY_HOST = "*"
 T = TypeVar("T")
 
@@ -33,19 +33,19 @@ class AccessEntry:
     """One access rule of the brokers, for one operation."""
 
     principal: str
-    """Its user, such as User:main-env."""
+    """The user that it applies to, such as User:main-env."""
     resource: Resource
     name: str
     """Name of the resource, or its beginning; `*` stands for every name."""
     prefix: bool
-    """Whether it covers every name that begins so."""
+    """Whether it covers every name that begins with `name`."""
     operation: str
     """Spelled as in Strimzi's KafkaUser: Read, DescribeConfigs."""
     allow: bool = True
     host: str = EVERY_HOST
 
     def covers(self, resource: str, name: str) -> bool:
-        """Whether it is about the resource of this name, for whichever operation."""
+        """Whether the rule applies to the resource with this name; the operation does not matter."""
         if resource != self.resource:
             return False
         return self.name in (name, "*") or (self.prefix and name.startswith(self.name))
@@ -54,14 +54,14 @@ class AccessEntry:
 def entries(kafka: KafkaConfig) -> list[AccessEntry]:
     """Return the rules of the brokers about topics, groups, transactional ids and the cluster, sorted.
 
-    Raises AccessDenied without the right to see them, ConfigurationError if the brokers have no authorizer,
-    BrokerUnavailable.
+    Raises AccessDenied if this user may not see them, ConfigurationError if the brokers have no authorizer, and
+    BrokerUnavailable if no broker answers.
     """
     from confluent_kafka.admin._acl import AclBindingFilter, AclOperation, AclPermissionType
     from confluent_kafka.admin._resource import ResourcePatternType
     from confluent_kafka.admin._resource import ResourceType as Kind
 
-    # The client hides why it gets no answer.
+    # Checked first, because describe_acls does not say why it gets no answer.
     clients.check_broker(kafka)
     client = clients.admin(kafka)
     any_text: Any = None
@@ -79,8 +79,9 @@ def entries(kafka: KafkaConfig) -> list[AccessEntry]:
 def _check_authorizer(kafka: KafkaConfig) -> None:
     """Raise ConfigurationError if the brokers have no authorizer, AccessDenied if rules cannot be seen.
 
-    The client hides the broker's answer in both cases, and shows no rules. It shows that to a request to remove rules,
-    here one that there cannot be; who may only see rules has at least that one, and is not asked here.
+    In both cases the client hides the broker's error and returns no rules. It reports the error of a request to remove
+    rules, so this requests the removal of a rule that cannot exist. A user that may see rules but not change them sees
+    at least the rule that permits this, so this function is not called for it.
     """
     from confluent_kafka.admin._acl import AclBindingFilter, AclOperation, AclPermissionType
     from confluent_kafka.admin._resource import ResourcePatternType
@@ -100,14 +101,14 @@ def _check_authorizer(kafka: KafkaConfig) -> None:
 
 
 def add(kafka: KafkaConfig, added: Iterable[AccessEntry]) -> None:
-    """Add rules; one that exists already stays. Raises as `entries` does."""
+    """Add rules; rules that already exist stay. Raises as `entries` does."""
     client = clients.admin(kafka)
     bindings = [_binding(entry) for entry in added]
     _await(client.create_acls(bindings, request_timeout=_TIMEOUT_S) if bindings else {})
 
 
 def remove(kafka: KafkaConfig, removed: Iterable[AccessEntry]) -> None:
-    """Remove rules; one that is gone already is no error. Raises as `entries` does."""
+    """Remove rules; a rule that is already gone is not an error. Raises as `entries` does."""
     from confluent_kafka.admin._acl import AclBindingFilter
 
     client = clients.admin(kafka)
@@ -132,13 +133,13 @@ def _refusing(call: Callable[[], T], operation: str) -> T:
         error: KafkaError = exception.args[0]
         if error.code() == KafkaError.SECURITY_DISABLED:
             raise ConfigurationError(
-                "the brokers have no authorizer, so that everybody may do everything; set authorizer.class.name on "
-                "them, such as org.apache.kafka.metadata.authorizer.StandardAuthorizer"
+                "the brokers have no authorizer, so everybody may do everything; set their authorizer.class.name, for "
+                "example to org.apache.kafka.metadata.authorizer.StandardAuthorizer"
             ) from exception
         if error.code() == KafkaError.CLUSTER_AUTHORIZATION_FAILED:
             raise AccessDenied(
                 f"access rules need the right {operation} on the cluster, which this user lacks; run the command as a "
-                "super user of the brokers, or grant it"
+                "super user of the brokers, or grant the right"
             ) from exception
         raise BrokerUnavailable(f"access rules: {error.str()} ({error.name()})") from exception
 

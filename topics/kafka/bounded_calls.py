@@ -1,7 +1,7 @@
-"""Client calls with a deadline; some calls of the client can block forever.
+"""Client calls with a deadline, because some calls of the client can block forever.
 
-librdkafka's send_offsets_to_transaction ignores its timeout if the group's coordinator went away and came back (its
-issues 5456 and 5511). All calls run on one daemon thread; a caller whose deadline passes leaves it behind.
+librdkafka's send_offsets_to_transaction ignores its timeout if the group's coordinator goes away and comes back (its
+issues 5456 and 5511). All calls run on one daemon thread; a caller whose deadline passes abandons the thread.
 """
 
 import math
@@ -18,11 +18,11 @@ _SLICE_S = 0.25
 
 
 class Stalled(RollstreamError):
-    """A call did not return in time. Its thread and its client are lost: use new ones."""
+    """A call did not return in time; its thread and its client must not be used any more."""
 
 
 class BoundedCalls:
-    """Runs calls one after another on a thread of its own."""
+    """Runs calls one after another on its own thread."""
 
     def __init__(self) -> None:
         self._waiting: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
@@ -32,8 +32,8 @@ class BoundedCalls:
     def run(self, call: Callable[[], Any], name: str, timeout_s: float) -> Any:
         """Return or raise what `call` does. Raises Stalled if it runs for more than `timeout_s`.
 
-        Time in which the process was stopped does not count: a zombie that wakes up must learn that it was replaced,
-        and must not take its place back because a call took so long.
+        Time during which the process was suspended does not count. A zombie that resumes must learn that it was
+        replaced; it must not mistake the suspension for a call that stalled, and fence its replacement.
         """
         future = self.submit(call)
         for _ in range(math.ceil(timeout_s / _SLICE_S)):
@@ -42,7 +42,7 @@ class BoundedCalls:
             except FutureTimeoutError:
                 if future.done():
                     raise
-        raise Stalled(f"{name} did not come back within {timeout_s:g} s")
+        raise Stalled(f"{name} did not return within {timeout_s:g} s")
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:
         """Queue `call` behind the calls submitted before it."""
@@ -61,5 +61,5 @@ class BoundedCalls:
                 future.set_result(call())
             except BaseException as error:
                 future.set_exception(error)
-            # This frame must not keep the last call's client alive while it is idle.
+            # This frame must not keep the client of the last call alive while the thread is idle.
             del call, future, item

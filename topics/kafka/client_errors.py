@@ -16,25 +16,25 @@ _MOVING = (
     KafkaError.UNSTABLE_OFFSET_COMMIT,
     KafkaError._WAIT_COORD,
     KafkaError._TIMED_OUT,
-    # This broker does not know a new topic's leader yet, though another one does.
+    # This broker does not know a new topic's leader yet, although another broker does.
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
 )
 _LEARNT_S = 5.0
-"""How long a partition may be unknown: brokers tell a client of a new one late, and never of one that is missing."""
+"""Longest time for which a partition may be unknown: a new partition becomes known late, a missing one never."""
 _RECOVERED = (
     KafkaError._TRANSPORT,
     KafkaError._ALL_BROKERS_DOWN,
-    # A container that is down has no name.
+    # The name of a container that is down cannot be resolved.
     KafkaError._RESOLVE,
-    # A broker that is down leaves the metadata, and the client gives up what it had asked it.
+    # A broker that is down disappears from the metadata, and the client abandons its requests to that broker.
     KafkaError._DESTROY_BROKER,
 )
-"""Errors of connections, which the client makes anew by itself, to another broker if that leads now."""
+"""Errors of connections. The client reconnects by itself, to another broker if that is the leader now."""
 
 
 class OffsetGone(TopicError):
-    """The requested offset is not in the log, or no longer."""
+    """The requested offset is not, or no longer, in the log."""
 
 
 _RIGHTS = {
@@ -43,7 +43,7 @@ _RIGHTS = {
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "the transactional id",
     KafkaError.CLUSTER_AUTHORIZATION_FAILED: "any topic, or the cluster",
 }
-"""Resources on which a right is missing, by the error that says so."""
+"""Resources on which a permission is missing, by the code of the error."""
 
 
 def denial(error: KafkaError, doing: str) -> AccessDenied | None:
@@ -63,14 +63,14 @@ _REFUSED = {
     KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED: "Write under its transactional id",
     KafkaError.CLUSTER_AUTHORIZATION_FAILED: "Write to {topic}, nor to any other",
 }
-"""Operations of a writer, by the error that refuses them. A producer without transactions may begin only if its user
-may write to some topic; the brokers call that a right on the cluster."""
+"""Operations of a writer, by the code of the error that refuses them. A producer without transactions may begin only if
+its user may write to some topic; brokers report this as a missing right on the cluster."""
 
 
 def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
-    """Say which operation of a writer the brokers refuse, whose, and what helps; None for any other error.
+    """Describe the operation that the brokers refuse a writer, its user, and the remedy; None for any other error.
 
-    `user` is empty if it is not named in the settings, as that of a certificate.
+    `user` is empty if the settings do not name it, as with a certificate.
     """
     operation = _REFUSED.get(error.code())
     if operation is None:
@@ -78,7 +78,7 @@ def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
     who = f"user {user}" if user else "this client's user"
     refused = f"{who} may not {operation.format(topic=f'topic {topic}' if topic else 'a topic')} ({error.name()})"
     if error.code() == KafkaError.CLUSTER_AUTHORIZATION_FAILED:
-        return f"{refused}; connect as a user that may, such as that of `operate` (docs/permissions.md)"
+        return f"{refused}; connect as a user that may, such as the user of `operate` (docs/permissions.md)"
     return (
         f"{refused}; `rollstream topics acls plan` shows the rule that is missing, and `rollstream topics acls apply` "
         "adds it"
@@ -86,10 +86,10 @@ def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
 
 
 def fatal_error(raised: BaseException) -> KafkaError | None:
-    """Return the fatal error of a client that raised an exception; None if it goes on.
+    """Return the fatal error behind an exception that a client raised; None if the client can continue.
 
-    A callback that runs while the client raises a fatal error ends with a SystemError, which has lost it or has it as
-    its cause.
+    If a callback runs while the client raises a fatal error, Python raises SystemError instead. The fatal error is then
+    its cause, or is lost.
     """
     lost = isinstance(raised, SystemError)
     cause = raised.__cause__ if lost else raised
@@ -102,8 +102,8 @@ def fatal_error(raised: BaseException) -> KafkaError | None:
 def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
     """Return the result of `call`, repeated while a coordinator or leader is starting, moving or out of reach.
 
-    Raises AccessDenied for a missing permission, BrokerUnavailable for any other error, and after `timeout_s`; sooner
-    if a partition stays unknown.
+    Raises AccessDenied for a missing permission, and BrokerUnavailable for any other error, after `timeout_s`, or
+    earlier if a partition stays unknown.
     """
     began = time.monotonic()
     while True:
@@ -129,7 +129,7 @@ def raise_for(error: KafkaError, doing: str) -> None:
         raise denied
     if code in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
         raise OffsetGone(
-            f"{doing}: the position is no longer in the log ({error.str()}); records were deleted or it was recreated"
+            f"{doing}: the position is no longer in the log ({error.str()}); records were deleted or the log recreated"
         )
     if error.fatal() or not (error.retriable() or code in _RECOVERED):
         raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})")

@@ -1,4 +1,4 @@
-"""The one place Kafka clients are built: safe defaults per role, bounded queues, pass-through of librdkafka keys.
+"""Builds all Kafka clients: safe defaults per role, bounded queues, and librdkafka settings that are passed through.
 
 Consumers read committed records unless a function says otherwise.
 """
@@ -25,23 +25,23 @@ _MIB = 1024 * 1024
 _CONNECT_S = 0.25
 """Longest wait for a producer's connection; after it, the connection is made in the background."""
 FIRST_TOPIC = "__transaction_state"
-"""Topic that a producer asks for first, to connect: a small one of every cluster. A metadata request can create it only
-with the brokers' own settings."""
+"""Topic whose metadata a producer requests in order to connect: every cluster has it, and it is small. If the request
+creates it, it gets the brokers' own settings."""
 READERS = "rollstream-reader"
-"""Group that clients name that read outside a group; librdkafka asks for it and commits nothing."""
+"""Group id of clients that read outside a group; librdkafka requires one, and nothing is committed under it."""
 C = TypeVar("C")
 
 
 def _common(config: KafkaConfig) -> dict[str, Any]:
     if config.client.get("group.id") == "":
         # librdkafka aborts the whole process on an empty group.id.
-        raise ConfigurationError('kafka.client sets "group.id" to nothing; remove the key')
+        raise ConfigurationError('kafka.client sets "group.id" to an empty string; remove the key')
     return {
         "bootstrap.servers": config.bootstrap_servers,
         "client.id": "rollstream",
         "log.connection.close": "false",
         # Half of this is also the pause between a client's connections to the bootstrap address and to the broker.
-        # librdkafka's default of 100 costs every new client 50 ms. It doubles per failed attempt, up to ten seconds.
+        # librdkafka's default of 100 costs every new client 50 ms. Each failed attempt doubles it, up to ten seconds.
         "reconnect.backoff.ms": "20",
         # librdkafka writes each connection attempt to stderr; error_cb receives the errors that matter.
         "log_level": 2,
@@ -62,22 +62,22 @@ _said: dict[str, float] = {}
 
 
 def _on_error(error: KafkaError) -> None:
-    """Log an error that a client reports; a repeated one, as of each connection attempt, only every ten seconds."""
+    """Log an error that a client reports, at most every ten seconds if it repeats, as with each connection attempt."""
     now = time.monotonic()
     if now - _said.get(error.str(), -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
         return
     _said[error.str()] = now
     hint = {}
     if error.code() == KafkaError._ALL_BROKERS_DOWN:
-        hint = {"remedy": "check the address, and security.protocol in kafka.client when the broker wants TLS or SASL"}
+        hint = {"remedy": "check the address, and security.protocol in kafka.client if the broker needs TLS or SASL"}
     event(logger, "kafka_error", level=logging.WARNING, error=error.str(), code=error.name(), **hint)
 
 
 def producer(config: KafkaConfig, **overrides: Any) -> Producer:
-    """An idempotent producer (acks=all, Java-compatible partitioning), its queue bounded in bytes."""
+    """An idempotent producer (acks=all, Java-compatible partitioning) whose queue is bounded in bytes."""
     client: Callable[[dict[str, Any]], Producer] = NamedProducer
     if config.registry.url:
-        # Imported late, with the registry's client behind it.
+        # Imported late, because it imports the registry's client.
         from rollstream.topics.kafka.registry.producer import registry_producer
 
         client = registry_producer(config.registry)
@@ -102,9 +102,9 @@ def producer(config: KafkaConfig, **overrides: Any) -> Producer:
 
 
 def _connect(producer: Producer) -> None:
-    """Connect a producer to a broker. An unconnected producer requests its producer id, or its transaction
-    coordinator, half a second after its first record or init_transactions (librdkafka's timer)."""
-    with suppress(KafkaException):  # No broker answers yet, or access is denied: the caller learns it on writing.
+    """Connect a producer to a broker. An unconnected producer requests its producer id, or its transaction coordinator,
+    only half a second after its first record or init_transactions (librdkafka's timer)."""
+    with suppress(KafkaException):  # No broker answers yet, or access is denied: writing raises the error.
         producer.list_topics(FIRST_TOPIC, timeout=_CONNECT_S)  # the bootstrap address gives the brokers' addresses
         producer.list_topics(FIRST_TOPIC, timeout=_CONNECT_S)
 
@@ -125,11 +125,11 @@ def transactional_producer(config: KafkaConfig, transactional_id: str, **overrid
 
 
 _MEMBER_PREFETCH: dict[str, Any] = {"max.partition.fetch.bytes": 256 * 1024, "queued.min.messages": 10_000}
-"""How far a group member reads ahead of what it processes, for each partition; a larger record still comes.
+"""Limits on how far a group member reads ahead in each partition; a record above these limits still arrives.
 
-Fetches are limited by their compressed size, queues by the sizes of records, and neither counts the buffers that the
-client decompresses into. Small records that compress well took half a KiB each: a process 150,000 of them behind had
-357 MiB, and has 176 with these limits, however far behind it is."""
+The client limits fetches by compressed size and queues by record size; neither limit counts the buffers that it
+decompresses into. Small records that compress well took half a KiB each: a process that was 150,000 such records behind
+used 357 MiB. With these limits it uses 176 MiB, however far behind it is."""
 
 
 def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
@@ -137,8 +137,8 @@ def _consumer_limits(config: KafkaConfig) -> dict[str, Any]:
     return {
         "max.partition.fetch.bytes": size,
         "fetch.max.bytes": max(size, 16 * _MIB),
-        # This also limits the decompressed size of a batch; the limit is three times the need, because the client
-        # guesses a size and triples it if it was too small. Every record that our producers may send must be readable.
+        # This also limits the decompressed size of a batch. The client guesses that size and triples the guess if it is
+        # too small, so the limit must be several times the need: every record of our producers must be readable.
         "receive.message.max.bytes": 4 * max(size, 8 * _MIB),
         "queued.max.messages.kbytes": max(2 * size, 32 * _MIB) // 1024,
         "fetch.queue.backoff.ms": 10,
@@ -156,7 +156,7 @@ def reader(
     group: str = READERS,
     **overrides: Any,
 ) -> Consumer:
-    """A consumer for `assign`, not a group member: follows topics, commits nothing, reports the end of each partition.
+    """A consumer for `assign` that is not a group member, commits nothing, and reports the end of each partition.
 
     `group` only names the group whose offsets are read. `fetch_wait_ms` is how long the broker waits for a record
     before it answers that there is none.
@@ -195,7 +195,7 @@ def group_member(config: KafkaConfig, group: str, instance: str, **overrides: An
         **overrides,
     }
     if config.group_protocol == "classic":
-        # Under the consumer protocol a restart as the same instance is refused, fatally, until the session ends.
+        # Under the consumer protocol, a restarted instance gets a fatal error until its earlier session ends.
         settings.setdefault("group.instance.id", instance)
         settings.setdefault("session.timeout.ms", int(config.session_timeout_s * 1000))
         settings.setdefault("heartbeat.interval.ms", int(config.session_timeout_s * 1000 / 4))
@@ -212,7 +212,7 @@ def admin(config: KafkaConfig, **overrides: Any) -> "AdminClient":
 
 
 def bare(config: KafkaConfig, **overrides: Any) -> Producer:
-    """A client that only asks: a producer without the settings of one, and without a connection made beforehand."""
+    """A client for metadata requests alone: a producer without producer settings, which connects only when needed."""
     return _built(Producer, {**_common(config), **overrides})
 
 

@@ -1,7 +1,7 @@
-"""Closes a topic for every writer, whoever it is, and opens it again.
+"""Closes a topic to every writer, and opens it again.
 
-Kafka has no topic that can only be read. A topic that takes records of at most a few bytes is one: the leader of each
-partition refuses ours, which are larger, while markers of transactions, which are smaller, still fit.
+Kafka has no read-only topics. A record limit of a few bytes has the same effect: the leader of each partition refuses
+our records, which are larger, and still accepts transaction markers, which are smaller.
 """
 
 import time
@@ -16,16 +16,16 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.sender import Failure, Sender
 
 CLOSED_BYTES = 80
-"""Record limit of a closed topic. A transaction marker takes 78; the header of a batch of records alone takes 61."""
+"""Record limit of a closed topic. A transaction marker takes 78 bytes; the header of a batch of records alone, 61."""
 _SETTING = "max.message.bytes"
 _TIMEOUT_S = 60.0
 
 
 def close(kafka: KafkaConfig, topic: str, probe: bytes, key: bytes, partitions: int) -> None:
-    """Close a topic; when this returns, no partition takes another record.
+    """Close a topic; once this returns, every partition refuses records.
 
-    `probe` is a harmless record of at least `CLOSED_BYTES`: it is sent to each partition until the partition refuses
-    it, since brokers learn of the setting one after another. A later leader has learned of it, too, before it leads.
+    `probe` is a harmless record of at least `CLOSED_BYTES`. It is sent to each partition until the partition refuses
+    it, because brokers apply the setting one after another. A broker also applies it before it becomes the leader.
     """
     _set(kafka, topic, CLOSED_BYTES)
     open_partitions = set(range(partitions))
@@ -43,14 +43,14 @@ def close(kafka: KafkaConfig, topic: str, probe: bytes, key: bytes, partitions: 
         open_partitions -= refused
         if open_partitions and time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"partitions {sorted(open_partitions)} of {topic} still take records {_TIMEOUT_S:g} s after the topic "
-                f"was closed; is a broker behind its controller?"
+                f"partitions {sorted(open_partitions)} of {topic} still accept records {_TIMEOUT_S:g} s after the "
+                f"topic was closed; check whether a broker lags behind its controller"
             )
 
 
 def is_closed(kafka: KafkaConfig, topic: str) -> bool:
     """Whether a topic is closed."""
-    # A name for the client, which must not be collected while it is asked.
+    # The variable keeps the client from being garbage-collected during the request.
     client, resource = clients.admin(kafka), ConfigResource(ResourceType.TOPIC, topic)
     try:
         settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
@@ -60,7 +60,7 @@ def is_closed(kafka: KafkaConfig, topic: str) -> bool:
 
 
 def reopen(kafka: KafkaConfig, topic: str) -> None:
-    """Let a topic take the largest records of this configuration again."""
+    """Let a topic accept records of up to the configured size again."""
     _set(kafka, topic, kafka.max_record_bytes)
 
 

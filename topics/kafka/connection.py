@@ -1,6 +1,6 @@
-"""Says why no broker answers: none is there, or the brokers refuse this client's protocol, certificate or credentials.
+"""Explains why no broker answers: none runs, or the brokers refuse this client's protocol, certificate or credentials.
 
-The client library reports the same failure for most of these, so the address is tried with a socket of our own, too.
+The client library reports the same failure for most of these causes, so the address is also tried with a plain socket.
 """
 
 import socket
@@ -19,7 +19,8 @@ from rollstream.topics.secrets import resolve
 _SLICE_S = 0.5
 _PROBE_S = 3.0
 _NOT_SURE_S = 1.0
-"""Time after which the address is tried with a socket; a broker that starts closes connections, too."""
+"""Time after which the address is tried with a socket; not earlier, because a starting broker also closes connections.
+"""
 _REFUSED = (KafkaError._AUTHENTICATION, KafkaError._SSL)
 _WANTS_CERTIFICATE = ("alert bad certificate", "alert certificate required", "alert handshake failure")
 _REFUSES_CERTIFICATE = ("alert certificate unknown", "alert certificate expired", "alert unknown ca")
@@ -37,7 +38,7 @@ def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
             client.list_topics(clients.FIRST_TOPIC, timeout=max(0.01, min(_SLICE_S, left_s)))
             return
         except KafkaException as exception:
-            client.poll(0)  # hands the errors over
+            client.poll(0)  # calls error_cb with the errors so far
             sure = any(error.code() in _REFUSED for error in errors)
             if sure or left_s <= 0 or (not tried and time.monotonic() - start > _NOT_SURE_S):
                 tried = True
@@ -47,7 +48,7 @@ def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
 
 
 def check_access(config: KafkaConfig) -> None:
-    """Raise AccessDenied if the brokers refuse this client. Returns if they do not, and soon if none answers."""
+    """Raise AccessDenied if the brokers refuse this client; return otherwise, after a short wait if none answers."""
     try:
         check_broker(config, _NOT_SURE_S)
     except AccessDenied:
@@ -57,7 +58,7 @@ def check_access(config: KafkaConfig) -> None:
 
 
 def explain(config: KafkaConfig, errors: Sequence[KafkaError]) -> RollstreamError:
-    """Return the error that fits what a client reported, and what the first address that can be reached does."""
+    """Return the error that explains what a client reported and how the brokers' addresses respond to a socket."""
     address = config.client.get("bootstrap.servers", config.bootstrap_servers)
     protocol = config.client.get("security.protocol", "PLAINTEXT").upper()
     reported = " ".join(error.str() for error in errors)
@@ -73,13 +74,13 @@ def explain(config: KafkaConfig, errors: Sequence[KafkaError]) -> RollstreamErro
         return _of_tls(config, address, reported) or _absent(address, errors)
     if any(_speaks_tls(*place) for place in _places(address)):
         return AccessDenied(
-            f"the brokers at {address} speak TLS, and security.protocol in kafka.client is {protocol}; set it to SSL "
+            f"the brokers at {address} speak TLS, but security.protocol in kafka.client is {protocol}; set it to SSL "
             "or SASL_SSL, and ssl.ca.location to the certificate of their authority"
         )
     if any(_listens(*place) for place in _places(address)) and "refused" not in reported:
         return BrokerUnavailable(
-            f"{address} takes connections and does not answer as a broker; it may be starting, or want SASL "
-            "(security.protocol in kafka.client), or be no Kafka broker"
+            f"{address} accepts connections but does not answer like a broker; it may be starting, need SASL "
+            "(security.protocol in kafka.client), or not be a Kafka broker"
         )
     return _absent(address, errors)
 
@@ -87,7 +88,7 @@ def explain(config: KafkaConfig, errors: Sequence[KafkaError]) -> RollstreamErro
 def _of_tls(config: KafkaConfig, address: str, reported: str) -> RollstreamError | None:
     if "PLAINTEXT broker listener" in reported:
         return AccessDenied(
-            f"the brokers at {address} speak no TLS there, and security.protocol in kafka.client wants it; give the "
+            f"the brokers at {address} do not speak TLS, but security.protocol in kafka.client asks for it; give the "
             "address of their TLS listener, or remove the key"
         )
     for place in _places(address):
@@ -99,17 +100,17 @@ def _of_tls(config: KafkaConfig, address: str, reported: str) -> RollstreamError
             )
     if any(alert in reported for alert in _REFUSES_CERTIFICATE):
         return AccessDenied(
-            f"the brokers at {address} refuse this client's certificate; check that it is in date and signed by an "
-            "authority that they trust (ssl.certificate.location in kafka.client)"
+            f"the brokers at {address} refuse this client's certificate; check that it has not expired and is signed "
+            "by an authority that they trust (ssl.certificate.location in kafka.client)"
         )
     if any(alert in reported for alert in _WANTS_CERTIFICATE):
         return AccessDenied(
-            f"the brokers at {address} want a certificate of this client; set ssl.certificate.location and "
+            f"the brokers at {address} require a client certificate; set ssl.certificate.location and "
             "ssl.key.location in kafka.client"
         )
     if any(_speaks_tls(*place) for place in _places(address)):
         return BrokerUnavailable(
-            f"the brokers at {address} speak TLS and do not answer; they may be starting, or want SASL "
+            f"the brokers at {address} speak TLS but do not answer; they may be starting, or need SASL "
             "(security.protocol=SASL_SSL in kafka.client)"
         )
     return None
@@ -117,7 +118,7 @@ def _of_tls(config: KafkaConfig, address: str, reported: str) -> RollstreamError
 
 def _absent(address: str, errors: Sequence[KafkaError]) -> BrokerUnavailable:
     unresolved = any(error.code() == KafkaError._RESOLVE for error in errors)
-    reason = "the name has no address" if unresolved else "nothing takes connections there"
+    reason = "the name has no address" if unresolved else "nothing accepts connections there"
     return BrokerUnavailable(
         f"no Kafka broker answers at {address} ({reason}); start one with `rollstream broker start`, or set "
         "kafka.bootstrap_servers (or KAFKA_BOOTSTRAP_SERVERS)"
@@ -125,7 +126,7 @@ def _absent(address: str, errors: Sequence[KafkaError]) -> BrokerUnavailable:
 
 
 def _core(error: KafkaError) -> str:
-    """Return the middle of the client's message, without the address before it and the state behind it."""
+    """Return the client's message without the address before it and the state after it."""
     return error.str().partition(": ")[2].rpartition(" (after ")[0] or error.str()
 
 
@@ -159,7 +160,7 @@ def _speaks_tls(host: str, port: int) -> bool:
 
 
 def _certificate_fault(config: KafkaConfig, host: str, port: int) -> str:
-    """Return why the certificate of a listener is not accepted; empty if it is, or if that cannot be told."""
+    """Return why the certificate of a listener is not accepted; empty if it is, or if this cannot be determined."""
     settings = config.client
     if settings.get("enable.ssl.certificate.verification", "true") == "false":
         return ""

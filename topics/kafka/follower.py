@@ -1,6 +1,6 @@
-"""A reader that follows topics until its owner closes it: no record ends it, whatever its content.
+"""A reader that follows topics until its owner closes it; no record stops it, whatever the record contains.
 
-Delivery: every committed record from the start offset on, as long as the topics keep it, in offset order within each
+It delivers every committed record from the start offset on that the topics still keep, in offset order within each
 partition. It is not a group member and commits nothing.
 """
 
@@ -18,11 +18,11 @@ from rollstream.topics.kafka.skipping_reader import records_between
 
 
 class _Approach(NamedTuple):
-    """The records of a partition up to the last that is left out, read apart."""
+    """The records of a partition up to the last offset left out, which are read separately."""
 
     records: Generator[KafkaRecord | None]
     end: int
-    """Offset from which the partition is followed like others."""
+    """Offset from which the partition is followed in the normal way."""
 
 
 class TopicFollower(Closing):
@@ -38,7 +38,7 @@ class TopicFollower(Closing):
     ) -> None:
         """Start at an offset of each partition; `overrides` are client settings. Raises as `Reader.assign` does.
 
-        Records of `left_out` are not fetched: they are returned as unreadable ones, unless they are written later.
+        Records at the offsets in `left_out` are not fetched, but returned as unreadable, if they exist at the start.
         """
         self.ends: dict[Place, int] = {}
         """End of each partition that is read to its end; transaction markers count."""
@@ -56,14 +56,17 @@ class TopicFollower(Closing):
             stack.pop_all()
 
     def _approach(self, place: Place, start: int, left_out: Collection[int]) -> _Approach | None:
-        """Return the approach to the offsets to be left out that are on the log, if there are any."""
+        """Return the approach to the offsets to be left out that are on the log; None if there are none."""
         begin, end = topic_admin.bounds(self._kafka, place[0], [place[1]])[place[1]]
         first = start if start >= 0 else begin
         offsets = sorted(offset for offset in left_out if first <= offset < end)
         return _Approach(self._around(place, first, offsets), offsets[-1] + 1) if offsets else None
 
     def _around(self, place: Place, at: int, left_out: list[int]) -> Generator[KafkaRecord | None]:
-        """Yield the records up to the last one left out, those left out as unreadable, and None while none arrives."""
+        """Yield the records up to the last offset left out, and None while none arrives.
+
+        Records to be left out are yielded as unreadable.
+        """
         end = left_out[-1] + 1
         while at < end:
             try:
@@ -92,7 +95,7 @@ class TopicFollower(Closing):
         return apart + records
 
     def _approached(self, most: int) -> list[KafkaRecord]:
-        """Return up to `most` records of partitions that are read apart; follow those that are read so far."""
+        """Return up to `most` records of the partitions that are read separately; follow those that are finished."""
         records: list[KafkaRecord] = []
         for place, approach in list(self._approaches.items()):
             for record in approach.records:

@@ -1,4 +1,4 @@
-"""Permissions of this client's user, as the brokers tell it, without changing anything there."""
+"""Permissions of this client's user as the brokers report them; nothing is changed on the brokers."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -21,7 +21,7 @@ _ABSENT = (KafkaError.UNKNOWN_TOPIC_OR_PART, KafkaError.GROUP_ID_NOT_FOUND)
 def topic_operations(kafka: KafkaConfig, topics: Iterable[str]) -> dict[str, frozenset[str] | None]:
     """Return the operations that the user may do on each topic, such as Read; None for a topic that does not exist.
 
-    A user without Describe sees no topic, so that it may do nothing. Raises BrokerUnavailable.
+    The set of a topic on which the user lacks Describe is empty. Raises BrokerUnavailable.
     """
     client, names = clients.admin(kafka), list(topics)
     answers = client.describe_topics(TopicCollection(names), include_authorized_operations=True) if names else {}
@@ -44,8 +44,8 @@ def cluster_operations(kafka: KafkaConfig) -> frozenset[str]:
 def writable_ids(kafka: KafkaConfig, ids: Iterable[str]) -> dict[str, bool]:
     """Return whether the user may write under each transactional id.
 
-    Asks to abort a transaction of a producer that there cannot be, which brokers refuse for one of two reasons.
-    Fences nobody. Raises ConfigurationError for settings of kafka.client that kafka-python lacks, BrokerUnavailable.
+    Requests to abort a transaction of a producer that cannot exist; the reason for the refusal shows the permission.
+    Fences no producer. Raises BrokerUnavailable, and ConfigurationError if kafka-python lacks a kafka.client setting.
     """
     from kafka.errors import KafkaError as OtherKafkaError
     from kafka.protocol.producer.transaction import EndTxnRequest
@@ -57,7 +57,7 @@ def writable_ids(kafka: KafkaConfig, ids: Iterable[str]) -> dict[str, bool]:
                 transactional_id=name, producer_id=_NO_SUCH_PRODUCER, producer_epoch=0, committed=False
             )
             try:
-                # Permission is looked at first, so any broker will do.
+                # Brokers check the permission first, so any broker can answer.
                 response: Any = client._manager.run(_sent, client, request)
             except (OtherKafkaError, OSError, ValueError) as error:
                 raise BrokerUnavailable(f"asking about transactional id {name}: {error}") from error
@@ -75,7 +75,7 @@ def client_version() -> str:
 
 
 def broker_version(kafka: KafkaConfig) -> str:
-    """Return the version of a broker, as far as its requests show it, e.g. 4.2."""
+    """Return the version of a broker, such as 4.2, as far as the requests that it supports show it."""
     with admin_client(kafka) as client:
         return ".".join(map(str, client._manager.broker_version_data.broker_version[:2]))
 

@@ -64,7 +64,7 @@ class GroupMember(Poller):
     ) -> None:
         """Join the group. `on_assign` returns the offset that each assigned partition is read from.
 
-        All three are called within `poll` and `close`, which raise the callbacks' exceptions.
+        All three callbacks are called within `poll` and `close`, which raise the callbacks' exceptions.
         """
 
         def assign(_consumer: Consumer, partitions: list[TopicPartition]) -> None:
@@ -142,10 +142,10 @@ class GroupMember(Poller):
         self._consumer.resume([TopicPartition(self._topic, partition) for partition in partitions])
 
     def ends(self, partitions: Iterable[int]) -> dict[int, int]:
-        """Ends of partitions, as positions until `seek`; COMMITTED if no broker answers for a partition.
+        """Ends of partitions, for use as positions until `seek`; COMMITTED if no broker answers for a partition.
 
-        The ends are offsets: the client would resolve a symbolic end by itself, and an answer that arrives after a
-        seek would override the seek.
+        The ends are numeric offsets, because the client resolves a symbolic end in the background, and an answer that
+        arrives after a seek would override the seek.
         """
         ends = dict.fromkeys(partitions, COMMITTED)
         with suppress(KafkaException):
@@ -165,7 +165,7 @@ class GroupMember(Poller):
 
 
 def _fenced(error: KafkaError) -> bool:
-    """Whether another consumer joined under our name. In a message, only a fatal error's text gives its cause."""
+    """Whether another consumer joined under our name. In a message, only the text of a fatal error gives the cause."""
     return bool(
         error.code() == KafkaError.FENCED_INSTANCE_ID or (error.code() == KafkaError._FATAL and "fenced" in error.str())
     )

@@ -35,7 +35,7 @@ def members(kafka: KafkaConfig, group: str) -> int:
 def remove_members(kafka: KafkaConfig, group: str, names: Iterable[str]) -> list[str]:
     """Remove static members that have ended, so that their partitions need not wait for the end of their sessions.
 
-    Returns those that the group did not have. Raises BrokerUnavailable if the request fails, ConfigurationError if
+    Returns the names that the group did not have. Raises BrokerUnavailable if the request fails, ConfigurationError if
     kafka.client has a TLS or SASL key that kafka-python does not support.
     """
     # Imported late: librdkafka has no such request, and few processes need it.

@@ -1,8 +1,8 @@
 """Hanging transactions: open in a partition, but complete at their coordinator, so that nobody ends them.
 
-Readers of the partition, and requests for committed offsets, wait for them forever. A broker that loses a transaction
-marker leaves one (docs/decisions/0012). `open_on` explains the wait in error messages; `rollstream broker mend` ends
-hanging transactions. librdkafka lacks these requests: they, and the removal of group members, go through kafka-python.
+Readers of the partition, and requests for committed offsets, wait for them forever. A transaction hangs if a broker
+loses its marker (docs/decisions/0012). `open_on` explains the wait in error messages; `rollstream broker mend` ends
+hanging transactions. These requests, and the removal of group members, use kafka-python because librdkafka lacks them.
 """
 
 import logging
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kafka.admin import KafkaAdminClient
 
 OFFSETS = "__consumer_offsets"
-"""The topic of committed group offsets; those of an open transaction are pending."""
+"""The topic of committed group offsets; offsets in an open transaction are pending."""
 _DONE = ("Empty", "CompleteCommit", "CompleteAbort", "Dead")
 _TRY_FOR_S = 30.0
 _REQUEST_MS = 10_000
@@ -112,12 +112,12 @@ def places_of(kafka: KafkaConfig, run: str) -> dict[str, list[int]]:
 
 
 def offsets_partition(group: str, count: int) -> int:
-    """Partition, out of `count`, of the offsets topic that holds a group's offsets: by Java's hash of its name."""
+    """Partition of the offsets topic, out of `count`, that holds a group's offsets, by Java's hash of its name."""
     units = group.encode("utf-16-be")
     value = 0
     for high, low in zip(units[::2], units[1::2], strict=True):
         value = (31 * value + 256 * high + low) & 0xFFFFFFFF
-    # Kafka's absolute value of the smallest integer is 0.
+    # Kafka takes 0 as the absolute value of the smallest integer.
     absolute = value if value < 2**31 else 2**32 - value
     return absolute % 2**31 % count
 
@@ -141,25 +141,25 @@ def _told(look: Callable[[], list[OpenTransaction]]) -> str:
     try:
         transactions = look()
     except RollstreamError as error:
-        return f"whether a transaction stands open there cannot be seen ({error})"
+        return f"whether a transaction is open there cannot be determined ({error})"
     hangs = [each for each in transactions if each.hanging]
     if hangs:
         return (
-            f"a transaction hangs: {'; '.join(map(str, hangs))}. Nobody ends it by itself: look with "
+            f"a transaction hangs: {'; '.join(map(str, hangs))}. It does not end by itself: inspect it with "
             f"`rollstream broker mend`, and end it with --yes"
         )
     if transactions:
         return (
-            f"a transaction stands open: {'; '.join(map(str, transactions))}. It ends with its process, or after its "
+            f"a transaction is open: {'; '.join(map(str, transactions))}. It ends with its process, or after its "
             f"timeout ({max(each.timeout_s for each in transactions):g} s) at the latest"
         )
-    return "no transaction stands open there now"
+    return "no transaction is open there now"
 
 
 def end(kafka: KafkaConfig, transactions: list[OpenTransaction]) -> list[OpenTransaction]:
-    """End hanging transactions: commit those that their coordinator committed, abort all others.
+    """End hanging transactions: commit each that its coordinator committed, and abort each that it did not.
 
-    Returns those that are still open. Raises as `open_transactions` does, and BrokerUnavailable if access is denied.
+    Returns those still open. Raises as `open_transactions` does, and BrokerUnavailable if access is denied.
     """
     places: dict[str, list[int]] = {}
     for each in transactions:
@@ -167,7 +167,7 @@ def end(kafka: KafkaConfig, transactions: list[OpenTransaction]) -> list[OpenTra
     with admin_client(kafka) as client:
         for each in transactions:
             _retrying(lambda each=each: _write_marker(client, each), f"ending the transaction on {each}")  # type: ignore[misc]
-        left = {_identity(each) for each in _retrying(lambda: _look(client, kafka, places), "asking again")}
+        left = {_identity(each) for each in _retrying(lambda: _look(client, kafka, places), "asking again for them")}
     return [each for each in transactions if _identity(each) in left]
 
 
@@ -184,7 +184,7 @@ def admin_client(kafka: KafkaConfig) -> Iterator["KafkaAdminClient"]:
     # kafka-python also logs the errors that are raised here.
     logging.getLogger("kafka").setLevel(logging.CRITICAL)
     settings = settings_of(kafka)
-    # kafka-python leaves its sockets open if no broker answers.
+    # kafka-python leaves its sockets open if no broker answers, so it connects only after a broker has answered.
     clients.check_broker(kafka)
     client = _retrying(lambda: KafkaAdminClient(**settings), "connecting", 0.0)
     try:
@@ -208,8 +208,8 @@ def settings_of(kafka: KafkaConfig) -> dict[str, Any]:
             settings["ssl_check_hostname"] = value != "none"
         elif key.startswith(("ssl.", "sasl.", "enable.ssl.")):
             raise ConfigurationError(
-                f'kafka.client sets "{key}", with which transactions cannot be looked at from here; Kafka\'s own '
-                f"kafka-transactions.sh can"
+                f'kafka.client sets "{key}", which kafka-python does not support; to inspect transactions, use '
+                f"Kafka's own kafka-transactions.sh"
             )
     if "security_protocol" in settings:
         settings["security_protocol"] = settings["security_protocol"].upper()
@@ -234,8 +234,8 @@ def _look(client: "KafkaAdminClient", kafka: KafkaConfig, places: Mapping[str, l
     before = _open_producers(client, places)
     ids = {producer.producer_id for producers in before.values() for producer in producers}
     known = _coordinators_of(client, ids) if ids else {}
-    # A coordinator writes all markers before it completes a transaction: if one is complete there and still open
-    # here afterwards, its marker was lost.
+    # A coordinator writes all markers before it completes a transaction. If a transaction is complete there and still
+    # open here afterwards, its marker was lost.
     after = _open_producers(client, {place.topic: places[place.topic] for place in before})
     now_ms = time.time() * 1000
     hanging_now = []
@@ -289,8 +289,8 @@ def _coordinators_of(client: "KafkaAdminClient", producer_ids: set[int]) -> dict
 def _was_committed(producer: Any, description: Any) -> bool:
     """Whether the coordinator's latest transaction is committed and is the one that is open in a partition.
 
-    It is the same if it began before the last record was written. Its epoch is the producer's, or the next one if each
-    transaction has an epoch of its own (KIP-890).
+    The two are the same if the former began before the last record was written. Its epoch is the producer's, or the
+    next one if each transaction has its own epoch (KIP-890).
     """
     return (
         description.state.value in ("PrepareCommit", "CompleteCommit")

@@ -1,4 +1,4 @@
-"""A producer that knows the user of its connection, so that errors can name it."""
+"""A producer that knows the user of its connection, so that errors can name the user."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from confluent_kafka import Producer
 
 
 class NamedProducer(Producer):
-    """A client with its user: empty if the settings name none, as with a certificate or a token."""
+    """A producer with its user, which is empty if the settings name none, as with a certificate or a token."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         super().__init__(settings)

@@ -1,6 +1,6 @@
-"""Open transactions: they hide all records from their first one on, until they are committed or aborted.
+"""Open transactions: each hides all records from its first record on, until it is committed or aborted.
 
-A writer that adds only missing records checks here first: a hidden record may be there already.
+A writer that adds only missing records checks here first, because a record that seems missing may be hidden.
 """
 
 import logging
@@ -34,14 +34,14 @@ class Undecided(NamedTuple):
 
 
 def undecided(kafka: KafkaConfig, topic: str, among: Collection[int] | None = None) -> dict[int, Undecided]:
-    """Undecided part of each partition in `among`, or of all, whose last stable offset is below its end.
+    """Undecided part of each partition whose last stable offset is below its end, among all partitions or `among`.
 
     Raises as `topic_admin.partitions_of` does.
     """
     client = clients.admin(kafka)
     there = range(topic_admin.partitions_of(kafka, topic, client))
     partitions = there if among is None else among
-    # In this order, records written in between may be reported as undecided, never as decided.
+    # In this order, records written between the two requests may be reported as undecided, but never as decided.
     stable = _latest(client, topic, partitions, IsolationLevel.READ_COMMITTED)
     ends = _latest(client, topic, partitions, IsolationLevel.READ_UNCOMMITTED)
     return {p: Undecided(stable[p], ends[p]) for p in partitions if stable[p] < ends[p]}
@@ -61,8 +61,8 @@ def await_decided(
     while behind := {p: part for p, part in undecided(kafka, topic, among).items() if part.start < ends.get(p, 0)}:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"{doing}: a transaction stands open on {_places(topic, behind)} for more than {timeout_s:g} s, and "
-                f"may hold what must be seen first; end the process that began it, wait for "
+                f"{doing}: a transaction has been open on {_places(topic, behind)} for more than {timeout_s:g} s, and "
+                f"may hold records that must be seen first; end the process that began it, wait for "
                 f"kafka.transaction_timeout_s ({kafka.transaction_timeout_s:g} s), and repeat. Now "
                 f"{open_on(kafka, topic, sorted(behind))}"
             )

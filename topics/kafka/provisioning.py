@@ -23,13 +23,13 @@ from rollstream.topics.kafka.client_errors import denial
 
 _TIMEOUT_S = 30.0
 _REGISTRY_TIMEOUT_S = 60.0
-"""Longest wait of a request here; a registry that just started is slow at the first one."""
+"""Timeout of a request to the schema registry, which answers its first request slowly."""
 
 
 @dataclass(frozen=True)
 class TopicPlan:
     """Changes that one topic needs: creation, settings {key: (now, wanted)}, and the subjects whose schemas the schema
-    registry lacks; none if the topic is right."""
+    registry lacks; all are empty if the topic is up to date."""
 
     topic: str
     partitions: int
@@ -56,13 +56,13 @@ class TopicDescription:
 def plan(
     kafka: KafkaConfig, config: TopicsConfig, run: str, settings: Mapping[str, str] = MappingProxyType({})
 ) -> list[TopicPlan]:
-    """Return what `apply` would do. Raises TopicError if partitions differ, BrokerUnavailable if no broker answers,
-    RegistryUnavailable and SchemaRefused of a configured schema registry."""
+    """Return what `apply` would do. Raises TopicError if numbers of partitions differ, BrokerUnavailable if no broker
+    answers, and RegistryUnavailable or SchemaRefused for a configured schema registry."""
     return _with_subjects(kafka, run, _plan_topics(kafka, config, run, settings), register=False)
 
 
 def _with_subjects(kafka: KafkaConfig, run: str, plans: list[TopicPlan], *, register: bool) -> list[TopicPlan]:
-    """Add the subjects that lack schemas to the plans of their topics, and register these schemas if so told."""
+    """Add the subjects that lack schemas to the plans of their topics; `register` also registers these schemas."""
     if not kafka.registry.url:
         return plans
     from rollstream.topics.kafka.registry.client import RegistryClient
@@ -88,8 +88,8 @@ def _plan_topics(kafka: KafkaConfig, config: TopicsConfig, run: str, settings: M
             continue
         if current.partitions != count and not (spec.or_one and current.partitions == 1):
             raise TopicError(
-                f"topic {topic} has {current.partitions} partitions, the configuration says {count}; they are fixed "
-                f"for a run: set them back, or start a run of another name"
+                f"topic {topic} has {current.partitions} partitions, the configuration says {count}; the number is "
+                f"fixed for a run: set it back, or start a run with another name"
             )
         changes = {k: (current.settings.get(k, ""), v) for k, v in wanted.items() if current.settings.get(k) != v}
         plans.append(TopicPlan(topic, current.partitions, wanted, changes=changes))
@@ -102,7 +102,8 @@ def apply(
     """Create topics, correct their settings, and register their schemas if there is a registry; return the plan carried
     out. Safe to run repeatedly or concurrently. Raises as `plan` does.
 
-    `settings` are Kafka's own keys and override the catalogue for every topic; a later call without them restores it.
+    `settings` are Kafka topic settings that override the catalogue for every topic; a later call without them restores
+    the values of the catalogue.
     """
     # First, so that an incompatible schema is refused before anything is created.
     plans = _with_subjects(kafka, run, _plan_topics(kafka, config, run, settings), register=True)
@@ -141,8 +142,9 @@ def apply(
     while changed and (late := sorted(p.topic for p in _plan_topics(kafka, config, run, settings) if p.changes)):
         if time.monotonic() > deadline:
             raise BrokerUnavailable(
-                f"settings of topics {late} were changed and do not show after {_TIMEOUT_S:g} s; another program sets "
-                f"them, or the broker is behind its controller: run `rollstream topics apply` again"
+                f"settings of topics {late} were changed, but the broker does not show it after {_TIMEOUT_S:g} s; "
+                f"another program sets them, or the broker lags behind its controller: run `rollstream topics apply` "
+                f"again"
             )
         time.sleep(0.02)
     return plans
@@ -161,8 +163,8 @@ def _await_leaders(kafka: KafkaConfig, client: AdminClient, created: set[str]) -
             missing = {t for t in missing if t not in known or any(p.leader < 0 for p in known[t].partitions.values())}
             if missing and time.monotonic() > deadline:
                 raise BrokerUnavailable(
-                    f"topics {sorted(missing)} were created and have no leader after {_TIMEOUT_S:g} s as "
-                    f"{broker.host}:{broker.port} sees it"
+                    f"topics {sorted(missing)} were created, but have no leader after {_TIMEOUT_S:g} s according to "
+                    f"{broker.host}:{broker.port}"
                 )
             time.sleep(0.02 if missing else 0)
 

@@ -70,7 +70,7 @@ class Poller(Closing):
         return polled
 
     def _consume(self, most: int, wait_s: float) -> list[Message]:
-        """Return available messages; `consume` alone waits until it has the most it may return, or times out."""
+        """Return available messages. The client's `consume` would wait until it has `most` messages, or times out."""
         if wait_s <= 0:
             return self._consume_once(most, wait_s)
         first = self._consume_once(1, wait_s)
@@ -98,16 +98,16 @@ class Poller(Closing):
             self._raise_for(error, f"{self._doing} {topic}")
         elif place not in passed:
             passed.add(place)
-            # The event names the first record of its batch, whichever record was requested.
+            # The event names the first record of its batch, not the record that was requested.
             unreadable = max(offset, self.positions.get(place, 0))
             self._pass(place, unreadable, error)
             polled.records.append(KafkaRecord(topic, partition, unreadable, readable=False))
 
     def _pass(self, place: Place, offset: int, error: KafkaError) -> None:
-        """Seek past a record that cannot be decompressed; the client would report the same record forever.
+        """Seek past a record that cannot be decompressed; otherwise the client would report the same record forever.
 
-        It passes one record at a time, because the size of the batch is unknown; only a fetch from the next offset
-        shows whether that record is unreadable, too.
+        This skips one record at a time, because the size of the batch is unknown; only a fetch from the next offset
+        shows whether the next record is unreadable, too.
         """
         self.positions[place] = offset + 1
         self._consumer.seek(TopicPartition(*place, offset + 1))
@@ -135,7 +135,7 @@ class Poller(Closing):
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, timeout_s: float = 30.0
     ) -> dict[int, tuple[int, int]]:
-        """First offset of each partition, and the one past its last; of all partitions by default."""
+        """First offset of each partition, and the offset past its last record; by default of all partitions."""
         numbers = range(self.partitions_of(topic)) if partitions is None else partitions
         bounds = {}
         for partition in numbers:
@@ -150,8 +150,8 @@ class Poller(Closing):
     ) -> list[GroupPosition]:
         """Positions that the group has committed, with their metadata; the offset is negative if none is committed.
 
-        Waits for offsets of an open transaction: if its process died, they are pending until it times out. Raises
-        BrokerUnavailable after `timeout_s`, kafka.patience_s by default; `doing` begins its message.
+        Waits for offsets in an open transaction, which are pending until it times out if its process died. Raises
+        BrokerUnavailable after `timeout_s`, kafka.patience_s by default; `doing` begins the message.
         """
         timeout_s = self._kafka.patience_s if timeout_s is None else timeout_s
         wanted = [TopicPartition(topic, partition) for partition in partitions]
@@ -189,7 +189,7 @@ class Reader(Poller):
         doing: str = "reading",
         **overrides: Any,
     ) -> None:
-        """`group` only names the group whose offsets are read and committed; `clients.reader` has the rest."""
+        """`group` only names the group whose offsets are read and committed; `clients.reader` explains the others."""
         consumer = clients.reader(kafka, isolation=isolation, fetch_wait_ms=fetch_wait_ms, group=group, **overrides)
         super().__init__(kafka, consumer, doing)
 
@@ -244,7 +244,7 @@ def read_to_end(
     `start` is the first offset, for all partitions or by partition. Raises TopicError if the topic is missing or a
     start is out of range, BrokerUnavailable if no record arrives and the end is not reached within `timeout_s`
     (kafka.patience_s by default). An existing `reader` may be passed; its isolation level applies then. At most
-    `at_once` records are in memory beside the client's own.
+    `at_once` records are in memory in addition to the client's own.
     """
     timeout_s = config.patience_s if timeout_s is None else timeout_s
     # A short wait at the broker, because this waits for the end of idle partitions.
@@ -265,8 +265,8 @@ def read_to_end(
                 deadline = time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
                 raise BrokerUnavailable(
-                    f"{topic} partitions {sorted(p for _topic, p in pending)} gave nothing for {timeout_s:g} s; is the "
-                    f"broker at {config.bootstrap_servers} up?"
+                    f"{topic} partitions {sorted(p for _topic, p in pending)} returned nothing for {timeout_s:g} s; "
+                    f"check that the broker at {config.bootstrap_servers} is up"
                 )
     finally:
         if reader is None:
@@ -284,7 +284,7 @@ def record_at(
     isolation: str = "read_committed",
     reader: Reader | None = None,
 ) -> KafkaRecord | None:
-    """Return the visible record at an offset, or None. Takes a reader, and raises, as `read_to_end` does."""
+    """Return the visible record at an offset, or None. Accepts a reader and raises errors as `read_to_end` does."""
     start = {partition: offset}
     reading = read_to_end(config, topic, partitions=[partition], start=start, isolation=isolation, reader=reader)
     with closing(reading):

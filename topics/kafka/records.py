@@ -1,4 +1,4 @@
-"""Records for readers, converted once from the client's messages; no other module touches a message.
+"""Records for readers, which are converted here from the client's messages.
 
 Key, value and headers may come from any program: whatever their content, the conversion never raises.
 """
@@ -50,7 +50,7 @@ class KafkaRecord:
         return self.headers
 
     def header(self, name: str) -> str | None:
-        """The last value of a header as text, bytes that are not UTF-8 replaced; None if it cannot be read."""
+        """The last value of a header as text, with bytes that are not UTF-8 replaced; None if there is no value."""
         value = dict(self.headers or ()).get(name)
         return None if value is None else value.decode(errors="replace")
 
@@ -93,7 +93,7 @@ def record_of(message: Message) -> KafkaRecord:
 
 
 _headers = methodcaller("headers")
-"""A caller with which the interpreter checks at once whether the client set an exception besides its result."""
+"""Calls `headers` so that the interpreter checks at once whether the client both set an exception and returned."""
 
 
 def _headers_of(message: Message) -> Headers | None:

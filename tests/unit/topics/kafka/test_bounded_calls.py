@@ -44,7 +44,7 @@ def test_a_call_that_does_not_come_back_is_left() -> None:
         release.wait(300)
         left.set()
 
-    with pytest.raises(Stalled, match=r"hang did not come back within 0\.05 s"):
+    with pytest.raises(Stalled, match=r"hang did not return within 0\.05 s"):
         calls.run(hang, "hang", 0.05)
     assert not left.is_set()
     calls.close()
