@@ -83,7 +83,7 @@ def test_a_journal_that_an_open_transaction_hides_is_waited_for_as_the_configura
         eventually(lambda: '"batch"' in run.log_of(process), 60, "a batch that is journaled behind what is open")
         process.terminate()
         assert process.wait(300) == 0
-        with pytest.raises(DeadlineExceeded, match=r"journal\[0\] did not show offset \d+ within 1 s"):
+        with pytest.raises(DeadlineExceeded, match=r"journal\[0\] did not reach offset \d+ within 1 s"):
             restoring(run)
     restoring(run)
 

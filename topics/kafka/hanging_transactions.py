@@ -167,7 +167,7 @@ def end(kafka: KafkaConfig, transactions: list[OpenTransaction]) -> list[OpenTra
     with admin_client(kafka) as client:
         for each in transactions:
             _retrying(lambda each=each: _write_marker(client, each), f"ending the transaction on {each}")  # type: ignore[misc]
-        left = {_identity(each) for each in _retrying(lambda: _look(client, kafka, places), "asking again for them")}
+        left = {_identity(each) for each in _retrying(lambda: _look(client, kafka, places), "checking the result")}
     return [each for each in transactions if _identity(each) in left]
 
 

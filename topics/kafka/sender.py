@@ -1,4 +1,4 @@
-"""Sending of records: one call that waits for room, and errors that name the record, its topic and the reason."""
+"""Sends records: `send` waits for room in the queue, and errors name the record, its topic and the reason."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ class Delivery(NamedTuple):
     topic: str
     partition: int
     known_offset: int | None
-    """None if the broker acknowledged the record without its offset, as it may one that was sent to it twice."""
+    """None if the broker acknowledged the record without its offset, which may happen if the record was sent twice."""
     timestamp_ms: int
     stamped: bool
     """Whether the timestamp is the broker's append time."""
@@ -61,7 +61,7 @@ class Failure(NamedTuple):
 
     @property
     def refusal(self) -> str | None:
-        """The missing permission, whose it is, and what helps; None for any other error."""
+        """The missing permission, the user who lacks it, and the remedy; None for any other error."""
         return refusal(self.error, self.user, self.topic)
 
     @property
@@ -79,7 +79,7 @@ class SendFailed(DeliveryError):
 
     def __init__(self, failures: Sequence[Failure], remedy: str) -> None:
         more = f" (and {len(failures) - 1} more)" if len(failures) > 1 else ""
-        # A missing permission has a remedy of its own; without it, sending again fails again.
+        # The text of a missing permission contains its own remedy; sending again without the permission would fail.
         super().__init__(f"{failures[0]}{more}" if failures[0].refusal else f"{failures[0]}{more}; {remedy}")
         self.failure, self.failures = failures[0], tuple(failures)
 
@@ -98,8 +98,8 @@ class Sender(Closing):
         """`producer` comes from `clients`; `remedy` ends error messages. If `on_failure` is given, `send`, `poll` and
         `flush` call it for each record that was not delivered, instead of raising SendFailed.
 
-        After a fatal error of the client, as for a user who may write to no topic, no record is delivered, and each
-        fails with that error. If `transactional`, the client's exceptions are left to the transaction.
+        After a fatal error of the client, for example because its user may not write to any topic, every record fails
+        with that error. If `transactional`, the transaction handles the client's exceptions.
         """
         self._producer = producer
         self._transactional = transactional
@@ -124,11 +124,11 @@ class Sender(Closing):
         timeout_s: float | None = None,
         on_delivery: Callable[[Delivery], None] | None = None,
     ) -> None:
-        """Queue a record; waits for room if the queue is full. `on_delivery` is called with the record's place.
+        """Queue a record; waits for room if the queue is full. `on_delivery` is called once the record is delivered.
 
-        The wait is finite: a record that cannot be delivered leaves the queue after delivery.timeout.ms. Errors call
-        the record `name`. Raises SendFailed, for an earlier record too if this one has to wait, and DeadlineExceeded
-        if there is no room within `timeout_s`.
+        The wait is finite: a record that cannot be delivered leaves the queue after delivery.timeout.ms. `name` stands
+        for the record in errors. Raises SendFailed, also for an earlier record if this one has to wait, and
+        DeadlineExceeded if there is no room within `timeout_s`.
         """
 
         def report(error: KafkaError | None, message: Message) -> None:
@@ -158,13 +158,13 @@ class Sender(Closing):
                 left_s = _LOOK_EVERY_S if deadline is None else deadline - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceeded(
-                        f"{name} was not sent: the producer's queue stayed full for {timeout_s:g} s; is the broker up, "
-                        "or slower than what is produced?"
+                        f"{name} was not sent: the producer's queue stayed full for {timeout_s:g} s; is the broker "
+                        "down or too slow?"
                     ) from None
                 self.poll(min(_LOOK_EVERY_S, left_s))
             except KafkaException as exception:
                 self._await_reason(exception.args[0])
-                self.check()  # The record before this one that failed says why a transaction takes no more.
+                self.check()  # If an earlier record failed, its error is the cause of this one.
                 error = self._fatal or exception.args[0]
                 failure = Failure(name, topic, partition, _size(key, value), error, self._user)
                 raise SendFailed([failure], self._remedy) from exception
@@ -186,14 +186,14 @@ class Sender(Closing):
         if waiting:
             raise DeadlineExceeded(
                 f"{waiting} records to {', '.join(sorted(self._topics))} are still unacknowledged after "
-                f"{timeout_s:g} s; is the broker up? Then {self._remedy}"
+                f"{timeout_s:g} s; check that the broker is up, then {self._remedy}"
             )
 
     def waiting(self, timeout_s: float = 0.0) -> int:
         """Number of records that are unacknowledged after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
-        # A user who may write nothing is refused before the first acknowledgement. `flush` of the client confuses that
-        # error with the reports behind it, `poll` does not.
+        # A user who may not write anything is refused before the first acknowledgement. The client's `flush` confuses
+        # that error with the delivery reports after it; its `poll` does not.
         while not (self._acknowledged or self._transactional) and len(self._producer):
             self._purge_after_fatal()
             self._serve(self._producer.poll, max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic())))
@@ -203,7 +203,7 @@ class Sender(Closing):
         return self._serve(self._producer.flush, max(0.0, deadline - time.monotonic()))
 
     def _await_reason(self, error: KafkaError) -> None:
-        """Process delivery reports; after a fatal error, wait for the event that says what it was."""
+        """Process delivery reports; after a fatal error, wait for the event that gives its cause."""
         deadline = time.monotonic() + _FLUSH_AFTER_ERROR_S
         self._serve(self._producer.poll, 0)
         # The client refuses a record before it reports why it gave up.
@@ -212,7 +212,7 @@ class Sender(Closing):
             self._serve(self._producer.poll, _LOOK_EVERY_S)
 
     def _purge_after_fatal(self) -> None:
-        """Have records fail that a fatal error leaves in the queue: the client keeps some until they time out."""
+        """Fail the records that a fatal error leaves in the queue; the client would keep some until they time out."""
         if self._fatal is not None:
             self._producer.purge()
 
@@ -229,10 +229,10 @@ class Sender(Closing):
         except (KafkaException, SystemError) as raised:
             if not self._note_fatal(raised):
                 raise
-        return call(timeout_s)  # It raises a fatal error once; reports may lie behind it.
+        return call(timeout_s)  # It raises a fatal error only once; reports may follow it.
 
     def _note_fatal(self, raised: BaseException) -> bool:
-        """Note the fatal error behind an exception; return whether one is noted."""
+        """Note the fatal error behind an exception; return whether a fatal error has been noted."""
         if not self._transactional:
             self._fatal = self._fatal or fatal_error(raised)
         return self._fatal is not None

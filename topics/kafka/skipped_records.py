@@ -1,4 +1,4 @@
-"""Records that a reader skips: each is counted, and reported by topic, partition and offset; none ends the reader.
+"""Records that a reader skips: each is counted, and reported by topic, partition and offset; none stops the reader.
 
 One bad record (foreign bytes, an unexpected tombstone, or a well-formed record with invalid content) must not stop a
 reader of a topic. Skipped records show in the log, in the reader's metrics and in the reports of tools.
@@ -58,7 +58,7 @@ class SkippedRecords:
         """Decode the record of a message; counts, reports and returns None if it is not a `cls` or has no value."""
         with self.passing(message):
             if message.value is None:
-                raise RecordError("a tombstone, where a record belongs" if message.readable else UNREADABLE)
+                raise RecordError("a tombstone instead of a record" if message.readable else UNREADABLE)
             if cls is JournalRecord:
                 return cast(R, decode_journal(message.value))
             return decode_as(cls, message.value)
@@ -84,7 +84,7 @@ class SkippedRecords:
         self.note(Skipped(message.topic, message.partition, message.offset, error))
 
     def note(self, skipped: Skipped) -> None:
-        """Count and log a skipped record whose message is not at hand."""
+        """Count and log a skipped record whose message is not available."""
         self.counts[skipped.topic] += 1
         self._first_of[skipped.topic] = min(self._first_of.get(skipped.topic, skipped), skipped)
         if len(self.first) < _KEPT:
@@ -113,7 +113,7 @@ class SkippedRecords:
             self._first_of[topic] = min(self._first_of.get(topic, skipped), skipped)
 
     def as_dict(self) -> dict[str, dict[str, Any]]:
-        """Number of skipped records by topic, with the first by partition and offset."""
+        """Number of skipped records by topic, and the skipped record that is first by partition and offset."""
         return {
             topic: {"records": count, **self._first_of[topic]._asdict()} for topic, count in sorted(self.counts.items())
         }
@@ -121,4 +121,4 @@ class SkippedRecords:
     def lines(self) -> list[str]:
         """Lines of text for people, one for each topic."""
         counts = sorted(self.counts.items())
-        return [f"passed over {count:,} of {topic}, the first: {self._first_of[topic]}" for topic, count in counts]
+        return [f"skipped {count:,} of the records of {topic}, the first: {self._first_of[topic]}" for topic, count in counts]

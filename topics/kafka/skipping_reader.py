@@ -1,9 +1,9 @@
-"""Records between two offsets of a partition, around some that are never fetched: compression bombs, mostly.
+"""Reads the records between two offsets of a partition without fetching some of them, mostly compression bombs.
 
 A client decompresses every whole batch in a fetch response, and fetches ahead of its caller. Records before an offset
 to be left out are therefore fetched in small pieces, one at a time, by a client that is closed before it requests the
 next piece: a bomb is then never the first batch of a response, and later batches are cut off, or smaller than a piece.
-If the offsets right before it are the end of a transaction, nothing shows that they were reached; they have to be left
+If the offsets right before it are markers of transactions, no record shows that they were reached; they have to be left
 out, too.
 """
 
@@ -21,8 +21,8 @@ from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 _AT_ONCE = 500
 """Records taken from the client at a time."""
 _NEAR = 2 * _AT_ONCE
-"""Distance in offsets to one to be left out, within which the client gets time to close before it requests the next
-piece. Further away, it requests the next one when all records of the last are taken, at most `_AT_ONCE`."""
+"""Distance to an offset to be left out, within which the client gets time to close before it requests the next piece.
+Further away, it requests the next piece once the records of the last piece are taken, at most `_AT_ONCE`."""
 _PIECE: dict[str, Any] = {"max.partition.fetch.bytes": 64 * 1024, "queued.min.messages": 1}
 _REST_MS = 250
 _REST_S = 0.02
@@ -44,11 +44,11 @@ def records_between(
     """Yield the records at offsets start to stop - 1 except those in `left_out`, and None while none arrives.
 
     Offsets of `left_out` from `stop` on are not fetched either. A transaction becomes visible on its partitions at
-    different times, so the reader waits at an end of partition before `stop`. It raises DeadlineExceeded if nothing
+    different times, so the reader waits if the partition ends before `stop`. It raises DeadlineExceeded if nothing
     arrives for kafka.patience_s, within which an open transaction ends. Without `wait`, it stops at the end.
 
     An existing `reader` may be passed; its isolation level applies then. Ranges that end at an offset to be left out
-    have clients of their own even so.
+    are read by separate clients nevertheless.
     """
     for begin, end in _runs(offset for offset in left_out if offset >= start):
         near = max(start, begin - _NEAR)
@@ -68,8 +68,8 @@ def records_around(
 ) -> Iterator[KafkaRecord]:
     """Yield the records of these partitions up to their present ends, except those left out.
 
-    `left_out` has an entry for each partition to read; `start` gives first offsets, else a partition is read from where
-    it begins. In offset order within each partition. Raises as `read_to_end` does.
+    `left_out` has an entry for each partition to read. `start` gives first offsets; a partition without one is read
+    from its beginning. Records are in offset order within each partition. Raises as `read_to_end` does.
     """
     start = start or {}
     whole = [number for number, offsets in left_out.items() if not offsets]
@@ -134,14 +134,14 @@ def _read(
             yield None
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"{topic}[{partition}] did not show offset {stop - 1} within {timeout_s:g} s; "
+                    f"{topic}[{partition}] did not reach offset {stop - 1} within {timeout_s:g} s; "
                     f"{hanging_transactions.open_on(kafka, topic, [partition])}"
                 )
 
 
 def _polled(reader: Reader, singly: bool) -> Polled:
-    """Return records that the client holds. The client decides on its next fetch when records arrive, so `singly` never
-    waits for one: the records remain queued, and the client pauses before it decides again."""
+    """Return records that the client holds. The client decides on its next fetch when records arrive. `singly` does not
+    wait for records, so that they are still queued at that moment, and the client pauses before it decides again."""
     if not singly:
         return reader.poll(_AT_ONCE, 0.05)
     time.sleep(_REST_S)

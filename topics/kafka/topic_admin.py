@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = 30.0
 _LOOK_S = 1.0
-"""Longest wait for one answer about the brokers, and between two."""
+"""Longest wait for one answer about the brokers, and between two requests."""
 _NAMED = 3
 """Largest number of runs that an error names."""
 
@@ -53,7 +53,7 @@ def await_brokers(kafka: KafkaConfig, count: int, timeout_s: float) -> None:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise BrokerUnavailable(
-                f"{present} of {count} brokers answer at {kafka.bootstrap_servers} after {timeout_s:g} s; start them, "
+                f"{present} of {count} brokers answer at {kafka.bootstrap_servers} after {timeout_s:g} s; start more, "
                 "or lower topics.replication_factor"
             )
         try:
@@ -83,11 +83,11 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
 
 
 def retention_s(config: KafkaConfig, topic: str) -> float:
-    """How long brokers keep a record of a topic; infinite if they keep it for ever or do not say."""
+    """Time for which brokers keep a record of a topic; infinite if they keep it forever or do not say."""
     resource, client = ConfigResource(ResourceType.TOPIC, topic), clients.admin(config)
     try:
         settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
-    except (KafkaException, TimeoutError):  # whoever may not see settings may still work
+    except (KafkaException, TimeoutError):  # a user who may not see settings can still work
         return math.inf
     retention_ms = int(settings["retention.ms"].value)
     return retention_ms / 1000 if retention_ms >= 0 else math.inf
@@ -106,7 +106,7 @@ def positions_kept_s(config: KafkaConfig) -> float:
 
 
 def runs(config: KafkaConfig) -> dict[str, dict[str, int]]:
-    """Number of partitions of each topic, by name, of every run on the brokers. Raises BrokerUnavailable."""
+    """Number of partitions of every run's topics, by run and by topic. Raises BrokerUnavailable."""
     try:
         topics = clients.admin(config).list_topics(timeout=10.0).topics
     except KafkaException as error:
@@ -129,7 +129,7 @@ def _missing(config: KafkaConfig, topic: str, why: str) -> TopicError:
         if near:
             return TopicError(
                 f"topic {topic} is missing: there is no run {place[0]}; did you mean --run {near[0]}? "
-                f"`rollstream runs` lists all"
+                f"`rollstream runs` lists all runs"
             )
         if there:
             more = f" and {len(there) - _NAMED} more (`rollstream runs`)" if len(there) > _NAMED else ""
@@ -138,7 +138,7 @@ def _missing(config: KafkaConfig, topic: str, why: str) -> TopicError:
 
 
 def bounds(config: KafkaConfig, topic: str, partitions: Iterable[int] | None = None) -> dict[int, tuple[int, int]]:
-    """First offset of each partition, and the one past its last; of all partitions by default.
+    """First offset of each partition, and the offset past its last record; by default of all partitions.
 
     Raises as `partitions_of` does.
     """
@@ -195,7 +195,7 @@ def offsets(
 
 
 def delete_records(kafka: KafkaConfig, below: Mapping[Place, int], timeout_s: float = _TIMEOUT_S) -> None:
-    """Delete the records below an offset of each partition. Raises BrokerUnavailable if a broker does not delete."""
+    """Delete the records below an offset of each partition. Raises BrokerUnavailable if a broker fails to."""
     if not below:
         return
     client = clients.admin(kafka)

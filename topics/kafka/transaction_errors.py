@@ -13,11 +13,11 @@ class Decision(Enum):
     """Decision on an error."""
 
     LEAVE = "the transactional id was taken over: this process ends"
-    RENEW = "the producer is done for, and nobody took its place: another one goes on under the same id"
-    GIVE_UP = "the producer is done for: this process ends, and whoever starts it again goes on"
-    RESTORE = "abort; partitions may belong to another process by now: restore what is still ours"
-    RESEND = "abort, and send the same again"
-    CALL_AGAIN = "the same call again: it may have been done"
+    RENEW = "the producer is unusable, and nobody took its place: a new producer continues under the same id"
+    GIVE_UP = "the producer is unusable: this process ends, and continues when it is started again"
+    RESTORE = "abort; partitions may belong to another process by now: restore those that are still ours"
+    RESEND = "abort, and send the same records again"
+    CALL_AGAIN = "repeat the same call, which may already have taken effect"
 
 
 _TAKEN_OVER = (KafkaError._FENCED, KafkaError.PRODUCER_FENCED, KafkaError.INVALID_PRODUCER_EPOCH)
@@ -42,8 +42,8 @@ def decide(error: KafkaError, *, patient: bool = True) -> Decision:
     if code in _TAKEN_OVER:
         return Decision.LEAVE
     if error.fatal():
-        # An abort of a transaction unknown to the coordinator, as after a broker's restart. The coordinator compares
-        # epochs first, so no rival caused it.
+        # This state means that the coordinator does not know the aborted transaction, as after a broker's restart. The
+        # coordinator compares epochs first, so no rival caused it.
         return Decision.RENEW if code == KafkaError.INVALID_TXN_STATE else Decision.GIVE_UP
     # After a fatal error, every further call fails with a conflict that is marked retriable.
     if patient and error.retriable() and not error.txn_requires_abort() and code != KafkaError._CONFLICT:

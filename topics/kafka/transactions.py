@@ -1,6 +1,6 @@
 """Transactions: records and consumer group positions that are committed together or not at all.
 
-A transactional id has one writer at a time; a new writer fences the one before, and aborts its open transaction.
+A transactional id has one writer at a time; a new writer fences the previous one, and aborts its open transaction.
 `transaction_errors` explains the errors.
 """
 
@@ -49,8 +49,8 @@ class TransactionFailed(DeliveryError):
             # Only the text of an error that follows a fatal one gives its cause.
             or (isinstance(error, KafkaError) and error.code() == KafkaError._FATAL and "fenced" in error.str())
         )
-        """Whether another writer started under the same transactional id; this nearly always causes an error that the
-        client loses."""
+        """Whether another writer started under the same transactional id. This is assumed for an error that the client
+        loses, because nearly all such errors have this cause."""
         super().__init__(f"{call} of {transactional_id}: {self.reason}")
 
     @property
@@ -82,11 +82,11 @@ class Transaction:
             self._sender.check()
 
     def offset_of(self, delivery: Delivery) -> int:
-        """Return the offset of an acknowledged record. Raises TransactionFailed if the broker did not tell it."""
+        """Return the offset of an acknowledged record. Raises TransactionFailed if it is not known."""
         try:
             return delivery.offset
         except DeliveryError as unknown:
-            # Brokers answer so to a record that was sent twice; the transaction may be made again.
+            # Brokers leave out the offset of a record that was sent twice; the transaction may be repeated.
             error = KafkaError(KafkaError.DUPLICATE_SEQUENCE_NUMBER, str(unknown))
             raise TransactionFailed("send", error, self._producer.transactional_id) from unknown
 
@@ -132,7 +132,7 @@ class TransactionalProducer:
 
     @contextmanager
     def failing(self, call: str) -> Iterator[None]:
-        """Raise an error of the block as the TransactionFailed of a call."""
+        """Convert an error of the block into a TransactionFailed that names the call."""
         try:
             yield
         except SendFailed as failed:
@@ -149,8 +149,8 @@ class TransactionalProducer:
             raise TransactionFailed(call, str(lost), self.transactional_id) from lost
 
     def _refusal_of_purge(self, topics: Iterable[str]) -> str | None:
-        """Say which permission is missing, if the client purged records to `topics` because of one. It tells the reason
-        only to a further call, such as one that would begin another transaction, and not the topic."""
+        """Say which permission is missing, if the client purged records to `topics` for lack of one. The client reports
+        the reason only for a further call, such as the start of another transaction, and does not name the topic."""
         try:
             self.client.begin_transaction()
         except KafkaException as exception:
@@ -167,8 +167,8 @@ class TransactionalProducer:
     def transaction(self, *, commit: bool = True) -> Iterator[Transaction]:
         """Commit the records that the block sends, or, without `commit` or on any exception, abort them.
 
-        Raises TransactionFailed, after an abort if one is possible, and Stalled if nothing was aborted: the next start
-        under the id aborts it.
+        Raises TransactionFailed, after an abort if one is possible, and Stalled if nothing was aborted; the next start
+        under the id then aborts the transaction.
         """
         # A new sender, so that delivery reports of an aborted transaction do not count.
         transaction = Transaction(self, Sender(self.client, transactional=True))
@@ -202,11 +202,11 @@ class TransactionalProducer:
         self.call(lambda client, timeout_s: client.commit_transaction(timeout_s), "commit_transaction", may_abort=False)
 
     def _abort_after(self, failed: TransactionFailed) -> None:
-        """Abort; raises the error of a failed abort, which is more specific: it reports fencing."""
+        """Abort; raises the error of a failed abort, which is more specific because it reports fencing."""
         try:
             self._abort()
         except TransactionFailed as unaborted:
-            # A coordinator knows nothing of a transaction whose first partition was refused.
+            # The coordinator does not know a transaction whose first partition was refused.
             if not (failed.refused and unaborted.decision is Decision.RENEW):
                 raise
 
@@ -227,11 +227,11 @@ class TransactionalProducer:
         may_abort: bool = True,
         for_s: float | None = None,
     ) -> None:
-        """Call until it returns, and repeat the call after a retriable error. `may_abort` is false for a call, such
-        as a commit, that may be complete after a timeout; it raises Stalled after `for_s`.
+        """Run `call`, and repeat it after a retriable error. `may_abort` is false for a call that may be complete after
+        a timeout, such as a commit; such a call raises Stalled after `for_s`.
 
-        It calls at least twice: a zombie may have been stopped during the first call, and learns of its fencing from
-        the second.
+        A failing call runs at least twice, because a zombie may have been suspended during the first call and learns
+        only from the second that it was fenced.
         """
         for_s = self._retry_for_s if for_s is None else for_s
         deadline = time.monotonic() + for_s
@@ -259,5 +259,5 @@ class TransactionalProducer:
             event(logger, "queue_not_emptied", level=logging.WARNING, error=str(error))
 
     def close(self) -> None:
-        """End the thread of its calls."""
+        """End the thread that runs the calls."""
         self._calls.close()

@@ -1,4 +1,4 @@
-"""Requests to a schema registry, through the client that comes with confluent-kafka, and what their errors mean."""
+"""Makes requests to a schema registry with confluent-kafka's client, and converts its errors into this project's."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
     from confluent_kafka.schema_registry import Schema as RegistrySchema
 
 COMPATIBILITY = "BACKWARD_TRANSITIVE"
-"""Our readers resolve every older schema."""
+"""Compatibility level of our subjects: our readers resolve every older schema."""
 _DENIED = (401, 403)
 _REFUSED = (409, 422)
 
 
 class RegistryClient(Closing):
-    """A registry, asked and told about our subjects. Every method raises RegistryUnavailable and SchemaRefused."""
+    """Finds and registers the schemas of our subjects. Every method may raise RegistryUnavailable or SchemaRefused."""
 
     def __init__(self, config: RegistryConfig, timeout_s: float | None = None) -> None:
-        """`timeout_s` replaces that of the settings. Raises ConfigurationError if the registry's client is not
-        installed, or does not take the settings."""
+        """`timeout_s` replaces the timeout in the settings. Raises ConfigurationError if the registry's client is not
+        installed or rejects the settings."""
         try:
             from confluent_kafka.schema_registry import SchemaRegistryClient
         except ImportError as error:
             raise ConfigurationError(
-                f"kafka.registry.url is set, and its client is not installed ({brief(error)}): "
+                f"kafka.registry.url is set, but the registry's client is not installed ({brief(error)}): "
                 "pip install 'rollstream[registry]'"
             ) from error
         self.url = config.url
@@ -64,7 +64,7 @@ class RegistryClient(Closing):
         return schema_id
 
     def missing(self, subject: Subject) -> tuple[Schema, ...]:
-        """Return the newest schemas of a subject, from the first that the registry does not hold; oldest first."""
+        """Return the schemas of a subject that are newer than every one in the registry, oldest first."""
         versions = subject.versions
         for i in range(len(versions), 0, -1):
             if self._find(subject, versions[i - 1]) is not None:
@@ -72,13 +72,13 @@ class RegistryClient(Closing):
         return versions
 
     def register(self, subject: Subject) -> tuple[Schema, ...]:
-        """Register what is `missing`, and return it; writes nothing if nothing is."""
+        """Register the `missing` schemas and return them; writes nothing if none are missing."""
         missing = self.missing(subject)
         with self._errors(f"registering {subject.name}"):
             for schema in missing:
                 self._client.register_schema(subject.name, _for_client(schema))
                 if schema is missing[0]:
-                    # A registry may know no settings of a subject without schemas.
+                    # Not earlier: a registry may reject settings for a subject that has no schemas.
                     self._set_compatibility(subject)
         return missing
 
@@ -88,7 +88,7 @@ class RegistryClient(Closing):
         try:
             self._client.set_compatibility(subject.name, COMPATIBILITY)
         except SchemaRegistryError as error:
-            # Not every registry has levels of subjects, or lets every writer set them: then its own level holds.
+            # Some registries have no levels per subject, or let only some users set them; their global level applies.
             if error.http_status_code >= 500:
                 raise
 
@@ -99,12 +99,12 @@ class RegistryClient(Closing):
             try:
                 schema_id = self._client.lookup_schema(subject.name, _for_client(schema)).schema_id
             except SchemaRegistryError as error:
-                # Another address than that of a registry answers 404 with no code of a registry's.
+                # A server that is not a registry answers 404 without a registry's error code.
                 if error.http_status_code == 404 and error.error_code // 100 == 404:
                     return None
                 raise
         if schema_id is None:
-            raise RegistryUnavailable(f"the registry at {self.url} gives {subject.name} no id")
+            raise RegistryUnavailable(f"the registry at {self.url} returned no id for {subject.name}")
         return schema_id
 
     @contextmanager
@@ -119,28 +119,28 @@ class RegistryClient(Closing):
             if error.http_status_code in _DENIED:
                 raise SchemaRefused(
                     f"{doing}: the registry at {self.url} refuses this client ({error.http_status_code}); check "
-                    "kafka.registry.username and password, and its access rules"
+                    "kafka.registry.username and password, and the registry's access rules"
                 ) from error
             if error.http_status_code in _REFUSED:
                 raise SchemaRefused(
                     f"{doing}: the registry at {self.url} refuses the schema ({brief(error)}); another release or "
-                    "program registered one that does not go with it: give the subject back, or another run a name"
+                    "program registered an incompatible one: delete it there, or start a run with another name"
                 ) from error
             raise RegistryUnavailable(f"{doing}: the registry at {self.url} answers {brief(error)}") from error
-        except Exception as error:  # the errors of its HTTP client have no base of their own, and it parses what comes
+        except Exception as error:  # HTTP errors share no base class, and parsing the answer may fail anywhere
             raise RegistryUnavailable(
                 f"{doing}: no registry answers at {self.url} ({brief(error)}); {_remedy(str(error))}"
             ) from error
 
 
 def _remedy(error: str) -> str:
-    """Return what helps against an error of a connection, by OpenSSL's words for those of certificates."""
+    """Return the remedy for a connection error; errors of certificates are recognized by OpenSSL's words."""
     words = error.lower()
     if "certificate verify failed" in words:
-        return "name the authority of its certificate in kafka.registry.ca, or check the host in kafka.registry.url"
+        return "name the file of its authority in kafka.registry.ca, or check the host in kafka.registry.url"
     if "certificate required" in words or "handshake failure" in words:
-        return "it asks for a certificate of this client: name it, and its key, in kafka.registry.certificate"
-    return "start it, or check kafka.registry.url"
+        return "it requires a client certificate: name the file with certificate and key in kafka.registry.certificate"
+    return "start the registry, or check kafka.registry.url"
 
 
 def _for_client(schema: Schema) -> "RegistrySchema":

@@ -1,7 +1,7 @@
-"""Ids of our schemas in a registry, for writers: asked for once, and never in a record's way while there is no answer.
+"""Ids of our schemas in a registry, for writers. Each id is requested once, and a missing answer delays no record.
 
-A writer that has no id yet writes the record without one, which every reader of rollstream takes; the registry is asked
-again in the background. So a registry that is away neither stops a process nor loses a record.
+A writer that has no id yet writes the record without one, which every reader of rollstream accepts; the id is requested
+again in the background. An unavailable registry therefore neither stops a process nor loses a record.
 """
 
 import logging
@@ -32,18 +32,18 @@ class SchemaIds:
         self._client = RegistryClient(config)
         self._ids: dict[_Key, int] = {}
         self._wanted: dict[_Key, Subject] = {}
-        """Ids that the background asks for."""
+        """Ids that the background thread requests."""
         self._unanswered: set[_Key] = set()
-        """Ids that records were written without."""
+        """Ids that were not known when a record needed them."""
         self._away = False
         self._lock = threading.Lock()
         self._asking: threading.Thread | None = None
 
     def framed(self, topic: str, value: bytes) -> bytes:
-        """Return a value as it is to be written to a topic: a record of the topic with its id, if that is known.
+        """Return a value as it is written to a topic: a record of the topic with the id of its schema, if it is known.
 
-        Raises SchemaRefused if this process has no id yet, and the registry answers that it does not hold the schema or
-        refuses the client: then the run is not set up.
+        Raises SchemaRefused if this process has no id yet and the registry lacks the schema or refuses the client; the
+        run is then not set up.
         """
         frame = frame_of(value)
         known = self._ids.get((topic, frame[len(MAGIC) : HEADER_SIZE]))
@@ -91,7 +91,7 @@ class SchemaIds:
         )
 
     def _want_all(self, topic: str) -> None:
-        """Ask in the background for all that this run may need later, while the registry is there."""
+        """Request all ids that this run may need later, in the background while the registry is available."""
         run, _name = run_and_name(topic) or ("", "")
         for subject in subjects_of(self._config, run):
             self._want((subject.topic, subject.versions[-1].fingerprint), subject)

@@ -1,4 +1,4 @@
-"""A producer whose records carry the ids of their schemas in a registry; senders know nothing of it."""
+"""A producer whose records carry the ids of their schemas in a registry; senders need not know about it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,7 @@ from rollstream.topics.kafka.registry.ids import SchemaIds, schema_ids
 
 
 class RegistryProducer(NamedProducer):
-    """A client that puts every record of ours behind its id, at the last place before the wire."""
+    """A producer that puts the id of its schema before each of our records, just before the record is sent."""
 
     def __init__(self, settings: dict[str, Any], ids: SchemaIds) -> None:
         super().__init__(settings)

@@ -1,7 +1,8 @@
 """Subjects of a schema registry for the record types of our topics, and the schemas under them.
 
-A registered schema is the packaged one after a field `frame_header`: the ten bytes that begin Avro's single-object
-encoding. So a value behind a registry's five bytes is our frame, unchanged, and stock clients read it, too.
+A registered schema is the packaged schema with one more field in front, `frame_header`: the ten bytes that begin Avro's
+single-object encoding. The value after a registry's five bytes is thus our unchanged frame, and stock clients can read
+it.
 """
 
 import json
@@ -12,7 +13,7 @@ from rollstream.topics.codec import HEADER_SIZE, MAGIC, Schema, schemas
 from rollstream.topics.config import RegistryConfig
 
 FRAME_HEADER = "frame_header"
-"""Name of the field that registered schemas have before ours."""
+"""Name of the field that registered schemas have before our own fields."""
 
 
 class Subject(NamedTuple):
@@ -53,7 +54,7 @@ def registered_text(schema: Schema) -> str:
     header = {
         "name": FRAME_HEADER,
         "type": {"type": "fixed", "name": "FrameHeader", "namespace": "rollstream", "size": HEADER_SIZE},
-        # Avro writes the default of bytes as characters of the same numbers.
+        # Avro writes the default of bytes as a string with one character for each byte.
         "default": (MAGIC + schema.fingerprint).decode("latin-1"),
         "doc": "Header of Avro's single-object encoding: C3 01 and the fingerprint of the schema of the other fields. "
         "Readers of rollstream go by it; writers leave it at its default.",

@@ -26,7 +26,7 @@ def test_a_sound_record_is_decoded_and_nothing_is_said(caplog: pytest.LogCapture
 @pytest.mark.parametrize(
     ("bad", "why"),
     [
-        (message(None), "a tombstone, where a record belongs"),
+        (message(None), "a tombstone instead of a record"),
         (message(None, readable=False), "cannot be decompressed"),
         (message(b"junk"), "not an Avro single-object frame"),
         (message(encode(MARK)[:-1]), "bytes do not parse as Mark"),
@@ -56,7 +56,7 @@ def test_records_are_those_that_can_be_read() -> None:
     skipped = SkippedRecords()
     messages = [message(encode(MARK), 0), message(None, 1), message(encode(MARK), 2)]
     assert [m.offset for m, _mark in skipped.records(Mark, messages)] == [0, 2]
-    assert skipped.first == [Skipped("exp.steps", 2, 1, "a tombstone, where a record belongs")]
+    assert skipped.first == [Skipped("exp.steps", 2, 1, "a tombstone instead of a record")]
 
 
 def test_a_sound_record_that_makes_no_sense_is_passed_over_too() -> None:
@@ -82,8 +82,8 @@ def test_what_several_readers_passed_over_is_told_by_topic_with_the_first(caplog
     here.merge(there)
     assert here.total == 3
     assert here.lines() == [
-        "passed over 1 of exp.control, the first: exp.control[0] offset 3: odd",
-        "passed over 2 of exp.steps, the first: exp.steps[2] offset 8: early",
+        "skipped 1 of the records of exp.control, the first: exp.control[0] offset 3: odd",
+        "skipped 2 of the records of exp.steps, the first: exp.steps[2] offset 8: early",
     ]
     assert here.as_dict()["exp.steps"] == {
         "records": 2,
