@@ -1,6 +1,6 @@
-"""Metadata of the committed offsets of `unlabelled`: outcomes of labeling up to that position.
+"""Metadata of the committed offsets of `unlabelled`: outcomes of labeling up to each offset.
 
-Offset and metadata are committed with the labeled records. Workers and tools read how far labeling is from them.
+Offset and metadata are committed with the labeled records. Workers and tools read the progress of labeling from them.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rollstream.topics.kafka.records import GroupPosition
 
 @dataclass(frozen=True, kw_only=True)
 class LabelingProgress:
-    """Counts committed with the position of a partition: the outcomes of its records below that position."""
+    """Counts committed with the position of a partition: outcomes of the partition's records below that position."""
 
     topic_id: str
     """Id of the topic the position belongs to."""
@@ -28,9 +28,9 @@ class LabelingProgress:
 
     @classmethod
     def decode(cls, committed: GroupPosition) -> "LabelingProgress":
-        """Decode the metadata of a committed offset; metadata without counts start counting at that offset."""
+        """Decode the metadata of a committed offset; if they contain no counts, counting starts at that offset."""
         topic_id, *numbers = committed.metadata.split(" ")
-        # Releases before `written` committed four numbers.
+        # Releases that did not know `written` committed four numbers.
         if len(numbers) not in (4, 5) or not all(number.isascii() and number.isdecimal() for number in numbers):
             return cls(topic_id=topic_id, since=max(committed.offset, 0))
         since, labeled, left_out, dead_lettered, written = map(int, (*numbers, "0")[:5])

@@ -1,4 +1,4 @@
-"""Structured logs on stderr for every role: one JSON object a line, an event and its fields.
+"""Structured logs on stderr for every role: one JSON object per line, with an event and its fields.
 
 A command calls `setup` once; libraries only call `event`.
 """
@@ -29,7 +29,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def setup(level: str = "info") -> None:
-    """Write our logs, and what libraries log or warn of, to stderr as JSON lines."""
+    """Write our logs, and the logs and warnings of libraries, to stderr as JSON lines."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)

@@ -1,7 +1,7 @@
-"""The catalogue of served metrics: name, kind, unit, labels and meaning of everything at /metrics, by role.
+"""The catalogue of served metrics: name, kind, unit, labels and meaning of every metric at /metrics, by role.
 
-Dashboards, alert rules and a table of the docs are made from it. An entry says under which name a metric of the topic
-`metrics` is served; a name with neither an entry nor a reason in `NOT_SERVED` fails tests.
+Dashboards, alert rules and a table of the docs are made from it. An entry gives the name under which a metric of the
+topic `metrics` is served; tests fail for a name with neither an entry nor a reason in `NOT_SERVED`.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from rollstream.topics.metric_specs import time_of_change as _changed
 COMMON = ("run", "process")
 """Labels of every metric at a service port: the run, and the process within it, such as group-0."""
 SUBJECTS = ("partition", "environment")
-"""Labels of the records of topic `metrics` that name what the record is about."""
+"""Labels that name the subject of a record of topic `metrics`."""
 LATENCIES_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0)
 """Upper bounds of the buckets of histograms."""
 
@@ -39,33 +39,33 @@ _PROCESS = (
     MetricSpec(
         name="rollstream_info",
         roles=SERVING_ROLES,
-        help="1; says which role and version runs.",
+        help="Always 1; the labels name the role and version that run.",
         labels=("role", "version"),
     ),
     MetricSpec(name="rollstream_ready", roles=SERVING_ROLES, help="1 while the process takes work, else 0."),
     MetricSpec(
         name="rollstream_loop_age_seconds",
         roles=SERVING_ROLES,
-        help="Time since a loop of the process last turned.",
+        help="Time since the last iteration of a loop of the process.",
         unit="seconds",
         labels=("loop",),
     ),
     MetricSpec(
         name="rollstream_uncatalogued_metrics",
         roles=SERVING_ROLES,
-        help="Names of metrics that the catalogue lacks; 0.",
+        help="Number of metrics that the catalogue lacks; expected to be 0.",
     ),
     MetricSpec(
         name="rollstream_traces_spans_total",
         roles=SERVING_ROLES,
-        help="Spans that the collector took.",
+        help="Spans that the collector accepted.",
         kind="counter",
         when="traces.endpoint is set",
     ),
     MetricSpec(
         name="rollstream_traces_lost_total",
         roles=SERVING_ROLES,
-        help="Spans that were lost because the collector was slow or away.",
+        help="Spans that were lost because the collector was slow or unavailable.",
         kind="counter",
         when="traces.endpoint is set",
     ),
@@ -94,7 +94,7 @@ _GROUPING = (
         {
             "position": "Next offset of `rollouts` that the task reads.",
             "lag": "Records of `rollouts` between the task's position and the end of the log.",
-            "in_flight": "Rollouts read and not yet finished, which are in open groups or wait for a batch.",
+            "in_flight": "Rollouts read and not yet finished; they are in open groups or wait for a batch.",
             "open_groups": "Groups that are not complete.",
             "held_bytes": "Bytes of rollouts in flight.",
             "policy_version": "Newest policy version that the task knows, -1 before the first.",
@@ -117,9 +117,9 @@ _GROUPING = (
         "grouping",
         {
             "restore_journal_read": "Journal records read by the restore in progress.",
-            "restore_journal_to_read": "Journal records that the restore reads in all.",
+            "restore_journal_to_read": "Journal records that the restore reads in total.",
             "restore_records_read": "Rollouts read by the restore in progress.",
-            "restore_records_to_read": "Rollouts that the restore reads in all.",
+            "restore_records_to_read": "Rollouts that the restore reads in total.",
             "restore_seconds": "Time that the restore has taken so far.",
         },
         labels=("partition",),
@@ -129,7 +129,7 @@ _GROUPING = (
     MetricSpec(
         name="rollstream_grouping_rollouts_total",
         roles=("group",),
-        help="Records of `rollouts` by what became of them, since the run began.",
+        help="Records of `rollouts` by fate and reason, since the run began.",
         kind="counter",
         unit="rollouts",
         labels=("partition", "fate", "reason"),
@@ -148,12 +148,12 @@ _GROUPING = (
         {
             "transactions_total": "Transactions committed.",
             "batches_total": "Batches committed.",
-            "batched_total": "Rollouts in these batches.",
+            "batched_total": "Rollouts in committed batches.",
             "dropped_total": "Rollouts dropped.",
             "dead_lettered_total": "Records that went to `dead-letters`.",
             "finished_groups_total": "Groups finished.",
             "records_skipped_total": "Records of `policies` and the journal that could not be read.",
-            "settings_ignored": "Settings that differ from those of the log, which count.",
+            "settings_ignored": "Settings of the process that are ignored because the settings on the log differ.",
             "partitions": "Partitions that the process works on.",
             "partitions_restoring": "Partitions whose task is being restored.",
         },
@@ -163,8 +163,8 @@ _GROUPING = (
         "group",
         "grouping",
         {
-            "shift_length": "Shift of the mean length by lost rollouts, in standard deviations of those produced.",
-            "shift_reward": "Shift of the mean reward by lost rollouts, in standard deviations of those produced.",
+            "shift_length": "Shift of the mean length by lost rollouts, in standard deviations over produced rollouts.",
+            "shift_reward": "Shift of the mean reward by lost rollouts, in standard deviations over produced rollouts.",
             "produced_rollouts": "Rollouts of the environment that were read.",
             "batched_rollouts": "Rollouts of the environment in batches.",
             "without_gradient_rollouts": "Rollouts dropped because they would have changed no parameter.",
@@ -188,8 +188,10 @@ _LABELING = _rows(
 )
 
 _LEARNING = (
-    *_rows("learn", "learner", {"step": "Newest step on record.", "policy_version": "Policy version of that step."}),
-    _changed("learn", "learner_step_timestamp_seconds", "step", "When the newest step went on record."),
+    *_rows(
+        "learn", "learner", {"step": "Newest step on record.", "policy_version": "Policy version of the newest step."}
+    ),
+    _changed("learn", "learner_step_timestamp_seconds", "step", "Time at which the newest step was recorded."),
     *_rows(
         "learn",
         "learner",
@@ -210,21 +212,21 @@ _LEARNING = (
         {
             "entropy/mean": "Entropy of the policy on the newest step.",
             "mismatch_kl/mean": "Divergence of the learner's log-probabilities from the sampler's.",
-            "mismatch_log_ratio/mean": "Mean of log-probability of the learner minus that of the sampler.",
+            "mismatch_log_ratio/mean": "Mean of the learner's log-probability minus the sampler's.",
             "clip_ratio/low_mean": "Share of tokens below the lower bound of the loss.",
             "clip_ratio/high_mean": "Share of tokens above the upper bound of the loss.",
             "clip_ratio/cap_mean": "Share of tokens above learner.loss.ratio_cap with a negative advantage.",
             "optim/grad_norm": "Norm of the gradient before clipping.",
             "trained/reward": "Mean reward of the rollouts trained on.",
-            "trained/reward_std": "Standard deviation of that reward.",
-            "trained/completions/mean_length": "Mean length of their answers.",
-            "trained/completions/clipped_ratio": "Share of them that were truncated.",
+            "trained/reward_std": "Standard deviation of the rewards of the rollouts trained on.",
+            "trained/completions/mean_length": "Mean length of the answers trained on.",
+            "trained/completions/clipped_ratio": "Share of the answers trained on that were truncated.",
             "trained/rollouts": "Rollouts of the newest step.",
             "off_policy/staleness": "Mean age of the rollouts trained on.",
-            "off_policy/reused": "Share of them that had been trained on before.",
-            "perf/throughput": "Tokens a second, over everything.",
-            "perf/device_throughput": "The same of each device.",
-            "perf/device_flops": "Arithmetic a second that the model needs of each device, without attention's scores.",
+            "off_policy/reused": "Share of the rollouts trained on that had been trained on before.",
+            "perf/throughput": "Tokens per second over the whole duration of a step, of all devices.",
+            "perf/device_throughput": "Tokens per second over the whole duration of a step, of each device.",
+            "perf/device_flops": "Operations per second that the model needs on each device, without attention scores.",
         },
         when="a step was trained",
         units={
@@ -238,7 +240,7 @@ _LEARNING = (
     *_rows(
         "learn",
         "learner",
-        {"time/*": "Time of a stage of the newest step; load and broadcast_weights are hidden behind training."},
+        {"time/*": "Time of a stage of the newest step; load and broadcast_weights overlap with training."},
         labels=("stage",),
         names={"time/*": "stage_seconds"},
     ),
@@ -252,11 +254,11 @@ _LEARNING = (
             "rejection/token_mean": "Share of tokens masked by learner.loss.reject_token.",
             "rejection/sequence_mean": "Share of tokens masked by learner.loss.reject_sequence.",
             "rejection/geometric_mean": "Share of tokens masked by learner.loss.reject_geometric.",
-            "distillation/kl_mean": "Mean log-probability of the learner less that of learner.teacher.",
+            "distillation/kl_mean": "Mean of the learner's log-probability minus that of learner.teacher.",
             "sequence_mask/masked_mean": "Share of tokens masked by learner.loss.sequence_mask_limit.",
             "kl/mean": "Divergence from the reference policy.",
         },
-        when="the loss has it",
+        when="the loss computes it",
     ),
     *_rows(
         "learn",
@@ -269,10 +271,10 @@ _LEARNING = (
         "learn",
         "learner",
         {
-            "replay/difference": "Relative difference of the newest step, executed again, from its record.",
-            "perf/mfu": "Share of the stated peak of each device that this arithmetic is.",
+            "replay/difference": "Relative difference between the newest step, executed again, and its record.",
+            "perf/mfu": "Operations per second on each device, as a share of the device's stated peak.",
         },
-        when="the step has other bits than on record, or the device states a peak",
+        when="the step differs from its record, or the peak of the device is known",
     ),
     *_rows(
         "learn",
@@ -291,14 +293,14 @@ _PRODUCING = (
         {
             "groups_total": "Groups begun.",
             "rollouts_total": "Rollouts sent.",
-            "tokens_total": "Tokens sampled for them.",
+            "tokens_total": "Tokens sampled for the rollouts sent.",
             "cancelled_total": "Rollouts cancelled on the log.",
             "failed_total": "Rollouts that failed.",
-            "capacity_wait_seconds_total": "Time in which no group could begin for want of room.",
-            "waiting_for_capacity": "1 while no group can begin for want of room.",
+            "capacity_wait_seconds_total": "Time in which no group could begin because there was no room.",
+            "waiting_for_capacity": "1 while no group can begin because there is no room, else 0.",
             "groups_in_flight": "Groups being played.",
             "reward_mean": "Mean reward of the rollouts sent.",
-            "policy_version": "Newest policy version that a server named, -1 before the first.",
+            "policy_version": "Newest policy version that a server reported, -1 before the first.",
             "outstanding": "Rollouts of all workers on their way to the learner, as this worker sees them.",
             "mine_unseen": "Rollouts of this worker that grouping has not read.",
             "records_skipped_total": "Records that could not be read.",
@@ -311,10 +313,10 @@ _PRODUCING = (
         "gateway",
         {
             "requests_total": "Requests for model calls.",
-            "calls_total": "Calls put on the log.",
+            "calls_total": "Model calls written to the log.",
             "errors_total": "Requests answered with an error.",
             "open_sessions": "Sessions that are open.",
-            "policy_version": "Newest policy version that a server named, -1 before the first.",
+            "policy_version": "Newest policy version that a server reported, -1 before the first.",
         },
     ),
     *_rows(
@@ -343,7 +345,7 @@ _SERVING = (
             "completion_tokens_total": "Tokens sampled.",
             "generate_seconds_total": "Time in the decoder.",
             "weight_swaps_total": "Policy versions loaded.",
-            "policy_version": "Policy version that samples, -1 before the first.",
+            "policy_version": "Policy version in use for sampling, -1 before the first.",
             "waiting_requests": "Requests that wait for a slot.",
             "admitted_requests": "Requests admitted and not yet answered.",
             "decoding_rows": "Sequences being sampled.",
@@ -355,7 +357,7 @@ _SERVING = (
         "infer",
         "inference_version_timestamp_seconds",
         "policy_version",
-        "When the policy version that samples was loaded.",
+        "Time at which the policy version in use for sampling was loaded.",
     ),
     *_rows(
         "serve-weights",
@@ -365,7 +367,7 @@ _SERVING = (
             "serving_replicas": "Engines that sample with a version of the run.",
             "drained_replicas": "Engines that are drained for an update.",
             "unreachable_replicas": "Engines that do not answer.",
-            "policy_version": "Lowest policy version of an engine that serves, -1 before the first.",
+            "policy_version": "Lowest policy version among the serving engines, -1 before the first.",
             "newest_version": "Newest policy version that is ready for engines, -1 before the first.",
             "weight_swaps_total": "Versions loaded by engines.",
             "failed_updates_total": "Updates that failed.",
@@ -376,7 +378,7 @@ _SERVING = (
         "serve-weights",
         "serving_version_timestamp_seconds",
         "policy_version",
-        "When the lowest version of the engines last changed.",
+        "Time at which the lowest version of the engines last changed.",
     ),
 )
 
@@ -386,7 +388,7 @@ _EVALUATING = (
         "evaluation",
         {
             "evaluations_total": "Evaluations finished.",
-            "prompts_total": "Prompts answered in them.",
+            "prompts_total": "Prompts answered in finished evaluations.",
             "failed_total": "Evaluations that failed.",
             "policy_version": "Version evaluated last, -1 before the first.",
         },
@@ -419,7 +421,7 @@ _EVALUATING = (
     ),
 )
 
-_STALLED = {"stalled": "Whether no step came for long; the event run_stalled names the stage."}
+_STALLED = {"stalled": "1 if no step was made for long, else 0; the event run_stalled names the stage."}
 _SUPERVISING = (
     *_rows(
         "run",
@@ -439,15 +441,15 @@ CATALOGUE_OF_METRICS: tuple[MetricSpec, ...] = (
 )
 
 NOT_SERVED: Mapping[str, str] = {
-    "*_per_s": "rate() of the total says the same",
-    "running": "`up` says the same",
-    "commit_seconds_*": "rollstream_transaction_seconds says more",
-    "*_mean_length": "by environment and kind; the shifts are made of them",
-    "*_mean_reward": "by environment and kind; the shifts are made of them",
+    "*_per_s": "rate() of the total gives the same",
+    "running": "`up` gives the same",
+    "commit_seconds_*": "rollstream_transaction_seconds gives more",
+    "*_mean_length": "by environment and kind; the shifts are computed from them",
+    "*_mean_reward": "by environment and kind; the shifts are computed from them",
 }
 """Names on topic `metrics` that are not served, and why. A sum over partitions is not served either."""
 SUMS = ("lag", "in_flight", "open_groups", "held_bytes")
-"""Names that a grouping process also reports without a partition, as sums: of served metrics, Prometheus makes them."""
+"""Names that a grouping process also reports without a partition, as sums; Prometheus can sum the served metrics."""
 
 
 def of_role(role: str) -> tuple[MetricSpec, ...]:

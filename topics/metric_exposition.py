@@ -13,7 +13,7 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_1_0_0
 
 
 def text_of(role: str, figures: Mapping[str, float]) -> bytes:
-    """Return the metrics of a role from its figures alone, for a role that has a port of its own."""
+    """Return the metrics of a role from its figures alone, for a role that serves them at its own port."""
     values = MetricValues()
     values.record(role, figures)
     return Exposition((spec for spec in of_role(role) if spec.source and not spec.change), values, {}).text()
@@ -30,7 +30,7 @@ class Exposition:
         *,
         process: bool = False,
     ) -> None:
-        """`labels` go on every sample; `process` adds memory, processor time and open files of the process."""
+        """`labels` are added to every sample; `process` adds memory, processor time and open files of the process."""
         self._specs, self._values, self._labels = tuple(specs), values, labels
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -38,7 +38,7 @@ class Exposition:
             ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
-        """Return all values now."""
+        """Return the present values of all metrics as text."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

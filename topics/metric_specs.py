@@ -1,4 +1,4 @@
-"""Entries of the catalogue of metrics: one served metric each, made alone or row by row."""
+"""Entries of the catalogue of metrics, one for each served metric, and functions that make several of them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,18 +13,18 @@ class MetricSpec:
     """One served metric."""
 
     name: str
-    """Name as Prometheus has it; of counters with `_total`."""
+    """Name in Prometheus; the name of a counter ends in `_total`."""
     roles: tuple[str, ...]
     """Roles that serve it."""
     help: str
     kind: Kind = "gauge"
     unit: str = ""
-    """seconds, bytes, rollouts, ...; empty for numbers without one."""
+    """seconds, bytes, rollouts, ...; empty for numbers without a unit."""
     labels: tuple[str, ...] = ()
-    """Labels beside `COMMON`."""
+    """Labels in addition to `COMMON`."""
     source: str = ""
-    """Name on topic `metrics`; `left_out/*` serves each name that begins so, with the rest as value of the last label.
-    Empty: the code sets it by the served name."""
+    """Name on topic `metrics`. `left_out/*` serves each name that begins with `left_out/`; the remainder of the name is
+    the value of the last label. Empty: the code sets the metric by its served name."""
     when: str = ""
     """When it is served, if not always."""
     change: bool = False
@@ -41,7 +41,10 @@ def metric_rows(
     units: Mapping[str, str] | None = None,
     names: Mapping[str, str] | None = None,
 ) -> Iterator[MetricSpec]:
-    """Metrics served as `rollstream_{prefix}_{source}`, or with `names`; what ends in `_total` is a counter."""
+    """Yield metrics that are served as `rollstream_{prefix}_{source}`, or with the name in `names`.
+
+    A metric whose name ends in `_total` is a counter.
+    """
     for source, meaning in rows.items():
         words = (names or {}).get(source, source.replace("/", "_").removesuffix("_*"))
         yield MetricSpec(

@@ -1,7 +1,7 @@
 """The newest values of this process's metrics, as they are served at /metrics.
 
-One object a process, as with logs. The metrics that a component writes to topic `metrics` arrive here, too, under the
-names of the catalogue. Any thread may write; nothing here raises or waits.
+There is one object per process, as with logs. The metrics that a component writes to topic `metrics` are kept here,
+too, under the names of the catalogue. Any thread may write; nothing here raises or waits.
 """
 
 import bisect
@@ -29,14 +29,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Distribution:
-    """Counts by bucket of a histogram, the last one beyond all bounds, and the sum of what was observed."""
+    """Counts by bucket of a histogram, of which the last is above all bounds, and the sum of the observed values."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES_S) + 1))
     total: float = 0.0
 
 
 class MetricValues:
-    """Values by metric and labels."""
+    """Values of metrics by name and labels."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         """`clock` returns seconds since the Unix epoch."""
@@ -46,10 +46,10 @@ class MetricValues:
         self._distributions: dict[str, Distribution] = {}
         self._sources: dict[tuple[str, str], float] = {}
         self.uncatalogued: set[str] = set()
-        """Names that were recorded and that the catalogue lacks."""
+        """Recorded names that the catalogue lacks."""
 
     def record(self, role: str, values: Mapping[str, float], labels: Mapping[str, str] | None = None) -> None:
-        """Take values as a component writes them to topic `metrics`."""
+        """Store values as a component writes them to topic `metrics`."""
         subject = {name: (labels or {})[name] for name in SUBJECTS if name in (labels or {})}
         with self._lock:
             for source, value in values.items():
@@ -69,12 +69,12 @@ class MetricValues:
             self._store(name, labels, value)
 
     def count(self, name: str, more: float = 1) -> None:
-        """Add to a counter without labels."""
+        """Add `more` to a counter without labels."""
         with self._lock:
             self._store(name, (), self._values.get(name, {}).get((), 0.0) + more)
 
     def observe(self, name: str, values: Iterable[float]) -> None:
-        """Add to a histogram."""
+        """Add values to a histogram."""
         with self._lock:
             distribution = self._distributions.setdefault(name, Distribution())
             for value in values:
@@ -82,7 +82,7 @@ class MetricValues:
                 distribution.total += value
 
     def keep(self, role: str, label: str, names: Collection[str]) -> None:
-        """Forget what a role has of other values of a label, such as partitions that it no longer works on."""
+        """Keep only the values of a role whose label is in `names`, for example its present partitions."""
         with self._lock:
             for spec in of_role(role):
                 if label in spec.labels:
@@ -96,7 +96,7 @@ class MetricValues:
             return dict(self._values.get(spec.name, {}))
 
     def distribution_of(self, spec: MetricSpec) -> Distribution:
-        """Return what a histogram has observed."""
+        """Return a copy of the distribution of a histogram."""
         with self._lock:
             seen = self._distributions.get(spec.name, Distribution())
             return Distribution(list(seen.counts), seen.total)
@@ -118,7 +118,7 @@ def _is_left_out(role: str, source: str, subject: tuple[str, ...]) -> bool:
 
 @cache
 def _specs(role: str, source: str, subject: tuple[str, ...]) -> tuple[tuple[MetricSpec, ...], tuple[str, ...]]:
-    """Return the entries of a source about such a subject, and the values of their further labels."""
+    """Return the entries of a source with these labels of the subject, and the values of their other labels."""
     entries = [spec for spec in CATALOGUE_OF_METRICS if role in spec.roles and spec.source]
     exact = tuple(spec for spec in entries if spec.source == source and spec.labels == subject)
     if exact:
@@ -131,4 +131,4 @@ def _specs(role: str, source: str, subject: tuple[str, ...]) -> tuple[tuple[Metr
 
 
 VALUES = MetricValues()
-"""Those of this process."""
+"""The values of this process."""

@@ -30,7 +30,7 @@ class MetricsWriter:
         """`role` is the command that runs the component, such as env or infer."""
         self._component, self._role = component, role
         self._topic = topic_name(run, "metrics")
-        # One acknowledgement, no idempotence and a small queue: the next record replaces these metrics.
+        # One acknowledgement, no idempotence and a small queue suffice, because the next record replaces these metrics.
         producer = clients.producer(
             kafka,
             **{
@@ -59,7 +59,7 @@ class MetricsWriter:
             self._lose(str(error))
 
     def close(self, timeout_s: float = 1.0) -> None:
-        """Wait up to `timeout_s` for the metrics sent."""
+        """Wait up to `timeout_s` for the delivery of the metrics sent."""
         self._sender.waiting(timeout_s)
 
     def _lose(self, why: str) -> None:

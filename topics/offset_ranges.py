@@ -27,10 +27,12 @@ class OffsetRange(NamedTuple):
         """
         match = _RANGE.fullmatch(text)
         if match is None:
-            raise ConfigurationError(f"{text!r} is no range of offsets; write PARTITION:FIRST-LAST, e.g. 0:1200-1450")
+            raise ConfigurationError(
+                f"{text!r} is not a range of offsets; write PARTITION:FIRST-LAST, e.g. 0:1200-1450"
+            )
         partition, first, last = (int(number) for number in (match[1], match[2], match[3] or match[2]))
         if first > last:
-            raise ConfigurationError(f"{text!r} is no range of offsets: it ends before it begins")
+            raise ConfigurationError(f"{text!r} is not a range of offsets: it ends before it begins")
         return cls(partition, first, last)
 
 

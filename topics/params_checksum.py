@@ -1,11 +1,12 @@
-"""A checksum of parameters that each device computes over the part it holds; this is its definition, with numpy.
+"""A checksum of parameters that each device computes over the part it holds; this module defines it with numpy.
 
 A tensor's checksum is four sums, modulo 2**32, over its words: each adds a hash of the word and its place. Sums may be
 taken in any order and in parts, so the result does not depend on how a tensor is sharded, and only sixteen bytes leave
 the devices. It is an additive multiset hash (Clarke et al. 2003, "Incremental Multiset Hash Functions and Their
 Application to Memory Integrity Checking") over pairs of place and word, with the mixer "lowbias32" (Wellons 2018,
-"Prospecting for Hash Functions"). A tensor that differs in one word always has another checksum; any other one has the
-same with a probability of about 2**-128. It finds faults, not forgeries: bytes that leave the learner have SHA-256.
+"Prospecting for Hash Functions"). A tensor that differs in one word always has another checksum; a tensor that
+differs more has the same checksum with a probability of about 2**-128. The checksum detects faults, not forgeries; the
+bytes that leave the learner are protected by SHA-256.
 """
 
 import hashlib
@@ -23,7 +24,7 @@ FACTORS = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F)
 """Odd, so that no two words have the same product."""
 OFFSETS = (0x9E3779B9, 0x85EBCA6B, 0xC2B2AE35, 0x165667B1)
 WORD_BYTES = (1, 2, 4)
-"""Sizes of values, each of which is one word; values of eight bytes are two, the low one first."""
+"""Sizes of values that form one word each; a value of eight bytes forms two words, the low word first."""
 _AT_ONCE = 1 << 18
 
 Words = Any
@@ -31,7 +32,7 @@ Words = Any
 
 
 def mix(words: Words) -> Words:
-    """Mix the bits of 32-bit words, one to one."""
+    """Mix the bits of 32-bit words; different words stay different."""
     words = words ^ (words >> 16)
     words = words * np.uint32(0x7FEB352D)
     words = words ^ (words >> 15)
@@ -60,7 +61,7 @@ def tensor_checksum(array: NDArray[Any]) -> tuple[int, ...]:
 
 
 def checksum_digest(tensors: Mapping[str, tuple[str, tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Return the digest of parameters from the dtype's name, shape and checksum of each, by name."""
+    """Return the digest of parameters, given the dtype name, shape and checksum of each by name."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
         dtype, shape, checksum = tensors[name]
@@ -77,7 +78,7 @@ def params_checksum(params: Mapping[str, Any]) -> str:
 
 
 def _words(array: NDArray[Any]) -> NDArray[Any]:
-    """The words of a tensor, in C order, as unsigned integers of up to four bytes."""
+    """Return the words of a tensor, in C order, as unsigned integers of up to four bytes."""
     if array.dtype.kind != "V":
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
     size = array.dtype.itemsize

@@ -1,8 +1,9 @@
-"""The digest that identifies parameters in memory: in manifests, and in the steps of trainers that are not ours.
+"""The digest that identifies parameters in memory, in manifests and in the steps of foreign trainers.
 
-It is a tree: shards of a tensor, tensors, the whole. So several threads read the bytes, once, and a change of a tensor
-leaves the digests of the others as they are. Earlier releases made digests in one pass over all bytes: these are
-recognised on record, and compared by that rule. The steps of our learner have the checksum of params_checksum.
+It is a tree of shards, tensors and the whole. Several threads can therefore read the bytes, each byte once, and a
+changed tensor leaves the digests of all other tensors unchanged. Earlier releases made digests in one pass over all
+bytes; recorded digests of that kind are recognised, and compared by the same rule. The steps of our learner have the
+checksum of params_checksum instead.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ from rollstream.topics.params_checksum import CHECKSUM, params_checksum
 TREE = ".tree"
 """Ending of digests made by the rule of this release."""
 SHARD_BYTES = 16 * 1024 * 1024
-"""Part of a tensor that one thread digests."""
+"""Size of the part of a tensor that one thread digests."""
 _WHOLE = re.compile("[0-9a-f]{64}")
 _THREADS = min(8, os.cpu_count() or 1)
 
@@ -33,11 +34,11 @@ class TensorDigest(NamedTuple):
     """Name of the dtype, as `dtype_name` gives it."""
     shape: tuple[int, ...]
     digest: str
-    """sha256 of the little-endian bytes, hexadecimal; over the digests of the shards if there are several."""
+    """sha256 of the little-endian bytes in hexadecimal, or of the digests of the shards if there are several."""
 
 
 def params_digest(params: Mapping[str, Any]) -> str:
-    """Digest of parameters: over each one's name, dtype, shape and bytes, whatever their order and memory layout."""
+    """Digest of parameters over their names, dtypes, shapes and bytes, whatever their order and memory layout."""
     return tree_digest(tensor_digests(params))
 
 
@@ -63,7 +64,7 @@ def tree_digest(tensors: Iterable[TensorDigest]) -> str:
 
 
 def bytes_digests(views: Iterable[memoryview]) -> list[str]:
-    """Digests of the bytes of tensors, in order: sha256, over the digests of the shards if there are several."""
+    """Digests of tensors, in order: sha256 of the bytes, or of the digests of the shards if there are several."""
     shards = [[view[at : at + SHARD_BYTES] for at in range(0, len(view), SHARD_BYTES)] or [view] for view in views]
     flat = [shard for group in shards for shard in group]
     if sum(map(len, flat)) < SHARD_BYTES or _THREADS == 1:
@@ -78,12 +79,12 @@ def bytes_digests(views: Iterable[memoryview]) -> list[str]:
 
 
 def digest_of_shards(digests: Sequence[bytes]) -> str:
-    """Digest of the bytes of a tensor from those of its shards, in order."""
+    """Digest of a tensor from the digests of its shards, in order."""
     return digests[0].hex() if len(digests) == 1 else hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def digest_as(recorded: str, params: Mapping[str, Any]) -> str:
-    """Digest of parameters by the rule of a digest on record, so that equal parameters have equal digests."""
+    """Digest of parameters by the rule that made a recorded digest, so that equal parameters have equal digests."""
     if recorded.endswith(CHECKSUM):
         return params_checksum(params)
     return whole_digest(params) if _WHOLE.fullmatch(recorded) else params_digest(params)

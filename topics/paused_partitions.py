@@ -1,6 +1,6 @@
-"""Partitions of `rollouts` that grouping leaves alone for a while, as the topic `control` records them.
+"""Paused partitions of `rollouts`, which grouping does not read for a while, as the topic `control` records them.
 
-A pause changes no batch: what lies in a paused partition is read later, as after a stop of the grouping process.
+A pause changes no batch: the records of a paused partition are read later, as after a stop of the grouping process.
 """
 
 import time
@@ -27,7 +27,7 @@ REASON_LIMIT = 300
 
 
 class PauseWatch(Closing):
-    """The paused partitions of a run, followed."""
+    """Follows the paused partitions of a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         """Read the present state; nothing is paused in a run without the topic `control`."""
@@ -37,14 +37,14 @@ class PauseWatch(Closing):
         self._follower: TopicFollower | None = None
         topic, start = topic_name(run, "control"), BEGINNING
         with suppress(TopicError):
-            # The follower starts behind what was read: a pause that is over would else come again for a moment.
+            # The follower starts after the records read here; otherwise a pause that is over would return for a moment.
             for message in read_to_end(kafka, topic):
                 note_paused(self.paused, message, self._skipped)
                 start = message.offset + 1
             self._follower = TopicFollower(kafka, {(topic, 0): start})
 
     def poll(self) -> None:
-        """Take in what was recorded since."""
+        """Process the records written since the last call."""
         for message in self._follower.poll(100, 0.0) if self._follower else ():
             note_paused(self.paused, message, self._skipped)
 
@@ -78,15 +78,15 @@ def note_paused(paused: dict[int, PausedPartition], message: KafkaRecord, skippe
 
 
 def pause(kafka: KafkaConfig, run: str, partition: int, reason: str) -> None:
-    """Record that grouping reads a partition no further. Raises ConfigurationError for one that does not exist, and
-    without a reason."""
+    """Record that grouping must stop reading a partition. Raises ConfigurationError if there is no such partition, or
+    if the reason is empty or too long."""
     if not 0 < len(reason.strip()) <= REASON_LIMIT:
         raise ConfigurationError(
             f"say why with --reason, in 1 to {REASON_LIMIT} characters: the next operator reads it"
         )
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if not 0 <= partition < partitions:
-        raise ConfigurationError(f"rollouts of run {run} has partitions 0 to {partitions - 1}, and no {partition}")
+        raise ConfigurationError(f"rollouts of run {run} has partitions 0 to {partitions - 1}, not {partition}")
     record = PausedPartition(partition=partition, reason=reason.strip(), wall_time=time.time())
     _write(kafka, run, partition, encode(record))
 
@@ -96,7 +96,7 @@ def resume(kafka: KafkaConfig, run: str, partition: int) -> None:
     paused = paused_partitions(kafka, run)
     if partition not in paused:
         names = ", ".join(map(str, sorted(paused))) or "none"
-        raise ConfigurationError(f"partition {partition} of run {run} is not paused; paused are: {names}")
+        raise ConfigurationError(f"partition {partition} of run {run} is not paused; paused partitions: {names}")
     _write(kafka, run, partition, None)
 
 

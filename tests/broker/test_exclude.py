@@ -189,7 +189,7 @@ def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) ->
     assert (reply["generation"], reply["rollouts"]) == (1, {})
     for words, text in (
         ((), "there is nothing to exclude"),
-        (("--offsets", "0-9"), "is no range of offsets; write PARTITION:FIRST-LAST"),
+        (("--offsets", "0-9"), "is not a range of offsets; write PARTITION:FIRST-LAST"),
         (("--offsets", "2:0-9"), "has partitions 0 to 1"),
     ):
         done = ran(run, "exclude", *words)

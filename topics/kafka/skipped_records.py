@@ -121,4 +121,7 @@ class SkippedRecords:
     def lines(self) -> list[str]:
         """Lines of text for people, one for each topic."""
         counts = sorted(self.counts.items())
-        return [f"skipped {count:,} of the records of {topic}, the first: {self._first_of[topic]}" for topic, count in counts]
+        return [
+            f"skipped {count:,} of the records of {topic}, the first: {self._first_of[topic]}"
+            for topic, count in counts
+        ]

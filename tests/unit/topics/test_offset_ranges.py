@@ -26,5 +26,5 @@ def test_a_range_is_parsed_from_partition_first_and_last(text: str, expected: tu
 
 @pytest.mark.parametrize("text", ["", "7", "0:", "0:9-3", "0:1-", "-1:2", "0:1-2-3", f"0:{'9' * 19}"])
 def test_anything_else_is_refused_as_no_range(text: str) -> None:
-    with pytest.raises(ConfigurationError, match="is no range of offsets"):
+    with pytest.raises(ConfigurationError, match="is not a range of offsets"):
         OffsetRange.parse(text)
