@@ -4,8 +4,8 @@ A tensor's checksum is four sums, modulo 2**32, over its words: each adds a hash
 taken in any order and in parts, so the result does not depend on how a tensor is sharded, and only sixteen bytes leave
 the devices. It is an additive multiset hash (Clarke et al. 2003, "Incremental Multiset Hash Functions and Their
 Application to Memory Integrity Checking") over pairs of place and word, with the mixer "lowbias32" (Wellons 2018,
-"Prospecting for Hash Functions"). A tensor that differs in one word always has another checksum; a tensor that
-differs more has the same checksum with a probability of about 2**-128. The checksum detects faults, not forgeries; the
+"Prospecting for Hash Functions"). A tensor that differs in one word always has another checksum; a tensor that differs
+in several has the same checksum with a probability of about 2**-128. The checksum detects faults, not forgeries; the
 bytes that leave the learner are protected by SHA-256.
 """
 

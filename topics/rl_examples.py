@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from rollstream.topics.records import BatchTokenArray, Bool, Float32, Int32, Int64, NamedArray, TrainingBatch
 
 REFERENCE = "reference_log_probs"
-"""Key in a rollout's token_arrays of the log-probabilities by a reference model."""
+"""Key, in a rollout's token_arrays, of the log-probabilities by a reference model."""
 WEIGHT_VERSION = "weight_version"
-"""Key in a rollout's token_arrays of the policy version that sampled each token, int64 [T]; -1 where none did."""
+"""Key, in a rollout's token_arrays, of the policy version that sampled each token, int64 [T]; -1 if not sampled."""
 
 
 _SINCE_5 = ("weight_steps", "timestamps", "token_arrays")
@@ -51,7 +51,7 @@ class RLExample:
     reference_log_probs: Float32 | None = None
     """Log-probabilities by a reference model, float32 [T]; None if the rollout carries none."""
     weight_step: int | None = None
-    """Learner step of the weights that sampled it, -1 where its rollout does not say; None before core version 5."""
+    """Learner step of the weights that sampled it, -1 if its rollout does not say; None before core version 5."""
     timestamp: float | None = None
     """Wall time of the rollout, seconds since the Unix epoch, by its worker's clock; None before core version 5."""
     token_arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class RLExample:
 
 
 def examples_of(batch: TrainingBatch) -> list[RLExample]:
-    """Return the rows of a batch as examples; their arrays are views of the batch's."""
+    """Return the rows of a batch as examples; their arrays are views of the batch's arrays."""
     examples = []
     arrays = token_arrays_of(batch)
     stamped = bool(len(batch.weight_steps))
@@ -83,9 +83,9 @@ def examples_of(batch: TrainingBatch) -> list[RLExample]:
 
 
 def reference_of(batch: TrainingBatch, row: int) -> Float32 | None:
-    """Return the reference log-probabilities of a row, a view of the batch's; None if the row carries none.
+    """Return a view of the reference log-probabilities of a row; None if the row carries none.
 
-    If other rows carry them, such a row holds NaN.
+    If other rows of the batch carry them, a row without them holds NaN.
     """
     span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
     logprobs = batch.reference_logprobs[span]
@@ -93,10 +93,10 @@ def reference_of(batch: TrainingBatch, row: int) -> Float32 | None:
 
 
 def stamp_of(batch: TrainingBatch, row: int) -> tuple[int, float]:
-    """Return the learner step of the weights that sampled a row, -1 where unknown, and the row's time in seconds.
+    """Return the learner step of the weights that sampled a row, -1 if unknown, and the row's time in seconds.
 
-    The time is that of its rollout, at most that at which its group sealed: a worker whose clock is ahead does not keep
-    its rollouts fresh. Without a time of its own, a row has that at which its group opened.
+    The time is the rollout's own, or the sealing time of its group if that is earlier, so that a worker whose clock is
+    ahead cannot keep its rollouts fresh. A row without a time of its rollout gets the opening time of its group.
     """
     group = batch.groups[int(batch.group_index[row])]
     if not len(batch.weight_steps):
@@ -107,7 +107,7 @@ def stamp_of(batch: TrainingBatch, row: int) -> tuple[int, float]:
 
 
 def token_arrays_of(batch: TrainingBatch) -> list[dict[str, NDArray[Any]]]:
-    """Return the named arrays of each row, views of the batch's. Raises RecordError if one does not hold its rows."""
+    """Return views of the named arrays of each row. Raises RecordError if the shape of an array is invalid."""
     lengths = np.diff(batch.splits)
     by_row: list[dict[str, NDArray[Any]]] = [{} for _ in batch.uids]
     for entry in batch.token_arrays:
@@ -119,7 +119,7 @@ def token_arrays_of(batch: TrainingBatch) -> list[dict[str, NDArray[Any]]]:
 
 
 def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[BatchTokenArray, ...]:
-    """Return the named arrays of a batch of these rows alone, in the given order. Raises RecordError as above."""
+    """Return the named arrays of a batch of only these rows, in this order. Raises as `token_arrays_of` does."""
     by_row = token_arrays_of(batch)
     chosen = []
     for entry in batch.token_arrays:
@@ -133,12 +133,12 @@ def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[Batc
 
 
 def batch_digest(batch: TrainingBatch) -> str:
-    """Return a digest, 32 bytes in hexadecimal, over every other field of a batch: names, dtypes, shapes and bits of
-    arrays, canonical JSON of the rest. It does not depend on the encoding, so it survives a change of schema version.
+    """Return a digest, 32 bytes in hexadecimal, over all fields of a batch but `digest`: names, dtypes, shapes and bits
+    of arrays, and canonical JSON of other fields. It is independent of the encoding and thus of the schema version.
 
-    BLAKE2b (RFC 7693) costs half of sha256 on processors without instructions for the latter. Advantages that are the
-    same over each row count once a row. Core version 1 used sha256 over every position. Fields that a core version
-    does not fill do not count under it.
+    BLAKE2b (RFC 7693) costs half as much as sha256 on processors without instructions for sha256. If the advantages of
+    every row are the same at all its positions, one value for each row is digested. Core version 1 used sha256 over
+    every position. Fields that a core version does not fill are not digested.
     """
     first = batch.core_version < 2
     digest: Any = hashlib.sha256() if first else hashlib.blake2b(digest_size=32)

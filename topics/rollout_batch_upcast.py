@@ -1,4 +1,4 @@
-"""Converts the old form, a RolloutBatch with metadata on the batch, to Rollouts with metadata of their own, and back.
+"""Converts the old form, a RolloutBatch with metadata on the batch, to Rollouts with their own metadata, and back.
 
 Pure. The same batch from the same place gives the same rollouts with the same uids, so that reading a place again
 duplicates nothing.
@@ -32,18 +32,18 @@ _FIELDS = ("env_name", "env_example_id", "prompt_tokens", "response_tokens", "re
 
 
 class RefusedRollout(NamedTuple):
-    """A rollout of a batch that is invalid."""
+    """An invalid rollout of a batch."""
 
     place: str
     environment: str
     reason: str
     records: int = 1
-    """Number of records lost with it, where a part of a file cannot be read."""
+    """Number of records lost with it, if a part of a file cannot be read."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Upcast:
-    """Result of converting a batch: every rollout of it is in one of the two."""
+    """Result of converting a batch: each of its rollouts is either converted or refused."""
 
     rollouts: tuple[Rollout, ...]
     refused: tuple[RefusedRollout, ...]
@@ -77,7 +77,7 @@ def upcast(batch: RolloutBatch, place: str) -> Upcast:
 
 
 def downcast(groups: Sequence[Sequence[Rollout]], metadata: OldMetadata) -> RolloutBatch:
-    """Return groups of Rollouts in the old form, for readers of it: metadata on each rollout and on the batch.
+    """Return groups of Rollouts in the old form, for its readers, with metadata on each rollout and on the batch.
 
     A response is everything from the first sampled token on. Turns, versions and other fields that the old form lacks
     are lost.
@@ -103,12 +103,12 @@ def batch_of(values: Any) -> RolloutBatch:
         groups = tuple(OldGroup(rollouts=tuple(map(_old_of, group["rollouts"]))) for group in values["groups"])
         return RolloutBatch(groups=groups, metadata=_metadata_of(values.get("metadata")))
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError) as error:
-        raise RecordError(f"no RolloutBatch: {brief(error)}") from error
+        raise RecordError(f"not a RolloutBatch: {brief(error)}") from error
 
 
 def _old_of(values: Mapping[str, Any]) -> OldRollout:
     if missing := [name for name in _FIELDS if values[name] is None]:
-        raise ValueError(f"{', '.join(missing)} null")
+        raise ValueError(f"fields are null: {', '.join(missing)}")
     return OldRollout(
         env_name=str(values["env_name"]),
         env_example_id=str(values["env_example_id"]),
@@ -128,7 +128,7 @@ def _array(values: Any, dtype: str) -> Any:
     with np.errstate(invalid="ignore", over="ignore"):  # the check below or the rollout's checks find bad values
         converted = array.astype(dtype)
     if np.dtype(dtype).kind == "i" and not np.array_equal(converted, array):
-        raise ValueError("token ids that are no 32-bit integers")
+        raise ValueError("token ids are not 32-bit integers")
     return converted
 
 
@@ -188,7 +188,7 @@ def _rollout(old: OldRollout, metadata: OldMetadata, uid: str, place: str) -> Ro
 
 
 def _token_rewards(rewards: Float32, prompt: int, response: int) -> Float32:
-    """Return rewards over all tokens, 0 for those of the prompt."""
+    """Return rewards over all tokens, which are 0 for the prompt."""
     if len(rewards) in (0, prompt + response):
         return rewards
     if len(rewards) != response:

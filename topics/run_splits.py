@@ -1,6 +1,6 @@
-"""Splits of runs, as `control` records them: a run that ends goes on as another, with other partitions.
+"""Splits of runs, as `control` records them: a run ends and continues as another run with other partitions.
 
-Both runs hold the record. It keeps roles out of a run that was split, and out of one that is still being filled.
+Both runs hold the record. It keeps roles out of a run that was split, and out of a run that is still being filled.
 """
 
 from typing import NamedTuple
@@ -16,17 +16,17 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import RunSplit
 
 SUCCESSOR_KEY = encode_key("split", "successor")
-"""Key on `control` of the run that ends."""
+"""Key of the record on `control` of the run that ends."""
 PREDECESSOR_KEY = encode_key("split", "predecessor")
-"""Key on `control` of the run that goes on."""
+"""Key of the record on `control` of the run that continues it."""
 MOVED_FROM = "rollstream.moved.from"
 """Header of a copied record of `rollouts`: RUN:PARTITION:OFFSET of the record it copies."""
 MOVED_APPENDED = "rollstream.moved.appended"
-"""Header of a copied record with the time at which the first of its copies was appended, milliseconds."""
+"""Header of a copied record: the append time of the original record in milliseconds."""
 
 
 class Splits(NamedTuple):
-    """The splits that a run has a part in."""
+    """The splits that a run takes part in."""
 
     successor: RunSplit | None = None
     """The split that ends the run."""
@@ -59,16 +59,16 @@ def _record(message: KafkaRecord, skipped: SkippedRecords) -> RunSplit | None:
 
 
 def check_open(kafka: KafkaConfig, run: str, *, while_closing: bool = False) -> None:
-    """Raise StateRefused if roles of a run must not write: it was split, or is being split or filled.
+    """Raise StateRefused if roles of a run must not write because it was split, or is being split or filled.
 
-    With `while_closing` a run that is being split is open, as for roles whose work others wait for while they end.
+    With `while_closing`, a run that is being split is open: some roles must go on working while the other roles end.
     """
     clients.check_broker(kafka)
     successor, predecessor = splits_of(kafka, run)
     if successor is not None and not (while_closing and successor.phase != "moved"):
         again = "" if successor.phase == "moved" else f", once `rollstream split --run {run}` has been run to its end"
         raise StateRefused(
-            f"run {run} was split: it goes on as run {successor.successor} with {successor.partitions} partitions; "
+            f"run {run} was split: it continues as run {successor.successor} with {successor.partitions} partitions; "
             f"start this with --run {successor.successor}{again}"
         )
     if predecessor is not None and predecessor.phase != "moved":
@@ -79,7 +79,7 @@ def check_open(kafka: KafkaConfig, run: str, *, while_closing: bool = False) -> 
 
 
 def moved_from(message: KafkaRecord) -> tuple[str, int, int] | None:
-    """Return run, partition and offset of the record that this one copies; None if it is no copy."""
+    """Return run, partition and offset of the record that this one copies; None if it is not a copy."""
     run, _, place = (message.header(MOVED_FROM) or "").partition(":")
     partition, _, offset = place.partition(":")
     if not (run and partition.isdecimal() and offset.isdecimal()):

@@ -14,7 +14,7 @@ from rollstream.topics.errors import ConfigurationError
 
 _SECRET = re.compile(r"(password|passphrase|secret|key\.pem|api_key|signing_key|^ui\.token)$")
 _variables: set[str] = set()
-"""Variables of this process that hold secrets of its configuration."""
+"""Environment variables of this process that hold secrets of its configuration."""
 _REFERENCE = re.compile(r"(?P<kind>env|file):(?P<name>.+)", re.DOTALL)
 
 
@@ -40,7 +40,7 @@ def resolve(key: str, value: str, environment: Mapping[str, str] = os.environ) -
     kind, name = parsed
     if kind == "env":
         if name not in environment:
-            raise ConfigurationError(f"{key} is {value}, and there is no such variable; export {name}")
+            raise ConfigurationError(f"{key} is {value}, but there is no such variable; export {name}")
         return environment[name]
     try:
         return Path(name).read_text(encoding="utf-8").rstrip("\n")
@@ -68,7 +68,7 @@ def keep_from_programs(variables: Iterable[str]) -> None:
 
 
 def program_environment(used: Iterable[str] = (), environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment for a program of others, such as a user's verifier: without the secrets of this process,
-    except those that the settings `used` refer to."""
+    """Return the environment for a foreign program, such as a user's verifier: it lacks the secrets of this process,
+    except secrets to which the settings in `used` refer."""
     given = {parts[1] for value in used if (parts := reference(value)) is not None}
     return {name: value for name, value in environment.items() if name in given or name not in _variables}

@@ -37,7 +37,7 @@ class NamedArray:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> "NamedArray":
-        """Wrap an array; its bytes become little-endian and C-contiguous. Raises RecordError for objects."""
+        """Wrap an array; its bytes become little-endian and C-contiguous. Raises RecordError for an object array."""
         return cls(dtype=dtype_name(array.dtype), shape=array.shape, data=little_endian_bytes(array))
 
     def array(self) -> NDArray[Any]:
@@ -48,6 +48,6 @@ class NamedArray:
         """
         dtype = dtype_of(self.dtype)
         if problem := shape_problem(self.shape, dtype.itemsize, len(self.data)):
-            size = f"{str(self.shape)[:200]} and {self.dtype[:64]} stands in {len(self.data)} bytes"
+            size = f"{str(self.shape)[:200]} and dtype {self.dtype[:64]} has {len(self.data)} bytes"
             raise RecordError(f"an array of shape {size}: {problem}")
         return np.frombuffer(self.data, dtype).reshape(self.shape)

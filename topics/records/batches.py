@@ -91,7 +91,7 @@ class BatchIndexEntry:
     size_bytes: int
     digest: str
     run: str = ""
-    """The run whose `batches` hold it, if that is another: one that was split into this run."""
+    """The run whose `batches` hold it, if that is not this run but a run that was split into this one."""
 
     @classmethod
     def of(cls, batch: TrainingBatch, offset: int) -> "BatchIndexEntry":

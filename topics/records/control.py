@@ -1,5 +1,5 @@
 """Records of `control` and `metrics`: exclusions, skipped offsets, paused partitions, retired learners, states of
-workers, splits, what operators want of a run, and metrics."""
+workers, splits, requests of operators, and metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True)
 class ExcludedBatch:
-    """A batch that learners leave out from the time of this record."""
+    """A batch that learners leave out from the time of this record on."""
 
     batch_id: str
     reason: str
@@ -40,7 +40,7 @@ class SkippedOffset:
 
 @dataclass(frozen=True, kw_only=True)
 class PausedPartition:
-    """A partition of `rollouts` that grouping reads no further until a tombstone follows."""
+    """A partition of `rollouts` that grouping does not read until a tombstone follows."""
 
     partition: int
     reason: str
@@ -49,7 +49,7 @@ class PausedPartition:
 
 @dataclass(frozen=True, kw_only=True)
 class RetiredLearner:
-    """A learner that has stopped for good; nothing is kept for it."""
+    """A learner that has stopped for good; no records are kept for it."""
 
     learner: str
     reason: str = ""
@@ -62,13 +62,13 @@ class EnvironmentState:
 
     environment: str
     drawn: int = 0
-    """Prompts that the worker has taken from its order."""
+    """Number of prompts that the worker has drawn."""
     successes: float = 0.0
-    """Sum of the successes of its groups, each from 0 to 1; older ones faded."""
+    """Sum of the successes of its groups, each from 0 to 1; older groups count less."""
     trials: float = 0.0
-    """Number of these groups, faded in the same way."""
+    """Number of these groups, where older groups count less in the same way."""
     unlocked: bool = True
-    """Whether the curriculum lets the environment be played."""
+    """Whether the curriculum allows the environment to be played."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class DesiredProcesses:
 
 @dataclass(frozen=True, kw_only=True)
 class PausedEnvironment:
-    """An environment of which workers begin no group until a tombstone follows."""
+    """An environment for which workers begin no group until a tombstone follows."""
 
     environment: str
     reason: str
@@ -100,7 +100,7 @@ class PausedEnvironment:
 
 @dataclass(frozen=True, kw_only=True)
 class MixtureWeight:
-    """Weight of an environment in place of the configured one, until a tombstone follows."""
+    """Weight of an environment that replaces the configured weight until a tombstone follows."""
 
     environment: str
     weight: float
@@ -117,10 +117,10 @@ class StopRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class DrainRequest:
-    """A run that ends with nothing in flight, or one whose grouping has nothing more to deliver for such an end."""
+    """A request to end a run with nothing in flight, or the answer that grouping has nothing more to deliver."""
 
     wall_time: float
-    """When it was asked for; the answer has the same."""
+    """Time of the request; the answer repeats it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,12 +133,12 @@ class EvaluationRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RunSplit:
-    """A run that goes on as another with another number of partitions; on `control` of both."""
+    """A run that continues as another run with another number of partitions; recorded on `control` of both."""
 
     run: str
     """The run that ends."""
     successor: str
-    """The run that goes on."""
+    """The run that continues it."""
     partitions: int
     """Partitions of the successor."""
     phase: Literal["closing", "moving", "moved"]
@@ -146,7 +146,7 @@ class RunSplit:
     are being moved. Moved: the successor has everything."""
     wall_time: float = 0.0
     carried_from: int = -1
-    """First offset of the run's index whose entry the successor's index repeats; -1 until they are repeated."""
+    """First offset of the run's index whose entry the successor's index repeats; -1 until the entries are repeated."""
     carried_at: int = -1
     """Offset of the first of these entries in the successor's index."""
     carried: int = 0

@@ -22,7 +22,7 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True)
 class FinishedGroup:
-    """A group whose records all have their fate."""
+    """A group whose records all have a fate."""
 
     environment: str
     example_id: str
@@ -34,7 +34,7 @@ class FinishedGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FinishedOffsets:
-    """Offsets that reached one fate, as runs."""
+    """Offsets that reached one fate, as ranges."""
 
     fate: str
     runs: Int64

@@ -25,5 +25,5 @@ class RescoredRollout:
 
     @property
     def changed(self) -> bool:
-        """Whether the verifier gave another reward than the one that was trained on."""
+        """Whether the verifier gave a reward that differs from the earlier reward."""
         return not self.failure and self.reward != self.reward_before

@@ -88,7 +88,7 @@ class Rollout:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens before the first one the policy sampled."""
+        """Number of tokens before the first one that the policy sampled."""
         return int(np.argmax(self.loss_mask)) if self.loss_mask.any() else len(self.tokens)
 
     @property
@@ -109,7 +109,7 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCancelled:
-    """Members of a group that will never come because of an infrastructure fault."""
+    """Members of a group that will never arrive because of an infrastructure fault."""
 
     environment: str
     example_id: str

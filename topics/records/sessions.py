@@ -1,4 +1,4 @@
-"""Records of `calls`: model calls of sessions, and other changes of sessions."""
+"""Records of `calls`: model calls of sessions, and other events of sessions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class CallAnswer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelCall:
-    """One model call of a session; its prompt is the parent's first `shared` tokens and `prompt`."""
+    """One model call of a session; its full prompt is the parent's first `shared` tokens followed by `prompt`."""
 
     session: str
     uid: str
@@ -56,7 +56,7 @@ class ModelCall:
 
 @dataclass(frozen=True, kw_only=True)
 class SessionEvent:
-    """One change of a session other than a model call."""
+    """One event of a session other than a model call."""
 
     session: str
     kind: Literal["start", "truncated", "reward", "failed", "end", "mark", "finishing", "finished"]

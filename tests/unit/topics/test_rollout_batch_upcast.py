@@ -171,7 +171,7 @@ def test_other_writers_schemas_are_understood_by_the_names_of_their_fields() -> 
     ],
 )
 def test_values_that_are_no_old_batch_are_a_record_error(values: Any) -> None:
-    with pytest.raises(RecordError, match="no RolloutBatch"):
+    with pytest.raises(RecordError, match="not a RolloutBatch"):
         batch_of(values)
 
 

@@ -132,7 +132,7 @@ def test_invalid_trajectories_are_refused_by_the_reader() -> None:
     huge = TrajectoryRecord(
         uid="t", environment="cart", arrays={"rewards": NamedArray(dtype="<f4", shape=(2**40, 2**30), data=b"")}
     )
-    with pytest.raises(RecordError, match="stands in 0 bytes"):
+    with pytest.raises(RecordError, match="has 0 bytes"):
         from_record(decode(encode(huge)))
 
 

@@ -128,7 +128,7 @@ def test_a_file_of_something_else_is_named_batch_by_batch(tmp_path: Path, capsys
         fastavro.writer(file, schema, [{"n": 1}, {"n": 2}])
     code, report = migrate(capsys, tmp_path / "other.avro", tmp_path / "new")
     assert code == 1
-    assert [refused["reason"] for refused in report["refused"]] == ["no RolloutBatch: KeyError: 'groups'"] * 2
+    assert [refused["reason"] for refused in report["refused"]] == ["not a RolloutBatch: KeyError: 'groups'"] * 2
 
 
 def test_a_writers_own_schema_with_lists_and_null_metadata_is_read(
