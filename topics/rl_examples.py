@@ -96,7 +96,7 @@ def stamp_of(batch: TrainingBatch, row: int) -> tuple[int, float]:
     """Return the learner step of the weights that sampled a row, -1 if unknown, and the row's time in seconds.
 
     The time is the rollout's own, or the sealing time of its group if that is earlier, so that a worker whose clock is
-    ahead cannot keep its rollouts fresh. A row without a time of its rollout gets the opening time of its group.
+    ahead cannot keep its rollouts fresh. A row whose rollout has no time gets the opening time of its group.
     """
     group = batch.groups[int(batch.group_index[row])]
     if not len(batch.weight_steps):

@@ -1,12 +1,12 @@
-"""Signatures behind records: they tell who wrote a record where a broker's permissions cannot.
+"""Signatures after records, which show who wrote a record where the permissions of brokers cannot.
 
-Kafka grants a principal a whole topic. Grouping processes read `rollouts`, to which every environment may write, so
-marks and the rollouts of one environment are told from those of another by a signature (Ed25519, RFC 8032). The public
-keys lie in the grouping configuration, which is part of the log: whoever has the log can check what grouping obeyed,
-and only who holds a private key can write what it obeys.
+Kafka grants a principal a whole topic. Every environment may write to `rollouts`, which grouping processes read, so
+signatures (Ed25519, RFC 8032) distinguish marks from rollouts, and the rollouts of different environments. The public
+keys are in the grouping configuration, which is part of the log. Anyone who has the log can check which records
+grouping accepted, and only the holder of a private key can write records that it accepts.
 
-A signature stands behind the frame of a record (`codec.signed_frame`), so readers of other programs need not know it.
-It covers the frame and a context, so that what was signed for one use is of no worth for another.
+A signature follows the frame of a record (`codec.signed_frame`), so other programs can read the record without it. It
+covers the frame and a context, so that a signature for one use is invalid for another.
 """
 
 import contextlib
@@ -22,14 +22,14 @@ from rollstream.topics.records import Mark
 from rollstream.topics.secrets import resolve
 
 ROLLOUT = b"rollstream rollout\0"
-"""Context of rollouts and cancellations. Their key decides the partition, so it need not be named."""
+"""Context of rollouts and cancellations. Their key decides the partition, so the context need not name it."""
 _MARK = b"rollstream mark\0"
 _HEX_DIGITS = 64
 _REMEDY = "pip install 'rollstream[signatures]'"
 
 
 def mark_context(partition: int) -> bytes:
-    """Return the context of the marks of a partition: elsewhere they are of no worth."""
+    """Return the context of the marks of a partition; their signatures are invalid for every other partition."""
     return _MARK + partition.to_bytes(4, "big")
 
 
@@ -37,21 +37,21 @@ class Signer:
     """Signs records with one private key."""
 
     def __init__(self, key: str, setting: str) -> None:
-        """`key` is what `setting` holds: a reference to a private key in PEM, as `write_key` writes one.
+        """`key` is the value of `setting`: a reference to a private key in PEM, in the form that `write_key` writes.
 
-        Raises ConfigurationError if it cannot be read.
+        Raises ConfigurationError if the key cannot be read.
         """
         self._key = _private_key(resolve(setting, key), setting)
         self.public: str = self._key.public_key().public_bytes_raw().hex()
         """The public key, in hexadecimal digits."""
 
     def signed(self, record: object, context: bytes) -> bytes:
-        """Encode a record with a signature behind it."""
+        """Encode a record and append a signature."""
         frame = codec.encode(record)
         return codec.signed_frame(frame, self.signature(frame, context))
 
     def signature(self, content: bytes, context: bytes) -> bytes:
-        """Return the signature of some bytes for one use."""
+        """Return the signature of `content` for the use that `context` names."""
         return bytes(self._key.sign(context + content))
 
 
@@ -72,12 +72,12 @@ class MarkSigner:
         return signed_or_plain(mark, self._signer, mark_context(partition))
 
     def check(self, mark_keys: Collection[str]) -> None:
-        """Raise StateRefused unless marks of this process are obeyed where `mark_keys` are in force."""
+        """Raise StateRefused unless grouping accepts the marks of this process while `mark_keys` are in force."""
         if mark_keys and (self._signer is None or self._signer.public not in mark_keys):
-            own = "there is none" if self._signer is None else f"its public key is {self._signer.public}"
+            own = "it is not set" if self._signer is None else f"its public key is {self._signer.public}"
             raise StateRefused(
-                f"grouping.mark_keys in the log asks for signed marks ({', '.join(mark_keys)}), and those of this "
-                f"process would not be obeyed: name the private key of one of them in grouper.signing_key ({own})"
+                f"grouping.mark_keys in the log requires signed marks ({', '.join(mark_keys)}), so the marks of this "
+                f"process would be ignored: name the private key of one of them in grouper.signing_key ({own})"
             )
 
 
@@ -87,7 +87,7 @@ def signed_or_plain(record: object, signer: Signer | None, context: bytes) -> by
 
 
 def is_signed_by(value: bytes, context: bytes, keys: Iterable[str]) -> bool:
-    """Whether the signature behind a record is of one of these public keys, for this context.
+    """Whether a record carries a signature for this context by one of these public keys.
 
     Raises StateRefused if this process cannot check signatures.
     """
@@ -96,7 +96,7 @@ def is_signed_by(value: bytes, context: bytes, keys: Iterable[str]) -> bool:
 
 
 def is_signature(signature: bytes, content: bytes, context: bytes, key: str) -> bool:
-    """Whether a signature of some bytes for one use is that of a public key. Raises StateRefused as above."""
+    """Whether `signature` is a public key's signature of `content` for `context`. Raises as `is_signed_by` does."""
     return _verifies(key, signature, context + content)
 
 
@@ -104,7 +104,7 @@ def check_public_key(key: str, setting: str) -> None:
     """Raise ConfigurationError unless `key` has the form of a public key: 64 hexadecimal digits."""
     if len(key) != _HEX_DIGITS or set(key) - set("0123456789abcdef"):
         raise ConfigurationError(
-            f"{setting}: {key[:100]!r} is no public key; `rollstream key show FILE` prints that of a private key"
+            f"{setting}: {key[:100]!r} is not a public key; `rollstream key show FILE` prints the one of a private key"
         )
 
 
@@ -126,13 +126,13 @@ def parse_environment_keys(texts: Iterable[str]) -> Mapping[str, tuple[str, ...]
 def write_key(path: Path) -> str:
     """Write a new private key, readable by its owner alone, and return its public key.
 
-    Raises ConfigurationError if there is a file already, or it cannot be written.
+    Raises ConfigurationError if the file already exists or cannot be written.
     """
     serialization, ed25519 = _library()
     key = ed25519.Ed25519PrivateKey.generate()
     pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     try:
-        # Never over another key: what it signed could be signed no more.
+        # Another key is never overwritten, because nothing could be signed with it any more.
         with open(path, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(pem)
     except OSError as error:
@@ -155,7 +155,7 @@ def _public_key(key: str) -> tuple[Any, type[Exception]]:
 
         _serialization, ed25519 = _library()
     except (ImportError, ConfigurationError) as error:
-        raise StateRefused(f"the log asks for signatures, and this process cannot check them: {_REMEDY}") from error
+        raise StateRefused(f"the log requires signatures, but this process cannot check them: {_REMEDY}") from error
     return ed25519.Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)), InvalidSignature
 
 
@@ -164,9 +164,9 @@ def _private_key(pem: str, setting: str) -> Any:
     try:
         key = serialization.load_pem_private_key(pem.encode(), None)
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"{setting} names no private key in PEM; `rollstream key new` writes one") from error
+        raise ConfigurationError(f"{setting} must name a private key in PEM; `rollstream key new` makes one") from error
     if not isinstance(key, ed25519.Ed25519PrivateKey):
-        raise ConfigurationError(f"{setting} names a private key of another kind than Ed25519")
+        raise ConfigurationError(f"{setting} names a private key that is not of the kind Ed25519")
     return key
 
 

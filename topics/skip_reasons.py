@@ -1,6 +1,6 @@
 """Reasons for which a learner skips a rollout: a code for programs, and a text for people.
 
-Records of earlier releases have the text alone. The codec derives the code from it, here and nowhere else.
+Records of earlier releases have only the text, from which the codec derives the code with `add_codes`.
 """
 
 import re
@@ -12,7 +12,7 @@ STALE_VERSION = "stale_version"
 ROW_CODES = ("vocabulary", "temperature", "logprobs", "advantage", "reference", "too_long")
 """Codes of single rows that cannot be trained on, in a batch that is used."""
 OTHER = "other"
-"""Code under which reasons without a code are counted: a foreign trainer gave a reason of its own."""
+"""Code under which reasons without a code are counted, such as the reasons of a foreign trainer."""
 
 _TEXTS = [
     (EXCLUDED, re.compile(r"excluded: ")),

@@ -1,7 +1,7 @@
-"""Decisions of operators about a run that runs, on its topic `control`: one record for each, the newest is valid.
+"""Decisions of operators about a run in progress, on its topic `control`; the newest record of a decision is valid.
 
-A tombstone withdraws a decision. Processes that act on decisions follow the topic, so that each reaches every machine,
-and also the processes that start later.
+A tombstone withdraws a decision. Processes that act on decisions follow the topic, so that a decision reaches every
+machine, and also processes that start later.
 """
 
 import math
@@ -40,7 +40,7 @@ STOP = "stop"
 """First part of the key of a request to stop; the second is `AT_STEP`."""
 AT_STEP = "at-step"
 DRAIN = "drain"
-"""First part of the key of an end with nothing in flight; the second is `WANTED` or `DONE`."""
+"""First part of the key of a request to end with nothing in flight; the second is `WANTED` or `DONE`."""
 WANTED, DONE = "wanted", "done"
 EVALUATE = "evaluate"
 """First part of the key of a version to evaluate; the second is `NOW`."""
@@ -50,20 +50,20 @@ _AT_ONCE = 500
 
 @dataclass
 class DesiredState:
-    """The decisions about a run that hold now."""
+    """The decisions about a run that are in force."""
 
     processes: dict[str, DesiredProcesses] = field(default_factory=dict)
     """Desired numbers of processes, by what is counted."""
 
     paused: dict[str, PausedEnvironment] = field(default_factory=dict)
-    """Environments of which no group is begun, by name."""
+    """Environments for which no group is begun, by name."""
     weighed: dict[str, MixtureWeight] = field(default_factory=dict)
-    """Weights in place of the configured ones, by environment."""
+    """Weights that replace the configured weights, by environment."""
 
     stops: dict[str, StopRequest] = field(default_factory=dict)
     """Requests to stop, by kind."""
     drains: dict[str, DrainRequest] = field(default_factory=dict)
-    """An end with nothing in flight, by how far it is."""
+    """The request to end with nothing in flight under `WANTED`, and its answer under `DONE`."""
     evaluations: dict[str, EvaluationRequest] = field(default_factory=dict)
     """The version to evaluate, by kind."""
 
@@ -88,22 +88,22 @@ class DesiredState:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Weights by environment; one that is no positive number, which no command writes, is left out."""
+        """Weights by environment; a weight that is not a positive number, which no command writes, is left out."""
         return {name: record.weight for name, record in self.weighed.items() if 0.0 < record.weight < math.inf}
 
     @property
     def last_step(self) -> int | None:
-        """Step after which learners end; None for that of their settings."""
+        """Step after which learners end; None if their settings decide."""
         return self.stops[AT_STEP].at_step if AT_STEP in self.stops else None
 
     @property
     def draining(self) -> bool:
-        """Whether the run is to end with nothing in flight: nothing is begun any more."""
+        """Whether the run is to end with nothing in flight, so that nothing more is begun."""
         return WANTED in self.drains
 
     @property
     def drained(self) -> bool:
-        """Whether grouping has nothing more to deliver for the end that is wanted now."""
+        """Whether grouping has answered the present request, because it has nothing more to deliver."""
         return self.draining and self.drains.get(DONE) == self.drains[WANTED]
 
     @property
@@ -120,21 +120,21 @@ _KINDS: Mapping[str, tuple[str, type]] = {
     DRAIN: ("drains", DrainRequest),
     EVALUATE: ("evaluations", EvaluationRequest),
 }
-"""By the first part of a key, the part of the state and the type of its records."""
+"""Field of the state and type of its records, by the first part of a key."""
 
 
 class SteeringWatch(Closing):
-    """The decisions about a run, followed."""
+    """Follows the decisions about a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        """Read the present state; nothing is wanted of a run without the topic. Raises BrokerUnavailable."""
+        """Read the present state, which is empty for a run without the topic. Raises BrokerUnavailable."""
         self.state = DesiredState()
-        """The decisions that hold, as far as they were read."""
+        """The decisions in force, as far as they were read."""
         self._skipped = SkippedRecords(logged=False)
         self._follower: TopicFollower | None = None
         topic, start = topic_name(run, "control"), BEGINNING
         try:
-            # The follower starts behind what was read: what was withdrawn would else hold again for a moment.
+            # The follower starts after the records read here; otherwise a withdrawn decision would apply for a moment.
             for message in read_to_end(kafka, topic):
                 self.state.note(message, self._skipped)
                 start = message.offset + 1
@@ -148,7 +148,7 @@ class SteeringWatch(Closing):
         return self._follower is not None
 
     def poll(self, wait_s: float = 0.0) -> bool:
-        """Take in what was recorded since; return whether anything was. Raises TopicError or BrokerUnavailable."""
+        """Process new records; return whether there were any. Raises TopicError or BrokerUnavailable."""
         messages = self._follower.poll(_AT_ONCE, wait_s) if self._follower else []
         for message in messages:
             self.state.note(message, self._skipped)
@@ -161,7 +161,7 @@ class SteeringWatch(Closing):
 
 
 def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
-    """Return what is wanted of a run now; nothing of a run without the topic. Raises BrokerUnavailable."""
+    """Return the decisions in force about a run; none for a run without the topic. Raises BrokerUnavailable."""
     state, skipped = DesiredState(), SkippedRecords(logged=False)
     try:
         for message in read_to_end(kafka, topic_name(run, "control")):
@@ -172,8 +172,8 @@ def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
 
 
 def write(kafka: KafkaConfig, run: str, what: str, records: Mapping[str, object | None]) -> None:
-    """Record decisions of one kind by what they are about; None withdraws one. Raises TopicError, BrokerUnavailable,
-    DeliveryError."""
+    """Record decisions of one kind, by the second part of their keys; None withdraws a decision. Raises TopicError,
+    BrokerUnavailable or DeliveryError."""
     topic = topic_name(run, "control")
     topic_admin.partitions_of(kafka, topic)
     with Sender(clients.producer(kafka)) as sender:

@@ -1,4 +1,4 @@
-"""Follows the decisions about a run in a thread of its own, also over outages of the brokers."""
+"""Follows the decisions about a run in a separate thread, which continues after outages of the brokers."""
 
 import logging
 import threading
@@ -17,14 +17,14 @@ _PAUSE_S = 10.0
 
 
 class SteeringFollower(Closing):
-    """The decisions about a run. `state` is replaced whenever that changes, and never altered."""
+    """The decisions about a run. `state` is replaced whenever the decisions change, and never altered."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        """Read what is wanted now, and begin to follow. Raises BrokerUnavailable."""
+        """Read the decisions in force, and begin to follow the topic. Raises BrokerUnavailable."""
         self._kafka, self._run = kafka, run
         self._watch: SteeringWatch | None = SteeringWatch(kafka, run)
         self.state: DesiredState = deepcopy(self._watch.state)
-        """The decisions that hold, as last read."""
+        """The decisions in force, as last read."""
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="steering", daemon=True)
         self._thread.start()

@@ -1,7 +1,7 @@
 """Trajectories: [T, B, ...] arrays in nested dicts, their validation, and their conversion to records and back.
 
-T chunk steps of B environments side by side. dones, terminations and truncations may have E more rows: one heads each
-of E equal parts of the steps and holds the flags before its first step. Pure.
+A trajectory holds T chunk steps of B environments that run side by side. dones, terminations and truncations may have E
+more rows: each of E equal parts of the steps then begins with a row of the flags before its first step. Pure.
 """
 
 import uuid
@@ -24,12 +24,12 @@ BOOTSTRAPPED = ("dones", "terminations", "truncations")
 """Arrays that may have bootstrap rows."""
 SEPARATOR = "/"
 DEPTH_LIMIT = 32
-"""Most names of a path."""
+"""Largest number of names in a path."""
 ARRAYS_LIMIT = 4096
-"""Most arrays of a trajectory."""
+"""Largest number of arrays in a trajectory."""
 _PLAIN_FIELDS = ("uid", "environment", "policy_version", "model_weights_id", "max_episode_length")
 CONTROL_MODES = (0, 1)
-"""0 the policy, 1 a human in the loop."""
+"""0 for the policy, 1 for a human in the loop."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,7 +52,7 @@ class Trajectory:
 
     @property
     def shape(self) -> tuple[int, int] | None:
-        """(T, B) of prev_logprobs, else of rewards; None if it has neither.
+        """(T, B) of prev_logprobs, else of rewards; None if the trajectory has neither.
 
         Raises RecordError if that array has fewer than two dimensions.
         """
@@ -66,12 +66,12 @@ class Trajectory:
         return None
 
     def problems(self) -> list[str]:
-        """Return everything wrong with it; empty if it is valid."""
+        """Return everything wrong with the trajectory; empty if it is valid."""
         return examine(self)[1]
 
 
 def flatten(tree: Tree) -> dict[str, Any]:
-    """Return the leaves by path, in the tree's order. Raises RecordError for names that make no path."""
+    """Return the leaves by path, in the tree's order. Raises RecordError for names that cannot form a path."""
     return dict(_leaves(tree, ""))
 
 
@@ -88,7 +88,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 break
         if not isinstance(node, dict) or name in node:
-            raise RecordError(f"the array {path!r} lies within another, or another within it; rename one of them")
+            raise RecordError(f"the array {path!r} is nested in another array, or another in it; rename one of them")
         node[name] = leaf
     return tree
 
@@ -102,9 +102,9 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> dict[str, Any]:
 
 
 def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
-    """Return its leaves by path, none if names make no path, and everything wrong with it."""
+    """Return the leaves of a trajectory by path, none if its names cannot form paths, and everything wrong with it."""
     issues = [
-        f"{name} has {len(value)} characters, which must be 1 to {NAME_LIMIT}"
+        f"{name} has {len(value)} characters; it must have 1 to {NAME_LIMIT}"
         for name, value in (("uid", trajectory.uid), ("environment", trajectory.environment))
         if not 0 < len(value) <= NAME_LIMIT
     ]
@@ -113,19 +113,19 @@ def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
     except RecordError as error:
         return {}, [*issues, str(error)]
     if len(leaves) > ARRAYS_LIMIT:
-        return {}, [*issues, f"it has {len(leaves)} arrays, and may have {ARRAYS_LIMIT}"]
+        return {}, [*issues, f"it has {len(leaves)} arrays; it may have at most {ARRAYS_LIMIT}"]
     return leaves, issues + _shape_problems(trajectory, leaves)
 
 
 def as_trajectory(item: Trajectory | Tree) -> Trajectory:
-    """Return a trajectory unchanged, and a mapping as the trajectory with its fields and arrays, by name.
+    """Return a trajectory unchanged, or make one of a mapping of its fields and arrays by name.
 
     Raises RecordError if the item is neither, or has unknown fields.
     """
     if isinstance(item, Trajectory):
         return item
     if not isinstance(item, Mapping):
-        raise RecordError(f"a {type(item).__name__} is no trajectory; give a Trajectory, or a dict of arrays by name")
+        raise RecordError(f"a {type(item).__name__} is not a trajectory; give a Trajectory or a dict of arrays by name")
     if isinstance(item.get("arrays"), Mapping):
         fields = dict(item)
     else:
@@ -134,7 +134,7 @@ def as_trajectory(item: Trajectory | Tree) -> Trajectory:
     try:
         return Trajectory(**fields)
     except TypeError as error:
-        raise RecordError(f"a dict makes no trajectory ({error}); give its fields by their names") from error
+        raise RecordError(f"the dict is not a trajectory ({error}); give the fields by their names") from error
 
 
 def to_record(trajectory: Trajectory) -> TrajectoryRecord:
@@ -163,7 +163,7 @@ def from_record(record: TrajectoryRecord) -> Trajectory:
         raise
     except Exception as error:
         # An unforeseen error makes the record invalid, too; it must not end the reader of the log.
-        raise RecordError(f"trajectory {record.uid!r} makes no arrays ({brief(error)})") from error
+        raise RecordError(f"the arrays of trajectory {record.uid!r} cannot be read ({brief(error)})") from error
 
 
 def _from_record(record: TrajectoryRecord) -> Trajectory:
@@ -192,7 +192,7 @@ def bootstrap_rows(rows: int, steps: int) -> int:
     extra = rows - steps
     if extra < 0 or (extra and steps % extra):
         raise RecordError(
-            f"{rows} rows of flags for {steps} steps: one bootstrap row may head each of some equal parts of the steps"
+            f"{rows} rows of flags for {steps} steps: bootstrap rows must begin equal parts of the steps, one row each"
         )
     return extra
 
@@ -214,7 +214,7 @@ def _path_problem(path: str) -> str:
     if len(names) > DEPTH_LIMIT or max(map(len, names)) > NAME_LIMIT:
         return (
             f"the array {path[:80]!r} has a path of {len(names)} names, the longest of {max(map(len, names))} "
-            f"characters; there may be {DEPTH_LIMIT} names of {NAME_LIMIT} characters each"
+            f"characters; at most {DEPTH_LIMIT} names of {NAME_LIMIT} characters each are allowed"
         )
     return ""
 
@@ -222,7 +222,7 @@ def _path_problem(path: str) -> str:
 def _leaves(tree: Tree, above: str) -> Iterator[tuple[str, Any]]:
     for name, value in tree.items():
         if not isinstance(name, str) or not name or SEPARATOR in name:
-            raise RecordError(f"{name!r} is no name of an array; give one that is not empty and has no {SEPARATOR!r}")
+            raise RecordError(f"{name!r} is not an array's name; give one that is not empty and has no {SEPARATOR!r}")
         path = f"{above}{name}"
         if problem := _path_problem(path):
             raise RecordError(problem)
@@ -250,7 +250,7 @@ def _shape_problems(trajectory: Trajectory, leaves: Mapping[str, Any]) -> list[s
             return ["no array has a shape [T, B, ...]"]
     steps, width = shape
     issues = [
-        f"{path} has {len(extent)} dimensions, and may have {RANK_LIMIT}"
+        f"{path} has {len(extent)} dimensions; it may have at most {RANK_LIMIT}"
         for path, extent in shapes.items()
         if len(extent) > RANK_LIMIT
     ]
@@ -275,10 +275,10 @@ def _episode_problems(episodes: tuple[EpisodeSpan, ...], steps: int, width: int)
         if not span.uid or len(span.uid) > NAME_LIMIT:
             issues.append(f"{place}: its uid must have 1 to {NAME_LIMIT} characters")
         if not (0 <= span.column < width and 0 <= span.start < span.stop <= steps):
-            issues.append(f"{place}, are not among {steps} rows of {width} columns")
+            issues.append(f"{place}: they are not within {steps} rows of {width} columns")
         if span.start < ends.get(span.column, 0):
-            issues.append(f"{place}, overlap with another's")
+            issues.append(f"{place}: they overlap with another episode")
         if span.control_mode not in CONTROL_MODES:
-            issues.append(f"{place}, has control mode {span.control_mode}, which must be 0 (policy) or 1 (human)")
+            issues.append(f"{place}: its control mode is {span.control_mode}, which must be 0 (policy) or 1 (human)")
         ends[span.column] = max(ends.get(span.column, 0), span.stop)
     return issues

@@ -19,8 +19,8 @@ def load_object(name: str, named_by: str, kind: str) -> Any:
     """Return the attribute that `name` stands for.
 
     `named_by` begins error messages ("grouper.makers names"); `kind` describes the expected form ("a maker is named
-    package.module:Class"). A file path is relative to the working directory, and the file is executed once in a
-    process. It can import modules beside it; installed modules take precedence.
+    package.module:Class"). A file path is relative to the working directory, and the file is executed once per
+    process. It can import modules from its folder; installed modules take precedence.
 
     Raises ConfigurationError if the name has another form, or if the module, file or attribute cannot be imported.
     """
@@ -32,7 +32,7 @@ def load_object(name: str, named_by: str, kind: str) -> Any:
         return getattr(module, attribute)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise ConfigurationError(
-            f"{named_by} {name!r}, which cannot be imported: {error}; install its package beside rollstream, or name "
+            f"{named_by} {name!r}, which cannot be imported: {error}; install its package next to rollstream, or name "
             "the file: path/to/file.py:Name"
         ) from error
 
@@ -61,7 +61,7 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def is_plug_in(name: str, group: str) -> bool:
-    """Whether a name is one that `load_plug_in` takes: with a colon, or an entry point of `group`. Imports nothing."""
+    """Whether `load_plug_in` accepts a name: one with a colon, or an entry point of `group`. Imports nothing."""
     return ":" in name or _entry_point(name, group) is not None
 
 
@@ -82,9 +82,9 @@ def load_plug_in(name: str, group: str, named_by: str, kind: str) -> Any:
 
 
 def source_digest(value: Any) -> str:
-    """Return a digest of the source of an imported object: of its module's file, in a package of the folder's files.
+    """Return a digest of the source of an imported object: its module's file, or all files of the folder of a package.
 
-    Sixteen hexadecimal digits; "" if the module has no source file. Two machines with the same files agree.
+    It has sixteen hexadecimal digits, and is the same for the same files on any machine; "" if there is no source file.
     """
     module = sys.modules.get(getattr(value, "__module__", None) or type(value).__module__)
     path = Path(getattr(module, "__file__", None) or "")

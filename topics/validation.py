@@ -35,24 +35,24 @@ REWARD_LIMIT = 1e30
 """Largest absolute reward: advantages are float32, and sums of squares must stay finite in float64."""
 
 NAME_LIMIT = 512
-"""Most characters of a uid, environment or other name: batches, drops and counts repeat them."""
+"""Largest number of characters in a uid, environment or other name, which batches, drops and counts repeat."""
 
 ARRAYS_LIMIT = 256
-"""Most named arrays of a rollout."""
+"""Largest number of named arrays of a rollout."""
 
 OFFSETS_LIMIT = 1 << 24
-"""Most offsets in each of a journal record's sets of them: readers hold them one by one."""
+"""Largest number of offsets in each set of offsets of a journal record; readers hold every offset in memory."""
 
 LAST_OFFSET = 1 << 62
-"""Offsets beyond it, which no partition reaches, would leave no room to count on from them."""
+"""Largest valid offset, which no partition reaches; adding to a larger one could overflow."""
 
 UIDS_LIMIT = 4096
-"""Most uids of one cancellation; a producer with more writes several."""
+"""Largest number of uids in one cancellation; a producer with more uids writes several cancellations."""
 
 _INT_MAX = 2**31 - 1
 _DTYPE = re.compile(r"(<[iufc](2|4|8|16)|\|[biu]1)")
 _PORTABLE = re.compile(r"(<[iu][248]|<f[248]|<c(8|16)|\|[biu]1)")
-"""dtypes that exist on every machine: many have no <f16."""
+"""Dtypes that exist on every machine; <f16, for example, is missing on many."""
 
 
 def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
@@ -72,14 +72,14 @@ def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
         issues.append(f"policy_version is {rollout.policy_version}")
     if not 0 <= rollout.lowest_version <= rollout.highest_version:
         issues.append(
-            f"lowest_version {rollout.lowest_version} and highest_version {rollout.highest_version} are no range"
+            f"lowest_version {rollout.lowest_version} and highest_version {rollout.highest_version} are not a range"
         )
     if not 0 < rollout.group_size <= _INT_MAX:
         issues.append(f"group_size is {rollout.group_size}")
     if not 0 <= rollout.branch < rollout.branches <= _INT_MAX:
         issues.append(f"branch {rollout.branch} is not among {rollout.branches} branches")
     if rollout.branches > 1 and not rollout.episode_uid:
-        issues.append(f"one of {rollout.branches} branches, of no episode_uid")
+        issues.append(f"it is one of {rollout.branches} branches but has no episode_uid")
     issues += _sampling_problems(rollout.sampling)
     length = len(rollout.tokens)
     for i, turn in enumerate(rollout.turns):
@@ -103,14 +103,14 @@ def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) ->
     if not cancelled.uids or not all(cancelled.uids):
         issues.append("uids is empty, or holds an empty uid")
     if any(len(uid) > NAME_LIMIT for uid in cancelled.uids):
-        issues.append(f"uids holds one longer than {NAME_LIMIT} characters")
+        issues.append(f"uids holds a uid of more than {NAME_LIMIT} characters")
     if bounded and len(cancelled.uids) > UIDS_LIMIT:
         issues.append(f"uids holds {len(cancelled.uids)}, and may hold {UIDS_LIMIT}: cancel the others with another")
     return issues
 
 
 def batch_problems(batch: TrainingBatch) -> list[str]:
-    """Return everything wrong with a batch: arrays of other lengths, descending splits, missing groups."""
+    """Return everything wrong with a batch: arrays of wrong lengths, descending splits, missing groups."""
     rows, tokens = len(batch.uids), len(batch.tokens)
     issues = _id_problems(batch.batch_id, batch.partition)
     columns = ("group_index", "source_offsets", "rewards", "truncated", "lowest_versions", "highest_versions")
@@ -132,15 +132,15 @@ def batch_problems(batch: TrainingBatch) -> list[str]:
     if batch.splits[0] != 0 or batch.splits[-1] != tokens or (batch.splits[1:] < batch.splits[:-1]).any():
         issues.append(f"splits do not divide {tokens} tokens")
     if rows and not (batch.group_index.min() >= 0 and batch.group_index.max() < len(batch.groups)):
-        issues.append(f"group_index names one that is not among {len(batch.groups)} groups")
+        issues.append(f"group_index names a group that is not among the {len(batch.groups)} groups")
     return issues + [problem for entry in batch.token_arrays if (problem := _batch_array_problem(entry, batch))]
 
 
 def _batch_array_problem(entry: BatchTokenArray, batch: TrainingBatch) -> str:
     numbers = entry.rows
-    # Differences of large numbers would be beyond the numbers' own bits.
+    # Neighbours are compared, because differences of large numbers may overflow.
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= len(batch) or (numbers[1:] <= numbers[:-1]).any()):
-        return f"token array {entry.name} names rows that are not {len(batch)} ascending rows"
+        return f"token array {entry.name} names rows that do not ascend within the {len(batch)} rows"
     return "; ".join(_array_problems(entry.name, entry.array, int(np.diff(batch.splits)[numbers].sum()), bounded=True))
 
 
@@ -151,8 +151,8 @@ def entry_problems(entry: BatchIndexEntry) -> list[str]:
 
 
 def decode_journal(value: bytes | None) -> JournalRecord:
-    """Decode a record of `journal`. Raises RecordError for anything else, also for one that tells of what no task can
-    have read: whoever follows it would count or hold offsets without end."""
+    """Decode a record of `journal`. Raises RecordError for anything else, and for a record of offsets that no task can
+    have read, because its readers would count or hold offsets without limit."""
     record = decode_as(JournalRecord, value)
     ranges = {name: getattr(record, name) for name in ("admitted", "unfinished", "delivered", "hopped")}
     for name, pairs in (*ranges.items(), *(("finished", finished.runs) for finished in record.finished)):
@@ -160,14 +160,14 @@ def decode_journal(value: bytes | None) -> JournalRecord:
             raise RecordError(f"a JournalRecord whose {name} {problem}")
     for finished in record.finished:
         if finished.fate not in FATES:
-            raise RecordError(f"a JournalRecord with the fate {finished.fate[:40]!r}")
+            raise RecordError(f"a JournalRecord with the unknown fate {finished.fate[:40]!r}")
     if any(not 0 <= drop.offset <= LAST_OFFSET for drop in record.drops):
-        raise RecordError("a JournalRecord with a drop of no offset")
+        raise RecordError("a JournalRecord with a drop at an invalid offset")
     least = min(record.partition, record.sequence, record.begin, record.batch_number)
     if least < 0 or not record.begin <= record.position <= LAST_OFFSET:
         raise RecordError(
-            f"a JournalRecord of partition {record.partition}, sequence {record.sequence} and batch "
-            f"{record.batch_number}, from offset {record.begin} to {record.position}"
+            f"a JournalRecord with impossible numbers: partition {record.partition}, sequence {record.sequence}, batch "
+            f"{record.batch_number}, offsets {record.begin} to {record.position}"
         )
     return record
 
@@ -175,12 +175,12 @@ def decode_journal(value: bytes | None) -> JournalRecord:
 def _ranges_problem(pairs: Sequence[int] | Int64) -> str:
     flat = np.asarray(pairs, "<i8")
     if len(flat) % 2:
-        return f"holds {len(flat)} numbers, no pairs of a first offset and a count"
+        return f"holds {len(flat)} numbers, which are not pairs of a first offset and a count"
     firsts, counts = flat[::2], flat[1::2]
     if len(flat) and not (
         0 <= firsts.min() <= firsts.max() <= LAST_OFFSET and 1 <= counts.min() <= counts.max() <= OFFSETS_LIMIT
     ):
-        return "is not of first offsets and counts"
+        return "holds an invalid first offset or count"
     return f"has more than {OFFSETS_LIMIT} offsets" if counts.sum() > OFFSETS_LIMIT else ""
 
 
@@ -189,7 +189,7 @@ def _id_problems(batch_id: str, partition: int) -> list[str]:
         expected = batch_numbers(batch_id)[0]
     except RecordError as error:
         return [str(error)]
-    return [] if expected == partition else [f"batch {batch_id} names another partition than its field, {partition}"]
+    return [] if expected == partition else [f"batch id {batch_id} does not match partition {partition}"]
 
 
 def _name_problems(record: Rollout | GroupCancelled, *names: str) -> list[str]:
@@ -197,7 +197,7 @@ def _name_problems(record: Rollout | GroupCancelled, *names: str) -> list[str]:
     for name in names:
         length = len(getattr(record, name))
         if not 0 < length <= NAME_LIMIT:
-            issues.append(f"{name} has {length} characters, which must be 1 to {NAME_LIMIT}")
+            issues.append(f"{name} has {length} characters; it must have 1 to {NAME_LIMIT}")
     return issues
 
 
@@ -211,7 +211,7 @@ def _token_problems(rollout: Rollout) -> list[str]:
             issues.append(f"{name} has {len(array)} entries for {length} tokens")
     if len(rollout.token_rewards) not in (0, length):
         issues.append(f"token_rewards has {len(rollout.token_rewards)} entries for {length} tokens")
-    # The ufuncs' own reduce costs half of the arrays' min and max.
+    # The ufuncs' own reduce costs half as much as the arrays' min and max.
     if length and np.minimum.reduce(rollout.tokens) < 0:
         issues.append("tokens holds a negative id")
     if len(rollout.logprobs):
@@ -241,11 +241,11 @@ def _sampling_problems(sampling: SamplingParams) -> list[str]:
 
 def _arrays_problems(arrays: Mapping[str, NamedArray], length: int, bounded: bool) -> list[str]:
     if bounded and len(arrays) > ARRAYS_LIMIT:
-        return [f"it has {len(arrays)} token arrays, and may have {ARRAYS_LIMIT}"]
+        return [f"it has {len(arrays)} token arrays; it may have at most {ARRAYS_LIMIT}"]
     issues = []
     for name, extra in arrays.items():
         if bounded and not 0 < len(name) <= NAME_LIMIT:
-            issues.append(f"a token array's name has {len(name)} characters, which must be 1 to {NAME_LIMIT}")
+            issues.append(f"a token array's name has {len(name)} characters; it must have 1 to {NAME_LIMIT}")
         else:
             issues += _array_problems(name, extra, length, bounded)
     return issues
@@ -258,13 +258,13 @@ def _array_problems(name: str, extra: NamedArray, length: int, bounded: bool) ->
     except TypeError:
         item = None
     if item is None:
-        return [f"token array {name} has dtype {dtype!r}, which is no little-endian number of numpy's"]
+        return [f"token array {name} has dtype {dtype!r}, which is not a little-endian number of numpy"]
     if not shape or shape[0] != length or min(shape) < 0 or not _fills(shape, item.itemsize, size_bytes):
         return [f"token array {name} has shape {shape} of {dtype} in {size_bytes} bytes for {length} tokens"]
     if bounded and (problem := shape_problem(shape, item.itemsize, size_bytes)):
         return [f"token array {name}: {problem}"]
     if name == REFERENCE and not _is_finite_row(extra, item):
-        return [f"token array {name} must hold one finite float32 a token"]
+        return [f"token array {name} must hold one finite float32 per token"]
     return []
 
 
@@ -275,7 +275,7 @@ def _is_finite_row(extra: NamedArray, item: np.dtype[Any]) -> bool:
 
 
 def _fills(shape: Sequence[int], itemsize: int, size_bytes: int) -> bool:
-    """Return whether a shape has exactly `size_bytes`. Stops at the dimension where it exceeds them."""
+    """Whether an array of this shape has exactly `size_bytes`. Stops at the first dimension that exceeds them."""
     if 0 in shape:
         return size_bytes == 0
     room = itemsize

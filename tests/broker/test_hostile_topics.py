@@ -63,8 +63,9 @@ def strict(text: str) -> Any:
 
 def passed_over(err: str) -> dict[str, tuple[int, int]]:
     """By topic, what a command said on stderr: how many it passed over, and the offset of the first."""
-    skipped = rf"skipped ([\d,]+) of the records of {RUN}\.([a-z-]+), the first: {RUN}\.\2\[0\] offset (\d+): "
-    matches = re.findall(skipped, err)
+    matches = re.findall(
+        rf"skipped ([\d,]+) of the records of {RUN}\.([a-z-]+), the first: {RUN}\.\2\[0\] offset (\d+): ", err
+    )
     return {topic: (int(count.replace(",", "")), int(offset)) for count, topic, offset in matches}
 
 

@@ -60,7 +60,7 @@ class Connections:
                 "is not accepted: unable to get",
             ),
             "an expired certificate": ({**good, "bootstrap.servers": self.broker.expired}, "certificate has expired"),
-            "plaintext to TLS": ({"bootstrap.servers": self.broker.secured}, "speak TLS, and security.protocol"),
+            "plaintext to TLS": ({"bootstrap.servers": self.broker.secured}, "speak TLS, but security.protocol"),
             "TLS to plaintext": ({**good, "bootstrap.servers": self.broker.open}, "do not speak TLS"),
             "no certificate": (self.tls(self.broker.certified), "require a client certificate"),
             "an expired client": (self.certificate("late", days=-1), "refuse this client's certificate"),

@@ -79,7 +79,7 @@ def test_forged_records_are_dropped_by_a_run_with_keys_and_its_own_tools_are_obe
     run.prepare()
     keyless = run.start("group")
     assert keyless.wait(120) == 2
-    assert "name the private key of one of them in grouper.signing_key (there is none)" in run.log_of(keyless)
+    assert "name the private key of one of them in grouper.signing_key (it is not set)" in run.log_of(keyless)
 
     run.grouper = GrouperConfig(signing_key=f"file:{run.directory / 'grouping.pem'}")
     process = run.start("group")

@@ -1,1 +1,1 @@
-"""Traces of a run: ids that follow from what records say, and spans that go to a collector if one is configured."""
+"""Traces of a run: ids computed from records, and spans that are sent to a collector if one is configured."""

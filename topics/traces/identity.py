@@ -1,7 +1,7 @@
-"""Ids of traces and spans, computed from what the records on the log say: no role hands any on to another. Pure.
+"""Ids of traces and spans, computed from the records on the log, so that no role passes ids on to another. Pure.
 
-A trace is a group of rollouts on its way to a step, or a step on its way to the servers. Ids are hashes, so a span that
-is written twice is the same span, and every role takes the same sample.
+A trace follows a group of rollouts on its way to a step, or a step on its way to the servers. Ids are hashes, so a span
+that is written twice is the same span, and every role takes the same sample.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ def trace_of_step(run: str, learner: str, step: int) -> int:
 
 
 def span_of(trace: int, operation: str, *which: str | int) -> SpanPlace:
-    """Return the place of an operation's span in a trace; `which` tells several of one kind apart."""
+    """Return the place of an operation's span in a trace; `which` distinguishes several spans of one operation."""
     return SpanPlace(trace, _number(8, trace, operation, *which))
 
 

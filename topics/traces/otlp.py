@@ -1,6 +1,6 @@
-"""Sends spans to a collector by OTLP over HTTP, with OpenTelemetry's SDK; nothing else imports it.
+"""Sends spans to a collector by OTLP over HTTP, with OpenTelemetry's SDK, which no other module imports.
 
-For headers, certificates and compression, OpenTelemetry's variables hold: OTEL_EXPORTER_OTLP_*.
+OpenTelemetry's variables OTEL_EXPORTER_OTLP_* set headers, certificates and compression.
 """
 
 import logging
@@ -20,16 +20,16 @@ try:
     from opentelemetry.trace import Link, NonRecordingSpan, SpanContext, SpanKind, TraceFlags, set_span_in_context
 except ImportError as missing:
     raise ConfigurationError(
-        f"traces.endpoint is set, and {missing.name} is not installed; pip install 'rollstream[traces]'"
+        f"traces.endpoint is set, but {missing.name} is not installed; pip install 'rollstream[traces]'"
     ) from missing
 
 TIMEOUT_S = 5.0
-"""Longest time that a request takes, with its repetitions."""
+"""Longest time that a request takes, including its retries."""
 _KINDS = {"producer": SpanKind.PRODUCER, "consumer": SpanKind.CONSUMER, "internal": SpanKind.INTERNAL}
 
 
 class _PlannedIds(IdGenerator):
-    """Gives each span the ids that follow from its records."""
+    """Gives each span the ids that were computed from its records."""
 
     def __init__(self) -> None:
         self.place = SpanPlace(1, 1)
@@ -68,7 +68,7 @@ class OtlpExporter:
         self._exporter = OTLPSpanExporter(endpoint=endpoint, timeout=TIMEOUT_S)
 
     def export(self, spans: Sequence[TraceSpan]) -> bool:
-        """Send spans; return whether the collector took them."""
+        """Send spans; return whether the collector accepted them."""
         self._ended.spans.clear()
         for span in spans:
             self._ids.place = span.place
@@ -84,11 +84,11 @@ class OtlpExporter:
             made.end(max(span.begin_ns, span.end_ns))
         try:
             return self._exporter.export(self._ended.spans) == SpanExportResult.SUCCESS
-        except Exception:  # No error of a client or a collector ends a role.
+        except Exception:  # No error of the client or the collector may end a role.
             return False
 
     def give_up(self) -> None:
-        """End a request that waits to be repeated."""
+        """End a request that waits for a retry."""
         self._exporter.shutdown()  # type: ignore[no-untyped-call]
 
 

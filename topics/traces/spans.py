@@ -1,6 +1,6 @@
-"""The spans of this process: given by any of its threads, sent by one of its own, lost rather than waited for.
+"""The spans of this process. Any thread may add spans; a separate thread sends them, and loses spans rather than wait.
 
-One object a process, as with logs. Without `start` it takes nothing, and nothing of OpenTelemetry is imported.
+There is one object per process, as with logs. Without `start` it accepts no spans, and OpenTelemetry is not imported.
 """
 
 import logging
@@ -19,9 +19,9 @@ from rollstream.topics.traces.identity import SpanPlace, is_sampled
 logger = logging.getLogger(__name__)
 Attribute = str | int | float | bool | Sequence[int]
 MOST_WAITING = 4096
-"""Spans that wait to be sent; more are lost."""
+"""Largest number of spans that wait to be sent; further spans are lost."""
 MOST_SENT = 512
-"""Spans in one request."""
+"""Largest number of spans in one request."""
 _EVERY_S = 1.0
 _CLOSE_S = 3.0
 _LOG_EVERY_S = 60.0
@@ -29,7 +29,7 @@ _LOG_EVERY_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSpan:
-    """An operation that is over."""
+    """An operation that has ended."""
 
     name: str
     place: SpanPlace
@@ -42,10 +42,10 @@ class TraceSpan:
 
 
 class SpanExporter(Protocol):
-    """The way to a collector."""
+    """Sends spans to a collector."""
 
     def export(self, spans: Sequence[TraceSpan]) -> bool:
-        """Send spans; return whether the collector took them. It may take some seconds, and raises nothing."""
+        """Send spans; return whether the collector accepted them. This may take some seconds, and raises nothing."""
 
     def give_up(self) -> None:
         """End an `export` that waits."""
@@ -65,11 +65,11 @@ class TraceSpans:
 
     @property
     def enabled(self) -> bool:
-        """Whether spans are wanted at all."""
+        """Whether spans are accepted."""
         return self._thread is not None
 
     def start(self, share: float, exporter: SpanExporter) -> None:
-        """Take a share of all traces from now on."""
+        """Accept spans of a share of all traces from now on, and send them with `exporter`."""
         self._share, self._exporter, self._stopping = share, exporter, False
         for name in ("rollstream_traces_spans_total", "rollstream_traces_lost_total"):
             VALUES.count(name, 0)
@@ -81,7 +81,7 @@ class TraceSpans:
         return self._thread is not None and is_sampled(trace, self._share)
 
     def add(self, span: TraceSpan) -> None:
-        """Have a span sent. Never waits: a span too many is lost, and counted."""
+        """Queue a span for sending. Never waits: if the queue is full, the span is lost and counted."""
         with self._changed:
             full = len(self._waiting) >= MOST_WAITING
             if not full:
@@ -89,10 +89,10 @@ class TraceSpans:
                 if len(self._waiting) >= MOST_SENT:
                     self._changed.notify()
         if full:
-            self._lose(1, "the collector is slower than the spans come")
+            self._lose(1, "spans arrive faster than the collector accepts them")
 
     def close(self, for_s: float = _CLOSE_S) -> None:
-        """Send what waits, for a short time, and take no more."""
+        """Send the waiting spans for a short time, and accept no more."""
         thread, self._thread = self._thread, None
         if thread is None or self._exporter is None:
             return
@@ -113,7 +113,7 @@ class TraceSpans:
                 if exporter.export(spans):
                     VALUES.count("rollstream_traces_spans_total", len(spans))
                 else:
-                    self._lose(len(spans), "the collector does not take them")
+                    self._lose(len(spans), "the collector does not accept them")
 
     def _taken(self) -> list[TraceSpan]:
         with self._changed:
@@ -132,7 +132,7 @@ SPANS = TraceSpans()
 
 
 def start(config: TracesConfig, run: str, process: str) -> Callable[[], None]:
-    """Take spans and send them where the settings say, if they say so; return what ends that.
+    """Accept and send spans if the settings have an endpoint; return the function that stops this.
 
     Raises ConfigurationError if the packages of the extra `traces` are missing.
     """

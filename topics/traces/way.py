@@ -1,7 +1,7 @@
-"""Spans of the way of a rollout: sent, grouped, in a batch, in a step; and of a policy version, to a server.
+"""Spans for the stages of a rollout (sent, grouped, in a batch, in a step) and of a policy version (sent, loaded).
 
-Attributes follow OpenTelemetry's semantic conventions for messaging and Kafka; ours begin with `rollstream.`. Every
-function is called once the operation is committed, and costs nothing where no traces are wanted.
+Attributes follow OpenTelemetry's semantic conventions for messaging and Kafka; our own begin with `rollstream.`. Every
+function is called once the operation is committed, and costs nothing if traces are off.
 """
 
 import time
@@ -20,7 +20,7 @@ GROUP, SEND_ROLLOUT, PROCESS_ROLLOUTS = "group", "send rollouts", "process rollo
 SEND_BATCH, PROCESS_BATCH = "send batches", "process batches"
 STEP, SEND_POLICY, PROCESS_POLICY = "step", "send policies", "process policies"
 MOST_LINKS = 128
-"""Links of a span, as OpenTelemetry bounds them."""
+"""Largest number of links of a span, which is OpenTelemetry's limit."""
 _MOST_BATCHES = 1024
 
 
@@ -30,7 +30,7 @@ class FetchedBatch(NamedTuple):
     entry: BatchIndexEntry
     run: str
     groups: tuple[BatchGroup, ...]
-    """Those in the sample."""
+    """The groups in the sample."""
 
 
 _fetched: OrderedDict[str, FetchedBatch] = OrderedDict()
@@ -59,7 +59,7 @@ def _about(run: str, group: Rollout | BatchGroup) -> dict[str, Attribute]:
 
 
 def rollout_sent(topic: str, rollout: Rollout, begin_ns: int, partition: int, offset: int) -> None:
-    """A rollout is on the log; `topic` is a full name."""
+    """Add the span of a rollout that is on the log; `topic` is a full name."""
     if not SPANS.enabled:
         return
     run = topic.rpartition(".")[0]
@@ -85,7 +85,7 @@ def rollout_sent(topic: str, rollout: Rollout, begin_ns: int, partition: int, of
 
 
 def batch_committed(run: str, consumer_group: str, batch: TrainingBatch, offset: int, took_s: float) -> None:
-    """A transaction with a batch is committed, which lies at `offset` of `batches` and took so long."""
+    """Add the spans of a batch that was committed at `offset` of `batches`; its transaction took `took_s`."""
     if not SPANS.enabled:
         return
     end_ns = time.time_ns()
@@ -142,7 +142,7 @@ def batch_committed(run: str, consumer_group: str, batch: TrainingBatch, offset:
 
 
 def batch_fetched(run: str, entry: BatchIndexEntry, batch: TrainingBatch) -> None:
-    """A learner has fetched a batch of a run."""
+    """Remember a batch of a run that a learner has fetched, for the spans of its step."""
     if not SPANS.enabled:
         return
     cut_by = entry.run or run
@@ -155,7 +155,7 @@ def batch_fetched(run: str, entry: BatchIndexEntry, batch: TrainingBatch) -> Non
 
 
 def step_recorded(run: str, record: LearnerStep, began_ns: int) -> None:
-    """A learner's step is on record for the first time, with the version that it published."""
+    """Add the spans of a learner's step that is on record for the first time, and of the version that it published."""
     if not SPANS.enabled:
         return
     end_ns, trace = time.time_ns(), trace_of_step(run, record.learner, record.step)
@@ -191,7 +191,7 @@ def step_recorded(run: str, record: LearnerStep, began_ns: int) -> None:
 def _process_batches(
     record: LearnerStep, began_ns: int, end_ns: int, step: SpanPlace, about: Mapping[str, Attribute]
 ) -> Sequence[SpanPlace]:
-    """Write a span into the trace of each group that the step used; return their places."""
+    """Add a span to the trace of each group that the step used; return the places of these spans."""
     places = []
     for use in record.uses:
         fetched = _fetched.get(use.batch_id)
@@ -222,7 +222,7 @@ def _process_batches(
 
 
 def version_loaded(run: str, manifest: PolicyManifest, begin_ns: int) -> None:
-    """A process that follows the versions of a run holds one whole."""
+    """Add the span of a policy version of a run that a process has loaded completely."""
     if not SPANS.enabled:
         return
     trace = trace_of_step(run, manifest.learner, manifest.step)

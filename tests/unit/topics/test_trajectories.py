@@ -70,7 +70,7 @@ def test_every_leaf_is_mapped_where_it_is() -> None:
 
 @pytest.mark.parametrize("leaves", [{"a": 1, "a/b": 2}, {"a/b": 1, "a": 2}, {"a": 1, "a/b/c": 2}])
 def test_a_path_through_an_array_is_refused(leaves: dict[str, int]) -> None:
-    with pytest.raises(RecordError, match="lies within another"):
+    with pytest.raises(RecordError, match="is nested in another"):
         nest(leaves)
 
 
@@ -111,13 +111,13 @@ def _span(**changes: Any) -> EpisodeSpan:
         ({"arrays": {"rewards": leaf("<f4"), "x": leaf("<f4", rows=5)}}, r"x has shape \(5, 2\)"),
         ({"arrays": {"rewards": leaf("<f4"), "dones": leaf("|b1", rows=7)}}, "dones: 7 rows"),
         ({"arrays": {"rewards": leaf("<f4"), "dones": leaf("|b1", width=3)}}, r"dones has shape \(4, 3\)"),
-        ({"arrays": {"a/b": leaf("<f4")}}, "'a/b' is no name"),
+        ({"arrays": {"a/b": leaf("<f4")}}, "'a/b' is not an array's name"),
         ({"episodes": (_span(uid=""),)}, "its uid"),
-        ({"episodes": (_span(column=2),)}, "are not among"),
-        ({"episodes": (_span(stop=5),)}, "are not among"),
-        ({"episodes": (_span(start=2, stop=2),)}, "are not among"),
+        ({"episodes": (_span(column=2),)}, "are not within"),
+        ({"episodes": (_span(stop=5),)}, "are not within"),
+        ({"episodes": (_span(start=2, stop=2),)}, "are not within"),
         ({"episodes": (_span(stop=3), _span(uid="f", start=2))}, "overlap"),
-        ({"episodes": (_span(control_mode=2),)}, "control mode 2"),
+        ({"episodes": (_span(control_mode=2),)}, "control mode is 2"),
     ],
 )
 def test_invalid_trajectories_are_refused_by_the_writer(changes: dict[str, Any], wrong: str) -> None:
@@ -163,7 +163,7 @@ def test_the_writer_refuses_trajectories_that_no_reader_accepts() -> None:
         deep = {"x": deep}
     with pytest.raises(RecordError, match="a path of 33 names"):
         to_record(trajectory(arrays={"rewards": leaf("<f4"), "x": deep}))
-    with pytest.raises(RecordError, match="has 33 dimensions, and may have 32"):
+    with pytest.raises(RecordError, match="has 33 dimensions; it may have at most 32"):
         to_record(trajectory(arrays={"rewards": leaf("<f4"), "x": np.zeros((4, 2, *(1,) * 31))}))
 
 

@@ -62,6 +62,6 @@ def test_who_waits_gets_the_newest_and_is_told_when_none_comes() -> None:
 
 def test_names_that_make_no_path_are_refused_in_both_forms_alike() -> None:
     states = LocalStateManager()
-    with pytest.raises(RecordError, match="is no name of an array"):
+    with pytest.raises(RecordError, match="is not an array's name"):
         states.update_state({"a/b": np.zeros(2)})
     assert states.get_state(-1) is None

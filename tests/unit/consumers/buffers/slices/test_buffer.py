@@ -336,7 +336,7 @@ def test_trajectories_that_are_invalid_or_without_episodes_are_refused(tmp_path:
     with buffer(tmp_path) as slices:
         with pytest.raises(RecordError, match="has no episode spans, and none of the arrays"):
             slices.add(trajectory(0, 4))
-        with pytest.raises(RecordError, match="are not among 4 rows"):
+        with pytest.raises(RecordError, match="are not within 4 rows"):
             slices.add(trajectory(0, 4, span("a", 0, 0, 5)))
         with pytest.raises(RecordError, match="its spans tell which episodes continue"):
             slices.add(trajectory(0, 4, span("a", 0, 0, 4)), episode="a")

@@ -346,8 +346,8 @@ def test_a_member_that_declares_another_group_size_is_invalid() -> None:
         ({"tokens": np.array([], "<i4")}, "tokens is empty"),
         ({"logprobs": np.zeros(3, "<f4")}, "logprobs has 3 entries for 4 tokens"),
         ({"logprobs": np.array([0, 0, np.nan, 0], "<f4")}, "logprobs holds NaN or infinity"),
-        ({"branches": 2}, "one of 2 branches, of no episode_uid"),
-        ({"uid": ""}, "uid has 0 characters, which must be 1 to 512"),
+        ({"branches": 2}, "it is one of 2 branches but has no episode_uid"),
+        ({"uid": ""}, "uid has 0 characters; it must have 1 to 512"),
     ],
 )
 def test_an_invalid_rollout_is_dropped_and_the_drop_names_the_fault(fields: dict[str, Any], words: str) -> None:

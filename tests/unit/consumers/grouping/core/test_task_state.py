@@ -68,7 +68,10 @@ def test_a_state_restored_from_any_snapshot_on_is_the_same() -> None:
         ({"drop_superseded": 1}, "grouping.drop_superseded is 1; it must be of type bool"),
         ({"exclude_workers": "w"}, "grouping.exclude_workers is 'w'; it must be a list of strings"),
         ({"exclude_workers": ("a worker of a long name",) * 6_000}, "at most 131072 are allowed; exclude fewer"),
-        ({"exclude_offsets": ("0:1-2", "3")}, "grouping.exclude_offsets: '3' is not a range of offsets; write PARTITION"),
+        (
+            {"exclude_offsets": ("0:1-2", "3")},
+            "grouping.exclude_offsets: '3' is not a range of offsets; write PARTITION",
+        ),
         ({"exclude_offsets": ("0:-1",)}, "grouping.exclude_offsets: '0:-1' is not a range"),
         ({"exclude_offsets": ("0:5-4",)}, "it ends before it begins"),
     ],
