@@ -335,7 +335,7 @@ def _not_a_frame(data: bytes | None) -> str:
         number = int.from_bytes(data[1:REGISTRY_PREFIX_SIZE], "big")
         return (
             f"it begins like a record of a registry (schema {number}) but lacks the header of rollstream's schemas; "
-            "write it with the schema that `rollstream topics apply` registered, and its first field at the default"
+            "write it with the schema that `rollstream topics apply` registered, with its first field at the default"
         )
     start = data[:HEADER_SIZE].hex(" ") if data else repr(data)
     return f"not an Avro single-object frame (starts with {start}); encode records with rollstream.topics.codec"

@@ -217,7 +217,7 @@ def _bounded(connections: dict[Any, _Connection], limits: ConnectionLimits, too_
                     ) from None
                 except ConnectionError:
                     # Nobody reads this answer; it keeps the server from logging a failure.
-                    raise web.HTTPBadRequest(reason="the client disconnected within the body") from None
+                    raise web.HTTPBadRequest(reason="the client disconnected before the end of the body") from None
                 except web.HTTPRequestEntityTooLarge:
                     most = request.client_max_size
                     raise web.HTTPRequestEntityTooLarge(most, most + 1, reason=too_large) from None

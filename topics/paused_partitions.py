@@ -86,7 +86,7 @@ def pause(kafka: KafkaConfig, run: str, partition: int, reason: str) -> None:
         )
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if not 0 <= partition < partitions:
-        raise ConfigurationError(f"rollouts of run {run} has partitions 0 to {partitions - 1}, not {partition}")
+        raise ConfigurationError(f"topic rollouts of run {run} has partitions 0 to {partitions - 1}, not {partition}")
     record = PausedPartition(partition=partition, reason=reason.strip(), wall_time=time.time())
     _write(kafka, run, partition, encode(record))
 

@@ -104,7 +104,8 @@ def check_public_key(key: str, setting: str) -> None:
     """Raise ConfigurationError unless `key` has the form of a public key: 64 hexadecimal digits."""
     if len(key) != _HEX_DIGITS or set(key) - set("0123456789abcdef"):
         raise ConfigurationError(
-            f"{setting}: {key[:100]!r} is not a public key; `rollstream key show FILE` prints the one of a private key"
+            f"{setting}: {key[:100]!r} is not a public key; `rollstream key show FILE` prints the public key that "
+            "belongs to a private key"
         )
 
 

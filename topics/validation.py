@@ -103,7 +103,7 @@ def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) ->
     if not cancelled.uids or not all(cancelled.uids):
         issues.append("uids is empty, or holds an empty uid")
     if any(len(uid) > NAME_LIMIT for uid in cancelled.uids):
-        issues.append(f"uids holds a uid of more than {NAME_LIMIT} characters")
+        issues.append(f"uids holds a uid longer than {NAME_LIMIT} characters")
     if bounded and len(cancelled.uids) > UIDS_LIMIT:
         issues.append(f"uids holds {len(cancelled.uids)}, and may hold {UIDS_LIMIT}: cancel the others with another")
     return issues

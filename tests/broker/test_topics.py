@@ -82,7 +82,7 @@ def test_topics_are_applied_once_the_broker_is_up_for_those_who_wait(tmp_path: P
     run = RealRun(KafkaConfig(bootstrap_servers=f"127.0.0.1:{port}"), run_name, tmp_path)
     refused = answer_of(tmp_path, *run.command("topics", "apply", "--wait", "0.5")[4:])
     assert refused.returncode == 2
-    assert f"0 of 1 brokers answer at 127.0.0.1:{port} after 0.5 s; start more" in refused.stderr
+    assert f"0 of 1 brokers answer at 127.0.0.1:{port} after 0.5 s; start more brokers" in refused.stderr
     waiting = run.start("topics", "apply", "--wait", "300")
     try:
         with LocalBroker.start(tmp_path / "broker", port, bound_to_parent=True):

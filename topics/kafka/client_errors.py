@@ -129,7 +129,8 @@ def raise_for(error: KafkaError, doing: str) -> None:
         raise denied
     if code in (KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE):
         raise OffsetGone(
-            f"{doing}: the position is no longer in the log ({error.str()}); records were deleted or the log recreated"
+            f"{doing}: the position is no longer in the log ({error.str()}); records were deleted, or the topic was "
+            "recreated"
         )
     if error.fatal() or not (error.retriable() or code in _RECOVERED):
         raise BrokerUnavailable(f"{doing}: {error.str()} ({error.name()})")

@@ -53,8 +53,8 @@ def await_brokers(kafka: KafkaConfig, count: int, timeout_s: float) -> None:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             raise BrokerUnavailable(
-                f"{present} of {count} brokers answer at {kafka.bootstrap_servers} after {timeout_s:g} s; start more, "
-                "or lower topics.replication_factor"
+                f"{present} of {count} brokers answer at {kafka.bootstrap_servers} after {timeout_s:g} s; start more "
+                "brokers, or lower topics.replication_factor"
             )
         try:
             present = len(client.list_topics(timeout=min(left_s, _LOOK_S)).brokers)

@@ -124,7 +124,7 @@ class RegistryClient(Closing):
             if error.http_status_code in _REFUSED:
                 raise SchemaRefused(
                     f"{doing}: the registry at {self.url} refuses the schema ({brief(error)}); another release or "
-                    "program registered an incompatible one: delete it there, or start a run with another name"
+                    "program registered an incompatible one: delete that one, or start a run with another name"
                 ) from error
             raise RegistryUnavailable(f"{doing}: the registry at {self.url} answers {brief(error)}") from error
         except Exception as error:  # HTTP errors share no base class, and parsing the answer may fail anywhere
@@ -137,9 +137,9 @@ def _remedy(error: str) -> str:
     """Return the remedy for a connection error; errors of certificates are recognized by OpenSSL's words."""
     words = error.lower()
     if "certificate verify failed" in words:
-        return "name the file of its authority in kafka.registry.ca, or check the host in kafka.registry.url"
+        return "set kafka.registry.ca to the file of the registry's authority, or check the host in kafka.registry.url"
     if "certificate required" in words or "handshake failure" in words:
-        return "it requires a client certificate: name the file with certificate and key in kafka.registry.certificate"
+        return "it requires a client certificate: set kafka.registry.certificate to the file of certificate and key"
     return "start the registry, or check kafka.registry.url"
 
 
