@@ -1,4 +1,4 @@
-"""Metadata of the committed offsets of `rollouts`: the journal records that hold the state at that position.
+"""Metadata of a committed offset of `rollouts`: the journal records that hold the state at that position.
 
 Offset and metadata are committed together, so the position and the state of a grouping task always agree.
 """

@@ -1,4 +1,4 @@
-"""Entries of the catalogue of metrics, one for each served metric, and functions that make several of them."""
+"""Entries of the catalogue of metrics, one for each served metric, and functions that make entries."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -118,7 +118,7 @@ def _is_left_out(role: str, source: str, subject: tuple[str, ...]) -> bool:
 
 @cache
 def _specs(role: str, source: str, subject: tuple[str, ...]) -> tuple[tuple[MetricSpec, ...], tuple[str, ...]]:
-    """Return the entries of a source with these labels of the subject, and the values of their other labels."""
+    """Return the entries of a source whose subject has these labels, and the values of their other labels."""
     entries = [spec for spec in CATALOGUE_OF_METRICS if role in spec.roles and spec.source]
     exact = tuple(spec for spec in entries if spec.source == source and spec.labels == subject)
     if exact:

@@ -2,7 +2,7 @@
 
 It is a tree of shards, tensors and the whole. Several threads can therefore read the bytes, each byte once, and a
 changed tensor leaves the digests of all other tensors unchanged. Earlier releases made digests in one pass over all
-bytes; recorded digests of that kind are recognised, and compared by the same rule. The steps of our learner have the
+bytes; a recorded digest of that kind is recognised, and compared by the same rule. The steps of our learner have the
 checksum of params_checksum instead.
 """
 

@@ -150,7 +150,7 @@ def _metadata(old: OldRollout, batch: RolloutBatch) -> OldMetadata:
 
 
 def _short(place: str) -> str:
-    """Return the place itself, or its end with a digest of the whole if it is too long for a uid."""
+    """Return the place, or a digest of it followed by its end if it is too long for a uid."""
     if len(place) <= _NAME_ROOM:
         return place
     return f"{hashlib.sha256(place.encode()).hexdigest()[:32]}{place[-_NAME_ROOM // 2 :]}"

@@ -26,7 +26,7 @@ MOVED_APPENDED = "rollstream.moved.appended"
 
 
 class Splits(NamedTuple):
-    """The splits that a run takes part in."""
+    """The splits in which a run takes part."""
 
     successor: RunSplit | None = None
     """The split that ends the run."""
@@ -61,7 +61,7 @@ def _record(message: KafkaRecord, skipped: SkippedRecords) -> RunSplit | None:
 def check_open(kafka: KafkaConfig, run: str, *, while_closing: bool = False) -> None:
     """Raise StateRefused if roles of a run must not write because it was split, or is being split or filled.
 
-    With `while_closing`, a run that is being split is open: some roles must go on working while the other roles end.
+    With `while_closing`, a run that is being split counts as open: some roles must keep working while other roles end.
     """
     clients.check_broker(kafka)
     successor, predecessor = splits_of(kafka, run)

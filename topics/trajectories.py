@@ -118,7 +118,7 @@ def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
 
 
 def as_trajectory(item: Trajectory | Tree) -> Trajectory:
-    """Return a trajectory unchanged, or make one of a mapping of its fields and arrays by name.
+    """Return a trajectory unchanged, or make one from a mapping of its fields and arrays by name.
 
     Raises RecordError if the item is neither, or has unknown fields.
     """

@@ -47,10 +47,10 @@ def _load_file(path: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python file")
     if str(path.parent) not in sys.path:
-        # Last, so that a user's `json.py` does not shadow an installed module.
+        # Added last, so that a user's `json.py` does not shadow an installed module.
         sys.path.append(str(path.parent))
     module = importlib.util.module_from_spec(spec)
-    # Before it is executed, as the import system does: dataclasses and pickle look their module up by name.
+    # Registered before it is executed, as the import system does: dataclasses and pickle find their module by name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -305,7 +305,7 @@ def _write_marker(client: "KafkaAdminClient", each: OpenTransaction) -> None:
     from kafka.protocol.producer.transaction import WriteTxnMarkersRequest
 
     place = TopicPartition(each.topic, each.partition)
-    # As Kafka's own tool does: the broker refuses an epoch below that of an earlier marker.
+    # The epoch is chosen as by Kafka's own tool: the broker refuses an epoch below the one of an earlier marker.
     spec = AbortTransactionSpec(place, each.producer_id, each.producer_epoch, max(0, each.coordinator_epoch))
     request: WriteTxnMarkersRequest = client._abort_transaction_request(spec)
     request.markers[0].transaction_result = each.committed

@@ -30,7 +30,7 @@ class Undecided(NamedTuple):
     start: int
     """The last stable offset: the first record of the oldest open transaction."""
     end: int
-    """One past the last record."""
+    """Offset past the last record."""
 
 
 def undecided(kafka: KafkaConfig, topic: str, among: Collection[int] | None = None) -> dict[int, Undecided]:
@@ -77,7 +77,7 @@ def _places(topic: str, parts: dict[int, Undecided]) -> str:
 
 
 def _latest(client: "AdminClient", topic: str, partitions: Iterable[int], isolation: IsolationLevel) -> dict[int, int]:
-    # Imported late, as clients.admin does.
+    # Imported late, as in clients.admin.
     from confluent_kafka.admin._listoffsets import OffsetSpec
 
     latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]

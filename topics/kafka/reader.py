@@ -189,7 +189,7 @@ class Reader(Poller):
         doing: str = "reading",
         **overrides: Any,
     ) -> None:
-        """`group` only names the group whose offsets are read and committed; `clients.reader` explains the others."""
+        """`group` names only the group whose offsets are read and committed; see `clients.reader` for the settings."""
         consumer = clients.reader(kafka, isolation=isolation, fetch_wait_ms=fetch_wait_ms, group=group, **overrides)
         super().__init__(kafka, consumer, doing)
 

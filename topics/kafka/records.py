@@ -93,7 +93,7 @@ def record_of(message: Message) -> KafkaRecord:
 
 
 _headers = methodcaller("headers")
-"""Calls `headers` so that the interpreter checks at once whether the client both set an exception and returned."""
+"""Calls `headers` so that the interpreter notices at once if the client sets an exception and yet returns a value."""
 
 
 def _headers_of(message: Message) -> Headers | None:

@@ -38,7 +38,7 @@ class Delivery(NamedTuple):
 
 
 class SendOptions(TypedDict, total=False):
-    """Optional arguments of `Sender.send` that every sender of records takes."""
+    """Optional arguments of `Sender.send` that every sender of records accepts."""
 
     partition: int
     headers: HeadersToSend | None

@@ -33,7 +33,7 @@ class OffsetAndTime(NamedTuple):
 
     offset: int
     timestamp_ms: int
-    """-1 if the offset is not that of a record."""
+    """-1 if there is no record at the offset."""
 
 
 def topic_names(kafka: KafkaConfig) -> list[str]:
@@ -122,7 +122,7 @@ def runs(config: KafkaConfig) -> dict[str, dict[str, int]]:
 
 
 def _missing(config: KafkaConfig, topic: str, why: str) -> TopicError:
-    """The error for a missing topic: the run has another name, or its topics must be created."""
+    """Return the error for a missing topic: the run has another name, or its topics must be created."""
     place, there = run_and_name(topic), runs(config)
     if place is not None and place[0] not in there:
         near = difflib.get_close_matches(place[0], there, 1, 0.8)
@@ -174,7 +174,7 @@ def offsets(
     kafka: KafkaConfig, places: Iterable[Place], which: Literal["earliest", "latest", "max_timestamp"]
 ) -> dict[Place, OffsetAndTime]:
     """First offset, end, or offset of the highest timestamp, by partition. Raises AccessDenied or BrokerUnavailable."""
-    # Imported late, as clients.admin does.
+    # Imported late, as in clients.admin.
     from confluent_kafka.admin._listoffsets import OffsetSpec
 
     spec: Any = getattr(OffsetSpec, which)()
@@ -195,7 +195,7 @@ def offsets(
 
 
 def delete_records(kafka: KafkaConfig, below: Mapping[Place, int], timeout_s: float = _TIMEOUT_S) -> None:
-    """Delete the records below an offset of each partition. Raises BrokerUnavailable if a broker fails to."""
+    """Delete the records below an offset of each partition. Raises BrokerUnavailable if a broker refuses."""
     if not below:
         return
     client = clients.admin(kafka)

@@ -31,8 +31,8 @@ def earlier_id(run: str, role: str, which: str | int) -> str:
 def fence(kafka: KafkaConfig, identity: str) -> None:
     """Fence the producer of a transactional id, so that it cannot commit any more, and abort its open transaction.
 
-    This is for ids under which this process does not write. It does nothing if access to the id is denied, as by access
-    rules that cover only the ids of this release. Raises BrokerUnavailable if the broker does not answer.
+    This is for ids under which this process does not write. It does nothing if access to the id is denied, for example
+    because access rules cover only the ids of this release. Raises BrokerUnavailable if the broker does not answer.
     """
     producer = clients.transactional_producer(kafka, identity, logger=logger)
     deadline = time.monotonic() + kafka.patience_s

@@ -82,7 +82,7 @@ class Transaction:
             self._sender.check()
 
     def offset_of(self, delivery: Delivery) -> int:
-        """Return the offset of an acknowledged record. Raises TransactionFailed if it is not known."""
+        """Return the offset of an acknowledged record. Raises TransactionFailed if the offset is not known."""
         try:
             return delivery.offset
         except DeliveryError as unknown:
@@ -93,7 +93,7 @@ class Transaction:
     def send_offsets(self, positions: Iterable[GroupPosition], group_metadata: object) -> None:
         """Commit a group's positions with the records; `group_metadata` belongs to a reader or to a group member.
 
-        Raises TransactionFailed, Stalled.
+        Raises TransactionFailed or Stalled.
         """
         offsets = [position.for_client() for position in positions]
         self._producer.call(
@@ -160,12 +160,12 @@ class TransactionalProducer:
         return None
 
     def start(self) -> None:
-        """Fence the id's previous writer, and abort its open transaction. Raises TransactionFailed, Stalled."""
+        """Fence the id's previous writer, and abort its open transaction. Raises TransactionFailed or Stalled."""
         self.call(lambda client, timeout_s: client.init_transactions(timeout_s), "init_transactions", may_abort=False)
 
     @contextmanager
     def transaction(self, *, commit: bool = True) -> Iterator[Transaction]:
-        """Commit the records that the block sends, or, without `commit` or on any exception, abort them.
+        """Commit the records that the block sends; abort them on an exception or if `commit` is false.
 
         Raises TransactionFailed, after an abort if one is possible, and Stalled if nothing was aborted; the next start
         under the id then aborts the transaction.
