@@ -1,7 +1,7 @@
 """BatchReader: follows the batches of a run in the order of its index. It needs no JAX, so any trainer can use it.
 
-Delivery: at least once from the given position. The reader commits nothing; its caller keeps `position` with its
-parameters. It fetches each batch by the offset in the index, waits for a batch that is not there yet, and skips none.
+Delivery: at least once from the given position. The reader commits nothing; its caller saves `position` together with
+the model. It fetches each batch by the offset in the index, waits for a batch that is not there yet, and skips none.
 """
 
 import time
@@ -141,7 +141,7 @@ class BatchFetcher(Closing):
         self._ahead_bytes = ahead_bytes
         self._held_bytes = 0
         self._ahead: dict[Place, deque[tuple[int, bytes]]] = {}
-        """Batches read before their turn, by partition, with their offsets; those beyond the limit are read again."""
+        """Batches read before their turn, by partition, with their offsets; batches beyond the limit are read again."""
 
     def fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
         """Return the batch that an entry names. Fetching in the order of the index is the cheapest.
@@ -221,9 +221,10 @@ class BatchFetcher(Closing):
 
 
 class BatchReader(Closing):
-    """Reads batches in index order; as process i of n, every n-th batch from `start` on.
+    """Reads the batches of an index in order: all of them, or, as process i of n, every n-th batch.
 
-    Processes that start at the same position read different batches, the same number each, and together every batch.
+    Processes that start at the same position each read the same number of batches, and no batch twice; together they
+    read every batch.
     """
 
     def __init__(

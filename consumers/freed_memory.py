@@ -21,7 +21,7 @@ class FreedMemory:
         self._least_bytes = resident_bytes() if self._trim else 0
 
     def give_back(self) -> bool:
-        """Return freed memory if the process has grown by `grown_bytes` since the last time; tell whether it had."""
+        """Return freed memory if the process has grown by `grown_bytes` since the last return; tell whether it did."""
         if self._trim is None or resident_bytes() < self._least_bytes + self._grown_bytes:
             return False
         self._trim(0)

@@ -1,7 +1,7 @@
-"""Archiver: reads the topics of a run from the archive's positions to their present ends, once or repeatedly.
+"""Archiver: reads the topics of a run from the archived positions to their present ends, once or repeatedly.
 
 Topics that refer to other topics are read first, so that the archive of a live run is complete: it holds every record
-that its journal and steps name.
+that the archived journal and steps name.
 """
 
 import logging
@@ -159,7 +159,7 @@ class Archiver(Closing):
                     self._commit_positions()
 
             rollouts = source.topic == "rollouts"
-            # Records that grouping may still read are archived, even if it was asked to leave them out.
+            # Records that grouping may still read are archived, even if grouping was told to leave them out.
             source.read(take, never_fetched(self._kafka, self._run, ahead=False) if rollouts else {})
         if records or self._positions() != self._archived():
             self.writer.commit(self._positions())

@@ -24,7 +24,7 @@ _KEPT = 2
 
 @dataclass(frozen=True, kw_only=True)
 class ArchivedFile:
-    """A file with rows from the offsets of a partition from `begin` up to, but not including, `end`."""
+    """A file with the rows of a partition's offsets from `begin` up to, but not including, `end`."""
 
     path: str
     table: str
@@ -86,7 +86,7 @@ class ArchiveManifest:
                 )
         for name, topic in self.topics.items():
             if topic.begin.keys() != topic.position.keys() or min(topic.begin.values(), default=0) < 0:
-                raise StateRefused(f"the offsets of {name} in the archive of run {self.run} do not fit together")
+                raise StateRefused(f"the offsets of {name} in the archive of run {self.run} are inconsistent")
         reached = {(name, p): at for name, topic in self.topics.items() for p, at in topic.begin.items()}
         for file in self.files_of(LOG):
             place = (file.topic, file.partition)
@@ -151,7 +151,7 @@ def newest(store: Store, run: str) -> ArchiveManifest | None:
             return None
         try:
             return ArchiveManifest.from_json(store.read(names[-1])).check()
-        except FileNotFoundError:  # It was the newest when listed, and has been deleted since.
+        except FileNotFoundError:  # The newest manifest was deleted after it was listed.
             continue
 
 
@@ -182,7 +182,7 @@ def commit(store: Store, manifest: ArchiveManifest) -> ArchiveManifest:
     # If the response to a successful attempt was lost, a retry finds the same data.
     if not store.create(name, data) and store.read(name) != data:
         raise Fenced(
-            f"another process is archiving run {mine.run} to {store.url}; the last files of this process do not count"
+            f"another process is archiving run {mine.run} to {store.url}; the last files of this process are left out"
         )
     for old in store.names(_manifests(mine.run)):
         if old < _name(mine.run, mine.generation - _KEPT + 1):

@@ -93,7 +93,7 @@ def restore(
 
 
 def _renamed(run: str, into: str) -> Callable[[ArchivedRecord], ArchivedRecord]:
-    """Return a function that replaces the archived run by the new run as the input run of steps."""
+    """Return a function that sets the input run of steps to the new run, where it is the archived run."""
 
     def entry_as(entry: ArchivedRecord) -> ArchivedRecord:
         if run == into or entry.topic != "steps" or codec.kind_of(entry.value) != "LearnerStep":
@@ -108,7 +108,7 @@ def _renamed(run: str, into: str) -> Callable[[ArchivedRecord], ArchivedRecord]:
 
 
 def _check(kafka: KafkaConfig, manifest: ArchiveManifest, into: str) -> None:
-    """Raise StateRefused unless every partition ends at its archived position; other partitions must be empty."""
+    """Raise StateRefused unless every partition ends at its archived position, or is empty if it was not archived."""
     for name, topic in manifest.topics.items():
         for partition, (_low, end) in topic_admin.bounds(kafka, topic_name(into, name)).items():
             archived = topic.position.get(partition, 0)

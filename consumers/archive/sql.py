@@ -89,7 +89,7 @@ def times_of(table: str) -> Mapping[str, str]:
 
 
 _TIMES = {"timestamp_ms": 1, "cut_ms": 1, "opened_ms": 1, "sealed_ms": 1, "finished_ms": 1, "created_s": 1000}
-"""Columns with points in time since 1970, and the milliseconds in their unit."""
+"""Columns with times since 1970, and the number of milliseconds in the unit of each."""
 
 
 def queried_type(stored: pa.DataType) -> pa.DataType:
@@ -98,7 +98,7 @@ def queried_type(stored: pa.DataType) -> pa.DataType:
 
 
 def _with_times(table: str, stored: str) -> str:
-    """Return the query for a table: with entries as maps, and each numeric time followed by its timestamp."""
+    """Return the query for a table, with lists of entries as maps, and each numeric time followed by its timestamp."""
     times, columns = times_of(table), []
     for name, kind in zip(SCHEMAS[table].names, SCHEMAS[table].types, strict=True):
         columns.append(f'map_from_entries("{name}") as "{name}"' if kind in ENTRIES else f'"{name}"')
@@ -169,7 +169,7 @@ def _tables_read(statement: str) -> set[str]:
     with duckdb.connect(":memory:", config=dict(_ISOLATED)) as empty:
         _define(empty, {name: pa.Table.from_batches([], schema=schema) for name, schema in SCHEMAS.items()}, "table")
         for name in SCHEMAS:
-            # Only tables are listed.
+            # A name under which data is registered would not be listed as a table.
             empty.unregister(f"{name}{_STORED}")
         return _tables_in(empty, statement)
 

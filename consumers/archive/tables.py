@@ -40,14 +40,14 @@ class ArchivedRecord(NamedTuple):
 
 
 def _entries(value: pa.DataType) -> pa.DataType:
-    """Return the type of a column of names with values: lists of entries, because many Parquet readers refuse maps."""
+    """Return the type of a column that maps names to values: a list of entries, because many readers refuse maps."""
     return pa.list_(pa.struct([pa.field("key", pa.string(), nullable=False), ("value", value)]))
 
 
 _TEXTS = _entries(pa.string())
 _FIGURES = _entries(pa.float64())
 ENTRIES = (_TEXTS, _FIGURES)
-"""Types of columns of names with values."""
+"""Types of columns that map names to values."""
 _HEADERS = pa.list_(pa.struct([("name", pa.string()), ("value", pa.binary())]))
 _PLACE = [
     ("run", pa.string()),
@@ -236,7 +236,7 @@ def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
     """
     kind, bytes_belong = codec.kind_of(entry.value), not spec_of(entry.topic).values
     if kind is None and entry.value is not None and not bytes_belong:
-        raise RecordError("its kind of record is not known here")
+        raise RecordError("its kind of record is unknown")
     make = _MAKERS.get(kind or "")
     if make is None:
         return
@@ -443,7 +443,7 @@ def _nested(field: pa.Field) -> bool:
 
 
 def archived_records(data: bytes, topic: str, partition: int) -> Iterator[ArchivedRecord]:
-    """Yield the records of a file of `log`, in its order. Raises StateRefused if it is not such a file."""
+    """Yield the records of a file of `log`, in order. Raises StateRefused if it is not a file of `log`."""
     import pyarrow.parquet as pq
 
     names = ["offset", "timestamp_ms", "key", "value", "headers"]

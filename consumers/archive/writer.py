@@ -39,17 +39,17 @@ TopicPartitionKey = tuple[str, int]
 _LONGEST_NAME = 120
 _THREADS = 2
 OWN_FILES = 16
-"""Number of environments that get separate files in a commit: the ones with the most rows. All others share a file."""
+"""Number of environments that get separate files in a commit: those with the most rows. All others share a file."""
 SMALL_BYTES = 16 * 1024 * 1024
 """Size below which files are merged."""
 LARGE_BYTES = 128 * 1024 * 1024
 """Largest size of a merged file."""
 MOST_SMALL = 16
-"""Number of small files of one table, partition, environment and date from which on an archiver merges the newest."""
+"""Number of small files of one table, partition, environment and date at which an archiver merges the newest."""
 PIECE_BYTES = 4 * 1024 * 1024
 """Bytes of a file that are decoded at once when it is merged."""
 _GROWN_BYTES = 16 * 1024 * 1024
-"""Growth of the process at which it gives back the memory of records that have been written to files."""
+"""Growth of the process's memory at which the memory of records that have been written to files is released."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _FileSpec:
     topic: str
     partition: int
     environment: str
-    """Empty if rows of several environments share the file, or have none."""
+    """Empty if the rows of the file belong to several environments or to none."""
     date: str
     begin: int
     end: int
@@ -196,7 +196,7 @@ class ArchiveWriter:
     def compact(self, *, gradually: bool = False) -> int:
         """Merge small files of the same table, partition, environment and date; return the reduction in files.
 
-        If `gradually`, files are merged only once there are sixteen: the newest, with older files of similar size.
+        If `gradually`, a merge needs at least sixteen files, and takes the newest and older files of similar size.
         Replaced files are deleted after the new manifest is committed.
         """
         self.finish()
@@ -214,7 +214,7 @@ class ArchiveWriter:
         chosen = [files for files in due if len(files) > 1]
         if not chosen:
             return 0
-        # The merges run one after another, because each holds a row group and the file that it writes in memory.
+        # The merges run one after another, because each keeps a row group and its output file in memory.
         merged = [_merged(self._store, self._run, files) for files in chosen]
         replaced = {file.path for files in chosen for file in files}
         left = tuple(file for file in self.manifest.files if file.path not in replaced)

@@ -23,7 +23,7 @@ BATCH_SIZE = 32
 
 
 def attempts() -> Iterator[Rollout]:
-    """Eight attempts at each of twelve sums, correct or wrong by a draw with a fixed seed."""
+    """Eight attempts at each of twelve sums, each correct or wrong at random, with a fixed seed."""
     rng = np.random.default_rng(0)
     for problem in range(PROBLEMS):
         for attempt in range(ATTEMPTS):

@@ -2,7 +2,7 @@
 
 A buffer is a view of the log, with a position. Two buffers that are filled to the same position with records in the
 same order have the same content and draws; the order within one partition is fixed. If the order differs, unbounded
-buffers have the same records, and bounded buffers each have those added last.
+buffers have the same records, and each bounded buffer has the records that were added to it last.
 """
 
 from collections.abc import Mapping

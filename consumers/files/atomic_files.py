@@ -51,7 +51,7 @@ def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
             sync_directory(path.parent)
     except OSError as error:
         raise StoreError(
-            f"{path} cannot be written ({error.strerror or error}); nothing of it is stored. Check the "
+            f"{path} cannot be written ({error.strerror or error}); nothing was stored. Check the "
             "free space and the permissions there, then write again"
         ) from error
     finally:
@@ -106,7 +106,7 @@ def read_checked_json(path: Path) -> dict[str, Any]:
     Raises FileNotFoundError, or StoreError if the file is damaged or not a JSON object.
     """
     data = path.read_bytes()
-    # The key or the mark suffices to expect a digest, because the other may be damaged.
+    # A key or a mark alone means that the file had a digest, because the other may be damaged.
     checked = f'"{_DIGEST_KEY}"'.encode() in data or _DIGEST_MARK in data
     if checked:
         at = data.rfind(_DIGEST_MARK) + len(_DIGEST_MARK)
@@ -202,8 +202,8 @@ def lock_directory(directory: Path, name: str) -> DirectoryLock:
     except OSError as error:
         os.close(descriptor)
         raise StoreError(
-            f"{directory} is being written by another buffer; close that buffer, open this one read-only if it can "
-            "be, or give it another directory"
+            f"{directory} is being written by another buffer; close that buffer, open this one read-only if "
+            "possible, or give it another directory"
         ) from error
     return DirectoryLock(descriptor)
 

@@ -29,7 +29,7 @@ class CheckpointRefused(RollstreamError):
 @cache
 def dtypes() -> dict[str, np.dtype[Any]]:
     """Dtypes of parameters, by their names in the format."""
-    # Imported here because tools that read no tensors may lack it; it comes with JAX.
+    # Imported here because tools that read no tensors may lack ml_dtypes, which is installed with JAX.
     import ml_dtypes
 
     return {

@@ -128,7 +128,7 @@ class FsspecStore:
     """A folder of an fsspec file system: s3://, gs://, memory:// and others.
 
     `create` is exclusive if the file system supports that: s3fs, gcsfs and memory:// refuse to replace an object. For
-    other file systems it first checks that the object is missing; two archivers might pass this check together.
+    other file systems it first checks that the object is missing; two archivers might pass this check at the same time.
     """
 
     def __init__(self, url: str) -> None:
@@ -202,7 +202,7 @@ class FsspecStore:
             raise
         except OSError as error:
             raise StoreError(
-                f"{shown(self.url)}/{name} cannot be written ({shown(str(error))}); nothing of it is stored"
+                f"{shown(self.url)}/{name} cannot be written ({shown(str(error))}); nothing was stored"
             ) from error
 
 

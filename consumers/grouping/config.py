@@ -32,7 +32,7 @@ _LONGEST_S = 1e9
 CONFIGURATION_BYTES = 128 * 1024
 """Largest configuration, as JSON."""
 GENERATION_STEP = 2**32
-"""Maximum rise of a generation at once, so that enough remain for later rises. Dates and Unix times still fit."""
+"""Maximum rise of a generation at once, which leaves numbers for later rises and allows dates and Unix times."""
 
 
 class ForeignConfiguration(StateRefused):
@@ -43,7 +43,7 @@ class ForeignConfiguration(StateRefused):
         self.core_version = core_version
 
     def __reduce__(self) -> tuple[type, tuple[str, int]]:
-        return type(self), (str(self), self.core_version)  # It may be raised in another process.
+        return type(self), (str(self), self.core_version)  # The error may be raised in another process.
 
 
 KEYS_SINCE = {
@@ -75,7 +75,7 @@ class GroupingConfig:
     """
 
     generation: int = 0
-    """Number of the configuration, which is ignored unless this is higher than the generation in force."""
+    """Number of the configuration; a configuration is ignored unless its number exceeds the generation in force."""
     core_version: int = CORE_VERSION
     """Version of the fold's behaviour; a run keeps its first version until a higher generation names another."""
     estimator: str = "rloo"
@@ -87,7 +87,7 @@ class GroupingConfig:
     batch_rollouts: int = 64
     """A batch is cut when this many rollouts of whole groups are waiting."""
     batch_bytes: int = 4 * 1024 * 1024
-    """A batch is cut when this many bytes are waiting, and holds no more. It must leave room in the record limit."""
+    """A batch is cut when this many bytes are waiting; no batch holds more. It must leave room in the record limit."""
     max_batch_age_s: float = 30.0
     """A batch is cut when its oldest group has waited this long in stream time."""
     min_group_size: int = 0
@@ -102,7 +102,7 @@ class GroupingConfig:
     """Stream time that a group waits for the policy clock to reach its version."""
     capacity_bytes: int = 256 * 1024 * 1024
     """Memory that groups of one partition may take; beyond it, the oldest incomplete group is dropped. Before core
-    version 3, the bytes of their records count."""
+    version 3, the size of the records of groups counts instead."""
     remembered_bytes: int = 64 * 1024 * 1024
     """Memory that finished groups of one partition may take; beyond it, the oldest are forgotten before `horizon_s`."""
     horizon_s: float = 3600.0
@@ -262,10 +262,10 @@ class GroupingConfig:
 
 @lru_cache(maxsize=64)
 def _to_json(config: GroupingConfig) -> str:
-    # Every commit of every task asks for the same few configurations.
+    # Cached, because every commit of every task encodes one of a few configurations.
     values = dataclasses.asdict(config)
     if not config.exclude_offsets:
-        # Releases that do not know the key can run every configuration that does not use it.
+        # Without the unused key, releases that do not know it can run the configuration.
         del values["exclude_offsets"]
     for since, names in KEYS_SINCE.items():
         for name in names if config.core_version < since else ():
@@ -287,7 +287,7 @@ def _merged(ranges: Iterable[OffsetRange]) -> dict[int, tuple[list[int], list[in
 
 
 def largest_batch_bytes(max_record_bytes: int) -> int:
-    """Return the largest grouping.batch_bytes for records of that size; a fifth is left for the encoding of a batch."""
+    """Return the largest grouping.batch_bytes for a record limit, of which a fifth is left for the encoding."""
     return max_record_bytes * 4 // 5
 
 
@@ -335,7 +335,7 @@ class AutoscaleConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GrouperConfig:
-    """Settings that decide how a grouping process runs, never its batches."""
+    """Settings that decide how a grouping process runs; they never change its batches."""
 
     processes: int = 2
     """Grouping processes that a supervised run starts."""
@@ -347,7 +347,7 @@ class GrouperConfig:
     and not after kafka.session_timeout_s. This is for processes that an autoscaler stops, because they cannot know
     whether they will be started again. Each restart then moves partitions twice."""
     commit_interval_s: float = 0.03
-    """Time that effects wait for their transaction; with a batch, it begins once the previous transaction has ended."""
+    """Time that effects wait for their transaction; a batch waits only until the previous transaction has ended."""
     max_poll_records: int = 500
     """Maximum number of records of one call to the Kafka client."""
     records_per_s: float = 0.0
@@ -385,5 +385,5 @@ class GrouperConfig:
         return f"{run}.{self.group}"
 
     def member(self, run: str, ordinal: int) -> str:
-        """Return the name of a process as a member of that group, and in metrics."""
+        """Return the name of a process in its consumer group and in metrics."""
         return f"grouper-{run}-{ordinal}"

@@ -31,7 +31,7 @@ class GroupStoreConfig:
     accept_policy_versions: tuple[int, ...] = ()
     """Policy versions whose rollouts are accepted; empty: all."""
     estimator: str = "rloo"
-    """Estimator of advantages within each group, with the names of grouping.estimator."""
+    """Estimator of advantages within each group, named as in the setting grouping.estimator."""
     seed: int = 0
     """Seed of the batch maker's random choices."""
 
@@ -51,12 +51,12 @@ class GroupStoreConfig:
             raise ConfigurationError(f"min_group_size {self.min_group_size} is above target_group_size {target}")
         if estimator(self.estimator).over_batch is not None:
             raise ConfigurationError(
-                f"estimator {self.estimator!r} normalises over whole batches of grouping; choose an estimator that "
-                "needs only the group"
+                f"estimator {self.estimator!r} normalises over the batches that grouping cuts; choose an estimator "
+                "that needs only the group"
             )
 
     def declared_size_rules(self, *, from_log: bool) -> bool:
-        """Whether groups are those of the producer, with the size that their rollouts declare."""
+        """Whether the producer's groups are kept, with the size that their rollouts declare."""
         return self.target_group_size == 0 or (self.target_group_size is None and from_log)
 
     def target(self, declared: int, *, from_log: bool) -> int:

@@ -105,7 +105,7 @@ class Forwarding:
         return batch, self._maker.get_batch_metadata(batch)
 
     def stats(self) -> dict[str, int]:
-        """Return numbers of rollouts: `held` by the maker, and by reason those that left it without a batch."""
+        """Return the number of rollouts that the maker holds (`held`), and that left it without a batch, by reason."""
         return {"held": self._maker.held, **self._counts}
 
 

@@ -75,7 +75,7 @@ class GrpoBatchMaker(ReservoirBatchMaker):
                     super().add_rollout(row, sealed)
         self._grown.clear()
         if self._groups:
-            self.take_discarded()  # Without a store, nothing counts them.
+            self.take_discarded()  # Without a store, discarded rollouts are not counted.
             self.batch_number = self._drawn
         batch = super().create_batch(batch_size)
         if batch is not None and self._groups:

@@ -40,7 +40,7 @@ class GroupIndex:
     """Entries by group id, in the order the groups sealed. Not thread-safe."""
 
     def __init__(self, directory: Path, count: int = -1) -> None:
-        """Read the index. If `count` is not negative, keep only the first `count` groups; the later ones seal again."""
+        """Read the index. If `count` is not negative, keep only the first `count` groups; later groups seal again."""
         self._path = directory / _NAME
         self._lines: dict[str, bytes] = {}
         """Lines by group id, without checksums; entries as Python objects would take three times the memory."""
@@ -158,8 +158,8 @@ class GroupIndex:
 
 
 class KnownUids:
-    """The uids of the rollouts of a store. For rollouts that were on disk when it was opened, memory has only hashes of
-    uids; each leads to the index entry of a group, whose uids are compared. Not thread-safe."""
+    """The uids of the rollouts of a store. For rollouts that were on disk when the store was opened, memory has only
+    hashes of uids; each hash leads to the index entry of a group, whose uids are compared. Not thread-safe."""
 
     def __init__(self, index: GroupIndex) -> None:
         self._index = index

@@ -93,10 +93,10 @@ class GroupReplayBuffer(Closing):
         resume: SavedStore | None = None,
         read_only: bool = False,
     ) -> None:
-        """Without an `environment`, groups are in `root_path` itself, and the first rollout decides the environment.
+        """Without an `environment`, groups are in `root_path` itself, and the first rollout determines the environment.
         `compression` overrides the compression in `config`.
 
-        `clock` gives the time, in seconds since the Unix epoch, for calls without one.
+        `clock` returns the time, in seconds since the Unix epoch, for calls without `now`.
 
         `resume` is for callers that keep the position in a log: the store returns to the saved state, and groups that
         sealed later and seal again are not written twice.
@@ -195,7 +195,7 @@ class GroupReplayBuffer(Closing):
         return sum(self.add_rollout(rollout, now=now) for rollout in rollouts)
 
     def cancel(self, record: GroupCancelled, partition: int, *, now: float | None = None) -> None:
-        """Apply a record that members of a group are cancelled. Raises StoreError as `add_rollout` does."""
+        """Apply a record that cancels members of a group. Raises StoreError as `add_rollout` does."""
         with self._lock:
             self._check_writable()
             self._write_sealed()
@@ -226,7 +226,7 @@ class GroupReplayBuffer(Closing):
         return "replica_full" if self._open.is_full_for(rollout, partition) else ""
 
     def _shed(self, at: float) -> None:
-        """Seal the oldest open group, or drop it if it is too small, because there are too many."""
+        """Seal the oldest open group to stay within `capacity_groups`, or drop it if it is too small."""
         oldest = self._open.oldest(at)
         if isinstance(oldest, RolloutGroup):
             self._unwritten.append(oldest)
@@ -447,7 +447,7 @@ class GroupReplayBuffer(Closing):
                 f"{self.directory / name}, the file of open groups, is gone; restore it, or use an empty directory"
             ) from error
         for group in groups:
-            # Members that are known already sealed after this file was written, in a process that was killed before it
+            # A member with a known uid was sealed after this file was written, by a process that was killed before it
             # wrote the next file.
             members = tuple(member for member in group.members if member.rollout.uid not in self._uids)
             if members:

@@ -60,10 +60,10 @@ class GroupStore(Closing):
     """A `GroupReplayBuffer` for each environment in the log, the run's training batches if it is also filled from
     `batches`, and the positions in both topics.
 
-    `save` commits a position. After a kill the store continues from the last saved position: groups that sealed since
-    then are on disk, seal again in the same way, and are not written twice. The store is the only writer below its root
-    until `close`, or until it is garbage-collected. With `read_only` it shows the saved state at the time of opening,
-    and another process may write.
+    `save` commits a position. After a kill the store continues from the last saved position: groups that sealed
+    after that position are on disk, seal again in the same way, and are not written twice. The store is the only writer
+    below its root until `close`, or until it is garbage-collected. With `read_only` it shows the saved state at the
+    time of opening, and another process may write.
     """
 
     def __init__(
@@ -217,7 +217,7 @@ class GroupStore(Closing):
         return {**self._counts, "environments": {name: buffer.stats() for name, buffer in self._buffers.items()}}
 
     def save(self, directory: str | Path | None = None) -> None:
-        """Write everything and the positions to disk, and a copy to another `directory` if given. Raises StoreError.
+        """Write groups, batches and positions to disk, and copy them to `directory` if given. Raises StoreError.
 
         Open groups stay open, so a restart does not change how they seal. Other threads can add during the copy.
         """
@@ -253,14 +253,14 @@ class GroupStore(Closing):
         self._start()
 
     def close(self) -> None:
-        """`save` and `release`; closing again does nothing. If it raises StoreError, the store stays open."""
+        """Call `save` and `release`; closing again does nothing. If it raises StoreError, the store stays open."""
         with self._saving, self._lock:
             if self._writer is not None and self._writer.held:
                 self.save()
                 self.release()
 
     def release(self) -> None:
-        """Let another process write there; records not yet saved are read again from the log."""
+        """Let another process write below the root; records not yet saved are read again from the log."""
         for buffer in self._buffers.values():
             buffer.release()
         if self._writer is not None:
@@ -304,7 +304,7 @@ def _copy(source: Path, target: Path) -> None:
     for path in sorted(source.rglob("*.parquet")):
         to = target / path.relative_to(source)
         if not to.exists():
-            with contextlib.suppress(FileNotFoundError):  # The writer has deleted open groups of an earlier save.
+            with contextlib.suppress(FileNotFoundError):  # The writer has deleted the open groups of an earlier save.
                 _copy_file(path, to)
     for path in sorted(source.rglob("*.jsonl")):
         _copy_file(path, target / path.relative_to(source))

@@ -113,7 +113,7 @@ class _HeldRollout:
 
 
 class RolloutReplayBuffer:
-    """See the module. `sample` draws for all `total_processes` at once and returns the share of `process_id`.
+    """Fresh rollouts, drawn by recency. `sample` draws for all `total_processes` and returns the share of `process_id`.
 
     `clock` returns the time in seconds. Without it, a buffer filled from the log uses the time of the newest batch it
     has read, and any other buffer uses the system clock. `weight_step_of` returns the learner step of a policy version,
@@ -195,9 +195,9 @@ class RolloutReplayBuffer:
     def add(self, rollouts: Sequence[Rollout], /) -> int:
         """Add one group, whose rewards are compared, and return how many of its rollouts were kept.
 
-        The metadata of each rollout decide whether it is fresh, and its environment decides where it counts. Other
-        rollouts are counted in `stats` and logged. Raises RecordError if a rollout is invalid or its advantage is not
-        finite; then no rollout of the group is added.
+        The metadata of each rollout decide whether it is fresh, and its environment decides where it counts. Rollouts
+        that are not kept are counted in `stats` and logged. Raises RecordError if a rollout is invalid or its advantage
+        is not finite; then no rollout of the group is added.
         """
         try:
             entries = self._with_advantages(rollouts)

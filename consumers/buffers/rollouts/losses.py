@@ -21,7 +21,7 @@ class RLLossModule(Protocol):
 
 @dataclass(frozen=True)
 class EstimatorLoss:
-    """Advantages by the estimator of grouping that `name` names.
+    """Advantages by the estimator `name` of grouping.
 
     Raises ConfigurationError for an unknown estimator, or one that normalises over batches.
     """

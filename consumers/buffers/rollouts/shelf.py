@@ -1,7 +1,7 @@
 """The rules by which a rollout buffer holds and draws rollouts: freshness, capacity, recency and retirement.
 
-This module reads no clock and no content of rollouts. It returns every rollout that is removed before it is used up,
-with the reason, so that the caller can count it.
+This module reads no clock and no content of rollouts. It returns every rollout that it refuses, or removes before it is
+used up, with the reason, so that the caller can count it.
 """
 
 import math
@@ -99,7 +99,7 @@ class ShelfEntry(Generic[T]):
 
 
 class Removal(NamedTuple, Generic[T]):
-    """A rollout that was removed before it was used up, and the reason."""
+    """A rollout that was refused, or removed before it was used up, and the reason."""
 
     entry: ShelfEntry[T]
     reason: str

@@ -41,7 +41,7 @@ __all__ = ["EpisodeSliceBuffer", "NothingToDraw"]
 
 
 class EpisodeSliceBuffer(Closing):
-    """See the module.
+    """Slices of episodes of any length, drawn from a ring of steps in memory-mapped files.
 
     All episodes have the same arrays as the first: paths, dtypes, and shapes of a step. Episodes must not have arrays
     named `lengths` or `mask`, because samples add them. Samples also add `truncated_key` if it is not stored.
@@ -225,7 +225,7 @@ class EpisodeSliceBuffer(Closing):
             return dict(self._store.state.position)
 
     def stats(self) -> dict[str, Any]:
-        """Return numbers of steps held and ever added, of all, drawable and open episodes, and of draws."""
+        """Return numbers of steps (held, capacity, ever added), of episodes (all, drawable, open) and of draws."""
         with self._lock:
             self._store.refresh()
             state = self._store.state
@@ -243,7 +243,7 @@ class EpisodeSliceBuffer(Closing):
     # ------------------------------------------------------------------ on disk
 
     def flush(self) -> None:
-        """Write everything that was added to disk, so that it survives a crash of the machine. Raises StoreError."""
+        """Write all added steps to disk, so that they survive a crash of the machine. Raises StoreError."""
         with self._lock:
             self._store.flush()
 

@@ -31,7 +31,7 @@ class Manifest:
 
 
 def new_name() -> str:
-    """Return a new prefix of file names."""
+    """Return a new prefix for file names."""
     return uuid.uuid4().hex[:12]
 
 

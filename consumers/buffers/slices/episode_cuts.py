@@ -40,7 +40,7 @@ class EpisodePart:
     uid: str = ""
     """Uid of an episode whose parts arrive at different times; empty if this part is the whole episode."""
     first: bool = True
-    """Whether a new episode begins here, even if one of this uid is open; if not, the open episode continues."""
+    """Whether a new episode begins here, even if an episode of this uid is open; if not, the open episode continues."""
     last: bool = True
     """Whether the episode ends here."""
     control_mode: int | None = None

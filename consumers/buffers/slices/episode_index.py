@@ -19,7 +19,7 @@ Ints = NDArray[np.int64]
 _VIEWS = 4
 """Number of slice lengths tracked at once; a further length costs a pass over the episodes."""
 ROOM = 1024
-"""Minimum number of rows in columns, and of rows without steps before such rows are removed."""
+"""Minimum number of rows of a column; rows without steps are removed only if there are more than this."""
 
 
 class StepRange(NamedTuple):
@@ -48,7 +48,7 @@ class EpisodeIndex:
         self._dead = 0
         """Number of rows of episodes without remaining steps."""
         self._views: dict[int, RankedSet] = {}
-        """Rows of the episodes with a minimum number of steps, by that number."""
+        """Rows of the episodes that have a minimum number of steps, by this minimum."""
         self.size = 0
         """Number of steps held."""
 
@@ -106,7 +106,7 @@ class EpisodeIndex:
     # ------------------------------------------------------------------ queries
 
     def with_length(self, length: int) -> RankedSet:
-        """Rows of the episodes that have at least `length` steps (1 or more). The length is tracked from then on."""
+        """Rows of the episodes with at least `length` steps (1 or more). The index tracks this length afterwards."""
         view = self._views.pop(length, None)
         if view is None:
             view = self._view_of(length)
@@ -147,7 +147,7 @@ class EpisodeIndex:
 
     @classmethod
     def of(cls, columns: Mapping[str, Ints]) -> Self:
-        """Create the index from such columns. Raises KeyError or ValueError if they are not a valid episode index."""
+        """Create an index from the columns of another. Raises KeyError or ValueError if they are not a valid index."""
         index = cls()
         numbers, owners, counts = columns["episode_number"], columns["run_episode"], columns["run_count"]
         if not np.array_equal(np.unique(owners), numbers):

@@ -49,10 +49,10 @@ def open_episode_buffer(
 
 
 class HilEpisodeBuffer(Closing):
-    """See the module. It has the methods of EpisodeSliceBuffer; each side has the full capacity.
+    """Two slice buffers with the methods of one EpisodeSliceBuffer; each side has the full capacity.
 
-    The position is the lower one of the two sides. After a kill between the writes to both sides, a record is added
-    only to the side that lacks it.
+    The position is the lower of the two sides' positions. After a kill between the writes to both sides, a record is
+    added only to the side that lacks it.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class HilEpisodeBuffer(Closing):
     # ------------------------------------------------------------------ on disk
 
     def flush(self) -> None:
-        """Write everything that was added to disk, so that it survives a crash of the machine. Raises StoreError."""
+        """Write all added steps to disk, so that they survive a crash of the machine. Raises StoreError."""
         with self._threads:
             self._auto.flush()
             self._human.flush()

@@ -25,7 +25,7 @@ class EpisodeSteps(msgspec.Struct, array_like=True, frozen=True):
     uid: str = ""
     """Uid of an episode that is or was open."""
     last: bool = True
-    """Whether the episode ends. If so, no episode is open under its uid from now on; if not, this one is."""
+    """Whether the episode ends. If so, no episode stays open under its uid; if not, this episode is open."""
 
 
 class AddRecord(msgspec.Struct, array_like=True, frozen=True, tag="a"):
@@ -38,7 +38,7 @@ class AddRecord(msgspec.Struct, array_like=True, frozen=True, tag="a"):
 
 
 class ReserveRecord(msgspec.Struct, array_like=True, frozen=True, tag="r"):
-    """From now on, steps below counter `stop` may overwrite the steps that are one capacity older."""
+    """Steps below counter `stop` may now overwrite the steps whose counters are lower by the capacity."""
 
     stop: int
 

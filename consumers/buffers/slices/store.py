@@ -40,7 +40,7 @@ from rollstream.topics.errors import ConfigurationError, RecordError
 _AHEAD = 16
 """Number of parts in which a ring is overwritten; each part is announced on disk first."""
 LEAST_JOURNAL_BYTES = 2**20
-"""A journal is compacted when it has grown by this and a sixteenth of its snapshot, so it opens quickly."""
+"""A journal is compacted when it has grown by more bytes than this plus a sixteenth of its snapshot."""
 
 
 class _Overwritten(StoreError):
@@ -48,7 +48,7 @@ class _Overwritten(StoreError):
 
 
 class SliceStore:
-    """See the module. Not thread-safe. `state` is the state of the ring."""
+    """Files of a slice buffer in a directory. Not thread-safe. `state` is the state of the ring."""
 
     def __init__(self, directory: Path, capacity: int | None, *, read_only: bool = False) -> None:
         """Open or create a directory; without a capacity, use that of the existing ring.
@@ -118,7 +118,7 @@ class SliceStore:
                 check(self._files.specs, part.leaves)
 
     def flush(self) -> None:
-        """Write everything that was added to disk. Raises StoreError."""
+        """Write all added steps to disk. Raises StoreError."""
         journal = self._short_journal()
         self._files.sync()
         journal.append(FlushRecord(self.state.draws))
@@ -160,7 +160,7 @@ class SliceStore:
         self._open(self.capacity)
 
     def close(self) -> None:
-        """Write everything that was added to disk, and close. Raises StoreError."""
+        """Write all added steps to disk, and close. Raises StoreError."""
         if self._closed:
             return
         self._closed = True
@@ -195,7 +195,7 @@ class SliceStore:
             replaced = os.stat(self._journal_path).st_ino != self._journal_inode
         except OSError:
             replaced = True
-        if replaced or not self.state.head:  # The first step determines the set of arrays.
+        if replaced or not self.state.head:  # The arrays are known only once there is a step.
             self._close_files()
             self._open(None)
             return
@@ -214,7 +214,7 @@ class SliceStore:
         return manifest
 
     def _recover(self) -> None:
-        """Read the journal; if the machine was restarted since, drop records that may not have been on disk."""
+        """Read the journal; if the machine has restarted since a writer opened it, drop records that may be lost."""
         boot = slice_directory.boot_id()
         self._journal_inode = self._journal_path.stat().st_ino if self._journal_path.exists() else -1
         reading = read_journal(self._journal_path)
@@ -302,7 +302,7 @@ class SliceStore:
             )
             self._snapshot_bytes = self._journal_path.stat().st_size
         finally:
-            # Reopen it also after an error, because the new file may already have replaced the old one.
+            # Reopen the journal also after an error, because the new file may already have replaced the old one.
             self._journal = SliceJournal(self._journal_path, self._journal_path.stat().st_size)
             if before is not None:
                 before.close()

@@ -1,4 +1,5 @@
-"""Copies of large arrays by two threads, because one thread does not saturate memory (1.7 times as fast for 8 MB).
+"""Copies of large arrays by two threads, because one thread does not use the full memory bandwidth (8 MB: 1.7 times
+as fast).
 
 The second thread starts at the first large copy; a forked process starts another.
 """

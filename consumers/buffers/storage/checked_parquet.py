@@ -21,7 +21,7 @@ _KEY = b"rollstream.digests"
 _MARK = b"blake2b:"
 _HEX = 32
 """Number of hexadecimal digits of a digest. The first digest covers the bytes before the footer, the second the footer
-with zeros in its own place."""
+with zeros in place of the second digest."""
 _END = 8
 """Number of bytes after the footer: its length and PAR1."""
 
@@ -64,7 +64,7 @@ def read_schema(path: Path) -> pa.Schema:
 
 
 def _checked_footer(path: Path, file: BinaryIO) -> tuple[int, bytes]:
-    """Return the start of the footer, and the digest of the bytes before it; it is empty in files without digests."""
+    """Return the start of the footer, and the digest of the bytes before it, which is empty in files without digests."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END))
     start = size - _END - int.from_bytes(file.read(4), "little")
@@ -72,7 +72,7 @@ def _checked_footer(path: Path, file: BinaryIO) -> tuple[int, bytes]:
         raise _damaged(path)
     file.seek(start)
     footer = bytearray(file.read())
-    # The key or the mark suffices to expect digests, because the other may be damaged.
+    # A key or a mark alone means that the file had digests, because the other may be damaged.
     if _KEY not in footer and _MARK not in footer:
         return start, b""
     at = footer.rfind(_MARK) + len(_MARK)

@@ -47,17 +47,17 @@ class NotYetOnDisk(StoreError):
 
 
 class TrajectoryReplayBuffer(Closing):
-    """See the module.
+    """Trajectories in memory or files, drawn as single steps from a window of the newest ones.
 
     With `auto_save` every trajectory is a file below `auto_save_path`, written by a background thread (or, with
     `synchronous`, before `add` returns), and a cache keeps the newest `cache_size` in memory. Everything
     before a `flush` survives any crash. Reopens a directory that already holds trajectories.
 
-    Without `auto_save` the cache holds everything, but only trajectories of the window, because others cannot be drawn.
+    Without `auto_save` the cache holds all trajectories of the window; older ones are removed, as they cannot be drawn.
     `max_trajectories` and `max_bytes` (of arrays) limit memory and disk; 0 is no limit.
 
     `like` is a trajectory with the arrays that every trajectory must have. Without it, the first two trajectories with
-    the same arrays decide: a trajectory that is alone is removed when the next one has other arrays.
+    the same arrays decide: a single trajectory is removed when the next one has other arrays.
     """
 
     def __init__(
@@ -301,7 +301,7 @@ class TrajectoryReplayBuffer(Closing):
                 raise
 
     def close(self) -> None:
-        """Flush, and release the directory. Drawing still works, and adding opens it again. Raises StoreError."""
+        """Flush, and release the directory. Drawing still works; adding opens it again. Raises StoreError."""
         with self._saving, self._documenting, self._lock:
             if self._store.is_open:
                 self._write()
@@ -329,7 +329,7 @@ class TrajectoryReplayBuffer(Closing):
         with self._saving:
             self._write()
             with self._lock:
-                self._write()  # Few operations are left since the first write, and other threads wait now.
+                self._write()  # The first write, without the lock, left little to write while other threads wait.
                 content = self._content()
                 sources = self._store.sources(content, self._shelf.cached_rows)
             try:
@@ -432,9 +432,10 @@ class TrajectoryReplayBuffer(Closing):
 
     def _put(self, part: CheckedTrajectory, at: tuple[int, int] | None) -> int:
         """Add a trajectory, move the position to `at`, and return its id."""
-        self._store.open()  # Another thread may have closed it since `_make_ready`.
+        self._store.open()  # Another thread may have closed the store since `_make_ready`.
         if len(self) and part.layout != self._shelf.layout:
-            self._drop(self._shelf.drop(1))  # The only trajectory has other arrays, and may be the wrong one.
+            # The only other trajectory has different arrays, and either may be wrong: the new trajectory replaces it.
+            self._drop(self._shelf.drop(1))
         entry = self._shelf.put(part, self._store.format_name)
         if at is not None:
             self._position[at[0]] = at[1]

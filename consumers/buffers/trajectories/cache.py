@@ -1,5 +1,5 @@
 """Cache of the newest trajectories of a buffer, as rows in memory. The oldest trajectory leaves first, even if it was
-read since.
+read recently.
 
 All rows of a leaf are in one array, used as a ring, so a sample is one gather for each leaf. Not thread-safe: its owner
 holds a lock.

@@ -40,7 +40,7 @@ from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _OLD_INDEX = "trajector_index.json"
-"""Name in earlier versions of RLinf's tools."""
+"""Name of the index in earlier versions of RLinf's tools."""
 
 
 class NoCheckpoint(StoreError, FileNotFoundError):
@@ -131,7 +131,7 @@ def _ids(content: JournalContent | None) -> frozenset[int]:
 
 
 def _agree(before: JournalContent, content: JournalContent) -> bool:
-    """Whether every id that both contents have is of the same trajectory, with its file in the directory itself."""
+    """Whether shared ids name the same trajectory and format in both, and no file of `before` is in a subfolder."""
     if any(description.folder for description in before.descriptions):
         return False
     _, old, new = np.intersect1d(before.entries["id"], content.entries["id"], assume_unique=True, return_indices=True)
@@ -146,7 +146,7 @@ def _agree(before: JournalContent, content: JournalContent) -> bool:
 
 
 def _foreign(directory: Path, formats: Formats) -> JournalContent:
-    """Return the content of a directory that RLinf wrote. Checks every file; omits and logs entries without one."""
+    """Return the content of a directory that RLinf wrote. Checks every file; omits and logs entries without a file."""
     try:
         metadata = read_json(directory / METADATA)
         index = read_json(directory / (INDEX if (directory / INDEX).exists() else _OLD_INDEX))

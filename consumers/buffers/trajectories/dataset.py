@@ -28,12 +28,12 @@ class SampleSource(Protocol):
 
 
 class MixedDataset(Closing):
-    """See the module. A batch has `batch_size` rows; with demonstrations, half from each buffer, replayed rows first,
-    and one row fewer if the size is odd.
+    """Endless batches of `batch_size` rows. With demonstrations, half of the rows are from each buffer, replayed rows
+    first, and a batch has one row fewer if the size is odd.
 
     `prefetch_size` batches are drawn in advance; 0 draws each on request. A draw counts when it is made, so the
-    checkpoint of a buffer also counts draws of batches that were not requested yet. With `ready_timeout_s` None it
-    waits without limit.
+    checkpoint of a buffer also counts draws of batches that were not requested yet. With `ready_timeout_s` None the
+    iterator waits without limit.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class MixedDataset(Closing):
         while not isinstance(drawn, Exception) and not self._closing.is_set():
             try:
                 drawn = self._draw() if self._wait() else None
-            except Exception as error:  # The iterator raises it.
+            except Exception as error:  # The iterator raises the error.
                 drawn = error
             while drawn is not None and not self._closing.is_set():
                 try:

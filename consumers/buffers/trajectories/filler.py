@@ -61,7 +61,7 @@ class FillCounts(NamedTuple):
     """Numbers of records since the filler was created."""
 
     added: int = 0
-    """Records that every buffer added that did not have them yet."""
+    """Records added by every buffer that did not have them yet."""
     refused: int = 0
     """Records that were unreadable, or that a buffer refused."""
 
@@ -250,7 +250,7 @@ class TrajectoryFiller:
         committed_positions = {place.partition: place.offset for place in committed}
         if self._committed and committed_positions != self._committed:
             raise ConfigurationError(
-                f"another filler committed positions as group {self._group}, so records that one of them lacks may be "
+                f"another filler committed positions as group {self._group}, so records that a buffer lacks may be "
                 f"pruned; give each filler of the run a different name"
             )
         self._reader.commit((GroupPosition(self._topic, p, offset) for p, offset in positions.items()), doing)

@@ -120,12 +120,12 @@ def place_file(path: Path, source: Path | CheckedTrajectory, kind: Format) -> No
         with replacing(path, sync_name=False) as file:
             kind.write(file, source)
         return
-    path.unlink(missing_ok=True)  # It was left by a killed save, and no journal names it.
+    path.unlink(missing_ok=True)  # A file there was left by a killed save, and no journal names it.
     try:
         os.link(source, path)
     except FileNotFoundError as error:
         raise StoreError(f"{source} is gone; restore it, or fill the buffer again") from error
-    except OSError:  # It is another file system, or has no hard links.
+    except OSError:  # The source is on another file system, or hard links are not supported.
         with replacing(path, sync_name=False) as file, open(source, "rb") as original:
             shutil.copyfileobj(original, file, 2**20)
 
@@ -139,9 +139,9 @@ def sweep(directory: Path, content: JournalContent) -> None:
 
 
 def put_aside(directory: Path, content: JournalContent) -> None:
-    """Move files that the index does not name to a folder, and log it. Such files exist if the writer was killed after
-    writing a file and before writing the index, or the index lost its end. Files are deleted only if the index records
-    their removal. Raises StoreError.
+    """Move files that the index does not name to a folder, and log this. Such files exist if the writer was killed
+    between writing a file and writing the index, or if the end of the index was lost. Files are deleted only if the
+    index records their removal. Raises StoreError.
     """
     with store_errors(directory):
         remove_unfinished(directory)

@@ -115,7 +115,7 @@ class JournalEncoder:
         at: tuple[int, int] | None,
         layout: Layout,
     ) -> bytes:
-        """Encode a trajectory, with its next position `at` if it is from the log."""
+        """Encode a trajectory; `at` is the position after its log record, if any."""
         texts = b""
         if layout != self._layout:
             self._layout = layout
@@ -342,7 +342,7 @@ def _positions(records: NDArray[Any]) -> dict[int, int]:
 
 
 def _checksums(records: bytes) -> NDArray[np.uint32]:
-    """Return the CRC-32 of each complete record, without the four bytes of the checksum."""
+    """Return the CRC-32 of each complete record, computed without the four bytes of the checksum itself."""
     raw, size = memoryview(records), _RAW.itemsize
     starts = range(0, len(raw) // size * size, size)
     return np.array([zlib.crc32(raw[i + 4 : i + size]) for i in starts], np.uint32)
@@ -359,7 +359,7 @@ def _whole_records(records: NDArray[Any], sound: NDArray[np.bool_]) -> int:
 
 def _next_append(records: NDArray[Any]) -> int:
     """Return the number of the append that follows these records, or -1 if the first append is incomplete, which
-    cannot happen by a kill, because it is written atomically."""
+    a kill cannot cause, because the first append is written atomically."""
     if not records["last"].any():
         return -1
     return (int(records["append"][-1]) + int(records["last"][-1])) % _APPENDS

@@ -28,7 +28,7 @@ _MAPPED_FILES = 256
 
 
 class TrajectoryShelf:
-    """See the module. With `cache_size` None there is no cache; 0 caches everything."""
+    """Trajectories by place. With `cache_size` None there is no cache; 0 caches everything."""
 
     def __init__(self, cache_size: int | None, fetch: Callable[[TrajectoryEntry], FetchedArrays]) -> None:
         self.index = TrajectoryIndex()
@@ -40,7 +40,7 @@ class TrajectoryShelf:
 
     @property
     def cached(self) -> int:
-        """Number of trajectories in the cache, which has the newest ones."""
+        """Number of trajectories in the cache, which are the newest."""
         return 0 if self._cache is None else len(self._cache)
 
     def put(self, part: CheckedTrajectory, format_name: str) -> TrajectoryEntry:

@@ -47,7 +47,7 @@ COMPACT_RECORDS = 4096
 
 
 class AddOperation(NamedTuple):
-    """Store a trajectory, with the next position `at` of its partition."""
+    """Store a trajectory; `at` is the position after its log record, if any."""
 
     entry: TrajectoryEntry
     part: CheckedTrajectory
@@ -80,7 +80,7 @@ Operation = AddOperation | SkipOperation | DropOperation | DrawState
 
 
 class TrajectoryStore:
-    """See the module. `content` is the content of the directory when it was opened."""
+    """The single writer of a directory. `content` is the content of the directory when it was opened."""
 
     def __init__(
         self, directory: Path, *, seed: int, formats: Formats, format_name: str, max_pending_bytes: int = 2**28
@@ -108,8 +108,8 @@ class TrajectoryStore:
         self.open()
 
     def open(self) -> None:
-        """Open the directory again after `close`. Raises StoreError if it is in use or was changed since, and in a
-        forked child, whose copy of the index may be out of date."""
+        """Open the directory again after `close`. Raises StoreError if it is in use, if it was changed after
+        `close`, or in a forked child, whose copy of the index may be out of date."""
         if self.is_open:
             return
         if os.getpid() != self._process:
@@ -117,7 +117,7 @@ class TrajectoryStore:
                 f"the buffer in {self.directory} is written only by the process that opened it; open another buffer "
                 "with another directory in this process"
             )
-        # It is also released when the store is garbage-collected, for example when a notebook cell is run again.
+        # The lock is also released when the store is garbage-collected, for example when a notebook cell is run again.
         self._lock = lock_directory(self.directory, LOCK)
         try:
             if not (self.directory / NAME).exists() and any(
@@ -270,7 +270,7 @@ class TrajectoryStore:
                     return
             try:
                 self._write(operations)
-            except Exception as error:  # It is raised at the next call.
+            except Exception as error:  # The error is raised at the next call.
                 with self._turn:
                     self._failure, self._writing = error, False
                     self._turn.notify_all()

@@ -1,6 +1,6 @@
 """Trajectories in memory, for a buffer without auto_save: the parts that the cache does not have.
 
-TrajectoryMemory has the same methods as TrajectoryStore, which it replaces.
+TrajectoryMemory takes the place of a TrajectoryStore, and has the same methods.
 """
 
 from collections import deque

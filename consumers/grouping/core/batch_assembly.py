@@ -68,8 +68,8 @@ def batch_bytes(group: Group, *, stamped: bool = False) -> int:
 def with_equal_references(examples: Sequence[RLExample], room_bytes: int) -> list[RLExample]:
     """Return the rows of a batch so that either all or none carry reference log-probabilities.
 
-    If only some rows carry them, the other rows get NaN if that takes at most `room_bytes`; otherwise they are removed
-    from all rows.
+    If only some rows carry them, the other rows get NaN if that takes at most `room_bytes`; otherwise all rows lose
+    their reference log-probabilities.
     """
     missing = [e for e in examples if e.reference_log_probs is None]
     if len(missing) in (0, len(examples)):

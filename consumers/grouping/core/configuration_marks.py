@@ -29,8 +29,8 @@ SINCE = {
     **dict.fromkeys(("opo", "reinforce_pp", "reservoir"), 2),
     "reinforce_pp_global": 6,
 }
-"""Core version that introduced each estimator and maker of ours. A new one raises CORE_VERSION: a process of an earlier
-release would take the mark that names it for invalid, and make other batches than one of this release."""
+"""Core version that introduced each estimator and maker of ours. A new name raises CORE_VERSION. Otherwise, an
+earlier release would ignore a mark with that name as invalid, and make other batches than this release."""
 USERS_SINCE = {"maker": 2, "estimator": 6}
 """Core version that introduced users' makers or estimators, by the key that names them."""
 
@@ -114,7 +114,7 @@ def mark_outcome(
 def _forgery(record: InputRecord, mark: Mark, partition: int, current: GroupingConfig) -> str:
     """Return why a mark is rejected when marks must be signed; "" if it is accepted."""
     if mark.kind == "deadline" and mark.policy_version < 0:
-        return ""  # It moves stream time, as every record does.
+        return ""  # Such a mark only moves stream time, as every record does.
     if not is_signed_by(record.value or b"", mark_context(partition), current.mark_keys):
         return f"a mark of kind {mark.kind} that no key of grouping.mark_keys signed for this partition"
     age_s = record.timestamp_ms / 1000 - mark.wall_time

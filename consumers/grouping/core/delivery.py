@@ -41,7 +41,7 @@ class BatchDelivery:
         config: GroupingConfig,
         plug_ins: PlugIns,
     ) -> None:
-        """`delivered_before` are offsets that a batch already carries though their groups are not finished."""
+        """`delivered_before` are offsets that a batch already carries, although their groups are not finished."""
         self.batch_number = batch_number
         self._partition = partition
         self._delivered_before = delivered_before
@@ -164,7 +164,7 @@ class BatchDelivery:
         return text
 
     def partly_delivered(self) -> list[int]:
-        """Return the offsets that a batch carries though their groups are not finished."""
+        """Return the offsets that a batch carries, although their groups are not finished."""
         return [offset for group in self._offered for offset, fate in group.fates.items() if fate == BATCHED]
 
     def _new_maker(self) -> BatchMaker:
@@ -196,7 +196,7 @@ class BatchDelivery:
         for source, reason in self._maker.take_discarded():
             group = self._held.pop(source.offset, None)
             if group is None or reason in ("", BATCHED):
-                raise self._broken(f"discarded {source} with reason {reason!r}; it must hold it, and give a reason")
+                raise self._broken(f"discarded {source} without holding it, or for no valid reason ({reason!r})")
             group.fates[source.offset] = reason
             self._discarded.append(group)
 

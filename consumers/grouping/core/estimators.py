@@ -92,7 +92,7 @@ def reward_alone(outcomes: Outcomes) -> list[float]:
 
 
 def standardized(advantages: Sequence[float], weights: Sequence[float]) -> list[float]:
-    """(a_i - mean) / sqrt(max(variance, EPSILON)), both weighted; the advantages unchanged if all weights are 0.
+    """(a_i - mean) / sqrt(max(variance, EPSILON)), with weighted mean and variance; a_i if all weights are 0.
 
     If the weight of each row is its number of sampled tokens, this is the normalisation over the tokens of a batch in
     REINFORCE++, arXiv:2501.03262.

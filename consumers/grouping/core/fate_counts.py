@@ -89,7 +89,7 @@ class FateCounts:
             self._bytes += _entry_bytes(key)
             return key, FateSums()
         fate, reason = fate_and_reason(key[1])
-        # Otherwise, many different reasons from batch makers could fill the journal, too.
+        # Reasons that a batch maker invents are counted together too, because their number has no limit.
         other = fate == DROPPED and reason not in DROP_REASONS
         key = (OTHER_ENVIRONMENTS, dropped_for(OTHER_REASONS) if other else key[1])
         return key, self._sums.get(key, FateSums())

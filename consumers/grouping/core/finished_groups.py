@@ -65,7 +65,7 @@ class FinishedGroups:
                 del self._versions[environment, example_id]
 
     def shrink_to(self, limit_bytes: int) -> None:
-        """Forget the oldest groups until at most `limit_bytes` are used; groups of one time are forgotten together."""
+        """Forget the oldest groups until at most `limit_bytes` are used; groups of the same time go together."""
         while self._held_bytes > limit_bytes:
             self.forget_before(self._finished[0][0] + 1)
 

@@ -41,9 +41,10 @@ class Fold:
     ) -> None:
         """Start from `state`. Call `replay` with the records from its watermark to its position, then `resume`.
 
-        `plug_ins` are the makers and estimators that a configuration may name. `skips` maps offsets to leave out unread
-        to the reasons; it has no effect on offsets below the position. The journal names the offsets that were left
-        out. `change` alters the configurations that marks put in force. `rewards` replaces rewards, by offset.
+        `plug_ins` are the makers and estimators that a configuration may name. `skips` gives offsets to leave
+        out unread, and the reasons; it has no effect on offsets below the position. The journal names the offsets that
+        were left out. `change` alters the configurations that marks put in force. `rewards` replaces rewards, by
+        offset.
         """
         self.partition = state.partition
         self.partitions = state.partitions
@@ -170,7 +171,7 @@ class Fold:
             try:
                 mark = codec.decode_as(Mark, record.value)
             except RecordError:
-                return  # It went to dead letters when it was first read.
+                return  # The record went to dead letters when it was first read.
             outcome = self._mark_outcome(record, mark)
             if not outcome.problem:
                 self._obey(mark, outcome.config)

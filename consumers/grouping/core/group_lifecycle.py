@@ -51,7 +51,7 @@ class GroupLifecycle:
         self._delivery = BatchDelivery(self._partition, state.batch_number, state.delivered, config, plug_ins)
         self._rates = Rates(state.rates)
         self._estimators = plug_ins.estimators
-        estimator(config.estimator, self._estimators)  # Raises before a record is read.
+        estimator(config.estimator, self._estimators)  # An unknown name fails here, before any record is read.
 
     # ------------------------------------------------------------------ admission
 
@@ -121,7 +121,7 @@ class GroupLifecycle:
         return None
 
     def _is_finished(self, key: GroupKey) -> bool:
-        """Whether a group finished before. Records that are read again came before their groups finished."""
+        """Whether a group is finished; False while restoring, because the records being read preceded its end."""
         return self._replay.ended and key in self._finished
 
     def _open(self, key: GroupKey, offset: int, size: int) -> Group:
@@ -143,7 +143,7 @@ class GroupLifecycle:
         while self._live.held_bytes > capacity_bytes:
             group = self._live.next_to_shed
             if group is None:
-                return  # All other groups are on their way into a batch, whose size has its own limit.
+                return  # Only groups on their way into a batch are left, and batches have a separate limit.
             self._drop(group, Rejection("capacity", f"the partition holds more than {capacity_bytes} bytes"))
 
     # ------------------------------------------------------------------ clocks
@@ -239,7 +239,7 @@ class GroupLifecycle:
             self._offer(group)
 
     def _superseded(self, key: GroupKey) -> Rejection | None:
-        """Reject a group if a newer version of its example sealed before. Groups that are read again were kept."""
+        """Reject a group if a newer version of its example sealed before; never while restoring."""
         if not self._delivery.latest_version_only or not self._replay.ended:
             return None
         newest = self._finished.newest_sealed(key.environment, key.example_id)
@@ -311,5 +311,5 @@ class GroupLifecycle:
         return self._rates.levels
 
     def partly_delivered(self) -> list[int]:
-        """Return the offsets that a batch carries though their groups are not finished."""
+        """Return the offsets that a batch carries, although their groups are not finished."""
         return self._delivery.partly_delivered()

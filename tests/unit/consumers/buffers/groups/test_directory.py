@@ -61,7 +61,7 @@ def test_a_group_that_cannot_be_written_is_an_error_and_is_written_by_the_next_c
     in_the_way = tmp_path / "env"
     in_the_way.rename(tmp_path / "aside")
     in_the_way.write_text("")
-    with pytest.raises(StoreError, match="nothing of it is stored") as raised:
+    with pytest.raises(StoreError, match="nothing was stored") as raised:
         buffer.add_rollout(attempt(7))
     assert isinstance(raised.value.__cause__, OSError)
     assert buffer.size() == 0
