@@ -129,7 +129,7 @@ class BatchFetcher(Closing):
     ) -> None:
         """Wait up to `wait_s` for a batch the index names; keep up to `ahead_bytes` of batches read before their turn.
 
-        The client fetches each partition in large pieces, independently of the others, so batches arrive early.
+        The client fetches each partition in large pieces, independently of other partitions, so batches arrive early.
         """
         self._run = run
         self._wait_s = wait_s

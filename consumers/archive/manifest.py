@@ -18,7 +18,7 @@ from rollstream.topics.errors import Fenced, StateRefused
 
 FORMAT = 1
 LOG = "log"
-"""Table of the unchanged records, from which archives are restored."""
+"""Table of unchanged records, from which topics are restored."""
 _KEPT = 2
 
 

@@ -93,7 +93,7 @@ def restore(
 
 
 def _renamed(run: str, into: str) -> Callable[[ArchivedRecord], ArchivedRecord]:
-    """Return a function that sets the input run of steps to the new run, where it is the archived run."""
+    """Return a function that replaces the archived run by the new run where it is the input run of a step."""
 
     def entry_as(entry: ArchivedRecord) -> ArchivedRecord:
         if run == into or entry.topic != "steps" or codec.kind_of(entry.value) != "LearnerStep":

@@ -19,7 +19,7 @@ from rollstream.topics.errors import ConfigurationError
 _ISOLATED: Mapping[str, str] = {"enable_external_access": "false"}
 """DuckDB settings that keep queries from accessing files."""
 _STORED = "_stored"
-"""Suffix of the tables as they are in the files; queries see these tables with further columns."""
+"""Suffix of the tables as stored in files; queries read the tables without suffix, which have more columns."""
 VIEWS: Mapping[str, tuple[str, str]] = {
     "fates": (
         "each rollout with its fate: batched, dropped or not settled; its batch and advantage, or the reason",

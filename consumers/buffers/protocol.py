@@ -40,4 +40,4 @@ class Buffer(Protocol[Item, Sample]):
         """Save content, position, random state and counts, atomically: a kill leaves the earlier or the new state."""
 
     def load(self, directory: Path, /) -> None:
-        """Replace the state by a saved one. If it is missing or damaged, raise StoreError and change nothing."""
+        """Replace the state by a saved state. If that is missing or damaged, raise StoreError and change nothing."""

@@ -215,7 +215,7 @@ class GroupReplayBuffer(Closing):
             return len(due)
 
     def _refusal(self, rollout: Rollout, partition: int) -> str:
-        """The reason why a rollout is refused; "" if it is not."""
+        """The reason why a rollout is refused; "" if it is accepted."""
         accepted = self.config.accept_policy_versions
         if rollout.uid in self._uids:
             return "duplicate"

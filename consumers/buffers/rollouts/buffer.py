@@ -327,8 +327,8 @@ class RolloutReplayBuffer:
         save_rollouts(Path(directory), snapshot)
 
     def load(self, directory: Path, /) -> None:
-        """Replace the content and the seed by saved ones; settings stay. Raises StoreError if the file is missing or
-        damaged."""
+        """Replace the content and the seed by a saved content and seed; settings stay. Raises StoreError if the file is
+        missing or damaged."""
         snapshot = load_rollouts(Path(directory))
         shelf: Shelf[_HeldRollout] = Shelf(self._rules)
         entries = [

@@ -256,7 +256,7 @@ class EpisodeSliceBuffer(Closing):
             self._store.save(Path(directory), self._lock)
 
     def load(self, directory: str | Path, /) -> None:
-        """Replace the content by a saved one of the same capacity; settings stay. If it raises StoreError, nothing
+        """Replace the content by a saved buffer of the same capacity; settings stay. If it raises StoreError, nothing
         changes."""
         with self._files_stay, self._lock:
             self._store.load(Path(directory))

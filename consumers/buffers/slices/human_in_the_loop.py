@@ -196,8 +196,8 @@ class HilEpisodeBuffer(Closing):
                 self._copy_to(target)
 
     def load(self, directory: str | Path, /) -> None:
-        """Replace the content by a saved one; settings stay. Raises StoreError, or ConfigurationError if the capacity
-        differs; nothing changes then."""
+        """Replace the content by a saved buffer; settings stay. Raises StoreError, or ConfigurationError if the
+        capacity differs; nothing changes then."""
         source = Path(directory)
         with self._threads:
             if not self._holds_lock:

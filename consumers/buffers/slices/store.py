@@ -145,7 +145,7 @@ class SliceStore:
                 self._copy_to(directory, alone)
 
     def load(self, directory: Path) -> None:
-        """Replace the content by that of another directory. If it raises StoreError, the store is unchanged."""
+        """Replace the content by the content of another directory. If it raises StoreError, the store is unchanged."""
         self._writable()
         if directory.resolve() == self._directory.resolve():
             return

@@ -64,7 +64,7 @@ def read_schema(path: Path) -> pa.Schema:
 
 
 def _checked_footer(path: Path, file: BinaryIO) -> tuple[int, bytes]:
-    """Return the start of the footer, and the digest of the bytes before it, which is empty in files without digests."""
+    """Return the start of the footer, and the digest of the bytes before it: b"" in files without digests."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END))
     start = size - _END - int.from_bytes(file.read(4), "little")

@@ -1,1 +1,1 @@
-"""The trajectory buffer: [T, B, ...] trajectories, drawn from a window of the newest ones."""
+"""The trajectory buffer: [T, B, ...] trajectories, drawn from the newest trajectories."""

@@ -1,4 +1,4 @@
-"""The trajectory buffer: [T, B, ...] trajectories in memory or files; samples are single steps of the newest ones.
+"""The trajectory buffer: [T, B, ...] arrays in memory or files; samples are single steps of the newest trajectories.
 
 It is filled by hand or from the log; position and content change together. Two buffers of the same seed that are filled
 to the same position of one partition give the same samples; see `rollstream.consumers.buffers.protocol` for several
@@ -47,7 +47,7 @@ class NotYetOnDisk(StoreError):
 
 
 class TrajectoryReplayBuffer(Closing):
-    """Trajectories in memory or files, drawn as single steps from a window of the newest ones.
+    """Trajectories in memory or files; samples are single steps from a window of the newest trajectories.
 
     With `auto_save` every trajectory is a file below `auto_save_path`, written by a background thread (or, with
     `synchronous`, before `add` returns), and a cache keeps the newest `cache_size` in memory. Everything
@@ -340,7 +340,7 @@ class TrajectoryReplayBuffer(Closing):
     def load_checkpoint(
         self, load_path: str | Path, is_distributed: bool = False, local_rank: int = 0, world_size: int = 1
     ) -> None:
-        """Replace the content by that of a checkpoint of this program or of RLinf. Settings stay, except the seed. If
+        """Replace the content by a checkpoint of this program or of RLinf. Settings stay, except the seed. If
         `is_distributed`, load the share of one rank; the shares are contiguous and disjoint, and cover the content.
 
         The newest `cache_size` trajectories are read into the cache; the number that the bounds leave out is logged.

@@ -136,7 +136,7 @@ def join_batches(first: Mapping[str, Any], second: Mapping[str, Any], above: str
             batch[name] = join_batches(ours, theirs, f"{path}/")
             continue
         if isinstance(ours, Mapping) or isinstance(theirs, Mapping):
-            raise RecordError(f"{path} is an array in one of the two buffers, and several in the other")
+            raise RecordError(f"{path} is an array in one of the two buffers, and several arrays in the other")
         if ours.dtype != theirs.dtype or ours.shape[1:] != theirs.shape[1:]:
             raise RecordError(
                 f"{path} is {ours.dtype} {list(ours.shape[1:])} in one of the two buffers and {theirs.dtype} "

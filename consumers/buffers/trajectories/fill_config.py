@@ -10,7 +10,7 @@ class FillConfig:
     """The process that fills a trajectory buffer on disk. A run with this process has no token roles."""
 
     directory: str = ""
-    """Directory of the buffer; empty: `rollstream run` starts no such process."""
+    """Directory of the buffer; empty: `rollstream run` does not start the process."""
     name: str = "fill"
     """Name of the filler, unique within the run: its consumer group is {run}.filler-{name}."""
     trajectory_format: str = "npz"

@@ -260,7 +260,7 @@ class TrajectoryJournal:
         """Replace the content atomically. Raises StoreError."""
         data = encode(content)
         write_bytes(self.path, data)
-        # Decoded again, because `encode` leaves out descriptions without an entry, and renumbers the others.
+        # Decoded again, because `encode` leaves out descriptions without an entry, and renumbers the rest.
         self._open(data)
 
     def seal(self) -> None:

@@ -19,7 +19,7 @@ _PIECE = 4096
 
 
 def write_documents(directory: Path, content: JournalContent, format_name: str) -> None:
-    """Write both documents, with `format_name` if the files have several formats or none exist. Raises StoreError."""
+    """Write both documents, with `format_name` if there are no files or several formats. Raises StoreError."""
     row_shape = _row_shape(content.layout)
     shared = [json.dumps(_shared_fields(description, row_shape))[1:] for description in content.descriptions]
     ids, uuids = content.entries["id"].tolist(), content.entries["uuid"].tolist()

@@ -53,7 +53,7 @@ class TrajectoryShelf:
         description = Description(
             part.steps, part.width, record.max_episode_length, record.model_weights_id, record.environment, format_name
         )
-        self.remember(part.arrays, description)  # The cache comes before the index, because it may raise MemoryError.
+        self.remember(part.arrays, description)  # Fill the cache first, because that may raise MemoryError.
         return self.index.append(uuid_of(record.uid), description, part.size_bytes)
 
     def remember(self, arrays: Mapping[str, NDArray[Any]], description: Description) -> None:

@@ -183,8 +183,8 @@ class TrajectoryStore:
             return sum(number in self._pending for number in ids)
 
     def load(self, checkpoint: SavedCheckpoint) -> JournalContent:
-        """Replace the content by that of a checkpoint, atomically, and return it: the old journal names only the old
-        files, and the new journal only the new files. No operation may be queued during the call."""
+        """Replace the content by a checkpoint, atomically, and return it. The old journal names only the old files, and
+        the new journal only the new files. No operation may be queued during the call."""
         self.flush()
         self.replace(bring_files(checkpoint, self.directory))
         return self.content

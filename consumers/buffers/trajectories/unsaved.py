@@ -75,7 +75,7 @@ class TrajectoryMemory:
         return 0
 
     def load(self, checkpoint: SavedCheckpoint) -> JournalContent:
-        """Replace the content by that of a checkpoint and return it; if a file cannot be read, nothing changes."""
+        """Replace the content by a checkpoint, and return it; if a file cannot be read, nothing changes."""
         content = checkpoint.content
         kept, read = deque[_UnsavedTrajectory](), {}
         for place in range(len(content)):

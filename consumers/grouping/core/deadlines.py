@@ -37,7 +37,7 @@ class Deadlines:
         self._groups: dict[int, Group] = {}
 
     def add(self, due_ms: int, kind: DeadlineKind, group: Group) -> None:
-        """Add a deadline, which is ignored if the group has moved on by then."""
+        """Add a deadline, which is ignored if the group has moved on when it is due."""
         self._groups[group.opened_offset] = group
         heapq.heappush(self._heap, _Deadline(due_ms, kind, group.opened_offset))
         if len(self._heap) > 64 + 4 * len(self._groups):

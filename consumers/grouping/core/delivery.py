@@ -65,7 +65,7 @@ class BatchDelivery:
 
     @property
     def latest_version_only(self) -> bool:
-        """Whether older versions of an example are dropped once a newer one sealed."""
+        """Whether older versions of an example are dropped once a newer version has sealed."""
         return self._config.drop_superseded or self._maker.latest_version_only
 
     def offer(self, group: Group) -> None:

@@ -94,7 +94,7 @@ class GroupingTask:
             self.fold.hop(stop)
 
     def _check_room(self) -> None:
-        """Check a configuration put in force by the log in the same way as the one that a process starts with."""
+        """Raise ForeignConfiguration if kafka.max_record_bytes has no room for the batches of the configuration."""
         if self.fold.config.batch_bytes > self._largest_batch:
             raise ForeignConfiguration(
                 f"the log puts generation {self.fold.config.generation} in force, with grouping.batch_bytes "
