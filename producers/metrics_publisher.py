@@ -23,7 +23,7 @@ RUNNING = "running"
 
 
 def rates(before: Mapping[str, float], now: Mapping[str, float], elapsed_s: float) -> dict[str, float]:
-    """Return the growth per second of each total in `now` over `elapsed_s`; 0 if no time has passed."""
+    """Return the growth per second of each total from `before` to `now`, `elapsed_s` apart; 0 if no time has passed."""
     return {
         f"{name.removesuffix(TOTAL)}_per_s": max(value - before.get(name, 0.0), 0.0) / elapsed_s if elapsed_s else 0.0
         for name, value in now.items()

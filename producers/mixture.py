@@ -1,6 +1,6 @@
 """The mixture of a worker: which environment begins the next group, and with which prompt. Pure.
 
-Groups are started in the ratio of the weights, however long they take: every start moves an environment back by
+Groups are started in the ratio of the weights, whatever their duration: every start moves an environment back by
 1 / weight, and the environment that is furthest ahead is next (stride scheduling). An environment that could not start
 for a while, for lack of capacity, does not catch up later.
 """
@@ -28,7 +28,7 @@ class Mixture:
         curriculum: CurriculumConfig | None = None,
         state: MixtureState | None = None,
     ) -> None:
-        """`worker` is this worker's index among `workers`; `state` is the last state of its earlier process."""
+        """`worker` is this worker's index among `workers`; `state` is the last state of its previous process."""
         self.environments = tuple(environments)
         earlier: Mapping[str, EnvironmentState] = {s.environment: s for s in state.environments} if state else {}
         lessons = [

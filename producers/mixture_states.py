@@ -35,8 +35,8 @@ _CLOSE_S = 5.0
 
 
 class MixtureStates(Closing):
-    """Reads the states of all workers, and writes the state of one. Calls block, so do not make them in an event loop's
-    thread; several threads may call."""
+    """Reads the states of all workers, and writes the state of one. Its methods block, so do not call them in an event
+    loop's thread; they are thread-safe."""
 
     def __init__(self, kafka: KafkaConfig, run: str, worker_id: str) -> None:
         """Read the topic to its end. Raises TopicError or BrokerUnavailable."""

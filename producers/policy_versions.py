@@ -1,7 +1,7 @@
 """Policy versions of a run by the labels of weights: the version behind a label, and the learner step behind a version.
 
 Engines name weights by strings. A label that is a number is the policy version; other labels are looked up in the
-manifests on `policies`, which any server that follows a run has read before it samples.
+manifests on `policies`. A server that follows a run samples only with weights whose manifest it has read there.
 """
 
 import threading
@@ -47,7 +47,7 @@ class PolicyVersions:
         return self.steps.get(version, UNKNOWN)
 
     def lacks(self, labels: Collection[str]) -> bool:
-        """Whether a label names no version on record."""
+        """Whether any of the labels names no version on record."""
         return any(self.version_of(label) not in self.steps for label in labels)
 
 
@@ -69,7 +69,7 @@ class NoPolicies:
         self.versions = PolicyVersions()
 
     def read(self, _wait_s: float) -> PolicyVersions:
-        """Return no versions."""
+        """Return the versions, of which none is on record."""
         return self.versions
 
 

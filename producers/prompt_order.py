@@ -1,7 +1,7 @@
 """The order of an environment's prompts: each once in every epoch, over all workers together. Pure.
 
 Epoch e is a permutation of the prompts that is determined by the seed and e; the epochs follow one another in an
-endless sequence. Worker i of n takes its places i, i + n, i + 2n and so on, so workers need no communication, and no
+endless sequence. Worker i of n takes the places i, i + n, i + 2n and so on, so workers need no communication, and no
 two of them play the same place. After a restart, a worker needs only the number of places that it has taken.
 """
 
@@ -13,11 +13,11 @@ class PromptOrder:
     """The places of one worker in the sequence of epochs."""
 
     def __init__(self, prompts: int, *, seed: str, worker: int = 0, workers: int = 1, drawn: int = 0) -> None:
-        """`prompts` is their number, `worker` this worker's index among `workers`, `drawn` the places taken so far."""
+        """`prompts` is the number of prompts, `drawn` the number of places taken; `worker` counts from 0."""
         assert prompts > 0
         self._prompts = prompts
         self._seed = seed
-        # More workers than configured share places instead of failing.
+        # A worker beyond the configured number plays the places of another worker instead of failing.
         self._worker = worker % workers
         self._workers = workers
         self.drawn = drawn

@@ -21,7 +21,7 @@ RECORD_OVERHEAD_BYTES = 1024
 
 @dataclass(frozen=True)
 class RolloutDelivery:
-    """An acknowledged record: its uid, its place in the log, and the environment of a rollout."""
+    """An acknowledged record: its uid, its place in the log and, for a rollout, its environment."""
 
     uid: str
     partition: int

@@ -1,6 +1,6 @@
 """Assembles an episode and its samples into one Rollout, with tokens exactly as the servers returned them. Pure.
 
-It tokenizes nothing, because the prompt tokens of a reply include all tokens since the previous reply.
+Nothing is tokenized here, because the prompt tokens of a reply include all tokens since the previous reply.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ class EpisodeTokens:
     loss_mask: Bool
     logprobs: Float32
     versions: Int64
-    """Policy version that sampled each token, -1 where none did."""
+    """Policy version that sampled each token, -1 for tokens that were not sampled."""
     turns: tuple[Turn, ...]
 
 
@@ -68,8 +68,8 @@ def completions_of(episode: Episode) -> list[Completion]:
 def join(episode: Episode) -> EpisodeTokens:
     """Join all turns into one sequence.
 
-    A message covers the tokens that the next reply's prompt adds to the previous reply; the last of several messages in
-    a row covers them all. Raises RecordError if a reply's prompt does not begin with all tokens before it.
+    The tokens that a reply's prompt adds to the previous reply belong to the message between the two replies, or to the
+    last message if there are several. Raises RecordError if a reply's prompt does not begin with all tokens before it.
     """
     length = 0
     tokens: list[Int32] = []

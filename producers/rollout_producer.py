@@ -48,7 +48,7 @@ class RolloutProducer(RecordSender):
         self._trains = topic != "evals"
         self._takes_cancellations = topic == "rollouts"
         self._allow_filtered = allow_filtered_sampling
-        # Grouping never reads evaluations, so nothing would check their signatures.
+        # Evaluations are not signed: grouping never reads them, so nothing would check their signatures.
         self._signer = signer_of(kafka.signing_key, "kafka.signing_key") if self._trains else None
         self._on_delivery = on_delivery
 
@@ -85,7 +85,8 @@ class RolloutProducer(RecordSender):
     def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
         """Queue a cancellation: its rollouts will never be sent, and the group shrinks. Raises as `send` does.
 
-        Uids that do not fit into one record are sent in several. If it raises, some may be sent; call it again.
+        Uids that do not fit into one record are sent in several records. If this raises, some records may have been
+        sent; call it again.
         """
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
         if not self._takes_cancellations:

@@ -46,7 +46,7 @@ class GroupSampler:
         self.sampling = sampling
         self._client = client
         self._environment = environment
-        # One server prefills the prompt of a group once, and keeps its members' contexts.
+        # The session keeps a group on one server, which prefills the prompt once and caches its members' contexts.
         self._session = f"{sampling.seed:x}"
         self._shared_text: str | None = None
         self._shared: asyncio.Task[list[Completion]] | None = None
@@ -67,12 +67,12 @@ class GroupSampler:
         return (await asyncio.shield(self._shared))[index]
 
     async def later(self, before: Completion, text: str, index: int, turn: int) -> Completion:
-        """Return a member's sample after its sample `before` and the text that follows it."""
+        """Return a member's next sample, after its sample `before` and the text that follows that sample."""
         added = await self._client.tokenize(text, session=self._session)
         return await self._alone([*before.prompt_tokens.tolist(), *before.tokens.tolist(), *added], index, turn)
 
     def close(self) -> None:
-        """Cancel the request that is not yet answered."""
+        """Cancel the common request if it has not been answered yet."""
         if self._shared:
             self._shared.cancel()
 
@@ -117,7 +117,7 @@ class MemberSampler:
         """Whether the context had no room for a reply."""
 
     async def __call__(self, text: str) -> Completion | ContextFull:
-        """Return the reply to a text. Raises ContextTooLong if the first text is too long, or the context is full."""
+        """Return the reply to a text. Raises ContextTooLong if the first text is too long, or `full` is set."""
         if self.full:
             raise ContextTooLong(
                 "the environment continued after its context was full; end the episode at a truncated reply"
@@ -135,7 +135,7 @@ class MemberSampler:
 
 
 def with_version(completion: Completion, assumed: int) -> Completion:
-    """Return the completion, with the assumed version if it names none. Raises InferenceRefused if neither is known."""
+    """Return the completion, with the assumed version if it has none. Raises InferenceRefused if neither exists."""
     if completion.lowest_version >= 0 or not len(completion.tokens):
         return completion
     if assumed < 0:

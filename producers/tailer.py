@@ -1,4 +1,4 @@
-"""Base class for followers of a run in a separate thread; reading their state raises an error that ended the thread."""
+"""Base class for followers of a run in a separate thread; an error that ends the thread is raised to their readers."""
 
 import threading
 from typing import Self

@@ -51,7 +51,7 @@ _PASSING = (InferenceUnavailable, RecordError, EpisodeFailed, ContextTooLong)
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerReport:
-    """Totals of a worker; means are over the rollouts sent with their rewards."""
+    """Totals of a worker; means are over the rollouts that were sent with a reward."""
 
     groups: int = 0
     rollouts: int = 0
@@ -79,10 +79,11 @@ class Worker:
         dual: DualWriter | None = None,
         steering: WorkerSteering | None = None,
     ) -> None:
-        """With `flow`, the outlet's deliveries must be reported to it, and `read_progress` returns the newest progress.
+        """The caller must report the outlet's deliveries to `flow`, if it is given; `read_progress` returns its input.
 
-        `captures` are the endpoints of environments that call the policy themselves; each delivery must remove its uid
-        from `undelivered`. `dual` also writes each group in the old form. `steering` applies the operators' requests.
+        `captures` are the endpoints of environments that call the policy themselves; the caller must remove the uid of
+        each delivered rollout from `undelivered`. `dual` also writes each group in the old form. `steering` applies
+        the operators' requests.
         """
         self._captures = captures
         self._undelivered = undelivered
@@ -300,7 +301,7 @@ class Worker:
         return f"{name}.{hashlib.blake2b(name.encode(), key=self._group_secret, digest_size=8).hexdigest()}"
 
     def _passes(self, error: BaseException) -> bool:
-        """Whether an error only cancels members. Until a rollout is sent, a refusal is an error of the settings."""
+        """Whether an error only cancels members. Before the first rollout is sent, InferenceRefused ends the worker."""
         return isinstance(error, _PASSING) or (isinstance(error, InferenceRefused) and self._sent > 0)
 
     def _give_up(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
@@ -336,7 +337,7 @@ class Worker:
         try:
             for number, rollout in enumerate(rollouts):
                 if number and self._flow is not None:
-                    # Room was reserved for only one rollout of each member.
+                    # Room was reserved for only one rollout of each member, so reserve room for this one, too.
                     self._flow.release(-1, rollout.environment)
                 await self._send(rollout)
         except RecordError as error:
@@ -345,7 +346,7 @@ class Worker:
         return None
 
     async def _note_written(self, episodes: Iterable[PlayedEpisode]) -> None:
-        """Wait until the rollouts of episodes are on the log, and record it in their sessions."""
+        """Wait until the rollouts of episodes are on the log, and record this in their sessions."""
         for episode in episodes:
             if episode.capture is not None:
                 while not self._undelivered.isdisjoint(rollout.uid for rollout in episode.rollouts):
@@ -427,7 +428,7 @@ class Worker:
             "version": self._client.newest_version,
         }
         if self._flow is not None:
-            # A worker that produces nothing waits for these to fall.
+            # A worker that produces nothing may be waiting until these numbers fall.
             fields |= {"outstanding": self._flow.outstanding, "mine_unseen": self._flow.mine_unseen}
             fields["records_skipped"] = self._flow.records_skipped
         event(logger, name, totals=fields)

@@ -44,10 +44,10 @@ async def run_worker(
     """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
 
     `incarnation` must differ at each start of a worker, because it keeps uids unique. With a `group_secret`, ids of
-    groups cannot be guessed. `ordinal` is the worker's index among the `workers` that share the prompts, or among as
-    many as operators request. Without `capacity` there is no limit. `labeling_group` is the full name of the labelers'
-    consumer group, for environments whose rewards come from a labeler. `servers` returns the URLs for a number of
-    inference servers, and is called when operators change this number. Raises ConfigurationError, TopicError,
+    groups cannot be guessed. `ordinal` is the worker's index among the `workers` that share the prompts; operators
+    may request another number of workers. Without `capacity` there is no limit. `labeling_group` is the full name of
+    the labelers' consumer group, for environments whose rewards come from a labeler. `servers` returns the URLs for a
+    number of inference servers, and is called when operators change this number. Raises ConfigurationError, TopicError,
     BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()

@@ -41,7 +41,7 @@ class ContainerRecord(NamedTuple):
     """A record of a container."""
 
     place: str
-    """Byte offset of its block, and its number within the block."""
+    """Byte offset of the record's block, and the record's number within the block."""
     values: Any
     """The record as fastavro returns it."""
 

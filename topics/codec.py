@@ -67,7 +67,7 @@ RECORD_TYPES: tuple[type, ...] = (
 
 
 def _add_stamps(batch: dict[str, Any]) -> None:
-    """Set empty stamps on a batch from before core version 5; Avro's default for an array is not a numpy array."""
+    """Set empty arrays of stamps on a batch from before core version 5, because Avro's default is not a numpy array."""
     batch["weight_steps"], batch["timestamps"] = records.NO_OFFSETS, records.NO_TIMES
 
 
@@ -216,12 +216,12 @@ def frame_of(value: bytes) -> bytes:
 
 
 def is_frame(value: bytes | None) -> bool:
-    """Whether a value begins like a rollstream record of any release, in either form."""
+    """Whether a value begins like a rollstream record of any release, with or without a registry's prefix."""
     return value is not None and value.startswith(MAGIC, _begin(value))
 
 
 def schema_of(value: bytes | None) -> Schema | None:
-    """Return the schema that the first bytes of a value name, without decoding it; None if they name none of ours."""
+    """Return the schema that the first bytes of a value name, without decoding the value; None if it is not ours."""
     if value is None or not is_frame(value):
         return None
     begin = _begin(value)
@@ -254,7 +254,7 @@ def leading_text(value: bytes) -> bytes:
 
 
 def framed_for_registry(value: bytes, schema_id: int) -> bytes:
-    """Return a frame, given in either form, in the wire format of schema registries with this schema id."""
+    """Return a frame, given with or without a registry's prefix, in a registry's wire format with this schema id."""
     return REGISTRY_MAGIC + schema_id.to_bytes(4, "big") + frame_of(value)
 
 
@@ -295,7 +295,7 @@ def encode(record: object, *, version: int | None = None) -> bytes:
 
 
 def decode(data: bytes | None) -> Any:
-    """Decode a frame of either form into the newest dataclass of its record.
+    """Decode a frame, with or without a registry's prefix, into the newest dataclass of its record.
 
     Raises RecordError for a value that is not a frame, an unknown fingerprint, bytes that do not parse, or extra bytes.
     """

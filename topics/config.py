@@ -71,7 +71,7 @@ class KafkaConfig:
     """compression.type of our producers."""
     compression_level: int = 2
     """compression.level of our producers; -1 is librdkafka's default. With zstd, level 2 compresses and decompresses in
-    two thirds of the processor time of level 3, which is that default, and records are 1 to 4 % larger."""
+    two thirds of the processor time of level 3, librdkafka's default; records are 1 to 4 % larger."""
     transaction_timeout_s: float = 15.0
     """Longest time that a dead process may hold back readers of its open transaction."""
     group_protocol: str = "classic"
@@ -91,8 +91,9 @@ class KafkaConfig:
     def patience_s(self) -> float:
         """Time to wait for records that another process may hold back.
 
-        A transaction left open by a dead process hides its records until it times out and the broker aborts it, for
-        which the broker checks every 10 s by default. The remaining time allows for a broker that starts or is busy."""
+        A transaction left open by a dead process hides its records until it times out and the broker aborts it; the
+        broker looks for such transactions every 10 s by default. The remaining time allows for a broker that starts or
+        is busy."""
         return self.transaction_timeout_s + 45.0
 
 

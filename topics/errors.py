@@ -51,7 +51,7 @@ class StateRefused(RollstreamError):
 
 
 class Fenced(RollstreamError):
-    """Another process took over this one's transactional id, or its transaction outlived the timeout."""
+    """Another process took over this process's transactional id, or a transaction outlived its timeout."""
 
     exit_code = 3
 

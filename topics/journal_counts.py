@@ -26,7 +26,7 @@ class JournalCounts:
 
     @classmethod
     def of(cls, counts: Iterable[FateCount], produced: Iterable[FateCount]) -> "JournalCounts":
-        """Restore an instance from the `counts` and `produced` of another one."""
+        """Restore an instance from the `counts` and `produced` of an earlier instance."""
         sums = cls()
         for table, entries in ((sums._counts, counts), (sums._produced, produced)):
             table.update(((entry.environment, entry.fate), entry) for entry in entries)

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Distribution:
-    """Counts by bucket of a histogram, of which the last is above all bounds, and the sum of the observed values."""
+    """Counts of a histogram's buckets, the last of which is above all bounds, and the sum of the observed values."""
 
     counts: list[int] = field(default_factory=lambda: [0] * (len(LATENCIES_S) + 1))
     total: float = 0.0

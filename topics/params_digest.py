@@ -2,8 +2,8 @@
 
 It is a tree of shards, tensors and the whole. Several threads can therefore read the bytes, each byte once, and a
 changed tensor leaves the digests of all other tensors unchanged. Earlier releases made digests in one pass over all
-bytes; a recorded digest of that kind is recognised, and compared by the same rule. The steps of our learner have the
-checksum of params_checksum instead.
+bytes; a recorded digest of that kind is recognised, and compared with a digest made in the same way. The steps of our
+learner have the checksum of params_checksum instead.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from rollstream.topics.arrays import dtype_name, little_endian_bytes, little_end
 from rollstream.topics.params_checksum import CHECKSUM, params_checksum
 
 TREE = ".tree"
-"""Ending of digests made by the rule of this release."""
+"""Suffix of tree digests, the kind that this release makes."""
 SHARD_BYTES = 16 * 1024 * 1024
 """Size of the part of a tensor that one thread digests."""
 _WHOLE = re.compile("[0-9a-f]{64}")
@@ -84,14 +84,14 @@ def digest_of_shards(digests: Sequence[bytes]) -> str:
 
 
 def digest_as(recorded: str, params: Mapping[str, Any]) -> str:
-    """Digest of parameters by the rule that made a recorded digest, so that equal parameters have equal digests."""
+    """Digest of parameters, made in the same way as a recorded digest, so that equal parameters have equal digests."""
     if recorded.endswith(CHECKSUM):
         return params_checksum(params)
     return whole_digest(params) if _WHOLE.fullmatch(recorded) else params_digest(params)
 
 
 def whole_digest(params: Mapping[str, Any]) -> str:
-    """Digest by the rule of earlier releases: one sha256 over names, dtypes, shapes and bytes in name order."""
+    """Digest as made by earlier releases: one sha256 over names, dtypes, shapes and bytes in name order."""
     digest = hashlib.sha256()
     for name in sorted(params):
         array = np.asarray(params[name])

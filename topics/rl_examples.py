@@ -119,7 +119,7 @@ def token_arrays_of(batch: TrainingBatch) -> list[dict[str, NDArray[Any]]]:
 
 
 def chosen_token_arrays(batch: TrainingBatch, rows: Sequence[int]) -> tuple[BatchTokenArray, ...]:
-    """Return the named arrays of a batch of only these rows, in this order. Raises as `token_arrays_of` does."""
+    """Return the named arrays of a batch, reduced to these rows in this order. Raises as `token_arrays_of` does."""
     by_row = token_arrays_of(batch)
     chosen = []
     for entry in batch.token_arrays:

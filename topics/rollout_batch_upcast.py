@@ -52,7 +52,7 @@ class Upcast:
 def upcast(batch: RolloutBatch, place: str) -> Upcast:
     """Return the Rollouts of a batch read from `place`, a permanent name: `file#7`, `topic:0:17`.
 
-    Each carries its own metadata if it has some, else the batch's, else worker "", timestamp 0, step -1. Its policy
+    Each keeps its own metadata if it has any, else gets the batch's, else worker "", timestamp 0, step -1. Its policy
     version is the lowest weight step of its group, 0 if none is known. Its group size counts the valid rollouts of
     the same environment and example in the group, so that the group can be complete.
     """

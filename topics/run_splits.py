@@ -1,6 +1,7 @@
-"""Splits of runs, as `control` records them: a run ends and continues as another run with other partitions.
+"""Splits of runs, as `control` records them: a run ends and continues as a run with another number of partitions.
 
-Both runs hold the record. It keeps roles out of a run that was split, and out of a run that is still being filled.
+The record is on `control` of both runs. It keeps roles out of a run that was split, and out of a run that is still
+being filled.
 """
 
 from typing import NamedTuple

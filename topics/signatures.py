@@ -22,7 +22,7 @@ from rollstream.topics.records import Mark
 from rollstream.topics.secrets import resolve
 
 ROLLOUT = b"rollstream rollout\0"
-"""Context of rollouts and cancellations. Their key decides the partition, so the context need not name it."""
+"""Context of rollouts and cancellations. Their key decides their partition, so the context does not name it."""
 _MARK = b"rollstream mark\0"
 _HEX_DIGITS = 64
 _REMEDY = "pip install 'rollstream[signatures]'"
@@ -56,7 +56,7 @@ class Signer:
 
 
 def signer_of(key: str, setting: str) -> Signer | None:
-    """Return the signer of a setting; None if it is empty."""
+    """Return the signer of a setting; None if the setting is empty."""
     return Signer(key, setting) if key else None
 
 

@@ -127,7 +127,7 @@ class SteeringWatch(Closing):
     """Follows the decisions about a run."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        """Read the present state, which is empty for a run without the topic. Raises BrokerUnavailable."""
+        """Read the present state, which is empty for a run without `control`. Raises BrokerUnavailable."""
         self.state = DesiredState()
         """The decisions in force, as far as they were read."""
         self._skipped = SkippedRecords(logged=False)
@@ -144,7 +144,7 @@ class SteeringWatch(Closing):
 
     @property
     def follows(self) -> bool:
-        """Whether the run has the topic."""
+        """Whether the run has the topic `control`."""
         return self._follower is not None
 
     def poll(self, wait_s: float = 0.0) -> bool:
@@ -161,7 +161,7 @@ class SteeringWatch(Closing):
 
 
 def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
-    """Return the decisions in force about a run; none for a run without the topic. Raises BrokerUnavailable."""
+    """Return the decisions in force about a run; none for a run without `control`. Raises BrokerUnavailable."""
     state, skipped = DesiredState(), SkippedRecords(logged=False)
     try:
         for message in read_to_end(kafka, topic_name(run, "control")):
@@ -172,8 +172,9 @@ def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
 
 
 def write(kafka: KafkaConfig, run: str, what: str, records: Mapping[str, object | None]) -> None:
-    """Record decisions of one kind, by the second part of their keys; None withdraws a decision. Raises TopicError,
-    BrokerUnavailable or DeliveryError."""
+    """Record decisions of the kind `what`, given by the second part of their keys; None withdraws a decision.
+
+    Raises TopicError, BrokerUnavailable or DeliveryError."""
     topic = topic_name(run, "control")
     topic_admin.partitions_of(kafka, topic)
     with Sender(clients.producer(kafka)) as sender:

@@ -88,7 +88,7 @@ def nest(leaves: Mapping[str, Any]) -> dict[str, Any]:
             if not isinstance(node, dict):
                 break
         if not isinstance(node, dict) or name in node:
-            raise RecordError(f"the array {path!r} is nested in another array, or another in it; rename one of them")
+            raise RecordError(f"the array {path!r} is nested in another array, or contains another; rename one of them")
         node[name] = leaf
     return tree
 
@@ -118,7 +118,7 @@ def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
 
 
 def as_trajectory(item: Trajectory | Tree) -> Trajectory:
-    """Return a trajectory unchanged, or make one from a mapping of its fields and arrays by name.
+    """Return a trajectory unchanged, or make one from a mapping of its fields; `arrays` may be flattened into it.
 
     Raises RecordError if the item is neither, or has unknown fields.
     """
@@ -192,7 +192,7 @@ def bootstrap_rows(rows: int, steps: int) -> int:
     extra = rows - steps
     if extra < 0 or (extra and steps % extra):
         raise RecordError(
-            f"{rows} rows of flags for {steps} steps: bootstrap rows must begin equal parts of the steps, one row each"
+            f"{rows} rows of flags for {steps} steps: each bootstrap row must begin one of several equal parts"
         )
     return extra
 
@@ -275,9 +275,9 @@ def _episode_problems(episodes: tuple[EpisodeSpan, ...], steps: int, width: int)
         if not span.uid or len(span.uid) > NAME_LIMIT:
             issues.append(f"{place}: its uid must have 1 to {NAME_LIMIT} characters")
         if not (0 <= span.column < width and 0 <= span.start < span.stop <= steps):
-            issues.append(f"{place}: they are not within {steps} rows of {width} columns")
+            issues.append(f"{place}: these rows are not within {steps} rows of {width} columns")
         if span.start < ends.get(span.column, 0):
-            issues.append(f"{place}: they overlap with another episode")
+            issues.append(f"{place}: these rows overlap with another episode")
         if span.control_mode not in CONTROL_MODES:
             issues.append(f"{place}: its control mode is {span.control_mode}, which must be 0 (policy) or 1 (human)")
         ends[span.column] = max(ends.get(span.column, 0), span.stop)

@@ -275,7 +275,7 @@ def _is_finite_row(extra: NamedArray, item: np.dtype[Any]) -> bool:
 
 
 def _fills(shape: Sequence[int], itemsize: int, size_bytes: int) -> bool:
-    """Whether an array of this shape has exactly `size_bytes`. Stops at the first dimension that exceeds them."""
+    """Whether an array of this shape has exactly `size_bytes`. Stops at the first dimension that exceeds this."""
     if 0 in shape:
         return size_bytes == 0
     room = itemsize

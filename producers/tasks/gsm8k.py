@@ -1,7 +1,7 @@
 """Arithmetic word problems in the format of GSM8K (arXiv:2110.14168): worked answers that end in #### and a number.
 
 The problems come from the user's files; nothing is downloaded. The final number is compared as a number. An answer with
-several numbers, with text next to the number, or without an end earns nothing.
+several ####, with text next to the number, or without an end earns nothing.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Splits prompts: every fifth is held out, the same in every process, by a choice that does not depend on content."""
+"""Splits prompts: every fifth is held out. All processes make the same choice, which does not depend on content."""
 
 import hashlib
 from collections.abc import Iterable

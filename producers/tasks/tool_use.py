@@ -140,7 +140,7 @@ class ToolUse:
     def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
         """Return `n` conversations that teach the format of a call and of an answer.
 
-        Each has the content of another question, except for the share that is demonstrated.
+        Each shows a call and answer that belong to other questions, except for the share that is demonstrated.
         """
         generator = random.Random(seed)
         conversations = []

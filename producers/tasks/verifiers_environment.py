@@ -23,7 +23,7 @@ class VerifiersEpisodeFailed(RollstreamError):
 
 
 class VerifiersEnvironment:
-    """One environment of verifiers, given by the settings that its own configuration files hold in `[env]`."""
+    """One environment of verifiers, defined by the settings that verifiers' own configuration files hold in `[env]`."""
 
     def __init__(
         self,

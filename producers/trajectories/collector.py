@@ -21,7 +21,7 @@ from rollstream.topics.records import EpisodeSpan, RolloutMetadata
 from rollstream.topics.trajectories import BOOTSTRAPPED, Trajectory, nest, to_record
 
 _LENGTHS_BYTES = 32
-"""Most bytes that the numbers in an array's entry can grow by as rows are added."""
+"""Largest growth, in bytes, of the numbers in an array's entry as rows are added."""
 _SPAN_BYTES = 64
 """Largest size of a span without the incarnation in its uid."""
 
@@ -162,7 +162,7 @@ class TrajectoryCollector:
         return _Rows(arrays, before, step.model_weights_id)
 
     def _capacity(self, leaves: Leaves, model_weights_id: str) -> int:
-        """Return how many steps always fit into a record: an episode may begin in each column at each step."""
+        """Return how many steps always fit into a record, even if an episode begins in each column at each step."""
         if self._max_bytes is None:
             return self._steps
         single = self._trajectory({path: array[None] for path, array in leaves.items()}, (), model_weights_id)

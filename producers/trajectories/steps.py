@@ -36,7 +36,7 @@ class ChunkStepResult:
     """Result of one chunk step of B environments. Arrays are [B, ...]; fields that are None or empty are not recorded.
 
     A chunk of several actions has them along the second axis. `curr_obs` is the observation before the step and
-    `next_obs` the observation after it, which at the end of an episode is its last, not the first of the next episode.
+    `next_obs` the observation after it: at the end of an episode, its last observation, not the first of the next one.
     """
 
     actions: Any
@@ -55,14 +55,14 @@ class ChunkStepResult:
     """Log-probabilities of the actions when they were sampled."""
     prev_values: Any = None
     versions: Any = None
-    """int: policy versions that acted; negative where none did."""
+    """int: policy versions that acted; negative where no policy acted."""
     intervene_flags: Any = None
     """bool: whether a human acted."""
     forward_inputs: Tree = field(default_factory=dict)
     others: Tree = field(default_factory=dict)
     """Further arrays, by any names that are not fields of this class."""
     control_modes: Any = 0
-    """Actor in an episode that begins with this step: 0 the policy, 1 a human; one number, or one for each of B."""
+    """Actor in an episode that begins with this step: 0 the policy, 1 a human; one number, or a list of B."""
     model_weights_id: str = ""
     """Name of the weights that acted."""
 

@@ -81,7 +81,7 @@ def _check_authorizer(kafka: KafkaConfig) -> None:
 
     In both cases the client hides the broker's error and returns no rules. It reports the error of a request to remove
     rules, so this requests the removal of a rule that cannot exist. A user who may see rules but not change them sees
-    at least the rule that permits this, so this function is not called for such a user.
+    at least the rule that grants this right, so this function is not called for such a user.
     """
     from confluent_kafka.admin._acl import AclBindingFilter, AclOperation, AclPermissionType
     from confluent_kafka.admin._resource import ResourcePatternType

@@ -68,7 +68,7 @@ its user may write to some topic; brokers report this as a missing right on the 
 
 
 def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
-    """Describe the operation that the brokers refuse a writer, its user, and the remedy; None for any other error.
+    """Describe the operation that the brokers refuse, the writer's user, and the remedy; None for any other error.
 
     `user` is empty if the settings do not name it, as with a certificate.
     """

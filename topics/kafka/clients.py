@@ -110,7 +110,7 @@ def _connect(producer: Producer) -> None:
 
 
 def transactional_producer(config: KafkaConfig, transactional_id: str, **overrides: Any) -> Producer:
-    """A transactional producer; the caller runs init_transactions. Its id must stay the same across restarts."""
+    """A transactional producer; the caller runs init_transactions. The id must stay the same across restarts."""
     timeout_ms = int(config.transaction_timeout_s * 1000)
     return producer(
         config,

@@ -41,7 +41,7 @@ class TopicFollower(Closing):
         Records at the offsets in `left_out` are not fetched, but returned as unreadable, if they exist at the start.
         """
         self.ends: dict[Place, int] = {}
-        """End of each partition that is read to its end; transaction markers count."""
+        """End offset of each partition that has been read to its end, with transaction markers counted."""
         self.caught_up: set[Place] = set()
         """Partitions that were read to their end at least once."""
         self._kafka = kafka
@@ -56,7 +56,7 @@ class TopicFollower(Closing):
             stack.pop_all()
 
     def _approach(self, place: Place, start: int, left_out: Collection[int]) -> _Approach | None:
-        """Return the approach to the offsets to be left out that are on the log; None if there are none."""
+        """Return how to read up to the last offset of `left_out` on the log; None if no such offset is on the log."""
         begin, end = topic_admin.bounds(self._kafka, place[0], [place[1]])[place[1]]
         first = start if start >= 0 else begin
         offsets = sorted(offset for offset in left_out if first <= offset < end)

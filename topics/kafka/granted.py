@@ -75,7 +75,7 @@ def client_version() -> str:
 
 
 def broker_version(kafka: KafkaConfig) -> str:
-    """Return the version of a broker, such as 4.2, as far as the requests that it supports show it."""
+    """Return the version of a broker, such as 4.2, as its supported requests show it."""
     with admin_client(kafka) as client:
         return ".".join(map(str, client._manager.broker_version_data.broker_version[:2]))
 

@@ -52,7 +52,7 @@ class GroupMember(Poller):
         **overrides: Any,
     ) -> None:
         """`instance` is the member's name, `topic` a full name. A poll waits for further records for `gather_s` after
-        its first one."""
+        its first record."""
         super().__init__(kafka, clients.group_member(kafka, group, instance, **overrides), "reading")
         self._topic, self._gather_s = topic, gather_s
 
@@ -165,7 +165,7 @@ class GroupMember(Poller):
 
 
 def _fenced(error: KafkaError) -> bool:
-    """Whether another consumer joined under our name. In a message, only the text of a fatal error gives the cause."""
+    """Whether another consumer joined under our name. A fatal error names the cause in its text, not in its code."""
     return bool(
         error.code() == KafkaError.FENCED_INSTANCE_ID or (error.code() == KafkaError._FATAL and "fenced" in error.str())
     )

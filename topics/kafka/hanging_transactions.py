@@ -48,7 +48,7 @@ class OpenTransaction:
     topic: str
     partition: int
     start: int
-    """Offset of its first record; the last stable offset if no open transaction is older."""
+    """Offset of its first record, which is the last stable offset if no open transaction is older."""
     producer_id: int
     producer_epoch: int
     coordinator_epoch: int
@@ -157,9 +157,10 @@ def _told(look: Callable[[], list[OpenTransaction]]) -> str:
 
 
 def end(kafka: KafkaConfig, transactions: list[OpenTransaction]) -> list[OpenTransaction]:
-    """End hanging transactions: commit each that its coordinator committed, and abort each that it did not.
+    """End hanging transactions: commit each that its coordinator committed, and abort every other.
 
-    Returns those still open. Raises as `open_transactions` does, and BrokerUnavailable if access is denied.
+    Returns the transactions that are still open. Raises as `open_transactions` does, and BrokerUnavailable if access is
+    denied.
     """
     places: dict[str, list[int]] = {}
     for each in transactions:
@@ -287,10 +288,10 @@ def _coordinators_of(client: "KafkaAdminClient", producer_ids: set[int]) -> dict
 
 
 def _was_committed(producer: Any, description: Any) -> bool:
-    """Whether the coordinator's latest transaction is committed and is the one that is open in a partition.
+    """Whether a coordinator's latest transaction is committed and is the transaction that is open in a partition.
 
-    The two are the same if the former began before the last record was written. Its epoch is the producer's, or the
-    next one if each transaction has its own epoch (KIP-890).
+    It is, if it began before the partition's last record was written. Its epoch is the producer's epoch, or the next
+    epoch if each transaction has its own (KIP-890).
     """
     return (
         description.state.value in ("PrepareCommit", "CompleteCommit")
@@ -305,7 +306,7 @@ def _write_marker(client: "KafkaAdminClient", each: OpenTransaction) -> None:
     from kafka.protocol.producer.transaction import WriteTxnMarkersRequest
 
     place = TopicPartition(each.topic, each.partition)
-    # The epoch is chosen as by Kafka's own tool: the broker refuses an epoch below the one of an earlier marker.
+    # The epoch is chosen as by Kafka's own tool: the broker refuses an epoch below an earlier marker's.
     spec = AbortTransactionSpec(place, each.producer_id, each.producer_epoch, max(0, each.coordinator_epoch))
     request: WriteTxnMarkersRequest = client._abort_transaction_request(spec)
     request.markers[0].transaction_result = each.committed

@@ -32,7 +32,7 @@ class Polled(NamedTuple):
     records: list[KafkaRecord]
     """In offset order within each partition."""
     ends: dict[Place, int]
-    """End offset of each partition whose end was reached; transaction markers count."""
+    """End offset of each partition whose end was reached, with transaction markers counted."""
 
 
 class Poller(Closing):
@@ -42,7 +42,7 @@ class Poller(Closing):
         """`doing` begins error messages, as in "reading exp.steps: ..."."""
         self._kafka, self._consumer, self._doing = kafka, consumer, doing
         self._gather_s = 0.0
-        """How long a poll waits for further messages after its first one."""
+        """How long a poll waits for further messages after its first message."""
         self.positions: dict[Place, int] = {}
         """Next offset of each partition, as far as it is known."""
         self._asked: set[str] = set()
@@ -150,7 +150,7 @@ class Poller(Closing):
     ) -> list[GroupPosition]:
         """Positions that the group has committed, with their metadata; the offset is negative if none is committed.
 
-        Waits for offsets in an open transaction, which are pending until it times out if its process died. Raises
+        Waits for offsets in an open transaction; if its process died, they are pending until it times out. Raises
         BrokerUnavailable after `timeout_s`, kafka.patience_s by default; `doing` begins the message.
         """
         timeout_s = self._kafka.patience_s if timeout_s is None else timeout_s

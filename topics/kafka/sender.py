@@ -127,7 +127,7 @@ class Sender(Closing):
         """Queue a record; waits for room if the queue is full. `on_delivery` is called once the record is delivered.
 
         The wait is finite: a record that cannot be delivered leaves the queue after delivery.timeout.ms. `name` stands
-        for the record in errors. Raises SendFailed, also for an earlier record if this one has to wait, and
+        for the record in errors. Raises SendFailed, also for an earlier record if the queue is full, and
         DeadlineExceeded if there is no room within `timeout_s`.
         """
 
@@ -229,7 +229,7 @@ class Sender(Closing):
         except (KafkaException, SystemError) as raised:
             if not self._note_fatal(raised):
                 raise
-        return call(timeout_s)  # It raises a fatal error only once; reports may follow it.
+        return call(timeout_s)  # The client raises a fatal error only once; reports may follow.
 
     def _note_fatal(self, raised: BaseException) -> bool:
         """Note the fatal error behind an exception; return whether a fatal error has been noted."""

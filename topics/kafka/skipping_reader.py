@@ -21,7 +21,7 @@ from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 _AT_ONCE = 500
 """Records taken from the client at a time."""
 _NEAR = 2 * _AT_ONCE
-"""Distance to an offset to be left out, within which the client gets time to close before it requests the next piece.
+"""Distance before an offset to be left out in which a client pauses between pieces, so that it can be closed in time.
 Further away, it requests the next piece once the records of the last piece are taken, at most `_AT_ONCE`."""
 _PIECE: dict[str, Any] = {"max.partition.fetch.bytes": 64 * 1024, "queued.min.messages": 1}
 _REST_MS = 250
@@ -106,7 +106,7 @@ def _read(
     isolation: str,
     shared: Reader | None = None,
 ) -> Iterator[KafkaRecord | None]:
-    """Yield the records of a range without offsets to be left out; fetches nothing after the last one."""
+    """Yield the records of a range without offsets to be left out; nothing after the range's last record is fetched."""
     if start >= stop:
         return
     timeout_s, place = kafka.patience_s, (topic, partition)
@@ -140,8 +140,8 @@ def _read(
 
 
 def _polled(reader: Reader, singly: bool) -> Polled:
-    """Return records that the client holds. The client decides on its next fetch when records arrive. `singly` does not
-    wait for records, so that they are still queued at that moment, and the client pauses before it decides again."""
+    """Return records that the client holds. With `singly`, do not wait for records: they are then still queued when the
+    client decides on its next fetch, which it does as records arrive, so it pauses before it fetches more."""
     if not singly:
         return reader.poll(_AT_ONCE, 0.05)
     time.sleep(_REST_S)

@@ -65,7 +65,7 @@ def await_brokers(kafka: KafkaConfig, count: int, timeout_s: float) -> None:
 
 
 def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consumer | None" = None) -> int:
-    """Number of partitions of a topic, from `client` or a new one; `client` knows the leaders afterwards.
+    """Number of partitions of a topic, requested with `client` if given; `client` knows the leaders afterwards.
 
     Raises TopicError if the topic does not exist, BrokerUnavailable if no broker answers.
     """

@@ -35,18 +35,18 @@ class TransactionFailed(DeliveryError):
     """A call of a transaction failed; its records are not visible, unless the call was a commit without an answer."""
 
     def __init__(self, call: str, error: KafkaError | str, transactional_id: str, refused: str | None = None) -> None:
-        """`refused` says which permission is missing, if one is."""
+        """`refused` names the missing permission, if that is the cause."""
         lost = isinstance(error, str)
         self.call, self.refused = call, refused is not None
         self.reason = refused or (error if isinstance(error, str) else f"{error.name()}: {error.str()}")
         self.too_large = isinstance(error, KafkaError) and error.code() == KafkaError.MSG_SIZE_TOO_LARGE
-        """Whether a record exceeds the limit of the client or of the brokers: to send it again is no use."""
+        """Whether a record exceeds the limit of the client or of the brokers, so that sending it again is useless."""
         # The client may lose the exception of a fatal error and raise SystemError instead.
         self.decision = Decision.GIVE_UP if isinstance(error, str) else decide(error, patient=False)
         self.taken_over = (
             lost
             or self.decision is Decision.LEAVE
-            # Only the text of an error that follows a fatal one gives its cause.
+            # An error that follows a fatal error gives the cause only in its text.
             or (isinstance(error, KafkaError) and error.code() == KafkaError._FATAL and "fenced" in error.str())
         )
         """Whether another writer started under the same transactional id. This is assumed for an error that the client
@@ -156,7 +156,7 @@ class TransactionalProducer:
         except KafkaException as exception:
             return refusal(exception.args[0], user_of(self.client), " or ".join(topics))
         except SystemError:
-            pass  # The abort that follows is fatal, too.
+            pass  # The client lost a fatal error; the abort that follows fails with it, too.
         return None
 
     def start(self) -> None:

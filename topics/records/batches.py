@@ -32,7 +32,7 @@ class BatchGroup:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchTokenArray:
-    """A named array over the tokens of those rows of a batch that carry it."""
+    """A named array over the tokens of the rows of a batch that carry the array."""
 
     name: str
     array: NamedArray
@@ -91,7 +91,7 @@ class BatchIndexEntry:
     size_bytes: int
     digest: str
     run: str = ""
-    """The run whose `batches` hold it, if that is not this run but a run that was split into this one."""
+    """The run whose `batches` hold the batch, if not this run: a run that was split, and that this run continues."""
 
     @classmethod
     def of(cls, batch: TrainingBatch, offset: int) -> "BatchIndexEntry":

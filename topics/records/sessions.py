@@ -30,7 +30,7 @@ class CallAnswer:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelCall:
-    """One model call of a session; its full prompt is the parent's first `shared` tokens followed by `prompt`."""
+    """One model call of a session; its full prompt is the first `shared` tokens of its parent call, then `prompt`."""
 
     session: str
     uid: str

@@ -1,4 +1,4 @@
-"""The spans of this process. Any thread may add spans; a separate thread sends them, and loses spans rather than wait.
+"""The spans of this process. Any thread may add spans; another thread sends them. Spans added too fast are lost.
 
 There is one object per process, as with logs. Without `start` it accepts no spans, and OpenTelemetry is not imported.
 """
@@ -113,7 +113,7 @@ class TraceSpans:
                 if exporter.export(spans):
                     VALUES.count("rollstream_traces_spans_total", len(spans))
                 else:
-                    self._lose(len(spans), "the collector does not accept them")
+                    self._lose(len(spans), "the collector does not accept the spans")
 
     def _taken(self) -> list[TraceSpan]:
         with self._changed:

@@ -30,7 +30,7 @@ class FetchedBatch(NamedTuple):
     entry: BatchIndexEntry
     run: str
     groups: tuple[BatchGroup, ...]
-    """The groups in the sample."""
+    """Groups of the batch whose traces are in the sample."""
 
 
 _fetched: OrderedDict[str, FetchedBatch] = OrderedDict()
@@ -155,7 +155,7 @@ def batch_fetched(run: str, entry: BatchIndexEntry, batch: TrainingBatch) -> Non
 
 
 def step_recorded(run: str, record: LearnerStep, began_ns: int) -> None:
-    """Add the spans of a learner's step that is on record for the first time, and of the version that it published."""
+    """Add the spans of a learner's step when it is first recorded, and of the version that the step published."""
     if not SPANS.enabled:
         return
     end_ns, trace = time.time_ns(), trace_of_step(run, record.learner, record.step)

@@ -64,7 +64,7 @@ class RegistryClient(Closing):
         return schema_id
 
     def missing(self, subject: Subject) -> tuple[Schema, ...]:
-        """Return the schemas of a subject that are newer than every one in the registry, oldest first."""
+        """Return the schemas of a subject that are newer than every schema in the registry, oldest first."""
         versions = subject.versions
         for i in range(len(versions), 0, -1):
             if self._find(subject, versions[i - 1]) is not None:
@@ -124,7 +124,7 @@ class RegistryClient(Closing):
             if error.http_status_code in _REFUSED:
                 raise SchemaRefused(
                     f"{doing}: the registry at {self.url} refuses the schema ({brief(error)}); another release or "
-                    "program registered an incompatible one: delete that one, or start a run with another name"
+                    "program registered an incompatible schema: delete it, or start a run with another name"
                 ) from error
             raise RegistryUnavailable(f"{doing}: the registry at {self.url} answers {brief(error)}") from error
         except Exception as error:  # HTTP errors share no base class, and parsing the answer may fail anywhere

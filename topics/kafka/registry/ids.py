@@ -40,7 +40,7 @@ class SchemaIds:
         self._asking: threading.Thread | None = None
 
     def framed(self, topic: str, value: bytes) -> bytes:
-        """Return a value as it is written to a topic: a record of the topic with the id of its schema, if it is known.
+        """Return a value as it is written to a topic: a record gets the id of its schema, if the id is known.
 
         Raises SchemaRefused if this process has no id yet and the registry lacks the schema or refuses the client; the
         run is then not set up.
@@ -74,7 +74,7 @@ class SchemaIds:
                     if not self._ids:
                         raise
                     self._tell(subject, error)
-            # No record waits twice for an answer.
+            # Later records with this schema are written without waiting for an answer.
             self._unanswered.add(key)
             self._want(key, subject)
             return None
@@ -125,7 +125,7 @@ class SchemaIds:
             with self._lock:
                 self._away = False
                 if key not in self._unanswered:
-                    del self._wanted[key]  # A record that needs it asks again.
+                    del self._wanted[key]  # The next record that needs this id requests it again.
             return True
         except RegistryUnavailable:
             with self._lock:

@@ -31,7 +31,7 @@ class Subject(NamedTuple):
 
 
 def subject_of(config: RegistryConfig, topic: str, record: str) -> Subject | None:
-    """Return the subject of a record type of a run's topic; None if the catalogue has no such records there."""
+    """Return the subject of a record type of a run's topic; None if the catalogue has no such records on the topic."""
     place = run_and_name(topic)
     values = () if place is None else spec_of(place[1]).values
     if record not in values:
