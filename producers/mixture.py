@@ -1,6 +1,6 @@
 """The mixture of a worker: which environment begins the next group, and with which prompt. Pure.
 
-Groups are started in the ratio of the weights, whatever their duration: every start moves an environment back by
+Groups of any duration are started in the ratio of the weights: every start moves an environment back by
 1 / weight, and the environment that is furthest ahead is next (stride scheduling). An environment that could not start
 for a while, for lack of capacity, does not catch up later.
 """

@@ -69,7 +69,7 @@ class NoPolicies:
         self.versions = PolicyVersions()
 
     def read(self, _wait_s: float) -> PolicyVersions:
-        """Return the versions, of which none is on record."""
+        """Return an empty PolicyVersions."""
         return self.versions
 
 

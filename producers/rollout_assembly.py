@@ -171,5 +171,5 @@ def rollout_of(
 
 
 def uids_of(group_id: str, group_size: int) -> Sequence[str]:
-    """Return the uids of a group's rollouts: the group's name and the member's index."""
+    """Return the uids of a group's rollouts, each made of the group's id and the member's index."""
     return [f"{group_id}.{member}" for member in range(group_size)]

@@ -1,4 +1,4 @@
-"""Base class for followers of a run in a separate thread; an error that ends the thread is raised to their readers."""
+"""Base class for followers of a run in a separate thread; an error that ends it is raised when their state is read."""
 
 import threading
 from typing import Self

@@ -79,7 +79,7 @@ class Worker:
         dual: DualWriter | None = None,
         steering: WorkerSteering | None = None,
     ) -> None:
-        """The caller must report the outlet's deliveries to `flow`, if it is given; `read_progress` returns its input.
+        """The caller reports the outlet's deliveries to `flow`, if given; `read_progress` returns the run's progress.
 
         `captures` are the endpoints of environments that call the policy themselves; the caller must remove the uid of
         each delivered rollout from `undelivered`. `dual` also writes each group in the old form. `steering` applies

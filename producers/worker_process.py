@@ -45,10 +45,10 @@ async def run_worker(
 
     `incarnation` must differ at each start of a worker, because it keeps uids unique. With a `group_secret`, ids of
     groups cannot be guessed. `ordinal` is the worker's index among the `workers` that share the prompts; operators
-    may request another number of workers. Without `capacity` there is no limit. `labeling_group` is the full name of
-    the labelers' consumer group, for environments whose rewards come from a labeler. `servers` returns the URLs for a
-    number of inference servers, and is called when operators change this number. Raises ConfigurationError, TopicError,
-    BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
+    may request another number of workers. Without `capacity`, production is not limited. `labeling_group` is the full
+    name of the labelers' consumer group, for environments whose rewards come from a labeler. `servers` returns the URLs
+    for a number of inference servers, and is called when operators change this number. Raises ConfigurationError,
+    TopicError, BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()
     stop = stop or _stop_on_signals()

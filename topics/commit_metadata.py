@@ -17,7 +17,7 @@ class CommitMetadata(NamedTuple):
     snapshot: int
     """Offset of its newest snapshot."""
     oldest: int
-    """Offset of the oldest journal record still within the horizon."""
+    """Offset of the oldest journal record still within the horizon (grouping.horizon_s)."""
 
     def encode(self) -> str:
         return json.dumps({"v": 1, **self._asdict()})

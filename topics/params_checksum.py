@@ -1,12 +1,12 @@
 """A checksum of parameters that each device computes over the part it holds; this module defines it with numpy.
 
-A tensor's checksum is four sums, modulo 2**32, over its words: each adds a hash of the word and its place. Sums may be
-taken in any order and in parts, so the result does not depend on how a tensor is sharded, and only sixteen bytes per
-tensor leave the devices. It is an additive multiset hash (Clarke et al. 2003, "Incremental Multiset Hash Functions and
-Their Application to Memory Integrity Checking") over pairs of place and word, with the mixer "lowbias32" (Wellons 2018,
-"Prospecting for Hash Functions"). Tensors that differ in one word always have different checksums; tensors that differ
-in several words have the same checksum with a probability of about 2**-128. The checksum detects faults, not forgeries;
-the bytes that leave the learner are protected by SHA-256.
+A tensor's checksum is four sums, modulo 2**32, over its words: each sum adds a hash of every word and its place. Sums
+may be taken in any order and in parts, so the result does not depend on how a tensor is sharded, and only sixteen bytes
+per tensor leave the devices. It is an additive multiset hash (Clarke et al. 2003, "Incremental Multiset Hash Functions
+and Their Application to Memory Integrity Checking") over pairs of place and word, with the mixer "lowbias32" (Wellons
+2018, "Prospecting for Hash Functions"). Tensors that differ in one word always have different checksums; tensors that
+differ in several words have the same checksum with a probability of about 2**-128. The checksum detects faults, not
+forgeries; the bytes that leave the learner are protected by SHA-256.
 """
 
 import hashlib

@@ -103,7 +103,7 @@ class DesiredState:
 
     @property
     def drained(self) -> bool:
-        """Whether grouping has answered the present request, because it has nothing more to deliver."""
+        """Whether grouping has answered the present drain request, which means that it has nothing more to deliver."""
         return self.draining and self.drains.get(DONE) == self.drains[WANTED]
 
     @property
@@ -174,7 +174,8 @@ def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
 def write(kafka: KafkaConfig, run: str, what: str, records: Mapping[str, object | None]) -> None:
     """Record decisions of the kind `what`, given by the second part of their keys; None withdraws a decision.
 
-    Raises TopicError, BrokerUnavailable or DeliveryError."""
+    Raises TopicError, BrokerUnavailable or DeliveryError.
+    """
     topic = topic_name(run, "control")
     topic_admin.partitions_of(kafka, topic)
     with Sender(clients.producer(kafka)) as sender:

@@ -32,8 +32,8 @@ def load_object(name: str, named_by: str, kind: str) -> Any:
         return getattr(module, attribute)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise ConfigurationError(
-            f"{named_by} {name!r}, which cannot be imported: {error}; install its package next to rollstream, or name "
-            "the file: path/to/file.py:Name"
+            f"{named_by} {name!r}, which cannot be imported: {error}; install its package where rollstream is "
+            "installed, or name the file: path/to/file.py:Name"
         ) from error
 
 

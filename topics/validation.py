@@ -151,8 +151,8 @@ def entry_problems(entry: BatchIndexEntry) -> list[str]:
 
 
 def decode_journal(value: bytes | None) -> JournalRecord:
-    """Decode a record of `journal`. Raises RecordError for anything else, and for a record of offsets that no task can
-    have read, because its readers would count or hold offsets without limit."""
+    """Decode a record of `journal`. Raises RecordError for any other value, and for a record with offsets that no task
+    can have read, because its readers would count or hold offsets without limit."""
     record = decode_as(JournalRecord, value)
     ranges = {name: getattr(record, name) for name in ("admitted", "unfinished", "delivered", "hopped")}
     for name, pairs in (*ranges.items(), *(("finished", finished.runs) for finished in record.finished)):
@@ -275,7 +275,7 @@ def _is_finite_row(extra: NamedArray, item: np.dtype[Any]) -> bool:
 
 
 def _fills(shape: Sequence[int], itemsize: int, size_bytes: int) -> bool:
-    """Whether an array of this shape has exactly `size_bytes`. Stops at the first dimension that exceeds this."""
+    """Whether an array of this shape has exactly `size_bytes`. Stops at the first dimension at which it is larger."""
     if 0 in shape:
         return size_bytes == 0
     room = itemsize

@@ -290,8 +290,8 @@ def _coordinators_of(client: "KafkaAdminClient", producer_ids: set[int]) -> dict
 def _was_committed(producer: Any, description: Any) -> bool:
     """Whether a coordinator's latest transaction is committed and is the transaction that is open in a partition.
 
-    It is, if it began before the partition's last record was written. Its epoch is the producer's epoch, or the next
-    epoch if each transaction has its own (KIP-890).
+    It is the open transaction if it began before the partition's last record was written, and has the epoch of the
+    partition's producer, or the next epoch if each transaction has its own epoch (KIP-890).
     """
     return (
         description.state.value in ("PrepareCommit", "CompleteCommit")

@@ -50,7 +50,7 @@ def undecided(kafka: KafkaConfig, topic: str, among: Collection[int] | None = No
 def await_decided(
     kafka: KafkaConfig, topic: str, doing: str, timeout_s: float | None = None, among: Collection[int] | None = None
 ) -> None:
-    """Wait until every record that is in a topic now is committed or aborted, for kafka.patience_s by default.
+    """Wait until every record that is in a topic now is committed or aborted; at most for kafka.patience_s by default.
 
     `among` are the partitions to wait for, all by default. Raises DeadlineExceeded, with the remedy, if a transaction
     stays open; the message begins with `doing`, which names the action that is not taken.

@@ -155,7 +155,7 @@ def bounds(config: KafkaConfig, topic: str, partitions: Iterable[int] | None = N
 
 
 def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
-    """Kafka's id of each topic; a topic that is created again gets a new id. Raises TopicError if one is missing."""
+    """Kafka's id of each topic; a topic that is recreated gets a new id. Raises TopicError if a topic is missing."""
     client = clients.admin(kafka)
     ids = {}
     for name, future in client.describe_topics(TopicCollection(names)).items():

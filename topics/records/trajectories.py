@@ -20,7 +20,7 @@ class EpisodeSpan:
     first: bool = True
     """Whether the episode begins in this span; otherwise an earlier trajectory holds its beginning."""
     last: bool = True
-    """Whether the episode ends in this span, also if its collector stopped; otherwise a later trajectory continues it."""
+    """Whether the episode ends in this span, if only because collecting ended; else a later trajectory continues it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

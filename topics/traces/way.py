@@ -37,7 +37,7 @@ _fetched: OrderedDict[str, FetchedBatch] = OrderedDict()
 
 
 def _messaging(verb: str, topic: str, partition: int, offset: int = -1) -> dict[str, Attribute]:
-    """Attributes of an operation on a topic, by its full name."""
+    """Attributes of an operation on a topic, which is given by its full name."""
     attributes: dict[str, Attribute] = {
         "messaging.system": "kafka",
         "messaging.operation.name": verb,
