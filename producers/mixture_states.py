@@ -104,7 +104,7 @@ def environments_played(kafka: KafkaConfig, run: str) -> set[str]:
 
 
 def _note(states: dict[str, MixtureState], message: KafkaRecord, skipped: SkippedRecords) -> None:
-    """Note a state in a record of `control`; other kinds of records and invalid states change nothing."""
+    """Note the state in a record of `control`; other kinds of records and invalid states change nothing."""
     with skipped.passing(message):
         key = decode_key(message.key)
         if len(key) != 2 or key[0] != MIXTURE or message.value is None:

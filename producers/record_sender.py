@@ -33,7 +33,7 @@ class RolloutDelivery:
 class RecordSender:
     """Common part of the producers. Use them as context managers, or call `close`.
 
-    Each is meant for one thread; delivery callbacks run inside sending, `poll` and `flush`.
+    Use each producer in one thread. Delivery callbacks run within `poll`, `flush` and the methods that send.
     """
 
     too_large: ClassVar[str]

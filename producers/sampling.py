@@ -1,4 +1,4 @@
-"""Samples the members of a group: their common prompt is one request with n samples.
+"""Samples the members of a group; one request for n samples serves their common prompt.
 
 In later turns each member has its own context and its own request, with the tokens so far, as they were sampled, and
 the tokens of the new text. A sample always has a policy version.

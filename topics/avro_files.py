@@ -70,7 +70,7 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
         count = 1
         try:
             count, first, end = _bounds(data, position, sync)
-        except Exception as error:  # as above
+        except Exception as error:  # every error of the parser means damage
             yield ContainerDamage(block, 1, brief(error))
             marker = data.find(sync, position)
             if marker < 0:
@@ -86,7 +86,7 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
             for values in fastavro.reader(io.BytesIO(plain + _block(count, block_bytes, sync))):
                 yield ContainerRecord(f"{block}.{number}", values)
                 number += 1
-        except Exception as error:  # as above
+        except Exception as error:  # every error of the parser means damage
             yield ContainerDamage(f"{block}.{number}", max(1, count - number), brief(error))
         position = end
 
@@ -98,7 +98,7 @@ def container_metadata(data: bytes) -> dict[str, bytes]:
     """
     try:
         meta: dict[str, bytes] = _header(data)[0]["meta"]
-    except Exception as error:  # as above
+    except Exception as error:  # every error of the parser means that these bytes are not a container
         raise RecordError(f"not an Avro container file ({brief(error)})") from error
     return meta
 

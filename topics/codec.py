@@ -149,7 +149,7 @@ def _mapping_of(item: Any) -> Callable[[Any], Any]:
 
 @cache
 def _builder(cls: type) -> Callable[[dict[str, Any]], Any]:
-    """Return a function from fastavro's dict to `cls`; it converts only the fields that need it."""
+    """Return a function from fastavro's dict to `cls`; it converts only the fields that need conversion."""
     conversions: list[tuple[str, Callable[[Any], Any]]] = []
     for name, hint in typing.get_type_hints(cls).items():
         origin, args = typing.get_origin(hint), typing.get_args(hint)

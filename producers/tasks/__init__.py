@@ -33,7 +33,7 @@ TASKS: Mapping[str, Callable[..., Task]] = {
     "gsm8k": _gsm8k,
     "chain_sum": _chain_sum,
 }
-"""Function that makes each task, from the settings of tasks and its own options."""
+"""Function that makes each task, from the common settings of tasks and the task's own options."""
 
 
 def create_task(name: str, settings: TasksConfig | None = None, **options: Any) -> Task:

@@ -15,7 +15,7 @@ from rollstream.producers.tasks.splits import split_prompts
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 
 _ID_LENGTH = 32
-"""Hexadecimal digits of a task's key that name a prompt."""
+"""Number of hexadecimal digits, from the beginning of a task's key, that are the id of its prompt."""
 
 
 class VerifiersEpisodeFailed(RollstreamError):

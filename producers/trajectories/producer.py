@@ -1,6 +1,6 @@
 """Writes trajectories to the log: idempotently, with acks=all, each whole or not at all.
 
-A worker's trajectories are on one partition in the order they were sent, because episodes span several of them. An
+A worker's trajectories are on one partition in the order they were sent, because an episode may span several. An
 error names each trajectory that is invalid, too large or not delivered.
 """
 

@@ -95,7 +95,7 @@ class TopicFollower(Closing):
         return apart + records
 
     def _approached(self, most: int) -> list[KafkaRecord]:
-        """Return up to `most` records of the partitions that are read separately; follow those that are finished."""
+        """Return up to `most` records of the partitions that are read separately; when one is finished, follow it."""
         records: list[KafkaRecord] = []
         for place, approach in list(self._approaches.items()):
             for record in approach.records:

@@ -3,8 +3,8 @@
 A client decompresses every whole batch in a fetch response, and fetches ahead of its caller. Records before an offset
 to be left out are therefore fetched in small pieces, one at a time, by a client that is closed before it requests the
 next piece: a bomb is then never the first batch of a response, and later batches are cut off, or smaller than a piece.
-If the offsets right before it are markers of transactions, no record shows that they were reached; they have to be left
-out, too.
+If the offsets right before a bomb are markers of transactions, no record shows that they were reached; these offsets
+have to be left out, too.
 """
 
 import time

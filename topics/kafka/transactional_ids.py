@@ -19,7 +19,7 @@ _NOT_OURS = (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTE
 
 
 def transactional_id(run: str, role: str, which: str | int = "") -> str:
-    """Return the id of a writer: `{run}/{role}`, or `{run}/{role}/{which}` if a run has several of the role."""
+    """Return the id of a writer: `{run}/{role}`, or `{run}/{role}/{which}` if the role has several writers."""
     return f"{run}/{role}" if which == "" else f"{run}/{role}/{which}"
 
 

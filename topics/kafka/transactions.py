@@ -254,7 +254,7 @@ class TransactionalProducer:
         """Flush the client's queue; only logs an error."""
         try:
             self.client.flush(timeout_s)
-        # SystemError as above: the client may lose the exception of a fatal error, such as that of a fenced producer.
+        # SystemError, because the client may lose the exception of a fatal error, such as that of a fenced producer.
         except (KafkaException, SystemError) as error:
             event(logger, "queue_not_emptied", level=logging.WARNING, error=str(error))
 
