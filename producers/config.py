@@ -123,7 +123,9 @@ class EnvironmentConfig:
             if not getattr(self, name) >= 0:
                 raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be at least 0")
         if not 0 < self.weight < math.inf:
-            raise ConfigurationError(f"weight is {self.weight}; it must be above 0; to leave it out, remove its entry")
+            raise ConfigurationError(
+                f"weight is {self.weight}; it must be above 0; to leave the environment out, remove its entry"
+            )
         if not 0 < self.quota <= 1:
             raise ConfigurationError(f"quota is {self.quota}; it must be above 0 and at most 1")
         if not 0 <= self.unlock_at <= 1:
@@ -224,8 +226,8 @@ class EvaluationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Gsm8kConfig:
-    """The task gsm8k: arithmetic word problems (arXiv:2110.14168), from files with one JSON object a line that has the
-    fields question and answer."""
+    """The task gsm8k: arithmetic word problems (arXiv:2110.14168), from files with one JSON object per line, which has
+    the fields question and answer."""
 
     train_file: str = ""
     """Problems to train on, such as GSM8K's train.jsonl."""
@@ -332,8 +334,8 @@ class InferenceConfig:
     """Bearer token that requests must carry, as a reference: env:NAME or file:PATH; none if empty. Workers also use it
     if worker.api_key is not set."""
     max_rows: int = 256
-    """Sequences decoded in parallel, each in a slot of the cache. A request is refused if its n times its number of
-    prompts is larger."""
+    """Sequences decoded in parallel, each in a slot of the cache. A request is refused if it asks for more: n times its
+    number of prompts."""
     decode_steps: int = 8
     """Tokens decoded for each sequence before sequences can join or leave and new weights can be loaded."""
     dtype: Literal["float32", "bfloat16"] = "float32"

@@ -22,7 +22,7 @@ class Lesson:
     after: tuple[str, ...] = ()
     """Environments that unlock it."""
     unlock_at: float = 0.5
-    """Success rate that each of them must reach."""
+    """Success rate that each environment of `after` must reach."""
 
 
 def success_of(group: Sequence[Rollout]) -> float:
@@ -67,7 +67,7 @@ class Curriculum:
         return sum(state.successes for state in states) / trials
 
     def weights(self) -> dict[str, float]:
-        """Return the weight of each environment now; 0 for one that is locked."""
+        """Return the weight of each environment now; 0 for a locked environment."""
         return {name: self._weight(lesson) for name, lesson in self._lessons.items()}
 
     def note_group(self, environment: str, success: float) -> None:
@@ -103,7 +103,7 @@ class Curriculum:
         return [state for other in self._others for state in other.environments if state.environment == environment]
 
     def _unlock(self) -> None:
-        """Unlock environments that are due. None is locked again: a policy that forgets must practise both."""
+        """Unlock environments that are due. They stay unlocked, so that a policy that forgets practises old and new."""
         for name, lesson in self._lessons.items():
             if not self._own[name].unlocked and all(
                 (self.success_rate(before) or 0.0) >= lesson.unlock_at and self.success_rate(before) is not None

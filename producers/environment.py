@@ -23,7 +23,7 @@ class Prompt:
     text: str
     """Text shown to the policy."""
     answer: str = ""
-    """Answer for the verifier to compare with; empty if it needs none."""
+    """Answer for the verifier to compare with; empty if the verifier needs none."""
     extra: Mapping[str, str] = field(default_factory=dict)
     """Further data for the verifier."""
 

@@ -31,7 +31,7 @@ from rollstream.topics.secrets import resolve_options
 from rollstream.topics.user_code import load_object
 
 ENTRY_POINTS = "rollstream.environments"
-"""Group in which an installed package names its environments."""
+"""Group of entry points in which installed packages name their environments."""
 _CLASSES: Mapping[str, type] = {
     "guess": NumberGuessing,
     "jsonl": QuestionFile,

@@ -40,7 +40,7 @@ PROGRESS_COMPONENT = "evaluator"
 """Component of the periodic progress records; each record of `COMPONENT` holds one evaluation."""
 _LOOK_EVERY_S = 0.2
 _PASSING = (InferenceRefused, InferenceUnavailable, EpisodeFailed, RecordError, TimeoutError)
-"""Errors that end one evaluation; any other ends the evaluator."""
+"""Errors that end one evaluation; any other error ends the evaluator."""
 
 
 def due_version(published: Iterable[int], every: int, settled: Iterable[int]) -> tuple[int | None, list[int]]:

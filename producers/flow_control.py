@@ -152,7 +152,7 @@ def check_capacity(config: CapacityConfig) -> None:
 
 
 class FlowControl:
-    """Applies the rule for one worker. Not thread-safe: the worker's loop calls it."""
+    """Flow control of one worker. Not thread-safe: only the worker's event loop may call it."""
 
     def __init__(
         self,

@@ -102,7 +102,7 @@ class JournalTailer(Tailer):
                     self._caught_up.set()
 
     def _after_last(self, partition: int, low: int, high: int) -> int:
-        """Apply the journal of a partition from the last record that holds every count; return the position after it.
+        """Apply the journal of a partition from the last record that holds every count; return the end position.
 
         The search for that record goes back from the end over growing distances.
         """

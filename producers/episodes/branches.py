@@ -139,7 +139,7 @@ def _branch(leaf: _Sample) -> Branch:
 
 
 def _turns(messages: Sequence[ChatMessage], start: int, stop: int) -> list[Turn]:
-    """Turns of the messages before an answer; the last turn covers the tokens of all."""
+    """Return the turns of the messages before an answer; the last turn covers the tokens of all these messages."""
     turns = [
         Turn(role=str(message.get("role", "user")), text=_text(message), start=start, stop=start)
         for message in messages[:-1]

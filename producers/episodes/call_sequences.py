@@ -156,6 +156,6 @@ def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:
 
 
 def new_messages(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Return the messages that a request adds to an earlier one, without the answer that it repeats."""
+    """Return the messages that a request adds to an earlier request, without the earlier answer if it repeats that."""
     added = now[_common_messages(before, now) :]
     return added[1:] if before and added and added[0].get("role") == "assistant" else added

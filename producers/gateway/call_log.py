@@ -1,7 +1,7 @@
 """The topic `calls` as a gateway uses it: appends that wait for the brokers, and the fold of all records.
 
-A gateway reads its own writes and those of other gateways: `current` returns once the fold holds every record that was
-on a partition when it was called. Threads read, write and query ends; only the event loop changes the fold.
+A gateway reads its own writes and the other gateways' writes: `current` returns once the fold holds every record that
+was on a partition when it was called. Threads read, write and query ends; only the event loop changes the fold.
 """
 
 import asyncio

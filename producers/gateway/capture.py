@@ -62,7 +62,7 @@ class SessionLog(Protocol):
 
 
 class CallCapture:
-    """Makes the calls of sessions."""
+    """Forwards the calls of sessions to servers, and records them."""
 
     def __init__(self, upstream: Upstream, log: SessionLog, rules: CaptureRules) -> None:
         self._upstream, self._log, self._rules = upstream, log, rules
@@ -102,7 +102,7 @@ class CallCapture:
     async def answer(
         self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool = False
     ) -> tuple[ModelCall, dict[str, Any]]:
-        """Return the recorded call of a request, made now if it is new, and its answer.
+        """Return the call of a request and its answer; a new request is first sent to a server and recorded.
 
         Raises SessionClosed, InferenceUnavailable, InferenceRefused, UpstreamRefused, and errors of writes to the log.
         """
@@ -119,7 +119,7 @@ class CallCapture:
             recorded.set_result(call)
         except BaseException as error:
             recorded.set_exception(error)
-            recorded.exception()  # marks it as retrieved, because no other caller may be waiting
+            recorded.exception()  # otherwise asyncio would report it as never retrieved if no other caller waits
             raise
         finally:
             if self._in_flight.get(key) is recorded:
@@ -202,7 +202,7 @@ class CallCapture:
     def _check_open(self, session: CapturedSession) -> None:
         if session.closed or session.finished or session.ended:
             why = (session.closed.reason if session.closed else "") or "it has ended"
-            raise SessionClosed(f"session {session.name} accepts no more calls: {why}; start another")
+            raise SessionClosed(f"session {session.name} accepts no more calls: {why}; start another session")
         if len(session.calls) >= self._rules.max_calls:
             raise SessionClosed(f"session {session.name} has made {len(session.calls)} calls, which is its maximum")
 
@@ -230,7 +230,7 @@ class CallCapture:
         uid: str,
         first_attempt: bool,
     ) -> ModelCall:
-        """Record a call and return it, or return the call of a process that recorded the same request first."""
+        """Record a call and return it; if another process recorded the same request first, return its call."""
         samples = samples_of(answer, ROUTES[request.route], source=url)
         if not samples:
             raise InferenceRefused(f"{url} answered without a choice")
@@ -278,7 +278,7 @@ class CallCapture:
         counted = {each.repetition: each for each in session.answered(request.digest)}
         if repetition not in counted:
             self._check_open(session)
-            raise SessionClosed(f"session {session.name} was closed while the call was made; start another")
+            raise SessionClosed(f"session {session.name} was closed while the call was made; start another session")
         return counted[repetition]
 
 

@@ -24,12 +24,12 @@ class GatewayConfig:
     """Secret of the gateway, as a reference: env:NAME or file:PATH. Requests below /rl need it as their Bearer token,
     and calls need it or the key of their session; if empty, nothing is checked."""
     environment: str = "agent"
-    """Environment of sessions that name none."""
+    """Environment of sessions that do not name one."""
     sampling: Literal["run", "agent"] = "run"
     """Sampling parameters of calls: run sets worker.temperature and removes the agent's (top_p, top_k, min_p,
     penalties, logit_bias); agent leaves them, and an episode that they make unfit for training is cancelled."""
     idle_timeout_s: float = 1800.0
-    """Time without a record after which a session that is not ended counts as abandoned."""
+    """Time without a record after which a session that has not ended counts as abandoned."""
     reward_timeout_s: float = 7 * 86400.0
     """Time that an ended session waits for its reward; then its episode is cancelled."""
     takeover_s: float = 10.0
@@ -58,4 +58,6 @@ class GatewayConfig:
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"gateway.{name} is {getattr(self, name)}; it must be at least 1")
         if not self.environment:
-            raise ConfigurationError("gateway.environment is empty; name the environment of sessions that name none")
+            raise ConfigurationError(
+                "gateway.environment is empty; set it to the environment of sessions that do not name one"
+            )

@@ -13,7 +13,7 @@ class NoSuchSession(RollstreamError):
 
 
 class NoCapacity(RollstreamError):
-    """No session can start now: the learner is too far behind, or too many are open."""
+    """No session can start now: the learner is too far behind, or too many sessions are open."""
 
 
 class NoVersion(RollstreamError):

@@ -52,8 +52,8 @@ async def end_left_episodes(
 ) -> list[LeftEpisode]:
     """End the episodes that earlier processes of a worker left open, and other workers' episodes that are too old.
 
-    `author` is the name of this process, `worker_id` and its incarnation. `producer` writes the cancellations. Raises
-    BrokerUnavailable, TopicError, DeliveryError.
+    `author` is the name of this process: the worker's id and the incarnation. `producer` writes the cancellations.
+    Raises BrokerUnavailable, TopicError, DeliveryError.
     """
     left = await asyncio.to_thread(_read_left, kafka, run, config, author)
     if not left:

@@ -51,7 +51,7 @@ class RolloutWriter:
         self._takeover_ms = int(takeover_s * 1000)
         self._topic = topic_name(run, "rollouts")
         self._partitions = topic_admin.partitions_of(kafka, self._topic)
-        # The producer refuses rollouts of filtered sampling, so that their episodes are cancelled with this reason.
+        # The producer refuses rollouts sampled with top_p, top_k or min_p; its error becomes the cancellation's reason.
         at_once: dict[str, Any] = {"linger.ms": "0"}
         self._producer = RolloutProducer(kafka, run, on_delivery=self._delivered, **at_once)
         self._ends = Reader(kafka, doing="asking for ends")
@@ -66,7 +66,8 @@ class RolloutWriter:
     async def finish(self, session: CapturedSession) -> bool:
         """Write the rollouts of a closed session, or its cancellation; return whether they are written.
 
-        False if the session is open, or while another gateway writes them. Raises BrokerUnavailable, DeliveryError.
+        Returns False if the session is open, or while another gateway writes its rollouts. Raises BrokerUnavailable,
+        DeliveryError.
         """
         if session.closed is None or session.finished is not None:
             return session.finished is not None

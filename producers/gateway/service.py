@@ -284,7 +284,7 @@ class SessionService:
     # ------------------------------------------------------------------ timeouts and takeovers
 
     async def attend(self, stop: asyncio.Event) -> None:
-        """Until `stop` is set, mark sessions whose time has passed, and write what other gateways left unwritten.
+        """Until `stop` is set, mark sessions whose time is up, and write rollouts that other gateways left unwritten.
 
         The local clock only decides when to write a mark; the mark's append time decides whether it ends a session.
         """

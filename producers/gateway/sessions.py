@@ -1,7 +1,7 @@
 """The sessions of one partition of `calls`: a pure fold over its records, the same in every gateway and in the ledger.
 
-The broker's append times are its only clock, and only records change a session. A session whose time has passed ends
-when a mark on it is read. A gateway that began to write rollouts is replaced when another gateway announces after
+The broker's append times are its only clock, and only records change a session. A session whose time is up ends when
+a record that marks it is read. A gateway that began to write rollouts is replaced when another gateway announces after
 takeover_s that it writes them.
 """
 
@@ -45,7 +45,7 @@ class CapturedSession:
     start: SessionEvent
     start_offset: int
     policy_version: int
-    """Version that the group is stamped with, from the first start of one of its sessions."""
+    """Policy version stamped on the whole group when its first session started."""
     last_ms: int
     """Append time of its last record."""
     calls: list[ModelCall] = field(default_factory=list)
@@ -127,7 +127,7 @@ class CapturedSession:
         return current
 
     def answered(self, request: str) -> list[ModelCall]:
-        """Return the calls with this request, one for each repetition; of retries, the first on the log counts."""
+        """Return the calls with this request, one for each repetition; if it was retried, the first record counts."""
         return list(self._answered.get(request, {}).values())
 
     def add_call(self, call: ModelCall, append_ms: int) -> None:

@@ -1,6 +1,7 @@
 """An endpoint inside a worker that captures the model calls of environments' episodes token by token.
 
-As in a gateway, calls are on `calls` before they are answered; the worker writes the rollouts and records that it has.
+As in a gateway, calls are on `calls` before they are answered. The worker writes the rollouts, and then records that
+they are written.
 An evaluator has the same endpoint without a log, so its calls appear only in its rollouts.
 """
 
@@ -231,7 +232,7 @@ class EpisodeCapture:
     async def finish(self, score: Score) -> list[Rollout]:
         """End the session, and return its rollouts: one for each branch, with uids that begin with GROUP.MEMBER.
 
-        Raises InferenceUnavailable if a call failed, RecordError if there was no call or it cannot be trained on.
+        Raises InferenceUnavailable if a call failed, RecordError if no call was made or the calls cannot be trained on.
         """
         if self.failure:
             raise InferenceUnavailable(self.failure)

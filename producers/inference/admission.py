@@ -19,7 +19,7 @@ class Draining(RollstreamError):
 
 
 class Admission:
-    """Admits requests while the server is not draining and fewer than `max_waiting` requests wait in `waiting()`."""
+    """Admits requests while the server is not draining and `waiting()` returns less than `max_waiting`."""
 
     def __init__(self, max_waiting: int, waiting: Callable[[], int]) -> None:
         self.draining = False

@@ -58,7 +58,7 @@ class Sample:
     tool_calls: tuple[Mapping[str, Any], ...] = ()
     """OpenAI's tool calls of the message, as the server parsed them."""
     replica_id: str = ""
-    """Name of the server; empty where it gives none."""
+    """Name of the server; empty if its answer has none."""
 
     @property
     def truncated(self) -> bool:
@@ -215,7 +215,7 @@ def _named_token(name: Any) -> int | None:
 
 
 def _openai_versions(choice: Mapping[str, Any], body: Mapping[str, Any], choices: int) -> Any:
-    """Return the spans of a choice, else its label. Spans on the body belong to the only choice."""
+    """Return a choice's spans, else its label; spans in the body's metadata count only if there is one choice."""
     metadata = body.get("metadata") or {}
     return _first(
         choice.get("weight_versions"),

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 _RETRIED_STATUS = {429, 502, 503, 504}
 _NEW_LABEL_S = 1.0
-"""Longest wait for the manifest of a version that was just sampled."""
+"""Longest wait for the manifest of a version that has just sampled an answer."""
 _NO_SUCH_ROUTE = {403, 404, 405}
 _MISSING_S = 30.0
 """Time until a label without a version on record is looked up again."""
@@ -126,7 +126,7 @@ class CompletionsClient:
         return tuple(replica.url for replica in self._replicas.replicas)
 
     def ask(self, urls: Sequence[str]) -> None:
-        """Use these servers, at least one, from now on. Calls in flight may still be answered by others."""
+        """Use these servers, at least one, from now on. Other servers may still answer calls in flight."""
         self._replicas.use(urls)
 
     async def __aenter__(self) -> Self:

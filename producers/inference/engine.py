@@ -121,7 +121,7 @@ class Engine:
         self._thread.start()
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Refuse requests that have not started, finish the others, and stop; after `timeout_s`, refuse all."""
+        """Refuse requests that have not started, finish started requests, and stop; after `timeout_s`, refuse all."""
         self._stop.set()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -197,7 +197,7 @@ class Engine:
             rows += len(pending.request.prompts)
 
     def _swap(self) -> None:
-        """Load newer weights; if swap is between_requests, only while no request has started."""
+        """Load newer weights; if swap is between_requests, only while no started request is unfinished."""
         started = self._in_slots or any(pending.started for pending in self._waiting)
         if self._config.swap == "between_requests" and started:
             return

@@ -1,4 +1,4 @@
-"""A view of a run for the lineage tools that reads from the index; only single records are read from the log."""
+"""A run as the lineage tools see it: its tables come from the index, and only single records are read from the log."""
 
 import sqlite3
 from collections.abc import Callable

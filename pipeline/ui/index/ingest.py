@@ -40,7 +40,7 @@ from rollstream.topics.records import (
 from rollstream.topics.validation import batch_problems, entry_problems
 
 BUCKET_MS = 10_000
-"""Length of a bucket of time, of which only the last value of a component's metric is kept."""
+"""Length of a time bucket. Only the last value of each component's metric within a bucket is kept."""
 COMPONENT_SERIES = {
     "env": ("rollouts_per_s", "tokens_per_s", "cancelled_per_s", "capacity_wait_seconds_per_s"),
     "infer": ("completion_tokens_per_s", "requests_per_s", "decoding_rows", "waiting_requests", "errors_per_s"),
@@ -217,7 +217,7 @@ class Ingest:
     def _settle(
         self, partition: int, ranges: Iterable[tuple[int, int]], fate: str, reason: str = "", among: str = fates.SETTLED
     ) -> None:
-        """Set the fate of ranges of offsets whose current fate is `among` or precedes it."""
+        """Set the fate of these offsets, except where the current fate comes after `among` in `fates.NAMES`."""
         known = self._name("reason", reason) if reason else None
         self._table.settle(partition, ranges, fates.CODES[fate], known, fates.CODES[among])
 

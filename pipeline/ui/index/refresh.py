@@ -1,4 +1,4 @@
-"""Computes the figures of an index that depend on several of its rows, again whenever one of these rows changes."""
+"""Recomputes the figures of an index that depend on several of its rows, whenever one of these rows has changed."""
 
 import json
 import math
@@ -17,7 +17,7 @@ _UPDATE_ROLLOUT = """update rollouts set fate = ?, step = ?, reason = ? where id
 
 
 class _Use(NamedTuple):
-    """Use of a row of a batch by a step."""
+    """A step's use of one row of a batch."""
 
     trained: int
     step: int
@@ -52,7 +52,7 @@ def _fate_of_most(codes: list[int]) -> int:
 
 
 def uses_of_batch(connection: sqlite3.Connection, batch: str, name: Callable[[str, str], int]) -> set[int]:
-    """Write to the rollouts of a batch how steps used them; return their groups.
+    """Update the fates of a batch's rollouts from the steps that used them; return the groups of these rollouts.
 
     A rollout that any step of any learner trained on counts as trained, by the first of these steps.
     """

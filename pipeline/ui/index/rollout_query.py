@@ -25,9 +25,9 @@ ORDERS: Mapping[str, tuple[str, str]] = {
 MOST = 1000
 """Maximum number of rows of a page."""
 COUNTED = 10_000
-"""Matching rows are counted up to this many."""
+"""Maximum number of matching rows that are counted."""
 _WALKED = 20_000
-"""Rows of an order that are checked before filters are used instead."""
+"""Maximum number of rows that a query checks in the list's order before it starts from the filters instead."""
 _LEAST_TEXT = 3
 _LARGEST = 2**63 - 1
 """Largest integer that SQLite accepts."""
@@ -168,12 +168,12 @@ def name_id(db: sqlite3.Connection, kind: str, name: str) -> int:
 
 
 def bounded(value: int | None) -> int | None:
-    """Return a number that SQLite accepts: one beyond its range becomes the nearest bound, which no row reaches."""
+    """Return a number limited to the integers that SQLite accepts; no row has a value at these limits."""
     return None if value is None else max(-_LARGEST, min(value, _LARGEST))
 
 
 def phrase(text: str) -> str:
-    """Return a text as a phrase of FTS5, in which nothing is syntax. Raises ConfigurationError if it is too short."""
+    """Return a text as a quoted phrase for FTS5. Raises ConfigurationError if it is too short."""
     text = text.replace("\0", " ")
     if len(text) < _LEAST_TEXT:
         raise ConfigurationError(f"text is {text!r}; give at least {_LEAST_TEXT} characters to search for")
@@ -249,7 +249,7 @@ def _matches(db: sqlite3.Connection, match: str, conditions: Sequence[_Condition
 def _sorted(
     db: sqlite3.Connection, ids: Sequence[int], start: Sequence[_Condition], sorting: str, window: _Window
 ) -> list[int]:
-    """Return a page of these rollouts."""
+    """Return the page that a window selects from the rollouts with these ids."""
     where, values = _joined(start)
     statement = (
         f"select id from rollouts where id in ({', '.join('?' * len(ids))}) and {where} order by {sorting}"

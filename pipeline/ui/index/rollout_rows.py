@@ -16,7 +16,7 @@ TEXT = 4000
 EXACT = "exact"
 """Reward component that says whether an answer is right, in environments that give partial credit."""
 _EPOCH_MS = 1_577_836_800_000
-"""2020-01-01: ids count milliseconds from then."""
+"""2020-01-01, from which ids count milliseconds."""
 _LAST_MS = 2**41 - 2**32
 _PARTITION_BITS, _TIE_BITS = 12, 10
 
@@ -92,7 +92,7 @@ class Clock:
 
     def __init__(self, partition: int, last_ms: int = 0, repeated: int = 0) -> None:
         if partition >= 1 << _PARTITION_BITS:
-            raise ValueError(f"partition {partition} is too high: an index has room for {1 << _PARTITION_BITS} of them")
+            raise ValueError(f"partition {partition} is too high: an index has room for {1 << _PARTITION_BITS}")
         self._partition = partition
         self.last_ms, self.repeated = last_ms, repeated
 
@@ -117,7 +117,7 @@ def first_id_at(time_ms: int) -> int:
 
 
 def sampled_of(rollout: Rollout) -> int:
-    """Number of tokens that the policy sampled."""
+    """Return the number of tokens that the policy sampled."""
     return len(rollout.loss_mask) - rollout.loss_mask.tobytes().count(0)
 
 

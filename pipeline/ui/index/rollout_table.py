@@ -61,7 +61,7 @@ _ASSIGN = "update rollouts set batch = ?, batch_row = ?, advantage = ? where par
 
 
 class RolloutTable:
-    """Written and new rows of rollouts, through one connection, whose owner begins and commits the transactions."""
+    """The rows of rollouts, written and new. The owner of its connection begins and commits the transactions."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db
@@ -89,7 +89,7 @@ class RolloutTable:
             self.touched.add(row.grp)
 
     def settle(self, partition: int, spans: Iterable[Span], fate: int, reason: int | None, among: int) -> None:
-        """Set the fate of offsets whose current fate is `among` or precedes it."""
+        """Set the fate of these offsets, except where the current fate has a higher code than `among`."""
         written = []
         for first, last in spans:
             for row in self._between(partition, first, last):
@@ -126,7 +126,7 @@ class RolloutTable:
             self._db.execute("update rollouts set fate = ? where batch = ? and fate = ?", (batched, batch, settled))
 
     def write(self) -> None:
-        """Write the new rows; the owner writes their texts last."""
+        """Write the new rows without their texts, which `write_texts` writes."""
         rows = sorted((row for rows in self._new.values() for row in rows.values()), key=attrgetter("id"))
         written = self._db.executemany(_INSERT, map(_values, rows)).rowcount
         self._db.execute("update row_count set rows = rows + ?", (max(written, 0),))

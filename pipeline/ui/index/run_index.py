@@ -106,7 +106,7 @@ class RunIndex(Closing):
         self._writer.catch_up()
 
     def progress(self) -> IndexProgress:
-        """Return how far the source is read."""
+        """Return how far the source has been read."""
         bounds = self._source.bounds()
         answer = self._db().execute("select topic, partition, position from positions")
         at = {(topic, partition): position for topic, partition, position in answer}
@@ -157,7 +157,7 @@ class RunIndex(Closing):
         return history.drops(self._db(), buckets)
 
     def weights(self) -> dict[str, Any]:
-        """Return the policy versions, and the version of each component that serves one."""
+        """Return the policy versions, and the version that each serving component uses."""
         return history.weights(self._db())
 
     def series(

@@ -21,8 +21,7 @@ SHORT_NAMES = {
     "perf/throughput": "tokens_per_s",
     "time/step": "step_s",
 }
-"""Names of series by name of a learner's metric; other metrics keep their names, except that time/STAGE becomes
-step_s/STAGE."""
+"""Series names of learner metrics; other metrics keep their names, except that time/STAGE becomes step_s/STAGE."""
 Points = dict[int, float]
 """Values by step."""
 
@@ -100,7 +99,7 @@ def _by_version(db: sqlite3.Connection, learner: str | None) -> dict[str, Points
 
 
 def _of_components(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
-    """Return metrics summed over the components of each role, each at the newest step made by its time."""
+    """Return metrics summed over the components of each role, and averaged over the time when a step was newest."""
     steps = db.execute(
         "select time_ms, step from steps where learner = ? order by time_ms, step", (learner,)
     ).fetchall()
@@ -119,7 +118,7 @@ def _mean(parts: Iterable[tuple[float, int]]) -> float:
 
 
 def _steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int, int]:
-    """Return the step that published each version of a learner; a version without a manifest counts as its own step."""
+    """Return the step that published each version of a learner; version N without a manifest counts as step N."""
     known = {
         version: (publisher, step)
         for version, publisher, step in db.execute("select version, learner, step from policies")
@@ -134,7 +133,7 @@ def _steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int,
 
 
 def _thinned(points: Points, most: int) -> tuple[list[int], list[float]]:
-    """Return at most `most` points, each the mean of neighboring points at the last of their steps."""
+    """Return at most `most` points; each is the mean of neighboring points, placed at the last of their steps."""
     steps = sorted(points)
     each = -(-len(steps) // most) if steps else 1
     x, y = [], []

@@ -120,7 +120,7 @@ class IndexWriter(Closing):
                 deadline = time.monotonic() + PATIENCE_S
             # On a busy machine, the call that reads the last record may return after the deadline, so check again.
             elif time.monotonic() > deadline and (behind := self._behind(wanted)):
-                raise DeadlineExceeded(f"{behind[0]}[{behind[1]}] was not read to its end for {PATIENCE_S:g} s")
+                raise DeadlineExceeded(f"{behind[0]}[{behind[1]}] was not read to its end in {PATIENCE_S:g} s")
 
     def _behind(self, wanted: Mapping[Place, int]) -> Place | None:
         """Return a partition that is not read and written up to its end; None if there is none."""
@@ -128,7 +128,7 @@ class IndexWriter(Closing):
         return next(late, self._waiting[0].own if self._waiting else None)
 
     def _restart(self) -> None:
-        """Begin to read at the positions of the index."""
+        """Begin to read at the positions stored in the index."""
         assert self._ingest is not None
         self._ingest.forget()
         self._waiting.clear()
@@ -201,7 +201,7 @@ class IndexWriter(Closing):
         self._waiting = kept
 
     def _release(self) -> None:
-        """Stop waiting for offsets beyond the end of `rollouts`, which was truncated."""
+        """Stop waiting for offsets of `rollouts` beyond the end of a partition that was truncated."""
         bounds = self._source.bounds()
         self._waiting = deque(
             item._replace(needed=0) if bounds.get(item.place, (0, 0))[1] < item.needed else item
@@ -210,7 +210,7 @@ class IndexWriter(Closing):
 
     @contextmanager
     def _transaction(self) -> Iterator[Ingest]:
-        """Commit what the block writes together with the positions. After an error, roll back and read it again."""
+        """Commit the block's writes with the positions. After an error, roll back and read the records again."""
         assert self._ingest is not None
         db = self._ingest.db
         db.execute("begin immediate")

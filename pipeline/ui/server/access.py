@@ -25,7 +25,7 @@ class Access:
     """The rules of one server."""
 
     def __init__(self, config: UiConfig) -> None:
-        """Resolve the token, or draw one if it is required but unset. Raises ConfigurationError if resolving fails."""
+        """Resolve the token, or generate it if required but unset. Raises ConfigurationError if resolving fails."""
         self._host = config.host
         self.token = resolve("ui.token", config.token)
         self._drawn = not self.token and not config.is_loopback
@@ -43,7 +43,7 @@ class Access:
 
     def url(self, port: int) -> str:
         """Return the URL to open, with a loopback address if the server listens on all addresses. It contains the token
-        only if the token was drawn: a token that was set is known to users, and must not get into logs."""
+        only if the server generated it: users know a token that they set, and it must not get into logs."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self._host, self._host)
         base = f"http://{f'[{host}]' if ':' in host else host}:{port}/"
         return f"{base}?token={self.token}" if self._drawn else base

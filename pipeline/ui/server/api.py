@@ -65,7 +65,9 @@ class Api:
             raise web.HTTPNotFound(reason="this server has no such run; /api/runs lists its runs")
         run = self._runs[name]
         if live and run.source != "topics":
-            raise web.HTTPNotFound(reason="an archive does not have this; `rollstream restore` makes it a run again")
+            raise web.HTTPNotFound(
+                reason="an archive does not have this data; `rollstream restore` makes the archive a run again"
+            )
         return run
 
     async def _list(self, _request: web.Request) -> web.Response:

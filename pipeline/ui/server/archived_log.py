@@ -11,7 +11,7 @@ from rollstream.topics.kafka.records import KafkaRecord, Place
 
 
 class ArchivedLog:
-    """The records that an archive contains now; to observe records that are added later, begin with a new one."""
+    """The records in an archive when it is opened; to observe later records, create a new ArchivedLog."""
 
     left_out: Mapping[int, set[int]] = {}
 

@@ -29,9 +29,9 @@ def row(letter: dlq.Letter) -> dict[str, Any]:
 
 
 def redrive(config: RunConfig, places: object) -> dict[str, Any]:
-    """Send letters again, each at most once; return which letters were not sent, and why."""
+    """Send letters again, each at most once; return the number sent, and why each other letter was not sent."""
     if not isinstance(places, Sequence) or isinstance(places, str) or not places or len(places) > _MOST_SENT:
-        raise UnusableParameter("places is not a list of letters", f'give 1 to {_MOST_SENT:,} places, such as ["0:3"]')
+        raise UnusableParameter("places is not a list of places", f'give 1 to {_MOST_SENT:,} places, such as ["0:3"]')
     letters = dlq.chosen(dlq.read(config.kafka, config.run), [str(place) for place in places], config.run)
     sent, left = dlq.resend(config, letters)
     return {"redriven": len(sent), "left": {letter.name: why for letter, why in left}}

@@ -1,5 +1,5 @@
-"""Server-sent events of a run: its overview whenever the run has changed, but at most once a second, and at least every
-few seconds; and a request to update views whenever the index has changed."""
+"""Server-sent events of a run. The overview is sent when the run has changed, at most once a second and at least every
+14 seconds; a request to update views is sent when the index has changed."""
 
 import asyncio
 from contextlib import suppress

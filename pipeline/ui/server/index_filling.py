@@ -40,7 +40,7 @@ class IndexFilling:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop, and end the process; the next start reads again what was not committed."""
+        """Stop, and end the process; records that it has not committed are read again by the next process."""
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join(_ENDING_S)

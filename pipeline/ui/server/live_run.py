@@ -84,7 +84,7 @@ class LiveRun:
         self._waiting.discard(moved)
 
     async def overview(self, timeout_s: float) -> dict[str, Any]:
-        """Return the state of the run; wait for the first one until the brokers have answered.
+        """Return the state of the run; before the first snapshot, wait until the brokers have answered.
 
         Raises TimeoutError, with the error of the brokers if there was one.
         """
@@ -197,6 +197,6 @@ def is_live(snapshot: RunSnapshot) -> bool:
 
 
 def essence(snapshot: RunSnapshot) -> tuple[RunSnapshot, bool]:
-    """Return a snapshot without the times that pass while nothing happens, and whether it is quiet."""
+    """Return a snapshot without the times that grow while nothing happens, and whether the run is quiet."""
     components = tuple(replace(component, age_s=0.0) for component in snapshot.components)
     return replace(snapshot, quiet_s=0.0, policy_age_s=0.0, components=components), snapshot.quiet

@@ -1,4 +1,4 @@
-"""Mixtures of the workers for the page: the episodes each has drawn, its success rates, and the resulting weights."""
+"""Mixtures of the workers for the page: drawn episodes, success rates, and weights, by worker and environment."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -26,7 +26,7 @@ def mixture(config: RunConfig) -> dict[str, Any]:
 def _environments(
     config: RunConfig, state: MixtureState, states: Iterable[MixtureState], wanted: DesiredState
 ) -> list[dict[str, Any]]:
-    """Return the rows of a worker, with the weights of its curriculum; 0 for a locked or paused environment."""
+    """Return the rows of a worker, with the weights of its curriculum; a locked or paused environment has weight 0."""
     configured = {each.name or each.use: each.weight for each in config.mixture}
     names = [each.environment for each in state.environments]
     curriculum = Curriculum(

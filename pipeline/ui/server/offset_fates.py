@@ -1,4 +1,4 @@
-"""Ranges of offsets by fate, from the books of the ledger. A record that grouping read has one fate or is in flight."""
+"""Ranges of offsets by fate, from a live ledger. Each record that grouping has read has one fate or is in flight."""
 
 from collections.abc import Mapping
 
@@ -13,8 +13,8 @@ FATES = (IN_FLIGHT, UNREAD, BATCHED, DROPPED, DEAD_LETTERED, CONTROL, MOVED)
 def ranges_of(
     books: LiveLedger, bounds: Mapping[int, tuple[int, int]], fate: str, reason: str | None = None
 ) -> list[OffsetRange]:
-    """Return, in order, the ranges of offsets that have a fate, or were dropped for a reason, as of the last poll of
-    the books. `bounds` has the first offset and the end of each partition of `rollouts`."""
+    """Return, in order, the ranges of offsets that have a fate, or were dropped for a reason, as of the ledger's last
+    poll. `bounds` has the first offset and the end of each partition of `rollouts`."""
     if fate == UNREAD:
         begins = {partition: max(books.positions.get(partition, low), low) for partition, (low, _) in bounds.items()}
         ranges = {partition: [(begins[partition], end - 1)] for partition, (_, end) in bounds.items()}

@@ -97,14 +97,14 @@ class PageRun:
         return answer
 
     async def command(self, body: Mapping[str, Any]) -> str:
-        """Check a command and record it, or make a lasting change; return a sentence about the change, else ""."""
+        """Check and record a command, or make a lasting change; return a sentence about the change, else ""."""
         if body.get("command") in lasting_changes.CHANGES:
             return await self._changes.call(lambda: lasting_changes.make(self.config, body))
         await self._slow.call(lambda: steering.record(self.config.kafka, self.name, body))
         return ""
 
     async def wanted(self) -> dict[str, Any]:
-        """Return the state that commands request of the run now, and its lasting changes."""
+        """Return the state that the run should have after all commands, and its lasting changes."""
         wanted = await self._slow.call(lambda: steering.state(self.config.kafka, self.name))
         return wanted | await self._slow.call(lambda: lasting_changes.state(self.config))
 
@@ -117,7 +117,7 @@ class PageRun:
         return await self.compute(lambda: self._ranges(fate, reason))
 
     def _prove(self) -> dict[str, Any]:
-        """Return the ledger, after reading the records since the last call or since another process wrote the books."""
+        """Return the ledger after reading the records since it was last read, or saved by another process."""
         with self._proving:
             return self._opened_books().poll().as_dict()
 

@@ -101,9 +101,9 @@ class PageServer:
             return answers.refusal(500, "this request failed; the server's log has the error")
 
     def _check(self, request: web.Request) -> None:
-        """Raise the error of a request that may not be answered."""
+        """Raise an error if a request may not be answered."""
         if not self._access.knows_host(request.headers.get("Host", "")):
-            raise web.HTTPMisdirectedRequest(reason="the host of the request is not one of this server; see ui.names")
+            raise web.HTTPMisdirectedRequest(reason="the request's host is not a name of this server; see ui.names")
         if len(request.rel_url.raw_query_string) > _MOST_QUERY:
             raise web.HTTPRequestURITooLong(reason=f"a query may have at most {_MOST_QUERY:,} characters")
         changes = request.method not in ("GET", "HEAD")

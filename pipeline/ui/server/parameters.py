@@ -43,10 +43,10 @@ def text(query: Mapping[str, str], name: str) -> str | None:
 
 
 def choice(query: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """Return a parameter that is one of some words; the first word if it is not given."""
+    """Return a parameter that must be one of `choices`; the first choice if it is not given."""
     word = query.get(name) or choices[0]
     if word not in choices:
-        raise UnusableParameter(f"{name} is {word[:40]!r}", f"{name} is one of {', '.join(choices)}")
+        raise UnusableParameter(f"{name} is {word[:40]!r}", f"{name} must be one of {', '.join(choices)}")
     return word
 
 
@@ -62,7 +62,7 @@ def within(query: Mapping[str, str], name: str, default: int, most: int) -> int:
     """Return a parameter as a count from 1 to `most`; a larger count becomes `most`."""
     value = integer(query, name)
     if value is not None and value < 1:
-        raise UnusableParameter(f"{name} is {value}", f"{name} is at least 1")
+        raise UnusableParameter(f"{name} is {value}", f"{name} must be at least 1")
     return default if value is None else min(value, most)
 
 

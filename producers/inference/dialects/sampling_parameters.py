@@ -84,7 +84,7 @@ class SamplingRequest:
 def check_names(
     body: Mapping[str, Any], read: set[str], off: Mapping[str, tuple[Any, ...]] = OFF, harmless: set[str] = HARMLESS
 ) -> None:
-    """Raise BadRequest for a field that is unknown, or that is on and not supported."""
+    """Raise BadRequest for an unknown field, or for an unsupported field whose value does not turn it off."""
     for name, value in body.items():
         if name in read or name in harmless:
             continue
@@ -99,7 +99,7 @@ def check_names(
 def parse_parameters(
     body: Mapping[str, Any], limits: RequestLimits, *, stop_token_ids: frozenset[int] = frozenset()
 ) -> SamplingParameters:
-    """Return the common parameters of a body with checked names. Raises BadRequest, naming the parameter.
+    """Return the common parameters of a body that `check_names` has accepted. Raises BadRequest, naming the parameter.
 
     `stop_token_ids` end every answer, in addition to the request's own stop tokens.
     """
