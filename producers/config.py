@@ -334,8 +334,8 @@ class InferenceConfig:
     """Bearer token that requests must carry, as a reference: env:NAME or file:PATH; none if empty. Workers also use it
     if worker.api_key is not set."""
     max_rows: int = 256
-    """Sequences decoded in parallel, each in a slot of the cache. A request is refused if it asks for more: n times its
-    number of prompts."""
+    """Sequences decoded in parallel, each in a slot of the cache. A request is refused if n times its number of prompts
+    is larger."""
     decode_steps: int = 8
     """Tokens decoded for each sequence before sequences can join or leave and new weights can be loaded."""
     dtype: Literal["float32", "bfloat16"] = "float32"

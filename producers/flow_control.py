@@ -109,7 +109,7 @@ class RunProgress:
 def may_start(
     config: CapacityConfig, outstanding: int, mine_unseen: int, rollouts: int = 0, overtaking: int = 0
 ) -> bool:
-    """Return whether a worker may start a group of `rollouts` (default: group_size), given S and its own m.
+    """Return whether a worker may start a group of `rollouts` (default: group_size), given S and the worker's m.
 
     `overtaking` rollouts are expected to be consumed before the group has ended.
     """
@@ -120,7 +120,7 @@ def may_start(
 
 
 def within_quota(config: CapacityConfig, environment: str, outstanding: int, mine_unseen: int, rollouts: int) -> bool:
-    """Return whether a group of `rollouts` keeps an environment within its quota, given its own S and m."""
+    """Return whether a group of `rollouts` keeps an environment within its quota, given the environment's S and m."""
     quota = config.quotas.get(environment, 1.0)
     mine = mine_unseen + rollouts
     share = quota * config.share
@@ -189,7 +189,7 @@ class FlowControl:
 
     @property
     def outstanding(self) -> int:
-        """S, as last observed."""
+        """S, the outstanding rollouts that grouping has read, as last observed."""
         return self._progress.outstanding
 
     @property

@@ -55,7 +55,7 @@ async def play_group(
 async def _member(
     environment: LoadedEnvironment, sampler: GroupSampler, prompt: Prompt, index: int, limits: EpisodeLimits
 ) -> Episode:
-    """Play one member. Each attempt uses the same seeds, so that a retry does not replace an answer by another."""
+    """Play one member. Each attempt uses the same seeds, so that a retry samples the same answers again."""
     deadline = asyncio.get_running_loop().time() + limits.timeout_s
     for attempt in range(1, limits.attempts + 1):
         try:

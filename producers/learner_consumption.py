@@ -63,9 +63,9 @@ class LearnerConsumption:
         """Retired learners, whose positions do not count."""
         self._pruned = pruned
         self._journal: dict[int, tuple[int, int]] = {}
-        """Batches and their rollouts in the first journal record seen, by partition; until compared with the index."""
+        """Batches and rollouts that each partition's first journal record counts; kept until compared with the index."""
         self._kept: dict[int, dict[int, int]] = {}
-        """Rollouts of the batches in the index, by partition and number; until compared with the journal."""
+        """Rollouts of the batches in the index, by partition and number; kept until compared with the journal."""
         self._compared: set[int] = set()
         self._deleted = 0
         """Rollouts of batches that are no longer in the index, by the journal's counts."""
@@ -85,7 +85,7 @@ class LearnerConsumption:
             self._compare(entry.partition)
 
     def add_journal(self, partition: int, batches: int, rollouts: int) -> None:
-        """Add the number of batches in a partition's journal, and of the rollouts in them."""
+        """Add the number of batches that a partition's journal counts, and the number of rollouts in them."""
         if self._pruned and partition not in self._compared and partition not in self._journal:
             self._journal[partition] = batches, rollouts
             self._compare(partition)

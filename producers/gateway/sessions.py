@@ -70,7 +70,7 @@ class CapturedSession:
     retried_calls: int = 0
     """Calls that repeat a recorded call; only the first counts."""
     late_calls: int = 0
-    """Calls recorded after the session was closed; no rollout contains them."""
+    """Calls recorded after the session ended or was closed; no rollout contains them."""
     _settled: Closed | None = None
     _answered: dict[str, dict[int, ModelCall]] = field(default_factory=dict)
 

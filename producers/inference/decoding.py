@@ -122,7 +122,7 @@ class Generator(Protocol):
 
     @property
     def behind(self) -> bool:
-        """Whether there are newer weights than those loaded."""
+        """Whether there are newer weights than the loaded weights."""
 
     def refresh(self) -> int:
         """Load newer weights if there are any; return the policy version now loaded, -1 before the first."""

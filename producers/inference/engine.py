@@ -169,7 +169,7 @@ class Engine:
                 try:
                     self._start_rows()
                     self._decode()
-                except Exception as error:  # these requests fail and the engine continues: others may succeed
+                except Exception as error:  # only these requests fail, and the engine continues with others
                     self._fail_started(error)
                     self.generator.reset()
         except Exception as error:  # ends the thread; `InferenceServer.serve_until` raises it

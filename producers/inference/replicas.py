@@ -56,7 +56,7 @@ class ReplicaSet:
         return max(replica.version for replica in self.replicas)
 
     def choose(self, session: str, now: float) -> Replica:
-        """Return the server to use for a session; if all have failed lately, the one with the first `ready_at`."""
+        """Return the server to use for a session; if all have failed lately, the server whose pause ends first."""
         ranked = sorted(self.replicas, key=lambda replica: _weight(session, replica.url), reverse=True)
         return min(ranked, key=lambda r: (max(r.ready_at, now), r.failures > 0, self.lags(r)))
 

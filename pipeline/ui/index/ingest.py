@@ -84,7 +84,7 @@ class Ingest:
         self._used.clear()
 
     def finish(self) -> None:
-        """Write values that depend on several records, and the states of the clocks, before the transaction commits."""
+        """Write values that depend on several records, and the state of each partition's `Clock`, before the commit."""
         self._table.write()
         touched = self._table.touched
         for name in sorted(self._used):
@@ -198,7 +198,7 @@ class Ingest:
         )
 
     def _configurations(self, record: JournalRecord) -> None:
-        """Note the generation in force, and the settings of the generation at the watermark."""
+        """Note the record's configuration generation, and the settings of the generation at its watermark."""
         self.db.execute(
             "insert into configurations values (?, ?, ?, '') on conflict do update set since = excluded.since"
             " where since < 0",
@@ -314,7 +314,7 @@ class Ingest:
             return
         size = sum(chunk.size_bytes for chunk in manifest.chunks)
         if not 0 <= size < 1 << 63:
-            raise RecordError(f"a manifest of {size} bytes")
+            raise RecordError(f"the chunks of a manifest have {size} bytes in total, which is impossible")
         stages = [seconds for name, seconds in manifest.figures.items() if name.endswith("_s")]
         seconds = finite(sum(stages)) if stages else None
         created_ms = int(manifest.created * 1000) if 0 < manifest.created < 1e12 else message.timestamp_ms

@@ -86,7 +86,7 @@ def page(
 ) -> dict[str, Any]:
     """Return one page of rollouts, the cursor of the next page, and how many rollouts match. Raises ConfigurationError.
 
-    The page begins `skip` rows after the cursor `after`, so any part of a list is shown without the rows before it.
+    The page begins `skip` rows after the cursor `after`, so any part of a list can be read without the rows before it.
     """
     column, direction = _order_of(order)
     conditions = _conditions(db, wanted)
@@ -219,8 +219,8 @@ def _searched(
     sorting: str,
     window: _Window,
 ) -> list[int]:
-    """Return the ids of a page of rollouts whose text matches if many match. An order other than by time sorts only the
-    newest `COUNTED` matches."""
+    """Return the ids of a page of rollouts with a text that many rollouts have. An order other than by time sorts only
+    the newest `COUNTED` matches."""
     if sorting.startswith("id "):
         places = [_Condition(f"t.row{condition.sql}", condition.values) for condition in start]
         where, values = _joined([*conditions, *places])

@@ -34,7 +34,7 @@ class RolloutRow(NamedTuple):
 
 
 def row_of(message: KafkaRecord) -> RolloutRow:
-    """Return what the index keeps of a record; a bad record has a row that says what is wrong."""
+    """Return the row that the index keeps for a record; the row of a bad record says what is wrong."""
     try:
         if message.value is None:
             raise RecordError("no value" if message.readable else UNREADABLE)

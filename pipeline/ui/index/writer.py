@@ -229,7 +229,7 @@ class IndexWriter(Closing):
 
 
 def _waiting(message: KafkaRecord) -> _Waiting:
-    """Decode a record that names rollouts, and note the position up to which they must be read before it is written."""
+    """Decode a record that names rollouts, and note the position up to which `rollouts` must be read first."""
     own, place = (name_in_run(message.topic), message.partition), (ROLLOUTS, message.partition)
     if own[0] in ("journal", "batches"):
         try:

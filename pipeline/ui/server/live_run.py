@@ -28,7 +28,7 @@ _CALLS_S = 5.0
 """Time between checks of the number of records of sessions."""
 _POLL_S = 0.2
 _LOOK_S = 10.0
-"""Time between checks whether an archive has grown."""
+"""Time between checks of whether an archive has grown."""
 _AGAIN_S = 5.0
 """Pause after an error of the brokers."""
 

@@ -54,7 +54,7 @@ class JinjaTemplate:
     ) -> list[int] | None:
         """Return the turn's tokens and what the template adds after the end of the answer.
 
-        None if the template renders the earlier messages differently or does not close an answer with an end token.
+        Returns None if the template renders earlier messages differently or does not close an answer with an end token.
         """
         before = self._text(messages[:known], tools, prompt=False)
         whole = self._text(messages, tools, prompt=True)
