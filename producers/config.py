@@ -82,7 +82,8 @@ class EnvironmentConfig:
     """Name in every record; the environment's own name if empty. It must not change within a run."""
     load_in: Literal["all", "workers"] = "all"
     """Processes that load it: all that need its prompts, or only workers, if its library is installed only for
-    supervisor.worker_python. In the latter case, its lengths are not checked and it gives no warm-start examples."""
+    supervisor.worker_python. In the latter case, the lengths of its prompts and answers are not checked before
+    training, and it is used neither for evaluations nor for warm-start examples."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the class."""
     weight: float = 1.0

@@ -155,7 +155,7 @@ def with_settings(
 
 
 def create_environment(entry: EnvironmentConfig, settings: TasksConfig | None = None) -> Environment | AgentEnvironment:
-    """Make the environment that an entry names. Raises ConfigurationError with the nearest name if there is none."""
+    """Make the environment that an entry names. Raises ConfigurationError if it cannot be made."""
     options = resolve_options("options", entry.options)
     if entry.use in TASKS:
         return _called(entry.use, create_task, options, entry.use, settings)

@@ -113,7 +113,7 @@ async def run_evaluator(
         settled: dict[str, set[int]] = {}
 
         def take(wanted: Sequence[LoadedEnvironment]) -> None:
-            """Evaluate these environments from now on, except at versions that other evaluators have done."""
+            """Evaluate these environments from now on, except at versions that any evaluator has already evaluated."""
             nonlocal mine, settled
             messages = read_to_end(kafka, topic_name(run, "evals"))
             past = [rollout for _message, rollout in skipped.records(Rollout, messages)]

@@ -63,7 +63,7 @@ class LearnerConsumption:
         """Retired learners, whose positions do not count."""
         self._pruned = pruned
         self._journal: dict[int, tuple[int, int]] = {}
-        """Batches and rollouts that each partition's first journal record counts; kept until compared with the index."""
+        """Batches and rollouts that a partition's first journal record counts; kept until compared with the index."""
         self._kept: dict[int, dict[int, int]] = {}
         """Rollouts of the batches in the index, by partition and number; kept until compared with the journal."""
         self._compared: set[int] = set()

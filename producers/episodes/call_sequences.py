@@ -112,7 +112,7 @@ class CallSequences:
         return longest
 
     def delta_of(self, prompt: Int32, messages: Sequence[ChatMessage]) -> PromptDelta:
-        """Return the difference of a prompt from the answer that it continues, or else from the newest call."""
+        """Return how a prompt differs from the answer that it continues, or else from the newest call."""
         place = self.continued_by(prompt)
         if place is None and self.by_uid:
             place = (next(reversed(self.by_uid)), 0)
@@ -156,6 +156,6 @@ def _common_messages(a: Sequence[ChatMessage], b: Sequence[ChatMessage]) -> int:
 
 
 def new_messages(before: Sequence[ChatMessage], now: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Return the messages that a request adds to an earlier request, without the earlier answer if it repeats that."""
+    """Return the messages that a request adds to an earlier request, apart from the answer to the earlier request."""
     added = now[_common_messages(before, now) :]
     return added[1:] if before and added and added[0].get("role") == "assistant" else added

@@ -116,7 +116,7 @@ def server_request(
 
 
 def previous_turn(messages: Sequence[ChatMessage], known: CallSequences) -> dict[str, Any] | None:
-    """Return the tokens of the call whose conversation and answer the messages continue; None if it is unknown."""
+    """Return the tokens of the call whose conversation and answer the messages continue; None if no call is known."""
     answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
     if not answers:
         return None

@@ -157,8 +157,8 @@ class CallLog:
         remembered_sessions: int,
         on_read: Callable[[CapturedSession], None],
     ) -> None:
-        """`author` is the name of the gateway. It remembers `remembered_sessions` finished sessions of each partition.
-        `on_read` is called in the event loop with the session of each record that was read."""
+        """`author` is the name of the gateway. The newest `remembered_sessions` finished sessions of each partition are
+        remembered. `on_read` is called in the event loop with the session of each record that was read."""
         self._kafka, self._author = kafka, author
         self._others_ms = 0
         self.writer = CallWriter(kafka, run)

@@ -45,7 +45,7 @@ class CaptureRules:
     max_calls: int
     author: str
     seed: int | None = None
-    """Seed for calls that name none, so that each attempt at an episode samples alike; with None, no seed is sent."""
+    """Seed for calls that name none, so that each attempt at an episode uses the same; with None, no seed is sent."""
 
 
 class SessionLog(Protocol):

@@ -193,7 +193,7 @@ def _sample(
 
 
 def _logprobs(logprobs: Mapping[str, Any]) -> tuple[Sequence[float | None] | None, list[int] | None]:
-    """Return the logprobs of completions or of chat, and the token ids that they name, if they name all."""
+    """Return the logprobs of completions or of chat, and the token ids if every token is named by its id."""
     if "token_logprobs" in logprobs:
         values, names = logprobs["token_logprobs"], logprobs.get("tokens") or ()
     elif "content" in logprobs:

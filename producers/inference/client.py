@@ -264,7 +264,7 @@ class CompletionsClient:
         return version
 
     async def _labelled(self, replica: Replica, route: str) -> int:
-        """Return the version that the label of an engine's weights names; -1 if it has no such route or version."""
+        """Return the version that the label of an engine's weights names; -1 if the label or its version is unknown."""
         try:
             body = await self._json(replica, "GET", route, None)
         except InferenceRefused:

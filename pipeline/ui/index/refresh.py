@@ -54,7 +54,7 @@ def _fate_of_most(codes: list[int]) -> int:
 def uses_of_batch(connection: sqlite3.Connection, batch: str, name: Callable[[str, str], int]) -> set[int]:
     """Update the fates of a batch's rollouts from the steps that used them; return the groups of these rollouts.
 
-    A rollout that any step of any learner trained on counts as trained, by the first of these steps.
+    A rollout that any step of any learner trained on counts as trained at the first of these steps.
     """
     answer = connection.execute("select id from batches where name = ?", (batch,)).fetchone()
     members = connection.execute(
@@ -80,7 +80,7 @@ def uses_of_batch(connection: sqlite3.Connection, batch: str, name: Callable[[st
 
 
 def _uses_by_row(connection: sqlite3.Connection, batch: str, rows: list[int]) -> dict[int, _Use]:
-    """Return the use that counts for each row: the first that trained on it, else the first that skipped it."""
+    """Return the use that counts for each row: the first that trained on the row, else the first that skipped it."""
     answer = connection.execute(
         "select trained, step, reason, row_numbers from uses where batch = ?"
         " order by trained desc, step, learner, part",

@@ -103,6 +103,6 @@ create table produced (
 def create(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection:
     """Open the index for writing; an index of other topics or of another version is deleted and created anew.
 
-    Raises ConfigurationError if this Python's SQLite does not support it.
+    Raises ConfigurationError if this Python's SQLite does not support the index.
     """
     return sqlite_files.create(path, {"version": str(VERSION), **identity}, TABLES)

@@ -1,6 +1,6 @@
 """Series of figures by step: metrics of a learner's steps, and figures of the rollouts that each version produced.
 
-The x of a version's rollouts is the step that published the version, so that both kinds share one axis.
+The x value of a version's rollouts is the step that published the version, so that both kinds share one axis.
 """
 
 import math

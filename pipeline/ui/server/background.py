@@ -14,7 +14,7 @@ _Task = tuple[Callable[[], Any], asyncio.AbstractEventLoop, "asyncio.Future[Any]
 
 
 class Background:
-    """A few threads that call functions for coroutines, in the order in which these ask."""
+    """A few threads that call functions for coroutines, in the order of the requests."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()

@@ -78,7 +78,7 @@ class IndexFilling:
             self._index.close()
 
     def _follow(self, pipe: Connection) -> None:
-        """Receive the reports of the process until it or this server ends."""
+        """Receive the reports of the process until the process or this server ends."""
         opened = False
         while not self._stop.is_set():
             if not pipe.poll(_LOOK_S):

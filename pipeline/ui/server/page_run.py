@@ -117,7 +117,7 @@ class PageRun:
         return await self.compute(lambda: self._ranges(fate, reason))
 
     def _prove(self) -> dict[str, Any]:
-        """Return the ledger after reading the records since it was last read, or saved by another process."""
+        """Return the ledger after reading new records; the first call continues from the saved ledger, if any."""
         with self._proving:
             return self._opened_books().poll().as_dict()
 
