@@ -18,7 +18,7 @@ class EnvironmentCounts:
 
     def __init__(self) -> None:
         self._held: dict[int, Counter[str]] = {}
-        """By partition: rollouts that grouping has read and neither batched, dropped nor dead-lettered."""
+        """By partition: rollouts that grouping has read but has neither batched, dropped nor dead-lettered."""
         self._batched: dict[int, Counter[str]] = {}
         """By partition: rollouts batched since the start of the run."""
         self._window: deque[Counter[str]] = deque()

@@ -46,7 +46,7 @@ class Evaluation:
 
     @property
     def exact(self) -> float:
-        """Fraction answered exactly; NaN if the environment cannot tell."""
+        """Fraction of prompts answered exactly; NaN if the environment cannot tell."""
         return self.components.get("exact", float("nan"))
 
 
@@ -181,7 +181,7 @@ async def _text_rollout(
 async def _agent_rollouts(
     agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, timeout_s: float
 ) -> list[Rollout]:
-    """Return the rollouts of an episode, one for each branch, with the uids that text episodes have.
+    """Return the rollouts of an episode, one for each branch, with uids in the same form as for text episodes.
 
     Raises EpisodeFailed, InferenceUnavailable, RecordError.
     """

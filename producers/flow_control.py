@@ -199,7 +199,7 @@ class FlowControl:
 
     @property
     def mine_unseen(self) -> int:
-        """Rollouts that this worker started and grouping has not read."""
+        """Rollouts that this worker started and that grouping has not read."""
         delivered = sum(map(len, self._delivered.values()))
         earlier = sum(max(0, end - self._progress.position(p)) for p, end in self._baseline.items())
         return self._reserved.total() + self.waiting_for_labels + delivered + earlier

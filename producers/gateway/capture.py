@@ -70,7 +70,7 @@ class CallCapture:
         """Calls, by session, whose whole answers this process has delivered."""
         self._in_flight: dict[tuple[str, str], asyncio.Future[ModelCall]] = {}
         self._reserved: dict[tuple[str, str], set[int]] = {}
-        """Repetitions of requests that are being recorded."""
+        """Numbers of the repetitions that are being recorded, by session and request."""
         self._sent: Counter[str] = Counter()
         """Requests forwarded, by session."""
         self.calls = 0

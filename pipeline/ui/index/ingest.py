@@ -56,7 +56,7 @@ _ADD_PRODUCED = """insert into produced values (?, ?, ?, ?, 1, ?, ?, ?, ?, ?) on
 
 
 class Ingest:
-    """Writes through one connection, whose owner begins and commits the transactions."""
+    """Writes records into an index through one connection, whose owner begins and commits the transactions."""
 
     def __init__(self, connection: sqlite3.Connection) -> None:
         self.db = connection

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _MOST_QUERY = 4096
 _MOST_BODY = 1 << 20
 _MOST_LINE = 1 << 16
-"""Longest request line and header; the parser refuses longer ones and closes the connection."""
+"""Maximum length of the request line and of each header; the parser refuses more and closes the connection."""
 _CLOSE_S = 0.5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 

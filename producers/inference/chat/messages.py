@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Message = dict[str, Any]
-"""A message has `role` (system, user, assistant, tool) and `content`, a string. It may have `name`; an assistant's may
-have `tool_calls` and `reasoning_content`, and a tool's may have `tool_call_id`."""
+"""A message has `role` (system, user, assistant, tool) and `content`, a string. It may have `name`; an assistant
+message may have `tool_calls` and `reasoning_content`, and a tool message may have `tool_call_id`."""
 Tool = dict[str, Any]
 """OpenAI's description of a function: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
