@@ -103,7 +103,7 @@ class Curriculum:
         return [state for other in self._others for state in other.environments if state.environment == environment]
 
     def _unlock(self) -> None:
-        """Unlock environments that are due; they stay unlocked even if the success rates of `after` fall again."""
+        """Unlock environments that are due; they stay unlocked even if the success rates that unlocked them fall."""
         for name, lesson in self._lessons.items():
             if not self._own[name].unlocked and all(
                 (self.success_rate(before) or 0.0) >= lesson.unlock_at and self.success_rate(before) is not None

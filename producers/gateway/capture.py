@@ -45,7 +45,7 @@ class CaptureRules:
     max_calls: int
     author: str
     seed: int | None = None
-    """Seed for calls that name none, so that each attempt at an episode uses the same; with None, no seed is sent."""
+    """Seed for calls without one, so that each attempt at an episode uses the same seeds; if None, no seed is sent."""
 
 
 class SessionLog(Protocol):
@@ -119,7 +119,7 @@ class CallCapture:
             recorded.set_result(call)
         except BaseException as error:
             recorded.set_exception(error)
-            recorded.exception()  # otherwise asyncio would report it as never retrieved if no other caller waits
+            recorded.exception()  # otherwise asyncio reports the error as never retrieved if no other caller waits
             raise
         finally:
             if self._in_flight.get(key) is recorded:

@@ -219,8 +219,8 @@ def _searched(
     sorting: str,
     window: _Window,
 ) -> list[int]:
-    """Return the ids of a page of rollouts with a text that many rollouts have. An order other than by time sorts only
-    the newest `COUNTED` matches."""
+    """Return the ids of a page of rollouts that match a text, if many match. An order other than by time sorts only the
+    newest `COUNTED` matches."""
     if sorting.startswith("id "):
         places = [_Condition(f"t.row{condition.sql}", condition.values) for condition in start]
         where, values = _joined([*conditions, *places])

@@ -92,7 +92,9 @@ class Clock:
 
     def __init__(self, partition: int, last_ms: int = 0, repeated: int = 0) -> None:
         if partition >= 1 << _PARTITION_BITS:
-            raise ValueError(f"partition {partition} is too high: an index has room for {1 << _PARTITION_BITS}")
+            raise ValueError(
+                f"partition {partition} is too high: an index has room for {1 << _PARTITION_BITS} partitions"
+            )
         self._partition = partition
         self.last_ms, self.repeated = last_ms, repeated
 

@@ -61,7 +61,7 @@ _ASSIGN = "update rollouts set batch = ?, batch_row = ?, advantage = ? where par
 
 
 class RolloutTable:
-    """The rows of rollouts, written and new. The owner of its connection begins and commits the transactions."""
+    """The rows of rollouts, written and new. The owner of the connection begins and commits the transactions."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
         self._db = db

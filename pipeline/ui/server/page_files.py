@@ -44,7 +44,7 @@ class PageFiles:
         return web.Response(body=content, content_type=kind, charset=charset, headers=headers)
 
     def find(self, name: str) -> Path | None:
-        """Return the file of a name; None if there is none, or if a part of the name is a hidden file or folder."""
+        """Return the file of a name; None if there is none, or if a part of the name is hidden or invalid."""
         parts = name.split("/")
         if not all(_SEGMENT.fullmatch(part) for part in parts):
             return None
