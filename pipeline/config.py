@@ -51,7 +51,7 @@ PRETRAINED_LEARNING_RATE = 1e-6
 PRETRAINED_WARM_START_RATE = 1e-5
 """Defaults for a learner that starts from a checkpoint; usual values for language models."""
 _UNREAD_FACTOR = 4
-"""Largest number of a worker's rollouts not yet read by grouping, as a multiple of those that it plays at once."""
+"""Largest number of a worker's rollouts that grouping has not read, as a multiple of the rollouts played at once."""
 _RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 _GROUP_SETTINGS = ("grouper.group", "labeling.group", "fill.name")
@@ -298,7 +298,7 @@ def load(
     """Load a TOML file, overridden by `environment`, then by flags like `grouping.batch_rollouts=64`.
 
     `environment` has variables such as ROLLSTREAM_GROUPING__BATCH_ROLLOUTS. `options` are named flags, applied before
-    the others: `("--steps", "learner.max_steps=3")`. `client_flags` are librdkafka's own keys, `key=value`. Raises
+    other flags: `("--steps", "learner.max_steps=3")`. `client_flags` are librdkafka's own keys, `key=value`. Raises
     ConfigurationError naming the line of the file, the variable or the flag, the key, and the remedy.
     """
     environment = environment or {}
@@ -329,7 +329,7 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
     if own and layer.is_variable:
         return f"env:{layer.origin}"
     raise ConfigurationError(
-        f"{layer.place(key)}: {key} is a secret, and everybody could read it there; name its place instead, "
+        f"{layer.place(key)}: {key} is a secret, and everybody could read it there; refer to it instead, "
         f"{key}=env:NAME or {key}=file:PATH"
     )
 

@@ -8,10 +8,10 @@ from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, MO
 
 @dataclass
 class RecordCounts:
-    """Number of records of `rollouts` in each place, and what was made of them."""
+    """Number of records of `rollouts` in each place, of batches, and of rollouts trained on or skipped."""
 
     produced: int = 0
-    """Records of `rollouts`, including those deleted since."""
+    """Records of `rollouts`, including records that were deleted later."""
     rollouts: int = 0
     """Number of these records that are rollouts."""
     batched: int = 0

@@ -26,7 +26,7 @@ CODES = (1 << 20) - 1
 """Bits of a value with the code of the fate: the fate's index in the journal's list of places plus one; 0 for none."""
 SEEN, ROLLOUT, CARRIED, LETTERED, DELIVERED, DELIVERED_BEFORE, HOPPED = (1 << bit for bit in range(20, 27))
 """Facts about an offset: its record was read, it is a rollout, a batch carries it, a dead letter names it, it was
-batched after the first snapshot, it was batched before that snapshot, which still holds it as unfinished, it was
+batched after the first snapshot, it was batched before that snapshot, which still lists it as unfinished, it was
 skipped without being fetched."""
 _OF_THE_JOURNAL = CODES | DELIVERED | DELIVERED_BEFORE | HOPPED
 _MOST_NAMED = 20
@@ -46,7 +46,7 @@ def code_of(fate: str) -> int:
 
 
 class PartitionJournal:
-    """Fate of each offset from the first snapshot to the position, and the counts before and since."""
+    """Fate of each offset from the first snapshot to the position, and the counts before and after that snapshot."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -122,7 +122,7 @@ class PartitionJournal:
         return journal
 
     def forget_before(self) -> None:
-        """Forget the batches of offsets that got their fate before the first snapshot: only its counts include them."""
+        """Forget batches of offsets with a fate from before the first snapshot, because only its counts include them."""
         runs = self.table.runs().where(self.table.runs().values & CARRIED != 0)
         settled = runs.where(codes(runs.values) == 0).clipped(0, self.base)
         self.table.clear_bits(CARRIED, settled)
@@ -138,7 +138,7 @@ class PartitionJournal:
                 f"{self.sequence + 1} at {self.position} was expected"
             )
         if record.topic_id != self.topic_id:
-            self.leader_epochs.clear()  # They are about an earlier topic of the same name.
+            self.leader_epochs.clear()  # These epochs are of an earlier topic of the same name.
         self.sequence, self.position, self.batches = record.sequence, record.position, record.batch_number
         self.topic_id = record.topic_id
         self._sums.add(record)
@@ -187,7 +187,7 @@ class PartitionJournal:
         for first, stop in _pairs(ranges):
             for offset in range(first, min(stop, self._origin, first + _MOST_NAMED)):
                 self.problem(
-                    f"rollouts[{self.number}] offset {offset} is {fate} and was settled before the journal begins"
+                    f"rollouts[{self.number}] offset {offset} is {fate}, but got its fate before the journal begins"
                 )
             for begin, values in self.table.writable(max(first, self._origin), stop):
                 self._set_fate(begin, values, fate)
@@ -218,12 +218,12 @@ class PartitionJournal:
             self.problems.append(text)
 
     def fate_of(self, value: int) -> str | None:
-        """Return the fate in a value of the table, without the reason of a drop; None if it has none."""
+        """Return the fate in a value of the table, without the reason of a drop; None if the value has no fate."""
         code = value & CODES
         return fate_and_reason(self._places[code - 1])[0] if code else None
 
     def fate(self, offset: int) -> str | None:
-        """Return the fate of a record below the position; None if the journal names none."""
+        """Return the fate of a record below the position; None if the journal names no fate for it."""
         return self.fate_of(self.table[offset])
 
     def settled_before(self, offset: int) -> bool:
@@ -290,7 +290,7 @@ class PartitionJournal:
                 )
 
     def named(self, chosen: OffsetRuns, most: int = _MOST_NAMED) -> Iterator[tuple[int, str | None]]:
-        """Yield the first offsets of some runs of the table, with their fates."""
+        """Yield the first `most` offsets of the chosen runs, with their fates."""
         for offset, value in offsets_named(chosen, most):
             yield offset, self.fate_of(value)
 

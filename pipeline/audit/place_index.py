@@ -36,7 +36,7 @@ from rollstream.topics.records import BatchIndexEntry, FinishedOffsets, LearnerS
 from rollstream.topics.validation import entry_problems
 
 VERSION = 1
-"""Version of the tables and of their contents; each change of either raises it."""
+"""Version of the tables and of their contents, raised with every change of either."""
 TOPICS = ("rollouts", "journal", "batch-index", "steps", "policies")
 """Topics in the order in which the index reads them: a record is read before the records that name it."""
 _COMMITTED = 50_000
@@ -231,7 +231,7 @@ class PlaceIndex(Closing):
         rows = []
         for message in messages:
             if message.value is not None and kind_of(message.value) == "Rollout":
-                with suppress(RecordError):  # It does not decode, so it is not a rollout.
+                with suppress(RecordError):  # A record that does not decode is not a rollout.
                     rows.append((uid_key(leading_text(message.value)), message.partition, message.offset))
         # Insert in the order of the table, so that each of its pages is changed once.
         self.db.executemany("insert or ignore into rollouts values (?, ?, ?)", sorted(rows))

@@ -94,7 +94,7 @@ def start_child(serve: Callable[[Connection], object]) -> tuple[Connection, Base
 
 
 def _start(process: BaseProcess) -> None:
-    """Start a child that ignores Ctrl-C, which at a terminal reaches every process, because this process ends it."""
+    """Start a child that ignores Ctrl-C: a terminal sends it to every process, but this process ends the child."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()

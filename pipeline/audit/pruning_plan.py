@@ -1,4 +1,4 @@
-"""Plans which records of a run may be deleted. Computes deletions from positions, with the reason where each stops.
+"""Plans which records of a run may be deleted. Computes each deletion from positions, with the reason for its end.
 
 The plan keeps the records that recovery reads, the records that the verification window needs, and the records that
 learners have yet to read. It also keeps the batches and index entries that the kept journal names, so that the ledger
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 TOPICS = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories", "calls")
-"""Topics in the order in which they are pruned: a run is consistent after each, even if the next is not reached."""
+"""Topics in the order in which they are pruned: a run is consistent after each, so pruning may stop after any."""
 CALLS = "calls"
 """Topic that runs of earlier releases lack."""
 CONTROL_TOPICS = ("unlabelled", "trajectories")
@@ -44,7 +44,7 @@ class CommittedTask:
     journal_from: int
     """First offset of the journal that a restore reads."""
     snapshots: tuple[JournalSnapshot, ...]
-    """Oldest first."""
+    """Complete snapshots in the journal, oldest first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,14 +74,14 @@ class PrunableSessions:
 
 @dataclass(frozen=True, kw_only=True)
 class LastStep:
-    """The newest step of a learner, and the learner that has published since."""
+    """The newest step of a learner, and the name of another learner that has replaced this learner, if any."""
 
     step: int
     time: float
     run: str
     """Run to which the learner writes steps and weights."""
     replaced_by: str = ""
-    """Learner that has published to that run since; "" if no other learner has."""
+    """Learner that has published to that run after this step; "" if none has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ class Deletion:
 
 
 def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = None) -> list[Deletion]:
-    """Plan deletions that keep verifiable the newest `keep_batches` batches, and all batches from `keep_from_ms` on.
+    """Plan deletions after which the newest `keep_batches` batches, and all from `keep_from_ms` on, can be verified.
 
     Returns one deletion for each partition of each topic, in the order of `TOPICS`, empty ones included.
     """
@@ -181,8 +181,8 @@ def _least(*needs: tuple[int, str]) -> tuple[int, str]:
 
 
 def _control_stops(positions: Positions) -> dict[TopicAndPartition, tuple[int, str]]:
-    """Return the offset at which deletions of control topics stop: the lowest position of a reader, or the first offset
-    if the expected readers are not on record."""
+    """Return the offset at which deletions of control topics stop: the lowest position of a reader, or 0 if all
+    records must be kept."""
     stops: dict[TopicAndPartition, tuple[int, str]] = {}
     labeled = positions.groups.get(positions.labeling_group, {})
     for place in positions.begins:
@@ -224,7 +224,7 @@ def _calls_stops(
 
 
 def _window_begin(batches: Sequence[PrunableBatch], keep_batches: int, keep_from_ms: int | None) -> int:
-    """Return the offset of the index at which the verification window begins; beyond every entry if it is empty."""
+    """Return the index offset at which the verification window begins; after the last entry if the window is empty."""
     after = batches[-1].index_offset + 1 if batches else 0
     newest = batches[-keep_batches].index_offset if 0 < keep_batches <= len(batches) else after
     if keep_batches > len(batches):
@@ -251,12 +251,12 @@ def _group_needs(positions: Positions, topic: str, partition: int) -> list[tuple
 
 
 def _index_stop(batches: Sequence[PrunableBatch], kept: int) -> int:
-    """Return where the index's deletion ends: at most at `kept`, where a reader may begin even if no entry is there."""
+    """Return the offset at which the index's deletion ends: `kept`, but at most the offset after the last entry."""
     return min(kept, batches[-1].index_offset + 1 if batches else 0)
 
 
 def _batches_stop(batches: Sequence[PrunableBatch], partition: int, kept: int) -> int:
-    """Return the first batch of a partition that the kept index names, or past its last batch if it names none."""
+    """Return the offset of the first batch of a partition that the kept index names, or else after its last batch."""
     mine = [b for b in batches if b.partition == partition]
     after = mine[-1].offset + 1 if mine else 0
     return next((b.offset for b in mine if b.index_offset >= kept), after)

@@ -1,7 +1,7 @@
 """Verification: folds the recorded log again and compares every batch and drop with the record, bit for bit.
 
-It folds whole partitions from their first record, or from the oldest complete snapshot of a pruned log. For single
-batches it folds each from the snapshot before it.
+It folds whole partitions from their first record, or from the oldest complete snapshot of a pruned log. If only
+some batches are requested, it folds each from the snapshot before it.
 """
 
 import time
@@ -71,7 +71,7 @@ class _Job:
     run: str
     partition: int
     grouper: GrouperConfig
-    """Names of the makers and estimators that its configurations may name."""
+    """Settings with the user's own makers and estimators, which the partition's configurations may name."""
     index: dict[str, BatchIndexEntry]
     """Entries of the partition's batches."""
     log_begin: int
@@ -91,7 +91,7 @@ def verify(
 ) -> Verification:
     """Fold a run again, and compare batches and drops with the record.
 
-    `makers` and `estimators` are the user's own that the run's configurations name (grouper.makers,
+    `makers` and `estimators` name the user's own plug-ins, which the run's configurations may use (grouper.makers,
     grouper.estimators). `only` are the batches to verify; None means every batch and every drop. Partitions are spread
     over `processes`.
     Raises StateRefused if a newer core version cut the log, TopicError if a requested batch is not in the index.
@@ -151,7 +151,7 @@ def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
     """Read the journal until it and the index agree on the batches, and return job, journal and skipped records.
 
     In a live run, the records of a transaction do not become visible on all partitions at once, and new transactions
-    follow. A batch in one of the two is a difference only if it is missing in the other without hidden records there.
+    follow. A batch that only one of the two names is a difference only if the other has no hidden records.
     """
     began = time.monotonic()
     while True:
@@ -189,12 +189,12 @@ def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Veri
         for batch in output.batches:
             met.add(batch.batch_id)
             if batch.batch_id not in recorded:
-                result.mismatches.append(f"batch {batch.batch_id}: the fold cuts it, but it is not in batches")
+                result.mismatches.append(f"batch {batch.batch_id}: the fold cuts it, but topic batches lacks it")
             elif recorded[batch.batch_id] != batch.digest:
                 result.mismatches += _differences(job, batch)
         drops.update(_identity(output.journal.drops))
     for batch_id in sorted(recorded.keys() - met):
-        result.mismatches.append(f"batch {batch_id}: it is in batches, but the fold does not cut it")
+        result.mismatches.append(f"batch {batch_id}: topic batches has it, but the fold does not cut it")
     written = [drop for record in later for drop in record.drops]
     result.drops = len(written)
     result.mismatches += _drop_differences(job.partition, set(_identity(written)), drops)
@@ -250,7 +250,7 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: 
                         result.mismatches += _differences(job, batch)
         result.batches += len(these)
         result.mismatches += [
-            f"batch {batch_id}: it is in batches, but the fold does not cut it" for batch_id in sorted(these - met)
+            f"batch {batch_id}: topic batches has it, but the fold does not cut it" for batch_id in sorted(these - met)
         ]
     return result
 

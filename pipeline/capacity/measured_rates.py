@@ -24,8 +24,8 @@ class MeasuredRate:
     size_bytes: int
 
     def seconds(self, size_bytes: float) -> float:
-        """Seconds for one record of another size: in proportion to its bytes where it is larger, the same where it is
-        smaller, because some of the cost is per record."""
+        """Seconds for one record of another size: proportional to its bytes if it is larger, the same if smaller,
+        because some of the cost is per record."""
         return max(1.0, size_bytes / self.size_bytes) / self.per_s
 
 
@@ -43,7 +43,7 @@ class MeasuredRates:
     feed: MeasuredRate
     """Rollouts of batches that one learner process fetches, checks and packs."""
     publish_bytes_per_s: float
-    """Bytes of a policy version over the time in which a process publishes it to the log and another then loads it."""
+    """Bytes of a policy version, divided by the time to publish it to the log and to load it in another process."""
     publish_to_files_bytes_per_s: float
     """The same rate for a version in the files of a directory."""
     broker_bytes_per_s: float

@@ -21,7 +21,7 @@ PARTITIONS_EACH = 4
 """Partitions for each grouping process, and for each broker to lead. There are several, because their number is fixed
 for a run while its load may grow, and because they are assigned by number, not by load."""
 _TOPICS = 4
-"""Topics with the partitions of `rollouts`: `rollouts` itself, and three that stand for batches, journal and the other
+"""Number of topics with as many partitions as `rollouts`: `rollouts`, batches, journal, and one in place of all other
 topics."""
 
 

@@ -61,11 +61,11 @@ class ComposeOptions:
     worker_image: str = ""
     """Image of the workers, if the environments' libraries are not in `image`."""
     kafka_image: str = "rollstream/kafka:4.2.1"
-    """Image of the brokers: the official image, or an image with its contract."""
+    """Image of the brokers: the official image, or one with the same variables and paths."""
     prometheus_image: str = "prom/prometheus:v3.5.0"
     grafana_image: str = "grafana/grafana:12.1.0"
     config_file: str = ""
-    """The run's file, as a path relative to the compose file; empty if there is none."""
+    """The run's configuration file, as a path relative to the compose file; empty if there is none."""
     code: str = ""
     """Directory of users' code, relative to the compose file, in which roles then run; empty if there is none."""
     variables: Mapping[str, str] = field(default_factory=dict)

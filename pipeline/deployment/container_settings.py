@@ -1,4 +1,4 @@
-"""Settings of a run whose roles are containers: the addresses, ports and directories that differ from one machine's.
+"""Settings of a run whose roles are containers: addresses, ports and directories that differ from a run on one machine.
 
 The caller names the hosts; everything else comes from the run's own settings.
 """
@@ -70,7 +70,7 @@ def check_brokers(config: RunConfig) -> None:
 
 
 def container_settings(config: RunConfig, host_of: HostOf, brokers: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the settings that every container of a run needs in addition to the run's file, by dotted key.
+    """Return the settings that containers of a run need in addition to the run's configuration file, by dotted key.
 
     `brokers` are the host names of brokers that also run in containers, if any.
     """

@@ -65,8 +65,8 @@ class RoleDescription:
     transactional_ids: tuple[str, ...] = ()
     """Templates of the transactional ids under which it writes, with settings and the number in braces."""
     secrets: tuple[str, ...] = ()
-    """Secret settings that it uses in addition to those of its connection to Kafka, or, with a dot at the end, the
-    section of their options; it is given no others."""
+    """Secret settings that it uses in addition to the secrets of its connection to Kafka; a name with a dot at the end
+    stands for all settings of that section. It gets no other secrets."""
     keeps: str = ""
     """Setting of the directory whose files must survive a restart; empty: the log has everything."""
     finishes: bool = False

@@ -10,7 +10,7 @@ _CONNECTION = ("kafka.client.", "kafka.registry.")
 def secrets_of(config: RunConfig, used: Collection[str] = ()) -> dict[str, tuple[str, str]]:
     """Return the kind (env or file) and name of each secret of a process, by dotted key.
 
-    Every process has those of its connection to Kafka; `used` are further keys or, with a dot at the end, sections.
+    Every process gets the secrets of its connection to Kafka; `used` are more keys or, with a dot at the end, sections.
     """
     sections = (*_CONNECTION, *(name for name in used if name.endswith(".")))
     references = secret_references(config).items()

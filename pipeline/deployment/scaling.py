@@ -3,7 +3,7 @@
 `rollstream run` applies the rule itself; on Kubernetes a ScaledObject of KEDA does: its prometheus trigger has
 `lag_query` as its query, `lag_per_process` as its threshold (metricType AverageValue), and the same bounds. A
 HorizontalPodAutoscaler then wants ceil(total / target) processes, unless total / (target * processes) is within a
-tolerance of 1, and removes no process while it wanted more at any time within a window:
+tolerance of 1, and removes processes only if it wanted fewer throughout a window:
 https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/#algorithm-details.
 
 KEDA's own kafka trigger is not suitable: commits of transactions are offsets, too, so the lag that it sees is never
@@ -32,7 +32,7 @@ def bounds(rule: AutoscaleConfig, partitions: int) -> tuple[int, int]:
 
 
 def recommended(rule: AutoscaleConfig, partitions: int, lag: float, processes: int) -> int:
-    """Return how many processes there should be for this total lag, given the current number."""
+    """Return the wanted number of processes for this total lag, given the current number."""
     least, most = bounds(rule, partitions)
     wanted = math.ceil(lag / rule.lag_per_process)
     if processes > 0 and 1 - TOLERANCE <= lag / (rule.lag_per_process * processes) <= 1 + TOLERANCE:
@@ -41,7 +41,7 @@ def recommended(rule: AutoscaleConfig, partitions: int, lag: float, processes: i
 
 
 def stabilized(wanted: Iterable[int], processes: int) -> int:
-    """Return how many processes there should be, from the numbers wanted within the window, the newest last.
+    """Return the number of processes to run, from the numbers wanted within the window, the newest last.
 
     Processes are added at once, but removed only once every number wanted within the window is lower.
     """
@@ -58,7 +58,7 @@ class Autoscaler:
         self._wanted = deque([(now_s, processes)])
 
     def decide(self, lag: float, processes: int, now_s: float) -> int:
-        """Return how many processes there should be from now on; `now_s` never decreases."""
+        """Return the number of processes to run from now on; `now_s` never decreases."""
         self._wanted.append((now_s, recommended(self._rule, self._partitions, lag, processes)))
         while self._wanted[0][0] < now_s - self._rule.cooldown_s:
             self._wanted.popleft()

@@ -26,7 +26,7 @@ _REMEDY = "let NTP set the clocks of this machine and of the brokers"
 
 @dataclass(frozen=True)
 class Skew:
-    """Bounds of the seconds by which a clock is ahead of the one that stamped a record."""
+    """Bounds of the seconds by which a clock is ahead of the clock that stamped a record."""
 
     least_s: float
     most_s: float

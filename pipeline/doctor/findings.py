@@ -16,4 +16,4 @@ class Finding:
     level: Level
     text: str
     remedy: str = ""
-    """Empty if there is nothing to mend."""
+    """Empty if there is nothing to fix."""

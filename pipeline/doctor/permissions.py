@@ -1,4 +1,4 @@
-"""Compares the rights of this client's user with the rights that a role needs: those it lacks, and those in excess.
+"""Compares the rights of this client's user with the rights that a role needs, and names missing and excess rights.
 
 A rule for a prefix is checked with the name of process 0.
 """

@@ -56,12 +56,12 @@ def check_retention(config: RunConfig) -> Iterator[Finding]:
             remedy=_KEEP,
         )
     elif not any(place.begin > place.offset for place in oldest):
-        yield Finding(check=_CHECK, level="ok", text=f"{topic} keeps its records for ever, as far as can be seen")
+        yield Finding(check=_CHECK, level="ok", text=f"{topic} keeps its records for ever, as far as this user can see")
     yield from forgotten_positions(topic_admin.positions_kept_s(config.kafka))
 
 
 def forgotten_positions(kept_s: float) -> Iterator[Finding]:
-    """Yield a note if brokers that keep positions for `kept_s` may forget those of a run that is stopped for weeks."""
+    """Yield a note if brokers, which keep positions for `kept_s`, may forget those of a run stopped for weeks."""
     if kept_s < _POSITIONS_KEPT_S:
         yield Finding(
             check=_CHECK,

@@ -11,7 +11,7 @@ COLOURS = 8
 """Number of different colours for the lines of a chart; style.css defines them."""
 _POINTS = 240
 _CONSTANT, _NOTHING = 1e-9, 1e-100
-"""Width of a range, as a share of its values, up to which it is constant; and size below which values are zero."""
+"""Relative width up to which a range counts as constant, and size below which values count as zero."""
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class RunFacts:
     configuration: str
     """SHA-256 of the configuration that the processes of the run used; empty if this machine lacks its file."""
     model: Mapping[str, Any]
-    """Shape of the model, as the newest manifest has it."""
+    """Shape of the model, according to the newest manifest."""
     parameters: int
     curves: Mapping[str, Curve]
     """Curves by their names on the page of a run."""

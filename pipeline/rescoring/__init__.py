@@ -1,1 +1,1 @@
-"""Rescores a run: another verifier's rewards for its rollouts, and what follows for batches, steps and versions."""
+"""Rescores a run: scores its rollouts with another verifier, and finds the effects on batches, steps and versions."""

@@ -99,9 +99,9 @@ class LearnerConsequences:
     last_clean_step: int | None
     """The last step before the first wrong step; None if the first step on record is wrong."""
     last_clean_version: int | None
-    """The newest policy version published by the last clean step or an earlier one; None if there is none."""
+    """The newest policy version published by the last clean step or an earlier step; None if there is none."""
     touched_versions: tuple[int, ...] = ()
-    """Policy versions published by the first wrong step or a later one; all of them contain the errors."""
+    """Policy versions published by the first wrong step or a later step; all of them contain the errors."""
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""

@@ -35,19 +35,19 @@ from rollstream.topics.rl_examples import batch_digest
 NO_VARIANCE = ("zero_variance", "zero_advantage")
 """Reasons for dropping a rollout that teaches nothing; such a rollout counts as one with advantage 0."""
 ROUNDING = 1e-9
-"""Largest advantage that counts as 0, because rounding leaves such values. Others are compared within a millionth."""
+"""Largest advantage that counts as 0, because rounding leaves such values. Larger values must agree to a millionth."""
 TakenRows = Mapping[str, tuple[int, ...]]
 """Rows of batches that a learner has taken, by batch; an empty tuple for all of them."""
 
 
 @dataclass(frozen=True)
 class CorrectedBatch:
-    """A recorded batch of R rollouts, with the advantages that the other rewards give its rollouts."""
+    """A recorded batch of R rollouts, with the advantages that follow from the rescored rewards."""
 
     before: Float32
     """Advantages on record, [R]."""
     after: Float32
-    """Advantages by the other rewards, [R]; 0 for the rollouts of a group without variance."""
+    """Advantages by the rescored rewards, [R]; 0 for the rollouts of a group without variance."""
     known: NDArray[np.bool_]
     """Whether the fold computed an advantage for the rollout, [R]; the other rollouts count as unchanged."""
     sampled: NDArray[np.int64]
@@ -113,7 +113,7 @@ class CorrectionJob:
 
 
 def correct_partition(job: CorrectionJob) -> CorrectedPartition:
-    """Fold a partition again with other rewards and compare. Raises StateRefused as `refold` does, and TopicError if
+    """Fold a partition again with rescored rewards and compare. Raises StateRefused as `refold` does, and TopicError if
     the partition was pruned beyond its snapshots."""
     result = CorrectedPartition()
     rewards: dict[int, float] = {}

@@ -25,7 +25,7 @@ class Rescoring:
     version: str = ""
     """Version that the verifier states, for changes that its source does not show, such as of a model behind a URL."""
     environments: tuple[str, ...] = ()
-    """Empty for all."""
+    """Environments whose rollouts are scored again; empty for all."""
 
     @cached_property
     def id(self) -> str:

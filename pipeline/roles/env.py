@@ -23,7 +23,9 @@ from rollstream.topics.steering import desired_state
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream env`, and the commands below it."""
     commands = parser.add_subparsers(
-        dest="env_command", metavar="new|check", help="write or check an environment; without it, play them"
+        dest="env_command",
+        metavar="new|check",
+        help="write or check an environment; without either, play the run's environments",
     )
     environment_template.register(add_command(commands, "new", "write an environment of your own, with its test"))
     environment_check.register(add_command(commands, "check", "play an environment and show what is trained on"))
@@ -34,7 +36,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="supervisor.workers=",
         action=Setting,
         metavar="N",
-        help="workers that share the work (default: 2)",
+        help="number of workers that share the work (default: 2)",
     )
 
 
@@ -80,7 +82,7 @@ def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
 
 def worker_name(config: RunConfig, ordinal: int, workers: int | None = None) -> str:
     """Return the name of the worker with this ordinal: the configured name, followed by the ordinal if there are
-    several workers. `workers` is the number that operators want; without it, the configured number counts."""
+    several workers. `workers` is the number that operators want; by default, the configured number is used."""
     name = config.worker.worker_id
     if name == WorkerConfig().worker_id:
         return f"env-{ordinal}"

@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Serve until stopped; any gateway continues the sessions that agents have begun."""
+    """Serve until stopped; any other gateway can continue the sessions that agents have begun."""
     end_with_split(config.kafka, config.run)
     run_until_stopped(lambda stop: _serve(config, args.ordinal, stop))
     return 0

@@ -39,7 +39,7 @@ _MIB = 1024 * 1024
 
 
 class FollowedPolicy:
-    """Generator of the engine that samples with the newest whole policy version of a run."""
+    """The engine's generator, which samples with the newest complete policy version of a run."""
 
     def __init__(self, follower: WeightsFollower, decoder: "SlotDecoder", stop_ids: Sequence[int]) -> None:
         self._follower = follower

@@ -14,7 +14,7 @@ from rollstream.producers.metrics_publisher import RUNNING
 from rollstream.topics.records import Metrics
 
 GONE_S = 60.0
-"""A component is left out of the tables this long after its last record, if others of its role still write."""
+"""Time after its last record at which a component is left out of the tables, if others of its role still write."""
 _LARGEST = 999e15
 _GROUPING = "group"
 

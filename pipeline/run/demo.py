@@ -340,7 +340,7 @@ def trace(config: RunConfig) -> LineageNode | None:
 
 
 def topic_bytes(config: RunConfig) -> dict[str, int]:
-    """Return the bytes of keys and values written to each topic; `weights` is compacted, so its manifests count."""
+    """Return the bytes of keys and values written to each topic; for the compacted `weights`, by its manifests."""
     sizes = {}
     for spec in CATALOGUE:
         if spec.name != "weights":

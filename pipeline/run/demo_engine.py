@@ -34,15 +34,15 @@ class EngineUse:
     """Evidence, from the rollouts of a run, of what the engine that sampled them did."""
 
     engine: str
-    """Its kind, as serving.engine names it."""
+    """Kind of engine, as in serving.engine."""
     published: int
-    """Policy versions published."""
+    """Number of policy versions published."""
     versions: int
-    """Versions that sampled a token of a rollout."""
+    """Number of policy versions that sampled a token of a rollout."""
     rollouts_by_versions: Mapping[int, int]
-    """Rollouts by the number of versions that sampled their tokens; several if weights changed during sampling."""
+    """Number of rollouts, by how many versions sampled their tokens; above 1 if weights changed during sampling."""
     unnamed: int
-    """Rollouts with a token whose version is not known."""
+    """Number of rollouts with a token whose version is not known."""
 
     @property
     def failures(self) -> tuple[str, ...]:

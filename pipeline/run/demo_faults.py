@@ -42,7 +42,7 @@ class Fault:
     """Time from the kill until the role worked again, which a grouping consumer does once it has restored its
     partitions, and the learner once it has made a new step. None if that was not observed."""
     back: str = ""
-    """Description of the evidence that it works again."""
+    """Description of the evidence that the role works again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,7 +115,7 @@ class FaultInjector:
         else:
             ready = self._roles.is_ready(LEARN)
             if not ready:
-                self._last_step = step  # the killed process made it, even if it is read only now
+                self._last_step = step  # the killed process made this step, even if it is read only now
             back = f"step {step}" if ready and step > self._last_step else ""
         if not back:
             return fault

@@ -1,9 +1,9 @@
 """Drains a run when operators ask for it, in a thread of each grouping process.
 
-Workers and gateways begin nothing new by themselves, and the learner ends once it has trained on the whole index. A
-drainer waits until no producer has anything open and labelers have read everything. It then makes every partition cut
-its sealed groups until only incomplete groups are left, and records the end on `control`. Any grouping process may
-repeat each of these stages, so a process that is killed during one leaves nothing to undo.
+Workers and gateways follow the same request and begin nothing new, and the learner ends once it has trained on the
+whole index. A drainer waits until no producer has anything open and labelers have read everything. It then makes every
+partition cut its sealed groups until only incomplete groups are left, and records the end on `control`. Any grouping
+process may repeat each of these stages, so a process that is killed during one leaves nothing to undo.
 """
 
 import logging
@@ -41,9 +41,9 @@ _AGAIN_S = 5.0
 _NEWEST_METRICS = 5000
 """Number of the newest records of each partition of `metrics` to read; components write one every few seconds."""
 _QUIET_S = 2.0
-"""Time without a new record of `rollouts` after which producers whose metrics say so count as ended."""
+"""Time without a new record of `rollouts` after which producers whose metrics show no open work count as ended."""
 _UNKNOWN_QUIET_S = GONE_S
-"""The same time for producers that write no metrics."""
+"""The same time if no producer writes metrics."""
 _PRODUCERS = ("env", "gateway")
 
 
@@ -124,7 +124,7 @@ def _record_end(kafka: KafkaConfig, run: str, request: DrainRequest) -> None:
 
 
 class QuietProducers:
-    """Checks that no producer of rollouts has anything open, by their metrics and by the log."""
+    """Checks, by metrics and by the log, that no producer of rollouts has open work."""
 
     def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config, self._clock = config, clock

@@ -28,7 +28,7 @@ class LabelingState(NamedTuple):
     waiting: int = 0
     """Records that no labeler has read."""
     read: int = 0
-    """Records that labelers have read, including records deleted since."""
+    """Records that labelers have read, including records that were deleted later."""
 
 
 class LabelingWatch(Closing):

@@ -95,7 +95,7 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
     assert process.wait(300) == 0
     stored = Stored(run, tmp_path / "other" / "file")
     whole = plain(ledger(run.kafka, run.name))
-    assert stored.poll() == ("there is no file of an earlier reading", whole)
+    assert stored.poll() == ("there is no saved ledger", whole)
     assert stored.poll() == ("", whole)
     data = stored.path.read_bytes()
     for bad, why in (
@@ -175,7 +175,7 @@ def test_a_command_reads_on_and_says_what_it_keeps(run: RealRun) -> None:
         answer = subprocess.run(command, capture_output=True, text=True, cwd=run.directory, check=True, timeout=300)
         return answer.stdout
 
-    assert "read from the beginning (there is no file of an earlier reading)" in told()
+    assert "read from the beginning (there is no saved ledger)" in told()
     assert "read only new records; the file for the next reading has" in told()
     book = json.loads(told("--json"))
     kept = book.pop("books")

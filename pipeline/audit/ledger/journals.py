@@ -41,7 +41,7 @@ class Journals:
         self.of = {number: journal.anew() for number, journal in self.of.items()}
 
     def read(self, kafka: KafkaConfig, cut: Mapping[int, int], group: str, hidden: HiddenRecords, book: Ledger) -> None:
-        """Read each journal up to its cut, or to its end if it has none, and report missing records."""
+        """Read each journal up to its offset in `cut`, or else to its end, and report missing records."""
         tail = self.tail
         for journal in self.of.values():
             journal.hidden = False
@@ -73,7 +73,9 @@ class Journals:
                 self.of[partition].hidden = True
                 book.undecide(f"journal[{partition}] offset {cut[partition]}", hidden.places("journal"))
             else:
-                book.problem(f"journal[{partition}] does not hold offset {cut[partition]}, which group {group} names")
+                book.problem(
+                    f"journal[{partition}] does not hold offset {cut[partition]}, which a commit of group {group} names"
+                )
         for journal in self.of.values():
             if journal.sequence >= 0 and journal.base < 0:
                 book.problem(f"journal[{journal.number}] holds no complete snapshot")

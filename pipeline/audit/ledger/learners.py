@@ -1,7 +1,7 @@
-"""Compares recorded steps with batches and index.
+"""Compares the recorded steps of learners with the batches and the batch index.
 
-A learner trains on a rollout for the first time, or skips it, at most once, and moves past no batch that its steps do
-not name.
+A learner may train on a rollout for the first time, or skip it, only once. Its steps must name every batch before its
+position.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ class _Learner:
     input_run: str = ""
     position: int = -1
     stood: int = -1
-    """Position after its last compared step on batches of this run; -1 before the first."""
+    """Position after the learner's last compared step on batches of this run; -1 before the first such step."""
     trained: int = 0
     skipped: int = 0
     skipped_as: dict[str, int] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class _Learner:
     beyond: list[tuple[int, int]] = field(default_factory=list)
     """Steps whose positions were beyond the end of the index when they were read, with these positions."""
     problems: list[tuple[int, int, str]] = field(default_factory=list)
-    """Problems with uses: step, index among its uses, and description."""
+    """Problems with uses: step, index among the step's uses, and description."""
     passed: list[tuple[int, int, str]] = field(default_factory=list)
     """Problems with positions: step, order, and description."""
 
@@ -105,13 +105,13 @@ class LearnerUses:
     ) -> None:
         """Compare steps with batches and with the index, and count them by learner.
 
-        `hidden_rows` are the numbers of rows of batches that are not in the table because a transaction hides them.
-        `end` is the end of the index from before it was read.
+        `hidden_rows` has the number of rows of each batch that is not in the table because a transaction hides it.
+        `end` is the end of the index, determined before the index was read.
 
         Each learner trains on a rollout for the first time, or skips it, at most once; it uses only rows that exist,
         and uses again only rows that it has trained on. The steps up to its position name every entry of the index
-        before that position, each at its offset. Steps that draw from a rollout buffer instead name a batch when they
-        use it, however far they have read.
+        before that position, each at its offset. Steps that draw from a rollout buffer are exempt: they name a batch
+        only when they use it, which may be long after it was read.
         """
         for taken in self._new:
             if taken.input_run == self._run:
@@ -196,7 +196,7 @@ class Learners(LearnerUses):
 
 
 def check_uses(step: LearnerStep) -> None:
-    """Raise RecordError for an invalid batch id or number of rows, because rows are looked up one by one."""
+    """Raise RecordError for an invalid batch id or number of rows, because each row will be looked up."""
     for use in step.uses:
         batch_numbers(use.batch_id)
         _check_rows(use)
@@ -245,7 +245,7 @@ def _are_rows(rows: int, numbers: tuple[int, ...], held: int | None) -> bool:
 
 
 def _compare_position(learner: _Learner, step: LearnerStep, entries: Entries, end: int) -> None:
-    """Compare the position of a learner's next step with the entries that its uses name."""
+    """Compare the position of a step, given in order, with the index entries that its uses name."""
     named = {use.index_offset: use.batch_id for use in step.uses}
     if step.position > end:
         learner.beyond.append((step.step, step.position))

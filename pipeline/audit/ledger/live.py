@@ -35,7 +35,7 @@ _MARK = b"rollstream books "
 _DIGEST_BYTES = 32
 _LOCK = "books.lock"
 _SHARE = 20
-"""Writing the file takes at most one part in twenty of the time; after a kill, a few records are read again."""
+"""Writing the file takes at most 1/20 of the time; after a kill, records since the last write are read again."""
 Ranges = list[tuple[int, int]]
 """First and last offset of each range."""
 
@@ -62,7 +62,7 @@ class LiveLedger(Closing):
         """The positions when the file was last written."""
         self._written_at, self._cost_s = -math.inf, 0.0
         self.begun_anew = ""
-        """Why the last poll began anew; empty if it continued from an earlier reading."""
+        """Why the last poll read the topics from the beginning; empty if it read only new records."""
         self.state_bytes = 0
         """Size of the file as of the last poll."""
 
@@ -71,7 +71,7 @@ class LiveLedger(Closing):
         clients.check_broker(self._kafka)
         self.begun_anew = ""
         books = self._books or self._stored()
-        self._books = None  # Their state is invalid after an error.
+        self._books = None  # A `Books` is invalid after an error.
         if books is not None:
             try:
                 result = books.read()
@@ -108,11 +108,11 @@ class LiveLedger(Closing):
             self._lock = None
 
     def _stored(self) -> Books | None:
-        """Return the books in the file; None, after reporting the reason, if the file cannot be used."""
+        """Return the `Books` in the file; None, after reporting the reason, if the file cannot be used."""
         try:
             data = self._path.read_bytes()
         except FileNotFoundError:
-            self._tell("there is no file of an earlier reading")
+            self._tell("there is no saved ledger")
             return None
         books = Books(*self._arguments)
         try:
@@ -121,13 +121,13 @@ class LiveLedger(Closing):
             self._tell(f"{self._path}: {error}")
             return None
         except (KeyError, TypeError, ValueError, AttributeError, zlib.error) as error:
-            self._tell(f"{self._path}: it holds other values than this release writes ({error!r})")
+            self._tell(f"{self._path}: its values differ in form from those that this release writes ({error!r})")
             return None
         self._kept, self.state_bytes = books.positions, len(data)
         return books
 
     def _store(self, books: Books) -> None:
-        """Write the file, unless nothing was read since, or writing would take too much of the time."""
+        """Write the file, unless it is up to date, or writing would take too much of the time."""
         due = time.monotonic() - self._written_at > _SHARE * self._cost_s
         if due and self._kept != books.positions:
             self._write(books)

@@ -38,7 +38,7 @@ from rollstream.topics.kafka import clients, topic_admin
 _NO_ROLLOUTS = (READ, CONTROL, MOVED_CONTROL)
 """Names of counts other than fates of rollouts."""
 _PRUNED = ("rollouts", "journal", "batch-index", "batches")
-"""Topics whose first records may be deleted without making the books outdated."""
+"""Topics whose first records may be deleted without making a saved ledger outdated."""
 _NEWER = ("control", "calls")
 """Topics that runs of early releases do not have."""
 _READ_AGAIN = ("calls", "unlabelled", "trajectories")
@@ -64,7 +64,7 @@ class Books:
     def __init__(
         self, kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None
     ) -> None:
-        """Prepare empty books; the arguments are as in `ledger`."""
+        """Begin without records; the arguments are as in `ledger`."""
         self._kafka, self._run = kafka, run
         self._groups = group or GrouperConfig().group_id(run), labeling_group or LabelingConfig().group_id(run)
         partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
@@ -190,7 +190,7 @@ class Books:
         Raises Outdated.
         """
         for name in (name for name in _NEWER if name not in self._parts and has_topic(self._kafka, self._run, name)):
-            raise Outdated(f"topic {topic_name(self._run, name)} has been created since")
+            raise Outdated(f"topic {topic_name(self._run, name)} did not exist at the last reading")
         names = {topic_name(self._run, name): name for name in self._tails}
         ids = topic_admin.topic_ids(self._kafka, [*names])
         bounds = bounds_of(self._kafka, names)
@@ -225,7 +225,7 @@ class Books:
             self._labeling = LabelingRecords(self._kafka, self._run)
         for name in (name for name in deleted if name not in _READ_AGAIN):
             if name not in _PRUNED or not self._tails[name].forget_before(begins[name]):
-                raise Outdated(f"records of topic {topic_name(self._run, name)} that it counts were deleted")
+                raise Outdated(f"records of topic {topic_name(self._run, name)} that the ledger counts were deleted")
             if name == "journal":
                 self._journals.begin_anew(TopicTail(self._kafka, self._run, "journal"))
                 self._batches.expect_anew()

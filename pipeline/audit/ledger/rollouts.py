@@ -1,7 +1,7 @@
-"""Compares records of `rollouts` with the journal: below the position, each record has a fate and each fate a record.
+"""Compares records of `rollouts` with the journal: each record that was read has a fate, and each fate a record.
 
-Records that the group has not read count as unread. It also finds losses that counts do not show: records that were
-deleted before they were read, and records that replaced others after these were read.
+Records that the group has not read count as unread. The comparison also finds losses that counts do not show: records
+that were deleted before they were read, and records that were written in place of records already read.
 """
 
 from bisect import bisect_right
@@ -74,7 +74,7 @@ class RolloutRecords:
     def read(
         self, journals: Mapping[int, PartitionJournal], requested: Mapping[int, set[int]], topic_id: str
     ) -> dict[int, set[int]]:
-        """Read new records; return, by partition, the offsets from the position on that grouping will not fetch.
+        """Read new records; return, by partition, the offsets at or after the position that grouping will not fetch.
 
         `requested` are the offsets that grouping was asked to skip.
         """
@@ -111,7 +111,7 @@ class RolloutRecords:
         hidden: HiddenRecords,
         result: Ledger,
     ) -> int:
-        """Compare the records read with the journals; `begins` are the first offsets from before these were read.
+        """Compare the records read with the journals; `begins` are the first offsets, determined before reading.
 
         Returns the number of rollouts among the records in flight.
         """
@@ -212,7 +212,7 @@ class _PartitionRecords:
             self._result.problem(f"rollouts[{journal.number}] offset {offset} is {fate} but holds no record")
 
     def sum_up(self, left_out: set[int]) -> None:
-        """Add the counts of the partition to the ledger; `left_out` are offsets from the position on."""
+        """Add the counts of the partition to the ledger; `left_out` are offsets at or after the position."""
         journal, result = self._journal, self._result
         unread = self._unread.total + sum(offset < self._end for offset in left_out)
         deleted, settled = self._deleted.total, sum(journal.before.values())

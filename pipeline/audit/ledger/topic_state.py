@@ -1,4 +1,4 @@
-"""The bounds of a run's topics, and the error for saved books that no longer match the topics."""
+"""The bounds of a run's topics, and the error for a saved ledger that no longer matches the topics."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ LogBounds = dict[str, dict[int, int]]
 
 
 class Outdated(RollstreamError):
-    """The books of an earlier reading cannot be continued."""
+    """A saved ledger cannot be continued, because it does not match the topics or this release."""
 
 
 def has_topic(kafka: KafkaConfig, run: str, name: str) -> bool:

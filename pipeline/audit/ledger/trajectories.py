@@ -72,13 +72,13 @@ class UnlabelledPartition:
             self.times[fact, offset] = self.times.get((fact, offset), 1) + 1
 
     def judge(self, assumed: Iterable[int] = ()) -> None:
-        """Base the fates on what was read so far, and on `assumed` labels that no reader sees yet."""
+        """Determine the fates from the records read so far; `assumed` offsets have labels that no reader sees yet."""
         self._judged = OffsetTable(self.table.runs())
         for offset in assumed:
             self._judged.set_bits_at(offset, LABELED)
 
     def of_fate(self, fate: str) -> OffsetRuns:
-        """Return the offsets below the position with a fate; left-out offsets have neither a label nor a letter."""
+        """Return the offsets below the position with a fate; `left_out` means neither a label nor a dead letter."""
         runs, limit = self._judged.runs(), _MOST if self.position is None else self.position
         if fate == "left_out":
             return runs.where(runs.values == RECORD).clipped(self.begin, self.position or 0)
@@ -206,7 +206,7 @@ class LabelingRecords:
                 self._count(source_of(message), LABELED)
         for message in self.rollouts.messages() if self.labels else ():
             if moved_from(message) is not None:
-                continue  # It was labeled in the run that was split into this one.
+                continue  # The rollout was labeled in the run that was split into this one.
             with self.rollouts.skipped.passing(message):
                 self._count(source_of(message), LABELED)
         for message in self.letters.messages():

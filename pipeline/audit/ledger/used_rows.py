@@ -55,7 +55,7 @@ class UsedRows:
         self._rows[batch_id] = used
 
     def fold(self, batch_id: str, held: int) -> None:
-        """Keep a batch with `held` rows by its number, if all of its rows had the same use."""
+        """Store a batch with `held` rows as a whole, if all of its rows had the same use."""
         rows = self._rows.get(batch_id)
         partition, number = batch_numbers(batch_id)
         if rows is None or not held or number >= _MOST_BATCHES:

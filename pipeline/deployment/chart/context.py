@@ -39,7 +39,7 @@ class ChartOptions:
     worker_image: str = ""
     """Image of the workers, if the environments' libraries are not in `image`."""
     config_text: str = ""
-    """Text of the run's file; empty if it has none."""
+    """Text of the run's configuration file; empty if the run has none."""
     variables: Mapping[str, str] | None = None
     """Variables for settings that are not given in the file."""
 
@@ -89,7 +89,7 @@ class RunChart:
 
     @cached_property
     def settings(self) -> dict[str, object]:
-        """Settings of pods in addition to the run's file, by dotted key, whether or not the chart has brokers."""
+        """Settings of pods in addition to the run's configuration file, by dotted key, with or without own brokers."""
         _secrets, references = container_secrets(secret_references(self.config))
         settings = {**container_settings(self.config, self.host), **references}
         for key in ("kafka.bootstrap_servers", "learner.coordinator"):

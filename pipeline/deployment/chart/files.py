@@ -1,4 +1,4 @@
-"""Files of a chart: its templates, values and their schema, the run's own file, the dashboard and the alert rules."""
+"""Files of a chart: templates, values and their schema, the run's configuration file, the dashboard and alert rules."""
 
 import re
 from importlib.metadata import version
@@ -68,7 +68,7 @@ def _templates(chart: RunChart) -> dict[str, Template]:
 
 
 def _settings(chart: RunChart) -> Template:
-    """Return the run's file, and the variables of every pod."""
+    """Return the run's configuration file, and the variables of every pod."""
     theirs = {BOOTSTRAP: value("brokers.bootstrapServers")}
     variables: dict[str, Any] = {name: literal(text) for name, text in chart.variables.items()}
     if chart.own_brokers:
@@ -83,7 +83,7 @@ def _settings(chart: RunChart) -> Template:
 
 
 def _of_brokers(chart: RunChart) -> dict[str, Any]:
-    """Return the variables that depend on whether the chart runs the brokers; each key is written once."""
+    """Return the variables that depend on whether the chart runs the brokers, each key once."""
     plain, secured = (brokers.bootstrap(chart, port) for port in (KAFKA_PORT, brokers.SECURED_PORT))
     address = f"(.Values.brokers.security | ternary {_text(secured)} {_text(plain)})"
     address = f".Values.brokers.enabled | ternary {address} .Values.brokers.bootstrapServers"
@@ -162,4 +162,6 @@ def _check(config: RunConfig, options: ChartOptions) -> None:
             "such as s3://bucket/weights, or remove the setting, so that weights are sent through the log"
         )
     if len(options.config_text.encode()) > _LARGEST_FILE:
-        raise ConfigurationError(f"the run's file is larger than {_LARGEST_FILE} bytes, and a ConfigMap may have 1 MiB")
+        raise ConfigurationError(
+            f"the run's configuration file is larger than {_LARGEST_FILE} bytes, and a ConfigMap may have 1 MiB"
+        )

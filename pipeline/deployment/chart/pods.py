@@ -50,8 +50,8 @@ def pod_template(
 ) -> dict[str, Any]:
     """Return the template of the pods of a role, or of another command.
 
-    `volume` is the claim for the files that it keeps, and `waits` are the arguments of `rollstream deploy wait`, which
-    runs before it starts.
+    `volume` is the claim for the files that the role keeps, and `waits` are the arguments of `rollstream deploy wait`,
+    which runs before the role starts.
     """
     path = f"roles.{values_key(role)}"
     container = _container(chart, role, "rollstream", args, f"{path}.resources")
@@ -86,7 +86,7 @@ def pod_template(
 
 
 def config_flag(chart: RunChart) -> tuple[str, ...]:
-    """Return the flag that names the run's file, if the run has one."""
+    """Return the flag that names the run's configuration file, if the run has one."""
     return ("--config", CONFIG) if chart.options.config_text else ()
 
 
@@ -129,7 +129,7 @@ def _variables(chart: RunChart, role: str) -> list[Any] | Enclosed:
 
 
 def learner_digest(chart: RunChart) -> str:
-    """Return the digest in the name of the learner's job, so that other settings make another job."""
+    """Return the digest in the name of the learner's job, so that a change of settings makes a new job."""
     return digest_of(chart.digest, (*pod_values(chart), f"roles.{values_key(LEARN)}"))
 
 

@@ -33,7 +33,7 @@ MARK = "# Written by `rollstream deploy chart`: change the run's settings or the
 
 
 def value(path: str, default: str = "") -> Raw:
-    """Return the expression for a value of the chart, or for the value `default` where it is empty."""
+    """Return the expression for a value of the chart, or for the value `default` if the first is empty."""
     other = f" | default .Values.{default}" if default else ""
     return Raw(f"{{{{ .Values.{path}{other} | toJson }}}}")
 

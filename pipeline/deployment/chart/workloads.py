@@ -28,7 +28,7 @@ from rollstream.pipeline.process_number import AUTO
 WAIT_S = 600
 """Time in which brokers must answer a job or a pod that waits for them; after it, the job or pod is started again."""
 SCALED = (GROUP, LABEL, ENV)
-"""Roles whose number of processes is a value; for all other roles, the settings of their peers depend on it."""
+"""Roles whose number of processes is a value of the chart; for other roles, settings depend on it, so it is fixed."""
 _RETRIES = 1_000_000
 """Failures after which Kubernetes gives up a job that ends by itself: so many that it never does."""
 _AUTOSCALED = ".Values.autoscaling.enabled"
