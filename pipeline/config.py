@@ -112,19 +112,19 @@ class ScaleDemoConfig:
     workers: int = 24
     """Number of workers whose names the rollouts carry."""
     tokens: int = 128
-    """Tokens of a rollout."""
+    """Number of tokens of each rollout."""
     low_per_s: float = 60.0
     """Rollouts per second of all workers, at the beginning and at the end."""
     high_per_s: float = 500.0
     """Rollouts per second of all workers, at the peak."""
     low_s: float = 8.0
-    """How long the low rate lasts at the beginning; at the end it lasts until only the fewest processes are left."""
+    """How long the low rate lasts at the beginning; at the end it lasts until only the minimum of processes is left."""
     ramp_s: float = 10.0
     """How long the rate takes to rise from low to high, and to fall again."""
     high_s: float = 25.0
     """How long the high rate lasts."""
     patience_s: float = 180.0
-    """Longest wait at the end until only the fewest processes are left."""
+    """Longest wait at the end until only the minimum of processes is left."""
 
     def __post_init__(self) -> None:
         if not 0 < self.low_per_s <= self.high_per_s:
@@ -145,7 +145,7 @@ class DemoConfig:
     gain: float = 0.5
     """Least rise of exact match, from the first `window` rollouts to the last `window`, with which the demo passes."""
     window: int = 1000
-    """Rollouts over which exact match is measured."""
+    """Number of rollouts over which exact match is measured."""
     scale: ScaleDemoConfig = field(default_factory=ScaleDemoConfig)
 
     def __post_init__(self) -> None:
@@ -379,7 +379,7 @@ def secret_references(config: RunConfig) -> dict[str, tuple[str, str]]:
 
 
 def _texts(section: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the dotted key and the value of every setting of a section that is a text, also in lists and tables."""
+    """Yield the dotted key and the value of every text among a section's settings, including lists and tables."""
     for name, value in _settings_of(section):
         if isinstance(value, str):
             yield f"{prefix}{name}", value

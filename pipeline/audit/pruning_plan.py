@@ -96,7 +96,7 @@ class Positions:
     begins: Mapping[TopicAndPartition, int]
     """First offset of each partition of each of `TOPICS`."""
     groups: Mapping[str, Mapping[TopicAndPartition, int]] = field(default_factory=dict)
-    """Offsets that other consumer groups committed."""
+    """Offsets that consumer groups other than grouping's committed, by group."""
     labeling_group: str = ""
     """Name of the group of the labeling processes."""
     fillers: frozenset[str] = frozenset()
@@ -244,7 +244,7 @@ def _before_window(
 
 
 def _group_needs(positions: Positions, topic: str, partition: int) -> list[tuple[int, str]]:
-    """Return the position of each other group in a partition; the last item is a sentinel that is never the minimum."""
+    """Return the positions of `positions.groups` in a partition, and last a sentinel that is never the minimum."""
     place = (topic, partition)
     needs = [(offsets[place], f"group {group}") for group, offsets in positions.groups.items() if place in offsets]
     return [*needs, (_END, "")]

@@ -6,7 +6,7 @@ HorizontalPodAutoscaler then wants ceil(total / target) processes, unless total 
 tolerance of 1, and removes processes only if it wanted fewer throughout a window:
 https://kubernetes.io/docs/concepts/workloads/autoscaling/horizontal-pod-autoscale/#algorithm-details.
 
-KEDA's own kafka trigger is not suitable: commits of transactions are offsets, too, so the lag that it sees is never
+KEDA's own kafka trigger is not suitable: transaction markers occupy offsets, too, so the lag that it sees is never
 zero (https://github.com/kedacore/keda/issues/5675).
 """
 

@@ -1,6 +1,6 @@
 """Checks how long brokers keep rollouts, and how old the oldest unfinished rollout of each partition is.
 
-A restart of grouping reads from that rollout on. If brokers delete such records first, they are lost with their groups.
+A restart of grouping reads from that rollout on. Unfinished rollouts that brokers delete are lost with their groups.
 """
 
 import math

@@ -68,11 +68,11 @@ class RunFacts:
     """As `rollstream ledger --json` prints it; None for an archive, which the ledger does not read."""
     groups: int
     zero_variance: int
-    """Groups whose members all have one reward."""
+    """Number of groups whose members all have the same reward."""
     spread: Curve | None
     """Share of groups of zero variance, by policy version."""
     versions: int
-    """Policy versions on record."""
+    """Number of policy versions on record."""
     version_bytes: int
     newest_versions: Sequence[VersionFacts]
     best: Sequence[Mapping[str, Any]]

@@ -94,7 +94,7 @@ class LearnerConsequences:
 
     learner: str
     steps: int
-    """Steps on record that trained on batches of the run."""
+    """Number of steps on record that trained on batches of the run."""
     wrong: tuple[WrongStep, ...] = ()
     last_clean_step: int | None
     """The last step before the first wrong step; None if the first step on record is wrong."""

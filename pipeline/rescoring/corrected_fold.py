@@ -1,6 +1,6 @@
 """Folds a partition again with the rewards of a rescoring, and compares the advantages, rollout by rollout.
 
-It is the fold that cut the recorded batches, with the configurations on the log; only the rewards are replaced. A
+It repeats the fold that cut the recorded batches, with the configurations on the log, and replaces only the rewards. A
 rollout on which the verifier failed keeps its reward.
 """
 

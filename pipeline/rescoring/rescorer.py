@@ -53,7 +53,7 @@ def rescore(
     """Score every rollout, up to the present end of the log, that the rescoring has not scored; return their number.
 
     Raises ConfigurationError if the verifier cannot be imported, and DeliveryError if rewards could not be written.
-    Records written before stay, and another call goes on after them.
+    Records already written stay, and another call continues after them.
     """
     clients.check_broker(kafka)
     topic = topic_name(run, "rollouts")
@@ -93,7 +93,7 @@ def rescored(
 
 
 def next_offset(kafka: KafkaConfig, run: str, rescoring_id: str, partition: int) -> int:
-    """Return the offset in a partition of `rollouts` that follows the last one scored by a rescoring."""
+    """Return the offset after the last rollout of a partition that a rescoring has scored."""
     records = rescored(kafka, run, rescoring_id, partition, SkippedRecords("rescore"))
     return max((record.offset + 1 for record in records), default=0)
 

@@ -1,7 +1,7 @@
 """A rescoring: a verifier, and the environments whose rollouts it scores again.
 
-The same code for the same environments is the same rescoring, so that an interrupted rescoring goes on. Other code is
-another rescoring.
+The same verifier code with the same environments gives the same id, so an interrupted rescoring can continue. Changed
+code makes a new rescoring.
 """
 
 import hashlib

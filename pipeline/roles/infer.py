@@ -65,7 +65,7 @@ class FollowedPolicy:
 
     @property
     def free(self) -> int:
-        """Slots without a row."""
+        """Number of slots without a row."""
         return self._decoder.free
 
     @property

@@ -181,7 +181,7 @@ def _say_ready(config: RunConfig, supervisor: Supervisor, ports: ServicePorts) -
 
 
 def _say_adopted(config: RunConfig, supervisor: Supervisor, orphans: Collection[str]) -> None:
-    """Say how many processes of a previous supervisor go on."""
+    """Report how many processes were adopted from a previous supervisor."""
     if orphans:
         print(
             f"run {config.run}: {len(supervisor.adopted)} of {len(supervisor.pids)} processes go on from a previous "

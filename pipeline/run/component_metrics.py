@@ -1,8 +1,8 @@
 """The newest metrics of each worker, evaluator, server, gateway and grouping process of a run, and tables of them.
 
 Pure: it takes the records of `metrics` in the order a reader gets them. Records of other components, such as learners,
-are left out, because their figures are in `steps`. So are a grouping process's records about one partition or
-environment.
+are left out, because their figures are in `steps`. Records of a grouping process about a single partition or
+environment are left out, too.
 """
 
 import math
@@ -142,7 +142,7 @@ class NewestMetrics:
         """Add the next record of the topic. A value that is not finite is left out."""
         role, component = record.labels.get("role", ""), record.component
         if _is_of_grouping_process(record):
-            # Its name in the consumer group contains the name of the run, for which a row has no room.
+            # The name of a grouping process contains the name of the run, for which a row has no room.
             role, component = _GROUPING, f"{_GROUPING}-{component.rpartition('-')[2]}"
         if role not in _TABLES:
             return

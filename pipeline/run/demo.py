@@ -111,7 +111,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def recipe_of(args: argparse.Namespace) -> Path:
-    """Return the settings file of the demo: that of scaling with --scale, else the task's recipe, else the default."""
+    """Return the demo's settings file: with --scale the file for scaling, else the task's recipe or the default."""
     if args.scale:
         return _SETTINGS / "scale.toml"
     own = _RECIPES / f"{getattr(args, 'task=', None) or ''}.toml"
@@ -208,7 +208,7 @@ def train(
 ) -> TrainingOutcome:
     """Train until the stop rule holds, evaluate before and after, stop the workers and drain what they wrote.
 
-    With `faults`, kill processes on the way.
+    With `faults`, kill processes during training.
     """
     say = display.say
     path = plans.write(config)

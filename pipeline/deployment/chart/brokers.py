@@ -28,7 +28,7 @@ SETTINGS = (
     "replica.fetch.max.bytes",
     "socket.request.max.bytes",
 )
-"""Settings of our local brokers that the roles rely on; their other settings fit brokers to a laptop."""
+"""Settings of our local brokers that the roles rely on; all other settings of local brokers only suit a laptop."""
 
 
 def kafka_version() -> str:

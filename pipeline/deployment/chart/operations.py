@@ -48,7 +48,7 @@ def monitoring_template(chart: RunChart) -> Template:
 def scaling_template(chart: RunChart) -> Template:
     """Return the scaling of grouping by the lag of its tasks.
 
-    KEDA's own scaler for Kafka never sees a lag of 0 after transactions, because their markers are offsets, too.
+    KEDA's own scaler for Kafka never sees a lag of 0 after transactions, because their markers occupy offsets, too.
     """
     scaled = {
         "apiVersion": "keda.sh/v1alpha1",

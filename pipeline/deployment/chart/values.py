@@ -1,6 +1,6 @@
 """Values of a chart: their defaults, their bounds, and the values that differ in development and in production.
 
-Settings of the run are not among them: they decide what the log means, so change them in the run's file.
+Settings of the run are not among them: they decide what the log means; change them in the configuration file.
 """
 
 import math

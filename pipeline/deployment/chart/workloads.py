@@ -30,7 +30,7 @@ WAIT_S = 600
 SCALED = (GROUP, LABEL, ENV)
 """Roles whose number of processes is a value of the chart; for other roles, settings depend on it, so it is fixed."""
 _RETRIES = 1_000_000
-"""Failures after which Kubernetes gives up a job that ends by itself: so many that it never does."""
+"""Failures after which Kubernetes gives up a job that ends by itself: so many that it never gives up."""
 _AUTOSCALED = ".Values.autoscaling.enabled"
 _KEPT = {"helm.sh/resource-policy": "keep"}
 
@@ -177,7 +177,7 @@ def _arguments(role: RoleDescription) -> tuple[str, ...]:
 
 
 def _waits(chart: RunChart, role: RoleDescription) -> tuple[str, ...]:
-    """Return the arguments of `rollstream deploy wait`, which name the roles that must be ready before this one."""
+    """Return the arguments of `rollstream deploy wait`, which name the roles that must be ready before this role."""
     ready = [name for name in role.after if name in chart.processes]
     flags = [word for name in ready for word in ("--ready", f"{chart.object_name(name)}:{chart.service_port}")]
     return (role.name, "--wait", str(WAIT_S), *flags)
