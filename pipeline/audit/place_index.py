@@ -42,7 +42,7 @@ TOPICS = ("rollouts", "journal", "batch-index", "steps", "policies")
 _COMMITTED = 50_000
 """Most records that are read in one transaction."""
 _HELD_BYTES = 64 * 1024 * 1024
-"""Bytes of records that are held until a transaction commits."""
+"""Bytes of records after which a transaction commits, because they are held in memory until it does."""
 _TABLES = """
 create table positions (
     topic text, partition integer, first integer not null, position integer not null, primary key (topic, partition)

@@ -54,7 +54,7 @@ class PrunableBatch:
     partition: int
     number: int
     offset: int
-    """Offset in its partition of batches."""
+    """Offset of the batch in its partition of `batches`."""
     index_offset: int
     time_ms: int = 0
 
@@ -65,11 +65,11 @@ class PrunableSessions:
 
     partition: int
     offset: int
-    """Offset of the first start of a session."""
+    """Offset of the first session start of the group."""
     last_ms: int
-    """Append time of the last record."""
+    """Append time of the last record of the group."""
     finished: bool
-    """Whether the rollouts or the cancellation of every session of the group are written."""
+    """Whether the rollouts or the cancellation of every session are written, and no further session is expected."""
 
 
 @dataclass(frozen=True, kw_only=True)
