@@ -20,7 +20,7 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.secrets import is_secret
 
 ENVIRONMENT_PREFIX = "ROLLSTREAM_"
-"""A setting's variable is this and its key in upper case, with `__` for each dot."""
+"""A setting's variable is this prefix and the setting's key in upper case, with `__` for each dot."""
 _EARLIER_PREFIX = "ROLLSTREAM__"
 """The prefix of earlier releases, which is still read."""
 _NOT_SETTINGS = re.compile(
@@ -64,7 +64,7 @@ Guard = Callable[[Layer, str, Any], Any]
 def fill(
     cls: type[C], layers: Sequence[Layer], guard: Guard = lambda _layer, _key, value: value
 ) -> tuple[C, Mapping[Keys, Layer]]:
-    """Return a `cls` with the settings of all layers, of which later layers win, and the layer of each key set."""
+    """Return a `cls` with the settings of all layers, in which later layers win, and the layer of each key."""
     tree: dict[str, Any] = {}
     origins: dict[Keys, Layer] = {}
     for layer in layers:
@@ -76,7 +76,7 @@ def fill(
 
 
 def _place_of_fault(cls: type, tree: dict[str, Any], origins: Mapping[Keys, Layer], fault: str) -> str:
-    """Name the place of the setting that causes a fault; of several, the one set last."""
+    """Name the place of the setting that causes a fault; of several settings, the last one set."""
     changing = []
     for path in reversed(list(origins)):
         try:
@@ -203,7 +203,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
     """Check a layer's keys against the tree of dataclasses and merge its values, each parsed to its field's type."""
 
     def set_by_layer(path: Keys) -> None:
-        origins.pop(path, None)  # moves the key to the end of the order
+        origins.pop(path, None)  # also moves the key to the end of the order
         origins[path] = layer
 
     def walk(cls: type, parent: Keys, values: Mapping[str, Any], into: dict[str, Any]) -> None:
@@ -442,9 +442,9 @@ def _keys(cls: type, at: Keys) -> Iterator[str]:
 
 
 def _unknown(root: type, origin: str, path: Keys) -> str:
-    """Return the error for an unknown key, with the most similar known key, first of its siblings, then of all keys."""
+    """Return the error for an unknown key, with the most similar known key, if possible one of the same table."""
     key = ".".join(path)
-    # Known keys of list entries have the number of the first entry, 0.
+    # In `known_keys`, keys of list entries have the number 0.
     number = next((part for part in path if part.isdecimal()), "0")
     like = tuple("0" if part.isdecimal() else part for part in path)
     path, parent = like, ".".join(like[:-1])

@@ -1,4 +1,4 @@
-"""The commands that change a run while it runs, in one list, and the state that they ask for.
+"""All commands that change a run while it runs, and the state that they ask for.
 
 A command only writes a record to the run's topic `control`. `rollstream run` and the roles follow that topic and carry
 the command out. So a command works wherever the run's processes are, even before they start.
@@ -37,7 +37,7 @@ MOST_WEIGHT = 1e6
 SCALED = (ENV, GROUP, INFER, GATEWAY, EVAL)
 """Roles whose number of processes may be changed while the run runs."""
 MOST = 512
-"""Largest number of processes of a role, except of `group`, which is limited by the number of partitions."""
+"""Largest number of processes of a role, except `group`, which is limited by the number of partitions."""
 
 
 def record(kafka: KafkaConfig, run: str, command: Mapping[str, Any]) -> None:
@@ -181,7 +181,7 @@ def _drain(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     if not isinstance(wanted, bool):
         raise ConfigurationError(f"wanted is {wanted!r}; it must be true, or false to withdraw the drain")
     if wanted and steering.desired_state(kafka, run).draining:
-        return  # Keep the time of the first request: the answer to it has the same time.
+        return  # Keep the first request, because the answer refers to the request by its time.
     request = DrainRequest(wall_time=time.time()) if wanted else None
     steering.write(kafka, run, steering.DRAIN, {steering.DONE: None, steering.WANTED: request})
 

@@ -71,7 +71,7 @@ def _key(key: str) -> str:
 
 
 def _string(text: str) -> str:
-    # TOML and JSON escape alike, except that DEL must be escaped in TOML, which JSON does not do.
+    # TOML and JSON escape alike, except that TOML requires DEL to be escaped and json.dumps does not escape it.
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 

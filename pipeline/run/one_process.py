@@ -1,8 +1,8 @@
 """Measures the cost of the log: trains a run's recipe in one process, without Kafka or lag, and compares rewards.
 
 Model, warm start, prompts, estimator, optimizer and rollouts per step are the same; each step trains on rollouts
-sampled with the parameters before it. Differences are due to policy lag, drops, transport and chance; the timing of a
-run over the log varies, so no two runs are equal.
+sampled with the parameters of the previous step. Differences are due to policy lag, drops, transport and chance; the
+timing of a run over the log varies, so no two runs are equal.
 """
 
 import random
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from rollstream.consumers.learner.input.packing import TrainingSequence
 
 _SPANS = 8
-"""Rows of the comparison."""
+"""Maximum number of rows of the comparison."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSpan:
-    """Mean rewards of the rollouts sampled by the policy versions of a span of steps; None if there are none."""
+    """Mean rewards of the rollouts sampled by the policy versions of a span of steps; None without rollouts."""
 
     first: int
     last: int
@@ -46,7 +46,7 @@ class Comparison:
 
     steps: int
     seconds_over_the_log: float
-    """Training time, without evaluations and the start of processes."""
+    """Training time, without evaluations and the time to start processes."""
     seconds_one_process: float
     spans: tuple[StepSpan, ...]
 
@@ -213,7 +213,7 @@ def over_batches(sequences: "Sequence[TrainingSequence]", how: Estimator, batch:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """Return a table of both reward curves, and the time that a step took."""
+    """Return a table of both reward curves, and the time per step."""
     rows = [
         (f"{span.first}-{span.last}", _mean(span.over_the_log), _mean(span.one_process)) for span in comparison.spans
     ]

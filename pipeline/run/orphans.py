@@ -1,7 +1,7 @@
-"""Processes whose supervisor is lost: they go on for a while, so that the next supervisor of the run can adopt them.
+"""Processes whose supervisor is lost; they run on for a while, so that the next supervisor of the run can adopt them.
 
-The supervisor lists its processes in a file. A supervisor that takes its place writes its own identity there, and keeps
-in the list only the processes that it adopts. Every command imports this module, so it uses only the standard library.
+The supervisor lists its processes in a file. The next supervisor writes its own identity there, and keeps in the
+list only the processes that it adopts. Every command imports this module, so it uses only the standard library.
 """
 
 import json
@@ -15,12 +15,12 @@ from pathlib import Path
 from rollstream.infra.process_identity import ProcessIdentity, identify, is_running
 
 REGISTRY_VARIABLE = "ROLLSTREAM_REGISTRY"
-"""Path of the list, for a process that may be adopted."""
+"""Variable with the path of the list, set for processes that may be adopted."""
 EXIT_FILES = "exit-*"
 """Files next to the list in which processes leave their exit codes."""
 _LOOK_S = 0.2
 _orphaned: list[Path] = []
-"""Path of the list in which this process awaits, or has found, another supervisor."""
+"""Path of the list, once the first supervisor of this process is lost; empty before."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RegisteredRun:
     configuration: str
     """Digest of the configuration that they follow."""
     adoption_s: float
-    """How long they go on without a supervisor."""
+    """How long the processes run on without a supervisor."""
     processes: Mapping[str, RegisteredProcess]
     """Processes by name."""
 
@@ -65,8 +65,8 @@ def read(path: Path) -> RegisteredRun | None:
 
 
 def await_supervisor(path: Path) -> ProcessIdentity | None:
-    """Wait until another supervisor adopts this process, and return that supervisor. Return None if none adopts it in
-    time, or if one leaves it out of the list."""
+    """Wait until another supervisor adopts this process, and return that supervisor. Return None if no supervisor does
+    so in time, or if the next supervisor leaves this process out of the list."""
     _orphaned[:] = [path]
     lost = time.monotonic()
     while (run := read(path)) is not None:
@@ -83,7 +83,7 @@ def leave_exit_code(code: int) -> None:
     """Write the exit code of this process to a file if its parent supervisor was lost, because the system reports exit
     codes only to parents."""
     for path in _orphaned:
-        with suppress(OSError):  # without it the end counts as a kill
+        with suppress(OSError):  # without the file, the exit counts as a kill
             exit_file(path, os.getpid()).write_text(str(code))
 
 

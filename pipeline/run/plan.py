@@ -1,7 +1,7 @@
 """Plans the processes of a run: the configuration that they share, and the command line of each.
 
-The processes read one file that their supervisor writes. They do not get variables of its environment that would
-override the file.
+The processes read one file that their supervisor writes. They do not get those of the supervisor's variables that
+would override the file.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ from rollstream.topics.errors import ConfigurationError
 _SERVERS_TO_COME = 16
 _HERE = "127.0.0.1"
 _SHARING = (ENV, GROUP, INFER, LABEL, GATEWAY)
-"""Roles whose processes take over the work of one that is gone."""
+"""Roles whose other processes take over the work of a process that has ended."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def settled(config: RunConfig) -> tuple[RunConfig, Path]:
 
 
 def settled_again(config: RunConfig) -> tuple[RunConfig, Path]:
-    """Return the configuration that a previous supervisor wrote, whose processes go on, with its path."""
+    """Return the configuration that a previous supervisor wrote for the processes that still run, with its path."""
     path = _path(config)
     return load(path), path
 
@@ -107,7 +107,7 @@ def settle(config: RunConfig) -> RunConfig:
 
 
 def with_coordinator(config: RunConfig) -> RunConfig:
-    """Return the configuration with a coordinator on this machine if a learner of several processes names none."""
+    """Return the configuration with a coordinator on this machine if a learner of several processes has none."""
     if config.learner.processes == 1 or config.learner.coordinator:
         return config
     coordinator = f"{_HERE}:{free_port(_HERE)}"
@@ -120,7 +120,7 @@ def is_of_this_machine(coordinator: str) -> bool:
 
 
 def _with_engine(config: RunConfig) -> RunConfig:
-    """Return the configuration with the address of the vLLM server that the run starts; only it answers the workers."""
+    """Return the configuration with the address of the run's vLLM server, the only server that workers use."""
     urls = config.serving.urls or (f"http://{_HERE}:{free_port(_HERE)}",)
     return replace(
         config,
@@ -136,9 +136,9 @@ def write(config: RunConfig) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.touch(0o600)
-    partial.chmod(0o600)  # an older file may be readable by everybody
+    partial.chmod(0o600)  # an earlier file may be readable by everybody
     partial.write_text(to_toml(config), encoding="utf-8")
-    partial.replace(path)  # a process that starts at this moment reads the old or the new file, never half of it
+    partial.replace(path)  # a process that starts at this moment reads the old or the new file, never half a file
     return path
 
 
@@ -182,7 +182,7 @@ def process_spec(
 
 
 def child_environment(config: RunConfig, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the environment without variables that override the configuration file, except secrets it refers to."""
+    """Return the environment without variables that override the configuration file, except secrets that it names."""
     kept = secret_variables(config)
     return {
         name: value for name, value in environment.items() if name in kept or not is_setting_variable(RunConfig, name)

@@ -33,7 +33,8 @@ class ProcessRegistry(Closing):
         self, directory: Path, configuration: str, *, adoption_s: float = 30.0, stop_timeout_s: float = 20.0
     ) -> None:
         """Take over the list, and end the processes in it that were not ready or follow another configuration.
-        `configuration` is the digest of this one. Raises ConfigurationError if another supervisor owns the list."""
+        `configuration` is the digest of the run's configuration. Raises ConfigurationError if another supervisor owns
+        the list."""
         self.path = directory / "processes.json"
         self._stop_timeout_s = stop_timeout_s
         try:

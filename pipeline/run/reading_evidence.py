@@ -1,4 +1,4 @@
-"""Evidence from the journal of how `rollouts` was read: offsets read once or again, and handovers of partitions.
+"""Evidence from the journal of how `rollouts` was read: offsets read once or repeatedly, and handovers of partitions.
 
 A journal record names the offsets that its transaction read and the transactional id that wrote it. The functions are
 pure except `readings` and `append_times`, which read topics.
@@ -49,9 +49,9 @@ class Handover:
     giver: str
     taker: str
     at_ms: int
-    """When the taker's first transaction was written."""
+    """When the journal record of the first transaction in which `taker` read records was appended."""
     seconds: float
-    """Time for which records of the partition waited because of it."""
+    """Time for which records of the partition waited because of the handover."""
 
 
 def readings(kafka: KafkaConfig, run: str) -> list[Reading]:
@@ -70,7 +70,7 @@ def append_times(kafka: KafkaConfig, run: str) -> dict[tuple[int, int], int]:
 
 
 def coverage(done: Iterable[Reading]) -> Coverage:
-    """Count the offsets that were read, read again and never read."""
+    """Count the offsets that were read, read more than once and never read."""
     by_partition: defaultdict[int, list[Reading]] = defaultdict(list)
     for reading in done:
         by_partition[reading.partition].append(reading)
@@ -88,7 +88,7 @@ def coverage(done: Iterable[Reading]) -> Coverage:
 def handovers(done: Iterable[Reading], appended: Mapping[tuple[int, int], int]) -> list[Handover]:
     """Return the handovers of partitions, in order of time.
 
-    A wait begins with the giver's last transaction, or with the append of the partition's next record if that is later.
+    A wait begins with the last transaction of `giver`, or when the partition's next record is appended, if later.
     """
     last: dict[int, Reading] = {}
     changes = []
@@ -96,7 +96,7 @@ def handovers(done: Iterable[Reading], appended: Mapping[tuple[int, int], int]) 
         before = last.get(reading.partition)
         if before is not None and before.writer != reading.writer:
             if reading.begin == reading.end:
-                continue  # Nothing was read yet.
+                continue  # This transaction read no records.
             if before.end > 0:
                 since_ms = max(before.at_ms, appended.get((reading.partition, reading.begin), before.at_ms))
                 seconds = max(0, reading.at_ms - since_ms) / 1000

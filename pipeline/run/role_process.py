@@ -103,7 +103,7 @@ def announce_ready(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def announce_progress(what: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Report progress of the start to the supervisor, so that it goes on waiting; return whether there is one.
+    """Report progress of the start to the supervisor, so that it goes on waiting; return whether there is a supervisor.
 
     A full pipe drops the line, because it must not block this process.
     """
@@ -118,7 +118,7 @@ def announce_progress(what: str, environment: Mapping[str, str] = os.environ) ->
 
 
 def stop_on_signals(stop: threading.Event | None = None) -> threading.Event:
-    """Return an event (`stop`, or a new one) that SIGTERM and SIGINT set. After SIGINT the role has HURRY_S to stop."""
+    """Return an event (`stop` or a new one) that SIGTERM and SIGINT set. After SIGINT the role has HURRY_S to stop."""
     stop = stop or threading.Event()
 
     def receive(number: int, _frame: FrameType | None) -> None:

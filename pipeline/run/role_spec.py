@@ -15,7 +15,7 @@ class RoleSpec:
     """Unique within the run, kind first, e.g. group-0; also the name of its log file."""
     arguments: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables in addition to the supervisor's; an empty value removes a variable."""
+    """Variables in addition to those of the supervisor; an empty value removes a variable."""
     python: str = ""
     """Python that runs it; the supervisor's if empty."""
     finishes: bool = False
@@ -30,7 +30,7 @@ class RoleSpec:
     window_s: float = 600.0
     """Time after which an exit is forgotten."""
     backoff_s: float = 0.5
-    """Pause before the first restart, doubled for each further one."""
+    """Pause before the first restart; it doubles with each further restart."""
     expendable: bool = False
     """Whether the other processes go on if it never becomes ready, or exits more often than `restarts` allows."""
     shares_work: bool = False

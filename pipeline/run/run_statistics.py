@@ -28,7 +28,7 @@ WINDOW_S = 10
 """Number of whole seconds over which rates are averaged."""
 _KEPT_S = 6 * WINDOW_S
 _NO_TIME_S = 1e11
-"""Later times are ignored as invalid: the year 5138."""
+"""Later times, from the year 5138 on, are ignored as invalid."""
 _STEP_TIMES = 21
 _MOST_SPANS = 4096
 _MOST_BATCHES = 10_000
@@ -38,7 +38,8 @@ POINTS = 36
 
 @dataclass(kw_only=True)
 class RunSnapshot(RecordCounts):
-    """State of a run at one time. Rates are per second, over the last ten seconds or, if it is idle, its last ten."""
+    """State of a run at one time. Rates are per second, over the last ten seconds; if the run is idle, over the
+    ten seconds up to its newest record."""
 
     run: str
     seconds: float = 0.0
@@ -51,7 +52,7 @@ class RunSnapshot(RecordCounts):
     policy_version: int = -1
     """Newest version published."""
     policy_age_s: float = 0.0
-    """Time since it was published."""
+    """Time since the newest version was published."""
     sampled_version: int = -1
     """Newest version that sampled a rollout."""
     rollouts_per_s: float = 0.0
@@ -61,10 +62,10 @@ class RunSnapshot(RecordCounts):
     steps_per_s: float = 0.0
     policies_per_s: float = 0.0
     reward: float = 0.0
-    """Mean over the newest rollouts, like `exact`."""
+    """Mean reward of the newest rollouts; `exact` is their mean exact-match score."""
     exact: float = 0.0
     rewards: tuple[float, ...] = ()
-    """Means over equal numbers of seconds with rollouts, oldest first, like `exacts`."""
+    """Mean rewards over equal numbers of seconds with rollouts, oldest first; `exacts` has mean exact-match scores."""
     exacts: tuple[float, ...] = ()
     staleness: Mapping[int, int] = field(default_factory=dict)
     """Rollouts trained on, by policy lag, which is how many versions the oldest rollout of their batch was behind."""
@@ -89,9 +90,9 @@ class RunSnapshot(RecordCounts):
     stalled_stage: str = ""
     """Role to check, or `weights`, if no step was made for long; empty if the run makes steps or has ended."""
     stalled: str = ""
-    """Why it has stalled."""
+    """Why the run has stalled."""
     configuration: ConfigurationSummary | None = None
-    """The newest configuration of grouping that is in force; None before the first journal record."""
+    """The newest grouping configuration in force; None before the first journal record."""
 
     @property
     def quiet(self) -> bool:
@@ -191,7 +192,7 @@ class RunStatistics:
         self._step_times_ms: deque[int] = deque(maxlen=_STEP_TIMES)
         self._needed_rollouts = 1
         self._at_step: tuple[int, Counter[str], int] = (-1, Counter(), 0)
-        """The newest step, and the numbers of rollouts that had been dropped and skipped when it appeared."""
+        """The newest step, and the numbers of rollouts that had been dropped and skipped when that step appeared."""
 
     def record(self, partition: int, offset: int, at_ms: int) -> None:
         """Count a record of `rollouts`, of any kind."""
@@ -225,7 +226,7 @@ class RunStatistics:
 
     @property
     def rewards(self) -> dict[int, tuple[int, float]]:
-        """By newest policy version, the number of rollouts and the sum of their rewards."""
+        """Number of rollouts and sum of their rewards, by the newest policy version that sampled their tokens."""
         return dict(self._versions)
 
     @property
@@ -283,7 +284,7 @@ class RunStatistics:
                 self._early.setdefault(use.batch_id, []).append((version, use))
                 continue
             if use.row_numbers or step.stream_time_ms >= 0:
-                self._begun[use.batch_id] = lowest  # Later steps may use other rows, or the same again.
+                self._begun[use.batch_id] = lowest  # Later steps may use other rows, or the same rows again.
             self._met(version, use, lowest)
         _drop_oldest(self._begun)
         _drop_oldest(self._early)
@@ -312,7 +313,7 @@ class RunStatistics:
             self._newest_ms[what] = max(self._newest_ms.get(what, 0), at_ms)
 
     def flow(self, snapshot: RunSnapshot, now_ms: int) -> FlowFacts:
-        """Return how the run flows now, from its log alone; `snapshot` is of the same moment."""
+        """Return how the run flows now, from its log alone; `snapshot` describes the same moment."""
         if self._at_step[0] != snapshot.step:
             self._at_step = snapshot.step, Counter(snapshot.dropped), snapshot.skipped
         _step, dropped, skipped = self._at_step

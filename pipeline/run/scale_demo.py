@@ -1,4 +1,4 @@
-"""`rollstream demo --scale`: grouping grows and shrinks with its load, under the rule of the autoscaler.
+"""`rollstream demo --scale`: the autoscaler adds and removes grouping processes as their load changes.
 
 Synthetic workers write rollouts faster than one grouping process can read them, and no learner reads the batches.
 Processes, Kafka and records are real. However the demo ends, no process that it started remains.
@@ -37,13 +37,13 @@ PICTURE = "scale.svg"
 _POINT_S = 1.0
 """Time between two points of the series."""
 _SETTLED_POINTS = 3
-"""Points to take after only the fewest processes are left, so that the picture shows the end."""
+"""Points to take once the number of processes is back at its minimum, so that the picture shows the end."""
 StartKafka = Callable[[RunConfig, bool, ExitStack, Callable[[str], None]], RunConfig]
 
 
 def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) -> int:
-    """Run the demo; return 0 if processes were added and removed, and every rollout was read once and is in one place,
-    else 1."""
+    """Run the demo; return 0 if processes were added and removed, and every rollout was read once and is
+    accounted for, else 1."""
     began = time.monotonic()
     if not config.grouper.autoscale.enabled:
         raise ConfigurationError("grouper.autoscale.enabled is false, but this demo shows autoscaling; set it to true")
@@ -80,7 +80,7 @@ def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) ->
 def _scale(
     config: RunConfig, stack: ExitStack, interrupts: Interrupts, display: Display[ScaleSeries]
 ) -> tuple[ScaleSeries, int]:
-    """Run the load until only the fewest processes are left; return the series and the number of rollouts written."""
+    """Run the load until the fewest processes are left; return the series and the number of rollouts written."""
     path = plans.write(config)
     ports = ServicePorts(config)
     supervisor = stack.enter_context(
@@ -105,7 +105,7 @@ def _scale(
     scaler = stack.enter_context(closing(GroupScaler(config, path, supervisor, ports)))
     workers = stack.enter_context(SyntheticWorkers(config.kafka, config.run, load, config.seed))
     display.say(
-        f"{load.workers} synthetic workers write {load.low_per_s:,.0f} to {load.high_per_s:,.0f} rollouts a second"
+        f"{load.workers} synthetic workers write {load.low_per_s:,.0f} to {load.high_per_s:,.0f} rollouts per second"
     )
     series = _watch(config, supervisor, scaler, workers, display)
     written = workers.stop()
@@ -122,7 +122,10 @@ def _watch(
     workers: SyntheticWorkers,
     display: Display[ScaleSeries],
 ) -> ScaleSeries:
-    """Take points until the load is over and the fewest processes are left. Raises DeadlineExceeded if more remain."""
+    """Take points until the load is over and the number of processes is back at its minimum.
+
+    Raises DeadlineExceeded if more processes remain.
+    """
     load = config.demo.scale
     least, _most = bounds(*_rule(config))
     series, began, settled = ScaleSeries(), time.monotonic(), 0
@@ -175,8 +178,8 @@ def _examine(config: RunConfig, series: ScaleSeries, written: int, *, kept: bool
         high_per_s=config.demo.scale.high_per_s,
         fewest=bounds(rule, partitions)[0],
         rule=(
-            f"Decided every {rule.interval_s:g} s: a process for every {rule.lag_per_process:,} records that wait; "
-            f"a process is removed if it was not needed for {rule.cooldown_s:g} s."
+            f"Autoscaling: every {rule.interval_s:g} s, one process per {rule.lag_per_process:,} waiting records; "
+            f"a process that was not needed for {rule.cooldown_s:g} s is removed."
         ),
         written=written,
         series=series,

@@ -1,6 +1,6 @@
 """Draws a demo of scaling: as text while it happens, and as a picture (SVG) of the whole. Pure.
 
-Three panels share one time axis: records that wait; grouping processes; rollouts written and records read a second.
+Three panels share one time axis: waiting records; grouping processes; rollouts written and records read per second.
 """
 
 import math
@@ -16,7 +16,7 @@ _LABEL = 11
 """Width of the numbers to the left of a panel of text."""
 
 WIDTH, PANEL_HEIGHT, LEFT, RIGHT, TOP, GAP = 900, 150, 70, 20, 60, 50
-"""Places within the picture, in pixels."""
+"""Sizes and margins of the picture, in pixels."""
 _GRAY, _DARK = "#d0d7de", "#24292f"
 
 
@@ -28,7 +28,7 @@ class Line:
     values: tuple[float, ...]
     color: str
     steps: bool = False
-    """Whether a value stays until the next one, like a number of processes."""
+    """Whether to draw steps, because each value holds until the next value, like a number of processes."""
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ class ScaleReport:
     seed: int
     partitions: int
     limit_per_s: float
-    """Records a second that one process was allowed."""
+    """Maximum number of records per second that one process was allowed to read."""
     high_per_s: float
-    """Highest rate of the load, in rollouts a second."""
+    """Highest rate of the load, in rollouts per second."""
     fewest: int
-    """Fewest processes that the rule allows."""
+    """Minimum number of processes under the autoscaling rule."""
     rule: str
-    """The rule, in words."""
+    """The autoscaling rule, in words."""
     written: int
     """Rollouts that the workers wrote, by the broker's acknowledgements."""
     series: ScaleSeries

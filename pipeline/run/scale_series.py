@@ -23,7 +23,7 @@ class ScalePoint:
     processes: int
     """Grouping processes that were ready."""
     wanted: int
-    """Grouping processes that there should have been, by the rule."""
+    """Grouping processes that the autoscaler wanted."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class ScaleSeries:
 
     @property
     def produced_per_s(self) -> tuple[float, ...]:
-        """Rollouts written a second, before each point."""
+        """Rollouts written per second, up to each point."""
         return _rates(self.times, tuple(point.produced for point in self.points))
 
     @property
     def read_per_s(self) -> tuple[float, ...]:
-        """Records read a second, before each point."""
+        """Records read per second, up to each point."""
         return _rates(self.times, tuple(point.read for point in self.points))
 
     @property

@@ -12,7 +12,7 @@ from rollstream.pipeline.run.role_spec import RoleSpec
 
 
 class ServicePorts:
-    """Gives every process its own port, in the order in which they first start; none if service.port is 0."""
+    """Gives every process its own port, in the order in which they first start; no ports if service.port is 0."""
 
     def __init__(self, config: RunConfig, *, resumed: bool = False) -> None:
         """`resumed` tells whether processes of a previous supervisor go on: each of them keeps its port."""
@@ -43,7 +43,7 @@ class ServicePorts:
         targets = [
             {
                 "targets": [f"{self._service.host}:{port}"],
-                # Prometheus drops labels of this form, which is enough, as every sample names its run and process.
+                # Prometheus drops labels with this prefix, but each sample names its run and process.
                 "labels": {"__meta_run": self._run, "__meta_process": name},
             }
             for name, port in processes.items()

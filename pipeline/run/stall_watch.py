@@ -1,4 +1,4 @@
-"""Warns if a run stalls, and names the number of the display, or the stage of the run, to check.
+"""Warns if a run stalls, and names the number on the display, or the stage of the run, to check.
 
 It is given snapshots of the run in order of time, each with the time of a monotonic clock.
 """
@@ -21,8 +21,8 @@ AGAIN_S = 300.0
 class StallWatch:
     """Reports that a run stalls or goes on, on the display, in the log and at /metrics.
 
-    After a minute without a batch or a step, a warning names a number of the display. If no step is made for so long
-    that the snapshot names a stage, one warning names the stage instead, and the log records it.
+    After a minute without a batch or a step, a warning names a number on the display to check. If no step is made
+    for so long that the snapshot names a stage, one warning names the stage instead, and the log records it.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -38,7 +38,7 @@ class StallWatch:
         """Return the lines to show now, usually none. `time_s` is the time of a monotonic clock."""
         VALUES.record("run", {"stalled": float(bool(now.stalled_stage))})
         if now.history_left:
-            return []  # the counts describe the past
+            return []  # until the history is read, counts describe the past
         if now.read_by_labelers != self._labeled[1]:
             self._labeled = time_s, now.read_by_labelers
         lines = self._of_stage(now)

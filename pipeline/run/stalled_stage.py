@@ -28,7 +28,7 @@ class FlowFacts:
     median_step_s: float = 0.0
     """Median time from one of the newest steps to the next."""
     rollout_age_s: float = 0.0
-    """Time since the newest rollout was appended, like the next three; infinite if there is none."""
+    """Time since the newest rollout; infinite if there is none. The next two are the same for reads and batches."""
     read_age_s: float = 0.0
     batch_age_s: float = 0.0
     version_age_s: float = 0.0
@@ -105,7 +105,7 @@ def _grouping(facts: FlowFacts, limit_s: float) -> Stall | None:
         return Stall(_GROUP, f"grouping lags: {facts.unread:,} records wait")
     if (lost := sum(facts.dropped.values())) > facts.in_flight:
         reason = max(facts.dropped, key=lambda name: facts.dropped[name])
-        return Stall(_GROUP, f"groups are dropped, {lost:,} rollouts since the last step, most as {reason}")
+        return Stall(_GROUP, f"groups are dropped, {lost:,} rollouts since the last step, most for {reason}")
     return Stall(_GROUP, f"groups never complete: {facts.in_flight:,} rollouts wait for members or a batch")
 
 
@@ -127,7 +127,7 @@ def _inference(facts: FlowFacts, limit_s: float) -> Stall | None:
     errors = sum(each.values.get("errors_per_s", 0.0) for each in servers if each.alive)
     failed = sum(each.values.get("failed_per_s", 0.0) for each in workers)
     if errors or failed:
-        return Stall(name, f"inference refuses: {failed:.2g} rollouts a second fail, and {errors:.2g} requests")
+        return Stall(name, f"inference refuses: {failed:.2g} rollouts and {errors:.2g} requests fail per second")
     return None
 
 

@@ -24,7 +24,7 @@ class SupervisedRole:
     ready_fd: int | None
     started: float
     heard: float
-    """When it started or last reported progress, by the supervisor's clock."""
+    """When the role started or last reported progress, by the supervisor's clock."""
     progress: str = ""
     ready: bool = False
     ever_ready: bool = False
@@ -35,9 +35,9 @@ class SupervisedRole:
     """Times of the exits within the window, by the supervisor's clock."""
     restart_at: float | None = None
     excused: bool = False
-    """Whether it exited with 0 when that was allowed; it is started again once that is no longer allowed."""
+    """Whether the role exited with 0 while it was allowed to; it is started again once it no longer is."""
     retired_until: float | None = None
-    """Time at which it is killed if it was retired and has not ended, by the supervisor's clock."""
+    """When a retired role that has not ended is killed, by the supervisor's clock; None if it is not retired."""
     failure: str = ""
     """Why an optional role is not started again."""
 
@@ -49,7 +49,7 @@ class SupervisedRole:
         return identify(self.process.pid)
 
     def kill_group(self) -> None:
-        """SIGKILL the process and what it started, unless its id may have been reused."""
+        """SIGKILL the process and whatever it started, unless its id may have been reused."""
         if isinstance(self.process, AdoptedProcess) and self.identity is None:
             return
         with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies

@@ -85,7 +85,7 @@ class Supervisor:
     ) -> None:
         """`on_progress` is called with the name of a role and each progress line of its start. `place` adds to a role
         what depends on other processes of this machine, such as its port. `may_end` tells whether roles of a kind may
-        exit with 0 now; a role that did so is started again once it may no longer. Roles in `registry` that a previous
+        exit with 0 now; a role that did so is started again once it no longer may. Roles in `registry` that a previous
         supervisor left are adopted instead of started, except optional roles.
 
         `clock` returns the time, in seconds, that decides when roles are late to become ready or due to be restarted.
@@ -129,7 +129,7 @@ class Supervisor:
         return tuple(name for name, role in roles if isinstance(role.process, AdoptedProcess) and not role.reaped)
 
     def holds(self, name: str) -> bool:
-        """Whether a role runs, ends, or is to be started again; false for one that was retired and has ended."""
+        """Whether a role runs, ends, or is to be started again; false for a retired role that has ended."""
         return name in self._roles
 
     def start(self, *specs: RoleSpec) -> None:
@@ -151,7 +151,7 @@ class Supervisor:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Handle what happens within `timeout_s`: readiness, exits, due restarts.
 
-        Raises RoleFailed if a role exited once too often, DeadlineExceeded if one is not ready in time.
+        Raises RoleFailed if a role exited once too often, or DeadlineExceeded if a role is not ready in time.
         """
         self._read_readiness(timeout_s)
         beat("supervisor")
@@ -170,7 +170,7 @@ class Supervisor:
 
     @property
     def crash_loops(self) -> Mapping[str, CrashLoop]:
-        """The last exit of each role that exits again and again while the others go on, by name."""
+        """The last exit of each role that exits again and again while the other roles go on, by name."""
         now = self._clock()
         return {
             name: loop
@@ -189,7 +189,7 @@ class Supervisor:
         return role.ready and not role.reaped
 
     def failure(self, name: str) -> str:
-        """Return why an optional role is not started again; empty as long as it is."""
+        """Return why an optional role is not started again, or "" if it has not failed for good."""
         return self._roles[name].failure
 
     def kill(self, name: str) -> int | None:
@@ -393,7 +393,7 @@ class Supervisor:
         if role.ready or role.reaped or role.stopping or now - role.heard <= role.spec.ready_timeout_s:
             return
         if self._is_spared(role) and role.process.poll() is None:
-            role.process.kill()  # its exit counts like any other
+            role.process.kill()  # `poll` counts this exit like any other exit
             role.process.wait()
             return
         after = f" after it said: {role.progress}" if role.progress else ""

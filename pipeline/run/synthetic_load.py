@@ -27,7 +27,7 @@ _VOCABULARY = 32_000
 
 
 def rate_at(load: ScaleDemoConfig, seconds: float) -> float:
-    """Return the rate, in rollouts a second, at a time in `seconds` after the beginning."""
+    """Return the rate, in rollouts per second, at a time in `seconds` after the beginning."""
     rising = (seconds - load.low_s) / load.ramp_s
     falling = (load.low_s + 2 * load.ramp_s + load.high_s - seconds) / load.ramp_s
     share = min(max(min(rising, falling), 0.0), 1.0)
@@ -40,7 +40,7 @@ def duration_s(load: ScaleDemoConfig) -> float:
 
 
 def rollouts(load: ScaleDemoConfig, seed: int) -> Iterator[Rollout]:
-    """Yield the rollouts of the load without end, one group of each worker in turn."""
+    """Yield the rollouts of the load without end, one group from each worker in turn."""
     rng = np.random.default_rng(seed)
     number = 0
     while True:

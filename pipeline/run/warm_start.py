@@ -1,4 +1,4 @@
-"""Examples for the warm start of a learner: those that the environments offer, or those of a JSON-lines file.
+"""Examples for the warm start of a learner: offered by the environments, or read from a JSON-lines file.
 
 A line of a file is {"prompt": text, "answer": text}, or {"tokens": ids, "loss_mask": 0 or 1 for each token, 1 if it is
 trained}; other keys are ignored. Errors name the line.
@@ -36,7 +36,7 @@ class Encoder(Protocol):
 
 
 def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> list[Example]:
-    """Return the examples of learner.warm_start.file if it is set, else equally many of each environment.
+    """Return the examples of learner.warm_start.file if it is set, else equally many from each environment.
 
     Raises ConfigurationError, which names the line of the file.
     """
@@ -52,7 +52,7 @@ def warm_start_examples(config: RunConfig, tokenizer: Encoder | None = None) -> 
     ]
     conversations = [c for environment in environments for c in environment.warm_start_conversations(config.seed, each)]
     if conversations:
-        # Render them as the inference server shows them to the policy.
+        # Render the conversations as the inference server shows them to the policy.
         template = chat_template(
             config.inference.chat_template, tokenizer_of(config.learner), config.learner.pretrained
         )
@@ -85,7 +85,7 @@ def masked_example(untrained: Sequence[int], tokenizer: Encoder, answer: str) ->
 
 
 def examples_from(path: Path, tokenizer: Encoder, vocab_size: int) -> list[Example]:
-    """Read the examples of a file, one a line, in order; empty lines are skipped.
+    """Read the examples of a file, one per line, in order; empty lines are skipped.
 
     Token ids must be below `vocab_size`. Raises ConfigurationError, which names the file and the line.
     """

@@ -1,6 +1,6 @@
 """Files of a demo and their retention: logs and report are always kept, the broker's data with --keep.
 
-Each demo is a run of its own, named after its start; the next demo removes files of earlier ones that were not kept.
+Each demo is a separate run, named after its start time; the next demo removes the files of demos that were not kept.
 """
 
 import json
@@ -67,7 +67,7 @@ def write_report(config: RunConfig, report: Mapping[str, Any]) -> None:
 
 
 def places(config: RunConfig, *, kept: bool) -> dict[str, str]:
-    """Paths of the files that remain, by name."""
+    """Paths of the files that remain after the demo, by name."""
     paths = {
         "report": str(config.data_dir / "report.json"),
         "logs": str(config.run_dir / "logs"),

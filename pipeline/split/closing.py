@@ -32,7 +32,7 @@ from rollstream.topics.records import Mark
 from rollstream.topics.signatures import MarkSigner
 
 _ORDINAL = 1_000_000_000
-"""Ordinal of the grouping process that reads a run to its end; no other has it."""
+"""Ordinal of the grouping process that reads a run to its end; no other process has it."""
 _POLL_S = 0.1
 _QUIET_S = 2.0
 """Time without growth of `rollouts` and `unlabelled` after which producers count as ended."""
@@ -164,16 +164,16 @@ def _drain_and_fence(config: RunConfig) -> dict[int, int]:
 
 @contextmanager
 def _grouping(config: RunConfig) -> Iterator[list[BaseException]]:
-    """Run grouping in a thread of this process, and yield a list that receives its error."""
+    """Run grouping in a thread of this process, and yield a list to which its error is added."""
     stop, failed = threading.Event(), list[BaseException]()
     kafka, run = config.kafka, config.run
-    # Use the configuration on the log: another one would need a mark, which cannot be written to a closed topic.
+    # Use the configuration on the log: any other would need a mark, which cannot be written to a closed topic.
     grouping = newest(partition_configurations(kafka, run, config.grouper))
 
     def work() -> None:
         try:
             run_grouping(kafka, run, grouping, config.grouper, _ORDINAL, stop)
-        except BaseException as error:  # raised by the caller
+        except BaseException as error:  # raised below, in the caller's thread
             failed.append(error)
 
     thread = threading.Thread(target=work, name="grouping")

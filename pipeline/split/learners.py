@@ -30,7 +30,7 @@ _POLL_S = 0.2
 
 
 class CarriedLearner(NamedTuple):
-    """The state of a learner of the run that ends, with which it goes on in the successor."""
+    """The state of a learner of the run that ends, from which the learner continues in the successor."""
 
     name: str
     step: int

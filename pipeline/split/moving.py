@@ -31,7 +31,7 @@ from rollstream.topics.signatures import MarkSigner
 def create(config: RunConfig, after: RunConfig, split: RunSplit) -> None:
     """Create the topics of the successor, with the configuration and the clock of the run that ends.
 
-    Its batches get numbers above all batch numbers of the run that ends, so that no name of a batch is used twice.
+    The successor's batches get higher numbers than all batches of the run that ends, so that no batch id is used twice.
     """
     kafka = config.kafka
     provisioning.apply(kafka, after.topics, after.run)
@@ -70,7 +70,7 @@ def move_rollouts(config: RunConfig, after: RunConfig) -> int:
 def carry_batches(config: RunConfig, after: RunConfig, split: RunSplit, start: int) -> RunSplit:
     """Copy the index entries from offset `start` on to the index of the successor, exactly once.
 
-    The batches stay where they are; the entries name their run. Returns the split with the place of the entries.
+    The batches stay where they are; each entry names the run of its batch. Returns the split with the entries' offsets.
     """
     kafka = config.kafka
     known = splits_of(kafka, after.run).predecessor
@@ -119,7 +119,7 @@ def copy_decisions(config: RunConfig, after: RunConfig) -> None:
 
 
 def _set_clock(after: RunConfig, policy_version: int) -> None:
-    """Write marks with the policy version of the run that ends to every partition, so that its rollouts do not wait."""
+    """Write marks with the policy version of the run that ends to all partitions; without it, moved rollouts wait."""
     topic = topic_name(after.run, "rollouts")
     signer = MarkSigner(after.grouper.signing_key)
     with Sender(clients.producer(after.kafka)) as sender:

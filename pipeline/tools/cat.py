@@ -42,7 +42,7 @@ class ReadSpan:
     stop: int | None = None
     """Offset at which reading of each partition stops."""
     until_ms: int | None = None
-    """Skip records of this time or later."""
+    """Skip records appended at this time or later."""
     follow: bool = False
     """Whether to wait for more records at the end."""
     isolation: str = "read_committed"
@@ -145,7 +145,7 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
         left_out = _left_out(kafka, topic, reader.bounds(topic, numbers))
         starts = _starts(kafka, reader, topic, left_out, span)
         for partition, offsets in left_out.items():
-            # A client reads ahead, so separate clients read the records before each offset left out.
+            # A client reads ahead, so separate clients read the records between offsets that are left out.
             if offsets and starts[partition] <= max(offsets):
                 end = max(offsets) + 1
                 hopping = records_between(
@@ -167,9 +167,9 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
 
 
 def _left_out(kafka: KafkaConfig, topic: str, bounds: Mapping[int, tuple[int, int]]) -> dict[int, set[int]]:
-    """Return the offsets within the bounds of each partition that are not fetched, because grouping left them out.
+    """Return, for each partition, the offsets below its end that are not fetched, because grouping left them out.
 
-    Offsets outside the bounds are ignored, because anyone may write such records to `control`.
+    Offsets past the end are ignored, because records on `control` may name any offset.
     """
     run, _, name = topic.rpartition(".")
     left_out = never_fetched(kafka, run) if name == "rollouts" else {}
@@ -202,7 +202,7 @@ def _last(
     count: int,
     isolation: str,
 ) -> dict[int, int]:
-    """Return the offset of the `count`-th record from the end of each partition, or of its first record.
+    """Return, for each partition, the offset of the `count`-th record from its end, or of its first record.
 
     Transaction markers, aborted transactions and compaction leave gaps between offsets. So reading starts further and
     further back until the partition yields `count` records.

@@ -64,7 +64,9 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="HOST:PORT",
         help="service port of a role that must be ready; repeatable",
     )
-    wait.add_argument("--wait", type=wait_seconds, default=600, metavar="S", help="longest wait (default: %(default)s)")
+    wait.add_argument(
+        "--wait", type=wait_seconds, default=600, metavar="S", help="seconds to wait at most (default: %(default)s)"
+    )
 
     monitoring = add_command(commands, "monitoring", "write a dashboard for Grafana and alert rules for Prometheus")
     monitoring.add_argument(
@@ -113,7 +115,7 @@ def write_compose(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def write_chart(config: RunConfig, args: argparse.Namespace) -> int:
-    """Write the chart of a run to a directory, and delete templates written there earlier that it no longer has."""
+    """Write the chart of a run to a directory, and delete earlier templates that it no longer has."""
     from rollstream.pipeline.deployment.chart.context import ChartOptions, RunChart
     from rollstream.pipeline.deployment.chart.files import chart_files
     from rollstream.pipeline.deployment.chart.templates import MARK
@@ -176,7 +178,7 @@ def given_variables(config: RunConfig, args: argparse.Namespace, environment: Ma
         key, _, value = flag.partition("=")
         if key != key.lower():
             raise ConfigurationError(
-                f"{key} has upper-case letters, which a variable cannot express; set it in the run's file"
+                f"{key} has upper-case letters, which a variable cannot express; set it in the configuration file"
             )
         if not is_secret(key):
             given[variable_of(re.sub(r"[^\w.]", "_", key.strip()))] = value

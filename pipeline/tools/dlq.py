@@ -51,9 +51,9 @@ class Letter:
     place: Place
     """Partition and offset in dead-letters."""
     partition: int
-    """Partition of its source."""
+    """Partition of its source topic."""
     source: int
-    """Offset in its source."""
+    """Offset of its record in that partition."""
     at_ms: int
     key: bytes | None
     value: bytes | None
@@ -72,7 +72,7 @@ class Letter:
 
     @property
     def topic(self) -> str:
-        """Topic of its source: rollouts or unlabelled."""
+        """Its source topic: rollouts or unlabelled."""
         return name_in_run(self.headers.get("__streams.errors.topic", "rollouts"))
 
     @property
@@ -128,7 +128,7 @@ def dlq(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> list[Letter]:
-    """Read every dead letter of a run, oldest first; invalid ones go to `skipped`."""
+    """Read every dead letter of a run, oldest first; invalid letters are added to `skipped`."""
     letters: dict[Place, Letter] = {}
     skipped = SkippedRecords(logged=False) if skipped is None else skipped
     for message in read_to_end(kafka, topic_name(run, "dead-letters")):
@@ -149,7 +149,7 @@ def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) ->
                 headers=headers,
             )
             if letter.topic not in SOURCES:
-                raise RecordError(f"a letter of {letter.topic[:100]!r}, whose letters are not in this topic")
+                raise RecordError(f"its source topic is {letter.topic[:100]!r}, not rollouts or unlabelled")
             letters[letter.place] = letter
     return sorted(letters.values(), key=lambda letter: (letter.at_ms, letter.place))
 
@@ -305,8 +305,8 @@ def _unsound(record: TrajectoryRecord) -> str:
 
 
 def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[Place]:
-    """Send records and notes in one transaction; return the letters sent, without those that another process sent
-    before."""
+    """Send records and notes in one transaction; return the letters sent, without letters that another process had
+    sent before."""
     kafka, run = config.kafka, config.run
     try:
         with closing(TransactionalProducer(kafka, transactional_id(run, "redrive"))) as producer:

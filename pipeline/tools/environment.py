@@ -11,7 +11,7 @@ from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 
 AUTO = "auto"
-"""Stands for the configured weight."""
+"""Value that stands for the configured weight."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:

@@ -47,7 +47,7 @@ class CheckedGroup:
     example_id: str
     rollouts: tuple[Rollout, ...]
     errors: tuple[str, ...]
-    """Reasons of the members that failed."""
+    """Why members failed, for each member that did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ async def _check(
                     f"no inference server answers at {source}, and environment {environment.name} calls the policy "
                     "itself; name a server with --set 'worker.inference_urls=[...]'"
                 )
-            # Assume a version, so that a model that reports none can be checked, too.
+            # Assume a version, so that a model that reports no version can be checked, too.
             worker = replace(config.worker, assume_version=max(config.worker.assume_version, 0))
             capture = WorkerCapture(
                 config.kafka,
@@ -181,7 +181,7 @@ async def _server(worker: WorkerConfig, stack: AsyncExitStack) -> SamplingClient
 
 
 async def _longest_block() -> float:
-    """Return the longest time between two turns of the event loop, once cancelled."""
+    """Measure until cancelled; return the longest time between two turns of the event loop."""
     longest, before = 0.0, time.monotonic()
     try:
         while True:

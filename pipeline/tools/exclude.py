@@ -57,7 +57,7 @@ class ExclusionOutcome(NamedTuple):
     """The state of a run after an exclusion."""
 
     current: GroupingConfig
-    """The newest configuration of grouping."""
+    """The newest grouping configuration."""
     report: ExclusionReport
 
 
@@ -74,8 +74,9 @@ def put_on_record(
     config: RunConfig, exclusion: Exclusion, *, unseen: bool = False, dry_run: bool = False, timeout_s: float
 ) -> ExclusionOutcome:
     """Exclude, and wait up to `timeout_s` until every partition has read its mark; with `dry_run`, only report the
-    consequences. Raises ConfigurationError for what cannot be excluded, DeadlineExceeded and StateRefused."""
-    wanted = exclusion.added_to(GroupingConfig())  # Refuses invalid ranges.
+    consequences. Raises ConfigurationError if the exclusion is invalid, DeadlineExceeded if a partition is late, or
+    StateRefused if a partition has no grouping state or was given another configuration."""
+    wanted = exclusion.added_to(GroupingConfig())  # This refuses invalid ranges.
     if wanted == GroupingConfig():
         raise ConfigurationError("there is nothing to exclude; give --env, --worker or --offsets")
     clients.check_broker(config.kafka)

@@ -46,7 +46,7 @@ class Exclusion:
     offsets: tuple[str, ...] = ()
 
     def added_to(self, config: GroupingConfig) -> GroupingConfig:
-        """Return the configuration with this exclusion added, of the same generation."""
+        """Return the configuration with this exclusion added; the generation stays the same."""
         both = {
             name: tuple(dict.fromkeys((*getattr(config, name), *wanted)))
             for name, wanted in zip(EXCLUSIONS, (self.environments, self.workers, self.offsets), strict=True)
@@ -64,7 +64,7 @@ class PartitionConfiguration(NamedTuple):
     config: GroupingConfig
     """Configuration in force at the end of the partition."""
     since: int
-    """Offset of its mark; -1 if the mark is older than the state of the grouping task."""
+    """Offset of the mark that set it; -1 if the mark is older than the state of the grouping task."""
 
 
 def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> list[PartitionConfiguration]:
@@ -95,7 +95,7 @@ def partition_configurations(kafka: KafkaConfig, run: str, grouper: GrouperConfi
 def check_environments(named: Iterable[str], kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> None:
     """Raise ConfigurationError for an environment that has no rollout in the run and is not excluded yet.
 
-    The journal's counts since its newest snapshot name environments that were grouped; later records are read.
+    Environments of grouped records are taken from the journal's counts; later records of `rollouts` are read.
     """
     topic, known = (
         topic_name(run, "rollouts"),

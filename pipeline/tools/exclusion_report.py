@@ -36,7 +36,7 @@ class ExclusionReport:
     batches: list[dict[str, Any]] = field(default_factory=list)
     """Batches that hold excluded rollouts, in index order; `name_steps` adds the steps that used or skipped them."""
     touched: list[dict[str, Any]] = field(default_factory=list)
-    """For each learner, the steps that trained on such batches, and the first policy version published after them."""
+    """For each learner, the steps that trained on these batches, and the first policy version published after them."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
     """Invalid records that were skipped."""
 
@@ -96,9 +96,9 @@ def name_steps(view: RunView, report: ExclusionReport) -> None:
 
 
 def journal_details(exclusion: Exclusion, named: Iterable[int]) -> set[str]:
-    """Return the details with which the journal records drops for this exclusion; `named` are its offsets.
+    """Return the details with which the journal records drops for this exclusion; `named` holds the excluded offsets.
 
-    Every member of a group is dropped with the detail of one member.
+    If a member is excluded, every member of its group is dropped with the detail for that member.
     """
     names: list[tuple[str, str | int]] = [("environment", name) for name in exclusion.environments]
     names += [("worker", name) for name in exclusion.workers]
@@ -128,7 +128,7 @@ def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
 
 
 def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
-    """Find batches that hold excluded rollouts; those excluded by worker only if `rollouts` still has the records."""
+    """Find batches that hold excluded rollouts; rollouts excluded by worker only if `rollouts` still holds them."""
     held: dict[str, dict[str, Any]] = {}
     # The commit of a batch may not be visible yet. If it is aborted, the batch is cut again, with the same content.
     for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):

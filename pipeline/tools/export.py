@@ -1,6 +1,6 @@
-"""`rollstream export`: writes the newest policy version that the log holds whole as a Hugging Face checkpoint.
+"""`rollstream export`: writes the newest policy version that can be fetched as a Hugging Face checkpoint.
 
-It holds one tensor in memory at a time; the version is in temporary files of the directory until then. Newer versions
+It fetches the version into temporary files in the directory, and holds one tensor in memory at a time. Newer versions
 that cannot be fetched are named on standard error. Tokenizer and generation settings are copied from
 `learner.pretrained` if the run started from a checkpoint.
 """
@@ -52,10 +52,11 @@ def show_export(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def export(config: RunConfig, directory: Path, dtype: str | None, *, adapters: bool = False) -> int:
-    """Write the newest version that can be fetched, or its `adapters` alone as PEFT's files, and return its number.
+    """Write the newest version that can be fetched, or only its adapters as PEFT files; return the version's number.
 
-    Raises ConfigurationError if no version is published, if it has no adapters, or if its model has no counterpart at
-    Hugging Face, TopicError if no version can be fetched, CheckpointRefused if the directory already holds a model.
+    Raises ConfigurationError if no version is published, if it has no adapters to write, or if its model has no
+    counterpart at Hugging Face, TopicError if no version can be fetched, or CheckpointRefused if the directory already
+    holds a model.
     """
     clients.check_broker(config.kafka)
     model, version = _newest(config, directory)

@@ -38,7 +38,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(
         parser, show_fit, example="rollstream fit v5e:2x4 --config run.toml --set learner.mesh.fsdp=8", json=True
     )
-    parser.add_argument("topology", metavar="TOPOLOGY", help="its name in libtpu, e.g. v5e:2x4, v5e:4x4, v6e:4x4")
+    parser.add_argument(
+        "topology", metavar="TOPOLOGY", help="libtpu's name of the topology, e.g. v5e:2x4, v5e:4x4, v6e:4x4"
+    )
     parser.add_argument(
         "--quick",
         action="store_true",

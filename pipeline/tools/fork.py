@@ -38,7 +38,7 @@ class Fork:
     record: LearnerStep
     """Step from which it continues, as recorded by the original run."""
     position: int
-    """Offset in the index of its input run from which it reads."""
+    """Offset in the index of the input run from which the learner reads."""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--batches",
         metavar="RUN",
-        help="train on the batches of this run, from the first, written by rescore --into or replay --into",
+        help="train on all batches of this run, which rescore --into or replay --into has written",
     )
     parser.add_argument("--start", action="store_true", help="also start the learner here")
 

@@ -34,7 +34,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--with-predecessors",
         action="store_true",
-        help="add up the ledgers of the runs that were split into this one, each moved record once",
+        help="also show the runs that were split into this one, and a sum that counts each moved record once",
     )
     parser.add_argument(
         "--incremental",
@@ -48,7 +48,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=1.0,
         metavar="SECONDS",
-        help="the same, repeated at this interval until interrupted; print a line on each change (default: 1)",
+        help="like --incremental, repeated at this interval until interrupted; print a line per change (default: 1)",
     )
     often.add_argument(
         "--watch",
@@ -208,7 +208,7 @@ def book_text(book: Mapping[str, Any], *, by_environment: bool = False) -> str:
 
 
 def configurations_text(listed: Sequence[Mapping[str, Any]]) -> str:
-    """Return lines on the configurations of grouping, oldest first: where each is in force, and what it changed."""
+    """Return lines on the grouping configurations, oldest first: where each is in force, and what it changed."""
     lines = []
     for each in listed:
         partitions = len(each["in_force"])

@@ -140,7 +140,7 @@ def record_lineage(view: RecordedRun, place: RolloutPlace) -> LineageNode:
 
 
 def _configuration(view: RecordedRun, partition: int, generation: int) -> LineageNode:
-    """Return the node of the configuration of grouping that decided the fate of a record, or cut a batch."""
+    """Return the node of the grouping configuration under which a record's fate was decided, or a batch was cut."""
     return LineageNode(
         "configuration", f"of generation {generation}", {**view.configuration(partition, generation).facts}
     )
@@ -204,7 +204,7 @@ def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: Trainin
 
 
 def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
-    """Return the lineage of a batch: its offsets, the versions that sampled it, the steps that used or skipped it."""
+    """Return the lineage of a batch: its offsets, the versions that sampled its rollouts, its uses."""
     node = _batch(view, batch)
     node.facts |= {
         "cut": f"by {batch.cut} at {time_text(batch.cut_ms)}",
@@ -229,7 +229,7 @@ def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
 
 
 def policy_lineage(view: RecordedRun, manifest: PolicyManifest) -> LineageNode:
-    """Return the lineage of a policy version: the step that made it with its batches, the batches of its rollouts."""
+    """Return the lineage of a policy version: the step that made it, and the batches with rollouts it sampled."""
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
     node.children += [step_lineage(view, step) for step in view.steps_before(manifest.version)]
     rollouts: Counter[str] = Counter()

@@ -72,13 +72,13 @@ class LookedUpRun(TabulatedRun):
         self._topics = topics
 
     def places_of(self, uid: str) -> list[RolloutPlace]:
-        """Places of the rollouts with a uid, in order; several if it was sent more than once."""
+        """Places of the rollouts with a uid, in order; several if the rollout was sent repeatedly."""
         rows = self._db.execute(
             "select partition, offset from rollouts where uid = ? order by partition, offset", (uid_key(uid.encode()),)
         ).fetchall()
         places = []
         for place in (RolloutPlace(*row) for row in rows):
-            with suppress(TopicError):  # The record has been pruned since.
+            with suppress(TopicError):  # The record was pruned after the index was updated.
                 record = decoded(self.record("rollouts", *place).value)
                 if isinstance(record, Rollout) and record.uid == uid:
                     places.append(place)
@@ -110,13 +110,13 @@ class LookedUpRun(TabulatedRun):
             yield row[1]
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
-        """Return a summary of a configuration of grouping from the journal of a partition."""
+        """Return a summary of a grouping configuration from the journal of a partition."""
         row = self._db.execute("select history from journals where partition = ?", (partition,)).fetchone()
         history = ConfigurationHistory.of(json.loads(row[0])) if row else ConfigurationHistory()
         return summary([(partition, history)], generation)
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
-        """Find the batch that carries a batched record: in its transaction, or an older batch of its partition."""
+        """Find the batch that carries a batched record: one of its transaction, or an older batch of its partition."""
         older = self._db.execute(
             "select batch from entries where partition = ? order by offset desc", (place.partition,)
         )
@@ -130,4 +130,4 @@ class LookedUpRun(TabulatedRun):
         try:
             return decode_as(PolicyManifest, self.record("policies", *row).value)
         except TopicError:
-            return None  # The record has been deleted since.
+            return None  # The record was deleted after the index was updated.

@@ -119,7 +119,7 @@ class MigrationTarget(Protocol):
     """Destination of rollouts."""
 
     def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
-        """Write rollouts of a portion that the target lacks; add the environment of each uid to `expected`."""
+        """Write those rollouts of a portion that the target lacks; add the environment of each uid to `expected`."""
 
     def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
         """Finish, and count the `expected` rollouts in the target."""
@@ -299,7 +299,7 @@ def _identity(path: Path) -> str:
 
 
 class _RunTarget:
-    """Writes to `rollouts` of a run, without uids already there. Only one migration writes into a run at a time."""
+    """Writes rollouts to a run, except uids that are already there. Only one migration writes into a run at a time."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         clients.check_broker(kafka)
@@ -330,7 +330,7 @@ class _RunTarget:
                 self._commit(report)
 
     def _fitting(self, rollouts: Sequence[Rollout], report: MigrationReport) -> list[tuple[Rollout, bytes, bytes]]:
-        """Return the rollouts that fit into a record of the run; refuse larger ones, and reduce their groups' size."""
+        """Return the rollouts that fit into a record of the run; refuse larger rollouts, and shrink their groups."""
         encoded = [
             (rollout, encode_key(rollout.environment, rollout.example_id), encode(rollout)) for rollout in rollouts
         ]

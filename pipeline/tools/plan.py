@@ -31,14 +31,14 @@ def register(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     _number(load, "--parameters", "parameters of the model, such as 7B or 1T", required=True)
     _number(load, "--environments", "rollouts in progress at a time, such as 10k", required=True)
-    _number(load, "--tokens", "mean tokens of a rollout, its prompt included", required=True)
+    _number(load, "--tokens", "mean tokens per rollout, including the prompt", required=True)
     rate = load.add_mutually_exclusive_group()
     _number(rate, "--rollouts-per-s", "rollouts per second (default: each environment makes 50 tokens per second)")
     _number(rate, "--seconds-a-rollout", "instead of the rate: the time that an environment takes for a rollout")
     _number(load, "--retention-hours", "time for which rollouts and batches stay on the brokers", 72)
     _number(load, "--replication", "replicas of each partition", 3)
     _number(load, "--publish-every", "seconds between two policy versions", 60)
-    _number(load, "--parameter-bytes", "bytes of a published parameter", 2)
+    _number(load, "--parameter-bytes", "bytes per published parameter", 2)
     _number(load, "--weight-readers", "inference servers, or caches in front of them, that read each version", 1)
     _number(load, "--batch-readers", "number of readers of the batches", 1)
     load.add_argument(
@@ -50,9 +50,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     _number(machines, "--network-gbit", "network of a broker in each direction, Gbit/s", 10)
     _number(machines, "--memory-gb", "memory of a grouping process for rollouts in flight, gigabytes", 8)
     _number(machines, "--restore-s", "seconds within which the partitions of a dead process must be read again", 60)
-    _number(machines, "--utilisation", "largest share of a capacity that is used", 0.7)
+    _number(machines, "--utilisation", "largest share of each capacity to use", 0.7)
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE", help="rates from `make bench ARGS=--json` of your own machine"
+        "--measured", type=Path, metavar="FILE", help="rates of your own machine, from `make bench ARGS=--json`"
     )
 
 

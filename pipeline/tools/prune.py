@@ -103,7 +103,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--without-checkpoints",
         action="store_true",
-        help="keep no records only because a learner may go back to a checkpoint",
+        help="do not keep records for learners that may go back to a checkpoint",
     )
 
 
@@ -149,7 +149,7 @@ def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
     if not urls:
         return []
     listed = listed_files(config.run, urls, timeout_s=config.learner.weights.store_timeout_s)
-    # Read after the lists, so that no manifest is missed whose files were listed.
+    # Read manifests after the lists, so that the manifest of every listed file is known.
     skipped = SkippedRecords(logged=False)
     records = skipped.records(PolicyManifest, read_to_end(config.kafka, topic_name(config.run, "policies")))
     manifests = {manifest.version: manifest for _message, manifest in records}
@@ -222,7 +222,7 @@ def plan_text(
 
 
 def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:
-    """Carry out a plan, topic by topic in its order. Raises BrokerUnavailable if a broker fails."""
+    """Carry out a plan, topic by topic in the order of TOPICS. Raises BrokerUnavailable if a broker fails."""
     for topic in TOPICS:
         name = topic_name(run, topic)
         below = {(name, d.partition): d.to for d in deletions if d.topic == topic and d.offsets > 0}
@@ -255,7 +255,7 @@ def read_positions(
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
     # Positions of groups are read first and can only advance later, so the plan never deletes records that they need.
     groups = _other_groups(kafka, run, group)
-    # Read after the fillers' positions, so that trajectories read by fillers were labeled below these positions.
+    # Read these positions after those of fillers, so that trajectories read by fillers were labeled below them.
     if labeling_group in groups:
         groups[labeling_group] |= _offsets_of(kafka, run, labeling_group)
     skipped = SkippedRecords(logged=False)

@@ -1,7 +1,7 @@
 """`rollstream replay`: folds the recorded log again, with its own configuration or another.
 
 The same configuration must give the same batches. A replay with another configuration shows the differences side by
-side, and can write its batches to another run, for a learner to follow.
+side, and can write its batches to another run, to train a learner on them.
 """
 
 import argparse
@@ -215,7 +215,7 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _set_keys(args: argparse.Namespace) -> list[str]:
-    """Return the grouping settings given by a file, the environment or a flag; defaults override nothing."""
+    """Return the names of grouping settings that a file, a variable or a flag sets; defaults are omitted."""
     layers = [
         *file_layers(args.config),
         *environment_layers(RunConfig, os.environ),

@@ -49,7 +49,7 @@ class RescoringReport:
     corrected: CorrectedPartition
     learners: list[LearnerConsequences]
     fork_step: int | None = None
-    """Newest clean step of the chosen learner with a checkpoint; None without one, or without anything to correct."""
+    """Newest clean step of the chosen learner that has a checkpoint; None without one, or if nothing was wrong."""
     fork_command: tuple[str, ...] = ()
     into: str | None = None
     batches_written: int = 0
@@ -266,5 +266,5 @@ def _way_on(report: RescoringReport) -> list[str]:
         lines.append(f"to train on {which} from step {report.fork_step}, the last clean step with a checkpoint:")
         lines.append(command_text(shlex.join(report.fork_command)))
     elif report.into is not None:
-        lines.append(f"no checkpoint to fork from; a new learner trains on them with learner.input_run={report.into}")
+        lines.append(f"no checkpoint to fork from; set learner.input_run={report.into} to train a new learner")
     return lines

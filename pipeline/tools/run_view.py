@@ -80,7 +80,7 @@ class IndexedEntry(NamedTuple):
 
 
 class RecordedRun(Protocol):
-    """The queries that lineage makes to a run: answered by a view of its topics, or an index of them."""
+    """The queries that lineage makes to a run, answered from its topics or from an index."""
 
     run: str
 
@@ -117,7 +117,7 @@ class RecordedRun(Protocol):
         ...
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
-        """Return a summary of a configuration of grouping from the journal of a partition."""
+        """Return a summary of a grouping configuration from the journal of a partition."""
         ...
 
     def moved_to(self, place: RolloutPlace) -> dict[str, str]:
@@ -139,7 +139,7 @@ class SearchableRun(RecordedRun, Protocol):
     skipped: SkippedRecords
 
     def places_of(self, uid: str) -> list[RolloutPlace]:
-        """Places of the rollouts with a uid, in order; several if it was sent more than once."""
+        """Places of the rollouts with a uid, in order; several if the rollout was sent repeatedly."""
         ...
 
 
@@ -244,7 +244,7 @@ class RunView(Closing):
         return fates_in(journal, read, offsets)
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
-        """Return a summary of a configuration of grouping from the journal of a partition."""
+        """Return a summary of a grouping configuration from the journal of a partition."""
         history = ConfigurationHistory()
         for record in self.journal(partition):
             history.read(record)
@@ -262,7 +262,7 @@ class RunView(Closing):
         return {"to": f"run {successor.successor}"}
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord:
-        """Fetch one record, without reading it if grouping left it out. Raises TopicError if it does not exist."""
+        """Fetch one record, without its value if grouping left it out. Raises TopicError if it does not exist."""
         topic = self.topic(name)
         if self._reader is None:
             self._reader = Reader(self.kafka, fetch_wait_ms=10, **_ONE_RECORD)
@@ -293,12 +293,12 @@ class RunView(Closing):
         return batch_at(self.record("batches", entry.partition, entry.offset))
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
-        """Find the batch that carries a batched record: in its transaction, or an older batch of its partition."""
+        """Find the batch that carries a batched record: one of its transaction, or an older batch of its partition."""
         mine = [name for name, (_offset, entry) in self.index.items() if entry.partition == place.partition]
         return carrying_batch(self, place, fate, reversed(mine))
 
     def places_of(self, uid: str) -> list[RolloutPlace]:
-        """Places of the rollouts with a uid, in order; several if it was sent more than once."""
+        """Places of the rollouts with a uid, in order; several if the rollout was sent repeatedly."""
         # A value without the uid's bytes cannot be a rollout with this uid, and need not be decoded.
         wanted, places = uid.encode(), []
         for message in self.rollout_messages():
@@ -311,7 +311,7 @@ class RunView(Closing):
 
 
 def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -> dict[int, Fate]:
-    """Return the fates of offsets from their partition's journal; `read` are the offsets that grouping has read."""
+    """Return the fates of offsets from their partition's journal; `read` holds the offsets that grouping has read."""
     fates = {offset: Fate(IN_FLIGHT if offset in read else UNREAD) for offset in offsets}
     for record in journal:
         drops = {drop.offset: drop for drop in record.drops}
@@ -327,7 +327,7 @@ def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -
 def carrying_batch(
     view: RecordedRun, place: RolloutPlace, fate: Fate, batch_ids: Iterable[str]
 ) -> TrainingBatch | None:
-    """Find the batch that carries a batched record: in its transaction, else among `batch_ids`, newest first."""
+    """Find the batch that carries a batched record: one of its transaction, else one of `batch_ids`, newest first."""
     for batch_id in itertools.chain(fate.batch_ids, (name for name in batch_ids if name not in fate.batch_ids)):
         if view.entry(batch_id) is not None:
             try:

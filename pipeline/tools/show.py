@@ -91,7 +91,7 @@ def _details(view: SearchableRun, place: RolloutPlace) -> RolloutDetails:
 
 
 def batch_group(batch: TrainingBatch, place: RolloutPlace) -> tuple[list[tuple[str, float, float]], float]:
-    """Return uid, reward and advantage of each member of a rollout's group in its batch, and its own advantage."""
+    """Return uid, reward and advantage of the members of a rollout's group in its batch, and its own advantage."""
     row = batch.source_offsets.tolist().index(place.offset)
     advantages = batch.advantages[batch.splits[:-1]].tolist()
     members = [i for i, group in enumerate(batch.group_index.tolist()) if group == int(batch.group_index[row])]
@@ -125,7 +125,7 @@ def _print(console: Any, details: RolloutDetails, full: bool) -> None:
     for turn in r.turns:
         console.print(_text(f"\n{turn.role}", "bold"), _text(turn.text), sep="\n")
     console.print(
-        _text(f"\n{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled: id, below it its log-probability", "bold")
+        _text(f"\n{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled: each id above its log-probability", "bold")
     )
     console.print(_tokens(details, None if full else 400))
     if details.group:

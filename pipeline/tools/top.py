@@ -32,7 +32,7 @@ LINES = 20
 _ALL_LINES = 1_000_000
 _FRAME_S = 0.5
 LINE_S = 2.0
-"""Time between two lines that show how much of the history is read."""
+"""Time between two printed lines."""
 _LEAST_WIDTH = 80
 _MOST_WIDTH = 120
 _ROWS = 4
@@ -138,7 +138,7 @@ def line(s: RunSnapshot) -> str:
 
 
 def _configuration(s: RunSnapshot) -> str:
-    """Return the configuration of grouping in force, in one line."""
+    """Return the grouping configuration in force, in one line."""
     return printable(s.configuration.text, keep="") if s.configuration else ""
 
 
@@ -274,7 +274,7 @@ def _rewards(s: RunSnapshot, width: int) -> list[str]:
 
 
 def sparkline(values: Sequence[float], width: int, least: float = 0.0, most: float = 1.0) -> str:
-    """Return a character for each of the newest values that fit, scaled to the bounds, widened to all values."""
+    """Return a character for each of the newest values that fit; values beyond the bounds widen the scale."""
     values = [min(max(value, -_FAR), _FAR) if value == value else 0.0 for value in values[-width:]]
     least, most = min((least, *values)), max((most, *values))
     return "".join(_SPARKS[round((value - least) / (most - least) * (len(_SPARKS) - 1))] for value in values)

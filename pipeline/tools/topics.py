@@ -91,7 +91,7 @@ def provision(config: RunConfig) -> list[TopicPlan]:
     from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
     from rollstream.consumers.grouping.process.bootstrap import initialise
 
-    # Names in generation 0 stay on the log, so unknown names are refused before anything is created.
+    # The configuration of generation 0 stays on the log, so unknown names in it are refused before anything is created.
     check_names(config.grouping, load_plug_ins(config.grouper))
     check_open(config.kafka, config.run)
     plans = provisioning.apply(config.kafka, config.topics, config.run)

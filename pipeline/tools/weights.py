@@ -301,8 +301,8 @@ def _chosen(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted
 def _chunk_states(config: RunConfig, versions: Mapping[int, PublishedVersion]) -> dict[int, str]:
     """Return the state of each version's chunks: there, expiring (tombstoned, but there), gone, or how many are gone.
 
-    Reads `weights` once without keeping values, and requests the lists of stores with files. Versions in a store that
-    does not answer are unlisted.
+    Reads `weights` once without keeping values, and lists the files in stores. If a store does not answer, the state of
+    its versions is "unlisted".
     """
     manifests = _manifests(versions)
     stores = listed_files(

@@ -1,7 +1,7 @@
 """The page that accompanies a run: a process that `rollstream run` and `rollstream demo` start if ui.port is set.
 
 It is a separate process, because filling the index would keep the supervisor's thread from its roles, and because a
-failure of the page must not affect the roles: the run goes on without it, and says so.
+failure of the page must not affect the roles: the run goes on without the page, and reports that.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class RunPage:
     """The process of the page, if the settings ask for one."""
 
     def __init__(self, config: RunConfig, path: Path, supervisor: Supervisor) -> None:
-        """Start it without waiting for it; `path` is the configuration that the run's processes share."""
+        """Start the process without waiting for it; `path` is the configuration that the run's processes share."""
         self._run, self._supervisor = config.run, supervisor
         self._said = ""
         self._wanted = config.ui.port != OFF
@@ -52,7 +52,7 @@ class RunPage:
         )
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """Say, once each, the page's address when it listens, and the reason if it fails for good."""
+        """Say, once each, the page's address when the page listens, and the reason if it fails for good."""
         if not self._wanted:
             return
         failure = self._supervisor.failure(PAGE)

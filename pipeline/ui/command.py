@@ -49,8 +49,8 @@ def ui(config: RunConfig, args: argparse.Namespace) -> int:
     else:
         names = names or [config.run]
         clients.check_broker(config.kafka)
-        for name in names:
-            topic_admin.partitions_of(config.kafka, topic_name(name, "rollouts"))  # raises the error of an unknown run
+        for name in names:  # partitions_of raises an error if the run is unknown
+            topic_admin.partitions_of(config.kafka, topic_name(name, "rollouts"))
     configs = [config if name == config.run else _of_run(name, args) for name in names]
     run_until_stopped(lambda stop: _serve(config, configs, args.archive, stop, opens=args.open))
     return 0
@@ -62,7 +62,7 @@ def _of_run(name: str, args: argparse.Namespace) -> RunConfig:
 
 
 def _archived(archive: str, run: str) -> list[str]:
-    """Return the run that is set if the archive has it, else all runs of the archive."""
+    """Return the configured run if the archive has it, else all runs of the archive."""
     held = runs_of(open_store(archive))
     if not held:
         raise ConfigurationError(

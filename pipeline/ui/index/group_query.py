@@ -31,7 +31,10 @@ class GroupFilter:
 def page(
     db: sqlite3.Connection, wanted: GroupFilter, order: str = "newest", after: str | None = None, limit: int = 100
 ) -> dict[str, Any]:
-    """Return one page of groups, the cursor of the next page, and how many groups match. Raises ConfigurationError."""
+    """Return one page of groups, the cursor of the next page, and the number of matching groups.
+
+    Raises ConfigurationError if the order or the cursor is invalid.
+    """
     if order not in _ORDERS:
         raise ConfigurationError(f"order is {order[:40]!r}; orders are {', '.join(_ORDERS)}")
     where, values = ["g.first is not null"], list[Any]()

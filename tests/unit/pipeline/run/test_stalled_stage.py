@@ -45,7 +45,7 @@ STILL = FlowFacts(
         (
             {"rollout_age_s": 1.0, "read_age_s": 1.0, "dropped": {"zero_variance": 90, "late": 3}, "in_flight": 4},
             "group",
-            "groups are dropped, 93 rollouts since the last step, most as zero_variance",
+            "groups are dropped, 93 rollouts since the last step, most for zero_variance",
         ),
         (
             {"rollout_age_s": 1.0, "read_age_s": 1.0, "in_flight": 12},
@@ -57,7 +57,7 @@ STILL = FlowFacts(
         (
             {"components": (component("env", failed_per_s=0.5), SERVER)},
             "infer",
-            "inference refuses: 0.5 rollouts a second fail",
+            "inference refuses: 0.5 rollouts and 0 requests fail",
         ),
         ({"components": (replace(WORKER, age_s=300.0), SERVER)}, "env", "produce nothing: no worker runs"),
         (
