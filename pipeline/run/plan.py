@@ -33,7 +33,7 @@ from rollstream.topics.errors import ConfigurationError
 _SERVERS_TO_COME = 16
 _HERE = "127.0.0.1"
 _SHARING = (ENV, GROUP, INFER, LABEL, GATEWAY)
-"""Roles whose other processes take over the work of a process that has ended."""
+"""Roles in which the remaining processes take over the work of a process that ends."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Coverage:
     twice: int
     """Offsets that were read more than once, counted each time beyond the first."""
     missing: int
-    """Offsets that were never read, though later ones of their partition were."""
+    """Offsets that were never read, though later offsets of their partition were read."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The contract between a role's process and its supervisor: report readiness, stop on request, never outlive it.
 
-The supervisor passes two inherited pipes by number. The line "ready" on ROLLSTREAM_READY_FD means ready, any other line
-reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that the supervisor is gone, even by kill -9:
-the role ends, unless another supervisor adopts it through the list at ROLLSTREAM_REGISTRY.
+The supervisor passes two inherited pipes by number. The line "ready" on ROLLSTREAM_READY_FD means that the role is
+ready; any other line reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that the supervisor is
+gone, even by kill -9: the role ends, unless another supervisor adopts it through the list at ROLLSTREAM_REGISTRY.
 Without these pipes a role runs on its own.
 """
 
@@ -187,7 +187,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def in_a_hurry(error: BaseException | None) -> bool:
-    """Whether this is Ctrl-C, after which a role has HURRY_S to stop; after SIGTERM its settings decide."""
+    """Whether `error` is due to Ctrl-C, after which a role has HURRY_S to stop; after SIGTERM its settings decide."""
     return isinstance(error, KeyboardInterrupt) and getattr(error, "signal_number", signal.SIGINT) == signal.SIGINT
 
 
@@ -212,7 +212,7 @@ class Interrupts:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """Within this context no interrupt is raised; one that arrived is raised on leaving."""
+        """Return a context within which no interrupt is raised; an interrupt that arrives is raised at the end."""
         self._deferrals += 1
         try:
             yield

@@ -34,7 +34,7 @@ class RoleSpec:
     expendable: bool = False
     """Whether the other processes go on if it never becomes ready, or exits more often than `restarts` allows."""
     shares_work: bool = False
-    """Whether processes of its kind share their work, so that the run goes on without it while another one is ready."""
+    """Whether processes of its kind share their work; the run then goes on without it while another is ready."""
 
     @property
     def kind(self) -> str:

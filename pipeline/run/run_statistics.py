@@ -82,7 +82,7 @@ class RunSnapshot(RecordCounts):
     paused: tuple[int, ...] = ()
     """Partitions of `rollouts` that an operator has paused."""
     paused_environments: tuple[str, ...] = ()
-    """Environments in which an operator lets no new group begin."""
+    """Environments that an operator has paused."""
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Numbers of processes that an operator wants, by role."""
     components: tuple[ComponentMetrics, ...] = ()

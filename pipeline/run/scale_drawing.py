@@ -121,7 +121,7 @@ def picture(series: ScaleSeries, title: str, lines: Sequence[str] = ()) -> str:
 
 
 def _panel(chart: Chart, series: ScaleSeries, y: float) -> list[str]:
-    """Draw a panel whose plot begins at `y`; its attributes hold its scale, too."""
+    """Draw a panel whose plot begins at `y`; attributes of the SVG element hold the scale, too."""
     end_s = axis_top(series.seconds) if series.seconds <= 10 else math.ceil(series.seconds / 20) * 20.0
     room = WIDTH - LEFT - RIGHT
     parts = [

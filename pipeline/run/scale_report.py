@@ -61,7 +61,7 @@ class ScaleReport:
         if self.series.most_processes <= self.fewest:
             failures.append(f"there were never more than {self.fewest} grouping processes")
         if last != self.fewest:
-            failures.append(f"{last} grouping processes were left, {self.fewest} were expected")
+            failures.append(f"{last} grouping processes were left, but {self.fewest} were expected")
         if placed != self.written:
             failures.append(f"{self.written:,} rollouts were written, but {placed:,} are accounted for")
         if self.rollouts["unread"]:

@@ -95,7 +95,7 @@ class SteeredProcesses:
         number = self._configured.get(role, 0) if wanted is None else wanted
         numbered = self._numbered[role]
         if role != ENV and not self._configured.get(role):
-            self._say(f"{role}={number} is not followed: this run starts no {role}")
+            self._say(f"{role}={number} is not followed: this run has no role {role}")
             return
         try:
             number = counts(with_numbers(self._config, {role: number}))[role]

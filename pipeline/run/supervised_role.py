@@ -35,7 +35,7 @@ class SupervisedRole:
     """Times of the exits within the window, by the supervisor's clock."""
     restart_at: float | None = None
     excused: bool = False
-    """Whether the role exited with 0 while it was allowed to; it is started again once it no longer is."""
+    """Whether the role exited with 0 while that was allowed; it is started again once that is no longer allowed."""
     retired_until: float | None = None
     """When a retired role that has not ended is killed, by the supervisor's clock; None if it is not retired."""
     failure: str = ""

@@ -382,14 +382,14 @@ class Supervisor:
         role.recent, role.restart_at = (*before, now), now + pause_s
 
     def _is_spared(self, role: SupervisedRole) -> bool:
-        """Whether the others go on without a role: it is expendable, or another of its kind does its work."""
+        """Whether the other roles go on without a role: it is expendable, or another role of its kind does its work."""
         if role.spec.expendable:
             return True
         others = (other for other in self._roles.values() if other is not role and other.spec.kind == role.spec.kind)
         return role.spec.shares_work and role.ever_ready and any(o.ready and not o.reaped for o in others)
 
     def _notice_lateness(self, role: SupervisedRole, now: float) -> None:
-        """If a role is not ready in time, end it if the others can go on without it, else fail."""
+        """Handle a role that is not ready in time: end it if the other roles can go on without it, else fail."""
         if role.ready or role.reaped or role.stopping or now - role.heard <= role.spec.ready_timeout_s:
             return
         if self._is_spared(role) and role.process.poll() is None:

@@ -1,6 +1,6 @@
-"""Files of a demo and their retention: logs and report are always kept, the broker's data with --keep.
+"""Files of a demo and their retention: logs and report stay until the next demo, the broker's data only with --keep.
 
-Each demo is a separate run, named after its start time; the next demo removes the files of demos that were not kept.
+Each demo is a separate run, named after its start time; the next demo removes the files of demos without --keep.
 """
 
 import json

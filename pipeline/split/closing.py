@@ -46,8 +46,8 @@ def check_movable(config: RunConfig) -> None:
     kafka, run = config.kafka, config.run
     if paused := sorted(paused_partitions(kafka, run)):
         raise StateRefused(
-            f"partition {paused[0]} of run {run} is paused; `rollstream group resume {paused[0]} --run {run}`, and "
-            f"split again"
+            f"partition {paused[0]} of run {run} is paused; resume it (`rollstream group resume {paused[0]} --run "
+            f"{run}`), and split again"
         )
     book = Ledger()
     check_trajectories(kafka, run, config.labeling.group_id(run), HiddenRecords(kafka, run), book)

@@ -68,7 +68,7 @@ def move_rollouts(config: RunConfig, after: RunConfig) -> int:
 
 
 def carry_batches(config: RunConfig, after: RunConfig, split: RunSplit, start: int) -> RunSplit:
-    """Copy the index entries from offset `start` on to the index of the successor, exactly once.
+    """Copy the index entries at offset `start` and later to the index of the successor, exactly once.
 
     The batches stay where they are; each entry names the run of its batch. Returns the split with the entries' offsets.
     """

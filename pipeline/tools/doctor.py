@@ -57,7 +57,7 @@ def examine(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _looked(name: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Return the findings of a check. If it fails, return a note; for permissions, which all can check, a fault."""
+    """Return the findings of a check; if it fails, a note, or a fault if it is the check of permissions."""
     try:
         return list(check())
     except RollstreamError as error:

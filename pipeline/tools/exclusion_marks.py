@@ -185,7 +185,7 @@ def _unread(kafka: KafkaConfig, run: str, grouper: GrouperConfig, marks: Mapping
 def _written(
     kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion
 ) -> tuple[int, Mapping[int, int]]:
-    """Write the marks that are missing, in one transaction; return their generation and offsets."""
+    """Write marks for an exclusion in one transaction, unless all partitions have it; return generation and offsets."""
     topic, marks = topic_name(run, "rollouts"), dict[int, int]()
 
     def delivered(delivery: Delivery) -> None:

@@ -130,7 +130,7 @@ def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
 def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
     """Find batches that hold excluded rollouts; rollouts excluded by worker only if `rollouts` still holds them."""
     held: dict[str, dict[str, Any]] = {}
-    # The commit of a batch may not be visible yet. If it is aborted, the batch is cut again, with the same content.
+    # Include batches whose commit is not visible yet; a batch of an aborted transaction is cut again unchanged.
     for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):
         offsets, groups = batch.source_offsets.tolist(), batch.group_index.tolist()
         excluded = np.array(

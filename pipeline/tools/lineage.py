@@ -204,7 +204,7 @@ def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: Trainin
 
 
 def batch_lineage(view: RecordedRun, batch: TrainingBatch) -> LineageNode:
-    """Return the lineage of a batch: its offsets, the versions that sampled its rollouts, its uses."""
+    """Return the lineage of a batch: offsets, sampling versions, and steps that used or skipped it."""
     node = _batch(view, batch)
     node.facts |= {
         "cut": f"by {batch.cut} at {time_text(batch.cut_ms)}",
@@ -229,7 +229,7 @@ def step_lineage(view: RecordedRun, step: LearnerStep) -> LineageNode:
 
 
 def policy_lineage(view: RecordedRun, manifest: PolicyManifest) -> LineageNode:
-    """Return the lineage of a policy version: the step that made it, and the batches with rollouts it sampled."""
+    """Return the lineage of a policy version: the step that made it, and the batches with rollouts that it sampled."""
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
     node.children += [step_lineage(view, step) for step in view.steps_before(manifest.version)]
     rollouts: Counter[str] = Counter()

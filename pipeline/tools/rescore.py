@@ -102,7 +102,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--learner", metavar="NAME", help="the learner to fork (default: learner.name)")
     parser.add_argument(
-        "--timeout", type=float, default=10.0, metavar="S", help="seconds for one rollout (default: %(default)g)"
+        "--timeout", type=float, default=10.0, metavar="S", help="seconds allowed per rollout (default: %(default)g)"
     )
     parser.add_argument(
         "--processes", type=int, default=0, metavar="N", help="processes of the verifier (default: one for each core)"
@@ -251,7 +251,7 @@ def _learner_lines(learner: LearnerConsequences) -> list[str]:
     )
     if learner.touched_versions:
         first, last = min(learner.touched_versions), max(learner.touched_versions)
-        lines.append(f"wrong advantages are in policy versions {first} to {last}")
+        lines.append(f"policy versions {first} to {last} were trained on wrong advantages")
     return lines
 
 
@@ -266,5 +266,7 @@ def _way_on(report: RescoringReport) -> list[str]:
         lines.append(f"to train on {which} from step {report.fork_step}, the last clean step with a checkpoint:")
         lines.append(command_text(shlex.join(report.fork_command)))
     elif report.into is not None:
-        lines.append(f"no checkpoint to fork from; set learner.input_run={report.into} to train a new learner")
+        lines.append(
+            f"no checkpoint to fork from; set learner.input_run={report.into} to train a new learner on these batches"
+        )
     return lines

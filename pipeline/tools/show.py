@@ -91,7 +91,7 @@ def _details(view: SearchableRun, place: RolloutPlace) -> RolloutDetails:
 
 
 def batch_group(batch: TrainingBatch, place: RolloutPlace) -> tuple[list[tuple[str, float, float]], float]:
-    """Return uid, reward and advantage of the members of a rollout's group in its batch, and its own advantage."""
+    """Return uid, reward and advantage of a rollout's group members in its batch, and the rollout's advantage."""
     row = batch.source_offsets.tolist().index(place.offset)
     advantages = batch.advantages[batch.splits[:-1]].tolist()
     members = [i for i, group in enumerate(batch.group_index.tolist()) if group == int(batch.group_index[row])]

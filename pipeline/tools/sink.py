@@ -25,7 +25,7 @@ class _Result(NamedTuple):
     steps: int
     traces: int
     missing_rollouts: int
-    """Rollouts drawn for traces that are no longer on the log."""
+    """Rollouts that were drawn for traces but are no longer on the log."""
     newest_step: int
     """The newest step that the tracker holds."""
 

@@ -251,7 +251,7 @@ def compare_versions(config: RunConfig, args: argparse.Namespace) -> int:
     )
     print(f"together: {_share(changed, values)} of {values:,} values changed, by {largest:.3g} at most")
     for name in others:
-        print(printable(f"not compared: {name}, which is missing in one version or has another shape there"))
+        print(printable(f"not compared: {name}, which is missing in one version or has different shapes"))
     return 0
 
 

@@ -19,8 +19,8 @@ class UiConfig:
     """Port of the page that `rollstream run` and `rollstream demo` serve; 0: a free port, -1: no page.
     `rollstream ui` uses a free port if it is -1."""
     token: str = ""
-    """Secret that a browser must send once, as ?token=; empty: none on a loopback address, and on
-    any other address a random secret, which is printed."""
+    """Secret that a browser must send once, as ?token=; empty: none on a loopback address, and on any other
+    address a random secret, which is printed."""
     names: tuple[str, ...] = ()
     """Host names by which browsers may reach the page besides addresses and localhost, such as the name of a proxy."""
     index_cache_bytes: int = 256 * 2**20
