@@ -200,7 +200,7 @@ def _rule(config: RunConfig) -> tuple[AutoscaleConfig, int]:
 
 def _limit(config: RunConfig) -> str:
     limit = config.grouper.records_per_s
-    return f"each may read {limit:,.0f} records a second (grouper.records_per_s)" if limit else "with no limit of rate"
+    return f"each may read {limit:,.0f} records per second (grouper.records_per_s)" if limit else "without a limit"
 
 
 def _line(series: ScaleSeries) -> str:

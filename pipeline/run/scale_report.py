@@ -107,18 +107,18 @@ class ScaleReport:
 
     def summary(self) -> tuple[str, ...]:
         """Lines of text for the picture."""
-        held = f"; one process reads {self.limit_per_s:,.0f} a second at most" if self.limit_per_s else ""
+        held = f"; one process reads at most {self.limit_per_s:,.0f} per second" if self.limit_per_s else ""
         rollouts = f"{self.written:,} rollouts over {self.partitions} partitions{held}"
         return f"run {self.run}, seed {self.seed}: {rollouts}", self.rule
 
     def _load(self) -> str:
         lines = [
-            f"{self.written:,} rollouts, up to {self.high_per_s:,.0f} a second, over {self.partitions} partitions; "
+            f"{self.written:,} rollouts, up to {self.high_per_s:,.0f} per second, over {self.partitions} partitions; "
             f"{self.seconds:.0f} s in all."
         ]
         if self.limit_per_s:
             lines += [
-                f"One grouping process may read {self.limit_per_s:,.0f} records a second (grouper.records_per_s):",
+                f"One grouping process may read {self.limit_per_s:,.0f} records per second (grouper.records_per_s):",
                 "with this limit, a small machine can show how grouping scales.",
             ]
         return "\n".join([*lines, self.rule])

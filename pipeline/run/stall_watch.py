@@ -73,10 +73,10 @@ class StallWatch:
         dropped = {reason: count - then.dropped.get(reason, 0) for reason, count in now.dropped.items()}
         if any(dropped.values()):
             reason = max(dropped, key=lambda reason: dropped[reason])
-            return f"look at what is dropped, {dropped[reason]:,} since then as {reason}"
+            return f"look at what is dropped, {dropped[reason]:,} in this time for {reason}"
         if now.dead_lettered > then.dead_lettered:
             return (
-                f"look at dead letters, {now.dead_lettered - then.dead_lettered:,} since then; "
+                f"look at dead letters, {now.dead_lettered - then.dead_lettered:,} in this time; "
                 f"`rollstream dlq ls --run {now.run}` says why"
             )
         if now.unread and now.produced - now.unread <= then.produced - then.unread:
@@ -106,7 +106,7 @@ class StallWatch:
         learner = self._config.learner
         if now.skipped > then.skipped:
             return (
-                f"look at skipped, {now.skipped - then.skipped:,} rollouts since then: they were too old when the "
+                f"look at skipped, {now.skipped - then.skipped:,} rollouts in this time: they were too old when the "
                 f"learner reached them (learner.max_policy_lag {learner.max_policy_lag})"
             )
         if now.waiting:

@@ -238,9 +238,9 @@ def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namesp
 def resend(
     config: RunConfig, letters: Sequence[Letter], fix: Fix | None = None, *, dry_run: bool = False
 ) -> tuple[list[Letter], list[tuple[Letter, str]]]:
-    """Send letters to their source again, each once; return the letters sent, and those left with the reasons.
+    """Send letters to their source again, each once; return the letters sent, and the letters left with the reasons.
 
-    With `dry_run`, nothing is sent. Raises DeliveryError if nothing could be sent.
+    With `dry_run`, nothing is sent. Raises DeliveryError if the transaction fails, so that nothing is sent.
     """
     ready: list[tuple[Letter, bytes, bytes]] = []
     refused: list[tuple[Letter, str]] = []

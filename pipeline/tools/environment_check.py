@@ -329,7 +329,7 @@ def _as_text(
             first = group.rollouts[0]
             rows = [(t.role, f"{t.start}-{t.stop}", _quoted(t.text)) for t in first.turns]
             lines += [table(("turn", "tokens", "text of the first member"), rows)]
-            lines += ["", "its tokens, those trained on marked with ^", *masked_lines(first, tokenizer), ""]
+            lines += ["", "its tokens; ^ marks the tokens that are trained on", *masked_lines(first, tokenizer), ""]
             members = [
                 (
                     rollout.uid.partition(".")[2],

@@ -125,7 +125,7 @@ def _print(
     fates = [(later.get(name, name), count) for name, count in sorted(report.fates.items())]
     if report.dropped_along:
         fates.append(("dropped with them, as members of their groups", report.dropped_along))
-    print(table(("rollouts", ""), fates) if fates else "no such rollout is on the log")
+    print(table(("rollouts", ""), fates) if fates else "the log has no such rollout")
     if report.batches:
         print()
         rows = _rows(report.batches)

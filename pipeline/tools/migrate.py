@@ -178,7 +178,7 @@ def _text(report: MigrationReport, args: argparse.Namespace) -> str:
 
 
 def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
-    """Count a batch, add its invalid rollouts to the refused ones, and return its valid rollouts."""
+    """Count a batch, add its invalid rollouts to the refused rollouts, and return its valid rollouts."""
     if read.batch is None:
         report.read[""] += read.records
         report.refused.append(RefusedRollout(read.place, "", read.reason, read.records))

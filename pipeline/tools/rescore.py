@@ -211,7 +211,7 @@ def rescoring_text(report: RescoringReport, run: str) -> str:
     lines = [
         f"rescoring {report.rescoring.id} of run {run}: {report.scored:,} rollouts scored now",
         "",
-        table(columns, rows) if rows else "no such rollout is on the log",
+        table(columns, rows) if rows else "the log has no rollout to rescore",
         "",
         table(("groups", ""), groups),
     ]

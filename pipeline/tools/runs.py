@@ -46,7 +46,7 @@ def show_runs(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def summaries(kafka: KafkaConfig) -> list[RunSummary]:
-    """Summarize every run that has rollouts, the one with the newest record first. Raises BrokerUnavailable."""
+    """Summarize every run with a topic `rollouts`, the run with the newest record first. Raises BrokerUnavailable."""
     partitions = {run: topics["rollouts"] for run, topics in topic_admin.runs(kafka).items() if "rollouts" in topics}
     places = [(topic_name(run, "rollouts"), p) for run, count in partitions.items() for p in range(count)]
     begins, ends = offsets(kafka, places, "earliest"), offsets(kafka, places, "latest")

@@ -83,7 +83,7 @@ def show_split(config: RunConfig, args: argparse.Namespace) -> int:
     split = result.split
     lines = [
         f"run {split.run} goes on as run {split.successor}, with {split.partitions} partitions",
-        f"{result.moved:,} records without a batch moved, {split.carried:,} batches not yet trained on carried over",
+        f"moved {result.moved:,} records without a batch, carried over {split.carried:,} batches not yet trained on",
     ]
     if result.policy_version >= 0:
         lines.append(f"policy version {result.policy_version} is the first of run {split.successor}")

@@ -200,7 +200,7 @@ def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
-    """Check versions; return 1 if one is damaged, or is missing although it must be kept."""
+    """Check versions; return 1 if one is damaged, cannot be read in time, or is missing although it must be kept."""
     versions = _published(config)
     chosen = _chosen(config, versions, *sorted(args.version or versions))
     states = _chunk_states(config, versions)

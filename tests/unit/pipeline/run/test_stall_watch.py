@@ -36,8 +36,8 @@ def warnings(now: RunSnapshot, then: RunSnapshot = THEN) -> list[str]:
 @pytest.mark.parametrize(
     ("change", "number"),
     [
-        ({"rollouts": 190, "dropped": {"late": 6, "zero_variance": 90}}, "dropped, 89 since then as zero_variance"),
-        ({"dead_lettered": 7}, "dead letters, 7 since then; `rollstream dlq ls --run r`"),
+        ({"rollouts": 190, "dropped": {"late": 6, "zero_variance": 90}}, "dropped, 89 in this time for zero_variance"),
+        ({"dead_lettered": 7}, "dead letters, 7 in this time; `rollstream dlq ls --run r`"),
         (
             {"produced": 150, "rollouts": 140, "unread": 56},
             "unread, 56: grouping reads nothing; its logs are group-*.log, and `rollstream broker mend",
@@ -66,7 +66,7 @@ def test_a_stall_of_batches_names_the_number_that_explains_it(change: dict[str, 
 @pytest.mark.parametrize(
     ("change", "number"),
     [
-        ({"skipped": 64}, "skipped, 64 rollouts since then: they were too old"),
+        ({"skipped": 64}, "skipped, 64 rollouts in this time: they were too old"),
         ({"waiting": 9}, "waiting, 9 batches: the learner takes none, or they are too few for a step"),
         ({"waiting": 0}, "batches, 9: the learner has trained on all of them"),
     ],
