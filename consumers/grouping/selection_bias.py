@@ -117,7 +117,7 @@ class Selection:
         return self.batched + self.without_gradient + self.lost
 
     def shift(self, measure: str) -> float:
-        """Return how far the losses moved the mean of a measure, in standard deviations of the produced rollouts.
+        """Return how far lost rollouts moved the mean of a measure, in standard deviations of the produced rollouts.
 
         The shift is positive if the kept rollouts (batched or without gradient) are longer or better than the produced
         rollouts, and 0 if it cannot be computed.
@@ -140,7 +140,7 @@ class Selection:
         return self.shift(measure) * math.sqrt((kept + lost) * kept / (lost * DEPENDENT))
 
     def alerts(self, tolerance: float = TOLERANCE) -> tuple[str, ...]:
-        """Return the measures whose mean the losses shifted, by more than the tolerance and not by chance."""
+        """Return the measures whose mean lost rollouts shifted by more than the tolerance, and not by chance."""
         return tuple(
             measure
             for measure in MEASURES

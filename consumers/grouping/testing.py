@@ -46,7 +46,7 @@ def example_rollout(uid: str, reward: float = 0.0, **fields: Any) -> Rollout:
 class GroupingTestDriver:
     """One partition of `rollouts`, its fold and its journal, in memory.
 
-    The driver gives offsets and times: the first record has offset 0, and time stands still until a call moves it.
+    The driver assigns offsets and times: the first record has offset 0, and time stands still until a call moves it.
     Effects are visible once committed; reading `batches`, `drops`, `dead_letters` or `journal` commits first.
     """
 

@@ -45,7 +45,7 @@ class JudgeConfig:
     requests_per_s: float = 0.0
     """Maximum number of calls per second of one labeling process; 0 means no limit."""
     timeout_s: float = 60.0
-    """Time for one call."""
+    """Time limit of one call."""
     patience_s: float = 200.0
     """Time for which a failed call is repeated before labeling ends. All calls of one poll must take less than five
     minutes."""
@@ -70,7 +70,8 @@ class LabelingConfig:
 
     processes: int = 0
     """Labeling processes that `rollstream run` starts: at least one if the rewards of an environment come from a
-    labeler. A run with labeling processes but without such an environment has none of the token roles."""
+    labeler. A run with labeling processes but without such an environment is a control task: it has only the roles
+    collect, label and fill."""
     labeler: str = ""
     """Labeler if the command line names none: a function, as package.module:function or path/to/file.py:function, or
     judge."""

@@ -23,7 +23,7 @@ from rollstream.topics.secrets import resolve
 
 _RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_STATUS = {400, 413, 422}
-"""Refusals of a single request, such as a prompt too long; other statuses, such as of a wrong key, apply to all."""
+"""Statuses that refuse one request, e.g. for a prompt that is too long; others, e.g. for a wrong key, apply to all."""
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 
@@ -99,7 +99,10 @@ class Judge:
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, rollout: Rollout) -> RolloutLabel:
-        """Return the judge's label. Raises RecordError for a rollout that gets no label, and JudgeUnavailable."""
+        """Return the judge's label.
+
+        Raises RecordError if the rollout cannot be labeled, and JudgeUnavailable if the judge does not answer.
+        """
         prompt = judge_prompt(self._config.template, rollout)
         async with self._slots:
             text = await self._answer(prompt)

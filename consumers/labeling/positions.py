@@ -42,9 +42,9 @@ def source_of(message: KafkaRecord) -> tuple[int, int] | None:
 
 
 def refused_of(message: KafkaRecord) -> tuple[int, int] | None:
-    """Return the partition and the offset in `unlabelled` of a dead letter; None if it is from another topic.
+    """Return the place in `unlabelled` of the record in a dead letter; None if the record is from another topic.
 
-    Raises RecordError if its headers do not hold a partition and an offset.
+    The place is a partition and an offset. Raises RecordError if the headers do not hold both.
     """
     headers = dict(message.header_pairs())
     topic, partition, offset = (_text(headers.get(f"__streams.errors.{name}")) for name in _PLACE)

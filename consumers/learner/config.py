@@ -21,8 +21,8 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.topics.errors import ConfigurationError
 
 _LARGEST_ADVANTAGE = 1e4
-"""Multiplied by the largest ratio e^20 and divided by the lowest temperature 0.01, its square is still finite in
-float32."""
+"""Largest `advantage_limit`: multiplied by the largest ratio e^20, divided by the lowest temperature 0.01, and squared,
+it is still finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class CheckpointConfig:
     directory: str = ".rollstream/checkpoints"
     """Directory with one folder for each run and learner: on a local or mounted file system, or gs://BUCKET/FOLDER."""
     every_steps: int = 20
-    """Steps between checkpoints; one is also saved at step 0 and on a clean stop."""
+    """Steps between checkpoints; a checkpoint is also saved at step 0 and on a clean stop."""
     keep: int = 3
     """Number of checkpoints kept."""
 

@@ -254,7 +254,7 @@ class _Learner:
         outcomes = self._add_up(step, loaded)
         self._report_left_out(step, outcomes)
         self._refuse_empty(step, loaded, metrics, outcomes)
-        # Before the snapshot, so that the host holds at most two versions: this one, and the one it is compared with.
+        # Wait before the snapshot, so that the host holds at most two versions: this one and the previous one.
         waited_s = 0.0 if self._recording is None else self._recording.wait()
         take = self._taking(step)
         plan, ended = loaded.plan, time.monotonic()
@@ -284,7 +284,7 @@ class _Learner:
         return rules
 
     def _share_rules(self) -> None:
-        """Tell every process until which step all of them copy the parameters to compare them with the record."""
+        """Tell every process up to which step it copies the parameters, to compare them with the record."""
         if self._recorder is not None:
             self._compares_arrays_until = self._recorder.compares_arrays_until
             self._team.publish(_COMPARES_ARRAYS, str(self._compares_arrays_until).encode())
@@ -294,7 +294,8 @@ class _Learner:
     def _taking(self, step: int) -> Callable[[], StepParams]:
         """Return a function that takes the parameters after a step; on a single device it may run during the next step.
 
-        On several devices they are taken now, because the devices would have to agree on the order of the sums in both.
+        On several devices they are taken now: otherwise, the devices would have to agree on the order of the sums of
+        this function and of the next step.
         """
         take = partial(self._params_after, step, self._state.params)
         if self._train_step.mesh.size == 1:
@@ -371,7 +372,7 @@ class _Learner:
             return outcomes
         others = range(1, self._team.processes)
         totals = [self._team.receive(f"outcomes/{step}/{process}") for process in others]
-        # A process that sent its totals has received the plan of the step.
+        # A process that sent its totals has received the plan of the step, which can then be deleted.
         for key in (f"step/{step}", *(f"outcomes/{step}/{process}" for process in others)):
             self._team.forget(key)
         theirs = [msgspec.json.decode(value, type=StepTotals) for value in totals]

@@ -78,7 +78,7 @@ def replay_tolerance(config: LearnerConfig) -> float:
 
 
 def _mesh(mesh: MeshConfig) -> str:
-    """The mesh as named in checkpoints: without `sequence` if unused, as before the axis existed."""
+    """Text of the mesh for fingerprints; without `sequence` if unused, as in releases that had no such axis."""
     earlier = f"MeshConfig(data={mesh.data}, fsdp={mesh.fsdp}, tensor={mesh.tensor})"
     return earlier if mesh.sequence == 1 else repr(mesh)
 

@@ -34,7 +34,7 @@ def split_rows(x: jax.Array, *, columns: bool = False) -> jax.Array:
 
 
 def sequence_parts(length: int) -> int:
-    """Return the number of devices over which the compiler splits rows of `length` tokens; 1 if it does not."""
+    """Return the number of devices over which the compiler splits rows of `length` tokens; 1 if they are whole."""
     mesh = jax.sharding.get_abstract_mesh()
     parts = 1 if SEQUENCE in mesh.manual_axes else int(mesh.shape.get(SEQUENCE, 1))
     return 1 if length % parts else parts

@@ -58,9 +58,9 @@ def masked(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Arr
 
 
 def attend_once(q: jax.Array, k: jax.Array, v: jax.Array, positions: jax.Array, window: int = 0) -> jax.Array:
-    """Attention of one query a row, q [B, heads, head_dim], over the first `positions` + 1 of k and v [B, S, kv heads,
-    head_dim], or the last `window` of these; `positions` are int32 [B]. The result has q's shape and dtype; scores
-    and their softmax are float32."""
+    """Attention of one query per row, q [B, heads, head_dim], over the first `positions` + 1 of k and v
+    [B, S, kv heads, head_dim], or the last `window` of these; `positions` are int32 [B]. The result has q's shape and
+    dtype; scores and their softmax are float32."""
     rows, heads, head_dim = q.shape
     grouped = q.reshape(rows, k.shape[2], -1, head_dim)
     scores = jnp.einsum("bkgd,bskd->bkgs", grouped, k, preferred_element_type=jnp.float32) * head_dim**-0.5

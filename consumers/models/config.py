@@ -101,7 +101,7 @@ class DecoderConfig:
     tie_word_embeddings: bool = True
     """Use the embedding as the output head; otherwise `lm_head.weight` is its own tensor."""
     sliding_window: int = 0
-    """Most tokens that a token attends to, itself included, as in Mistral; 0: no limit."""
+    """Maximum number of tokens that a token attends to, itself included, as in Mistral; 0: no limit."""
     num_experts: int = 0
     """Experts in each block in place of its feed-forward layer, as in Qwen3-MoE; 0: no experts."""
     num_experts_per_tok: int = 0

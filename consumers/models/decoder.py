@@ -31,7 +31,7 @@ _ROW_SPLIT = ("o_proj", "down_proj")
 
 
 class KeyValueCache(NamedTuple):
-    """Keys after RoPE, and values, of every position so far: one array a layer, [rows, slots, kv heads, head_dim].
+    """Keys after RoPE, and values, of every position so far: one array per layer, [rows, slots, kv heads, head_dim].
 
     Slot s of a row holds its position s.
     """

@@ -14,7 +14,7 @@ from rollstream.topics.rl_examples import REFERENCE, Source
 
 
 class GroupKey(NamedTuple):
-    """Identity of a group: its rollouts are comparable."""
+    """Identity of a group: rollouts with the same key are compared with each other."""
 
     environment: str
     example_id: str
@@ -30,13 +30,13 @@ class Stage(Enum):
     """Stage of a group."""
 
     OPEN = 0
-    """It collects members."""
+    """The group collects members."""
     WAITING = 1
-    """It is sealed, and its version is ahead of the policy clock."""
+    """The group is sealed, and its version is ahead of the policy clock."""
     OFFERED = 2
-    """It is sealed, and with the batch maker."""
+    """The group is sealed, and the batch maker holds it."""
     FINISHED = 3
-    """All its records have their fate."""
+    """Every record of the group has its fate."""
 
 
 class Member(NamedTuple):
@@ -46,9 +46,9 @@ class Member(NamedTuple):
     rollout: Rollout
     """The rollout as `trimmed` leaves it."""
     size_bytes: int
-    """Memory that it takes, as grouping.capacity_bytes counts it."""
+    """Memory that the member takes, as grouping.capacity_bytes counts it."""
     append_ms: int
-    """Stream time when it was read."""
+    """Stream time when the rollout was read."""
 
 
 class MemberAdvantage(NamedTuple):
@@ -57,11 +57,11 @@ class MemberAdvantage(NamedTuple):
     episode: float
     """Advantage of the episode, in float64, before any stage over a batch."""
     branches: int
-    """Declared branches of the episode, which share its advantage."""
+    """Declared number of branches of the episode, which share its advantage equally."""
 
     @property
     def share(self) -> float:
-        """Advantage of the member."""
+        """Advantage of the member: its share of the advantage of the episode."""
         return self.episode / self.branches
 
 
@@ -119,27 +119,27 @@ class Group:
     declared_size: int
     stage: Stage = Stage.OPEN
     members: dict[str, Member] = field(default_factory=dict)
-    """By uid, in order of arrival."""
+    """Members by uid, in order of arrival."""
     cancelled: set[str] = field(default_factory=set)
-    """Episodes cancelled, whether they had arrived or not."""
+    """Cancelled episodes, including those that never arrived."""
     cancelled_members: list[Member] = field(default_factory=list)
     """Members that had arrived when they were cancelled; they finish with the group."""
     control_offsets: list[int] = field(default_factory=list)
     """Cancellations that joined the group; they finish with it."""
     size_bytes: int = 0
-    """Memory that it takes with its cancelled members, as grouping.capacity_bytes counts it."""
+    """Memory that the group takes, including cancelled members, as grouping.capacity_bytes counts it."""
     batch_bytes: int = 0
-    """Maximum number of bytes that it takes in a batch, known once it is sealed."""
+    """Maximum number of bytes that the group takes in a batch, known once it is sealed."""
     sealed_ms: int = -1
     fates: dict[int, str] = field(default_factory=dict)
     """Fates of members in a group that is not finished: delivered in a batch, or discarded by the maker."""
     estimator: str = ""
-    """Estimator in force when it sealed."""
+    """Estimator in force when the group sealed."""
     advantages: dict[str, MemberAdvantage] = field(default_factory=dict)
-    """By uid in order of arrival, known once it is sealed."""
+    """Advantages by uid, in order of arrival; known once the group is sealed."""
     complete_episodes: int = 0
     _episodes: dict[str, "_Episode"] = field(default_factory=dict)
-    """Episodes of which a branch arrived."""
+    """Episodes of which at least one branch arrived, by uid."""
     _cancelled_uids: set[str] = field(default_factory=set)
     """Uids of `cancelled_members`."""
 

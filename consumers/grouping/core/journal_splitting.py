@@ -1,8 +1,8 @@
 """Splitting of a journal record that would be too large into parts with consecutive sequences.
 
 Splitting keeps the records of any transaction far below the size limit of any topic. Lists continue from part to part,
-in order. Scalars of every part have their values after the transaction, except `begin`: every part after the first
-begins at the position of the first, so that each part follows the previous part as whole records do.
+in order. Every part holds the scalars as they are after the transaction. Only `begin` differs: in every part after
+the first, it is the position after the transaction, so that each part follows the previous part as whole records do.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""The groups of a partition that are not finished: by stage and by example, with the memory that they take."""
+"""The unfinished groups of a partition: by stage and by example, with the memory that they take."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from rollstream.consumers.grouping.core.quotas import Quota
 
 @dataclass(slots=True)
 class _Share:
-    """The groups of one environment that are not finished."""
+    """The unfinished groups of one environment."""
 
     groups: int = 0
     held_bytes: int = 0
@@ -64,7 +64,7 @@ class LiveGroups:
         group.stage = Stage.WAITING
 
     def beyond(self, environment: str, quota: Quota) -> tuple[Group, str] | None:
-        """Return an environment's oldest open group and the quota that the environment exceeds; None without either."""
+        """Return the oldest open group of an environment that exceeds a quota, with the quota; otherwise None."""
         share = self._by_environment.get(environment)
         if share is None or not share.open:
             return None

@@ -42,7 +42,7 @@ def member_cost(rollout: Rollout) -> int:
     if reference is not None:
         arrays += REFERENCE_ARRAY + len(reference.data) + 4 * len(rollout.tokens)
     for name, array in rollout.token_arrays.items():
-        # Before core version 5, there are no other arrays and no stamps.
+        # Before core version 5, groups keep no other arrays and no stamps.
         arrays += TOKEN_ARRAY + _text(name) + len(array.data) + 8 * len(array.shape) if name != REFERENCE else 0
     if rollout.metadata.timestamp or rollout.metadata.weight_step != -1:
         arrays += STAMP

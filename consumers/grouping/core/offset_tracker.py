@@ -83,7 +83,7 @@ class OffsetTracker:
         self._unfinished[offset] = before
         self._order.append(offset)
         if len(self._order) > 64 + 4 * len(self._unfinished):
-            # One group may stay open while many others come and go.
+            # Many finished offsets may follow the offset of a group that stays open.
             self._order = deque(offset for offset in self._order if offset in self._unfinished)
         self.pending.admitted.append(offset)
 

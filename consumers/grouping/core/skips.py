@@ -1,4 +1,4 @@
-"""Offsets at or above its position that a fold leaves out unread."""
+"""Offsets that a fold leaves out unread, at or above its position."""
 
 from collections.abc import Mapping
 

@@ -30,7 +30,7 @@ class SealedGroup:
     advantages: tuple[float, ...]
     """Advantages of the members, in the same order."""
     sealed_ms: int
-    """Stream time at which it sealed, milliseconds since the Unix epoch."""
+    """Stream time at which the group sealed, in milliseconds since the Unix epoch."""
 
     @property
     def size(self) -> int:
@@ -140,7 +140,7 @@ def example_bytes(example: RLExample) -> int:
 class _WaitingGroup:
     group: SealedGroup
     size_bytes: int
-    """Maximum number of bytes that it takes in a batch."""
+    """Maximum number of bytes that the group takes in a batch."""
     examples: dict[Source, RLExample] = field(default_factory=dict)
 
 

@@ -1,7 +1,7 @@
 """Adoption of a journal that was restored from an archive: it is bound to the new topics of the run.
 
 A journal names its topic by Kafka's topic id, so that grouping never continues on the rollouts of another topic. The
-operator declares that the new topics have the same content as the old topics, and everything that can be is checked.
+operator declares that the new topics have the same content as the old topics; this is checked as far as possible.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ def adopted(kafka: KafkaConfig, run: str, record: JournalRecord, topic_id: str) 
 def check_nothing_beyond(kafka: KafkaConfig, run: str, journal: Mapping[int, JournalRecord]) -> None:
     """Raise StateRefused if there are batches or dead letters newer than the last journal record of their partition.
 
-    The archive was then made while a grouping process was writing, and grouping would write them a second time.
+    The archive was then made while a grouping process was writing, and grouping would write these records again.
     """
     skipped = SkippedRecords("adopt")
     for message in read_to_end(kafka, topic_name(run, "batches")):

@@ -184,7 +184,7 @@ def committed_offsets(
 ) -> list[GroupPosition]:
     """Return the committed offsets with metadata once pending transactions end; an offset is negative if missing.
 
-    An existing `reader` that names the group may be passed.
+    An existing `reader`, created for the group, may be passed.
     """
     with Reader(kafka, group=group) if reader is None else nullcontext(reader) as source:
         try:
@@ -222,7 +222,10 @@ def in_turn(kafka: KafkaConfig, run: str, group: str, work: Callable[[Transactio
 
 
 def _assert_turn(producer: TransactionalProducer, kafka: KafkaConfig, run: str, group: str) -> None:
-    """Raise TransactionFailed if another process fenced this one, which an aborted offset commit finds out."""
+    """Raise TransactionFailed if another process fenced this one.
+
+    To find out, it sends offsets in a transaction, which it then aborts.
+    """
     nobodys = [GroupPosition(topic_name(run, "rollouts"), 0, 0)]
     with Reader(kafka, group=group) as reader:
         try:

@@ -1,4 +1,4 @@
-"""Estimate of the broker's clock, which determines stream time, so that setting the host's clock back stops nothing.
+"""Estimate of the broker's clock, which determines stream time: grouping continues if the host's clock is set back.
 
 The host's clock is read once. After that, a monotonic clock advances the estimate, and append times correct it: a
 record that was read was appended earlier, and the append time of a record just written is the present time.
@@ -21,7 +21,7 @@ class BrokerClock:
         return self._elapsed_ms + self._ahead_ms
 
     def passed(self, append_ms: int) -> None:
-        """Note that a record with this append time was read: the time is at least that."""
+        """Note that a record with this append time was read: the present time is not earlier."""
         self._ahead_ms = max(self._ahead_ms, append_ms - self._elapsed_ms)
 
     def told(self, append_ms: int) -> None:

@@ -1,4 +1,4 @@
-"""The pace of transactions: with a batch, one begins as soon as the previous one has ended; otherwise it waits.
+"""Pace of transactions: with a batch, a transaction begins as soon as the previous one ends; without a batch, it waits.
 
 Learners wait for batches, but nobody waits for other effects. This keeps the number of transactions small without
 delaying batches.

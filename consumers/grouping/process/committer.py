@@ -26,7 +26,7 @@ class Committer:
 
     @property
     def done(self) -> bool:
-        """Whether `settle` would not wait."""
+        """Whether `settle` would return without waiting."""
         return self._publisher.done
 
     def begin(self, tasks: Iterable[GroupingTask], *, closing: bool = False) -> None:

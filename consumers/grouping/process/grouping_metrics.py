@@ -148,7 +148,7 @@ def _serve_fates(fold: Fold) -> None:
 
 
 def _of_selection(selection: Selection) -> dict[str, float]:
-    """Return the number of rollouts of each kind, their known means, and how far the losses shifted them."""
+    """Return the number of rollouts of each kind, their known means, and how far lost rollouts shifted the means."""
     values: dict[str, float] = {f"shift_{figure}": selection.shift(figure) for figure in MEASURES}
     for name in ("produced", "batched", "without_gradient", "lost"):
         kind = getattr(selection, name)

@@ -184,7 +184,7 @@ class GroupingProcess:
         self._manager.assign(partitions)
         if not partitions:
             self._ready()
-        # After a restore, the client seeks to the task's position. Until then, fetching from the committed offset might
+        # After a restore, the client seeks to the task's position. Fetching from the committed offset before that might
         # fetch records that are to be left out.
         return self._member.ends(partitions)
 
@@ -192,8 +192,8 @@ class GroupingProcess:
         """Join again after this process lost its membership.
 
         Another consumer may have joined under the same name, from a rival or a zombie process; or this consumer's own
-        session ended while no broker answered. The transactional id decides which process stays. Raises Fenced if this
-        process is not the one.
+        session ended while no broker answered. The transactional id decides which process stays. Raises Fenced if
+        this process may not stay.
         """
         event(logger, "member_fenced", level=logging.WARNING, error=reason)
         with suppress(OwnershipLost):

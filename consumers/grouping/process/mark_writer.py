@@ -47,7 +47,7 @@ class MarkWriter:
         self._sender.poll()
 
     def flush(self, timeout_s: float) -> int:
-        """Wait until the written marks are acknowledged; return how many are not yet."""
+        """Wait until the written marks are acknowledged; return the number of marks that are not."""
         return self._sender.waiting(timeout_s)
 
     def _delivered(self, delivery: Delivery) -> None:

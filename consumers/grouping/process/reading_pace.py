@@ -15,8 +15,8 @@ class ReadingPace:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`records_per_s` of 0 sets no limit. Unused room accumulates for at most `turn_s`, so that no burst follows
-        idle time."""
+        """`records_per_s` of 0 sets no limit. Unused allowance accumulates for at most `turn_s`, so that no burst
+        follows idle time."""
         self._rate, self._clock, self._sleep = records_per_s, clock, sleep
         self._room = max(1.0, records_per_s * turn_s)
         self._left = self._room
@@ -25,7 +25,7 @@ class ReadingPace:
     def most(self, limit: int) -> int:
         """Return how many records may be read now, at least 1 and at most `limit`.
 
-        Waits until there is room for half of a turn's records, because every poll costs time.
+        Waits until half of a turn's records may be read, because many polls of a few records each would cost more time.
         """
         if not self._rate:
             return limit

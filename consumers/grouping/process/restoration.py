@@ -178,7 +178,7 @@ class Restoration:
             )
 
     def _check_end(self, position: int, leader_epoch: int, left_out: Collection[int]) -> None:
-        """Refuse a log that was truncated below the position, because records written there since are never read."""
+        """Refuse a log that was truncated below the position: records written there afterwards would never be read."""
         begin, end = self._reader.bounds(self._rollouts, [self.partition])[self.partition]
         if leader_epoch < 0 or not begin < position <= end:
             return

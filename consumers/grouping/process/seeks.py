@@ -26,7 +26,7 @@ class Seeks:
         """Offset of the client's last seek, by partition, until a record or the partition's end confirms it."""
 
     def __contains__(self, partition: int) -> bool:
-        """Whether a seek in a partition is outstanding; its records are ignored until then."""
+        """Whether a partition's seek is outstanding; until the seek, records are ignored."""
         return partition in self._wanted
 
     def want(self, partition: int) -> None:
@@ -38,7 +38,7 @@ class Seeks:
         self._wanted.difference_update(partitions)
 
     def seek(self, tasks: Mapping[int, GroupingTask]) -> None:
-        """Seek to the positions of tasks with outstanding seeks; the next call repeats seeks that came too early."""
+        """Seek to the positions of tasks with outstanding seeks; the next call repeats seeks that failed."""
         for partition in sorted(self._wanted):
             task = tasks.get(partition)
             try:
@@ -48,7 +48,7 @@ class Seeks:
                 self._wanted.discard(partition)
                 self._put_off.discard(partition)
             except NotFetching as error:
-                # The partition may also be lost, with its revocation on the way.
+                # The partition may also have been taken away, which the member may learn later.
                 if partition not in self._put_off:
                     self._put_off.add(partition)
                     event(logger, "seek_put_off", partition=partition, error=str(error))

@@ -180,7 +180,7 @@ class TaskManager:
             self._ownership_lost(error)
         for partition in sorted(self._restorer.waiting & self._suspended.keys()):
             if self._last_journal(partition) == self._suspended[partition].journal_offset:
-                # No other process has committed since, so the fold still agrees with the log.
+                # No other process has committed since the task was suspended, so the fold still agrees with the log.
                 self._restored(self._suspended[partition])
         self._suspended.clear()
         if self._restorer.waiting:

@@ -36,11 +36,11 @@ class StepPlan:
     uses: tuple[BatchUse, ...]
     """Every batch read for the step, in index order."""
     trained: tuple[IndexedBatch, ...]
-    """Index entries of the batches it trains on."""
+    """Index entries of the batches that the step trains on."""
     lags: tuple[int, ...]
     """Age in steps of the lowest policy version of each trained batch, or of each drawn rollout."""
     position: int
-    """Next offset of batch-index."""
+    """Next offset of batch-index to read after the step."""
     wait_s: float
     """Seconds spent waiting for the batches to appear in the index."""
     rows: tuple[tuple[int, ...] | None, ...] = ()
@@ -75,7 +75,7 @@ class BatchSelection:
     out regardless of its version, or "". `last_of` returns the index offset of the last batch of a step on record, None
     for a step that is not on record. `nothing_after` tells whether the index will have no entry from an offset on: a
     step may then have fewer rollouts, and no step follows it. `own_versions` tells whether this learner publishes the
-    policy versions of the batches: its steps are not comparable with those of the learner that does.
+    policy versions of the batches; if not, lags are counted in steps of the learner that publishes them.
     """
 
     def __init__(

@@ -201,8 +201,8 @@ def pack(
     are trained on.
 
     Minibatches are contiguous ranges of the `rollouts` of the whole step; `numbers` are the positions of the given
-    sequences among these rollouts; a rollout without a sequence is left out, or another process has it. So the input of
-    an update does not depend on which process packs it.
+    sequences among these rollouts. Rollouts without a sequence were left out, or belong to other processes. So the
+    input of an update does not depend on which process packs it.
 
     A sequence longer than `sequence_length` is left out or cut, and counted, or raises ConfigurationError.
     """

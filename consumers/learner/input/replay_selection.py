@@ -136,7 +136,7 @@ class ReplaySelection:
         self._nothing_after = nothing_after
         self._learner = config
         self._unfit: dict[BatchRow, Skip] = {}
-        """For each held row that cannot be trained on but that no step on record left out: the reason."""
+        """Reason for each held row that cannot be trained on and that no step on record left out."""
         self._batches: dict[int, IndexedBatch] = {}
         self._now_ms = -1
 

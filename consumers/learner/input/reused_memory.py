@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 _ALIGNED_BYTES = 64
-"""XLA on a CPU uses an array in place if it begins on such a boundary, and copies it otherwise."""
+"""XLA on a CPU uses an array in place if it begins at a multiple of this many bytes, and copies it otherwise."""
 _MOST_FREE_BYTES = 256 * 1024 * 1024
 
 

@@ -1,6 +1,6 @@
 """Loads steps one step ahead: the lead plans each step, and every process fetches and packs it.
 
-A plan is final: a step that one process gets is delivered to all of them.
+A plan is final: a step that one process gets is delivered to all processes.
 """
 
 import itertools

@@ -40,8 +40,8 @@ def check_learner_name(name: str) -> None:
 def learner_directory(directory: str, run: str, learner: str) -> Path:
     """Folder of one learner's checkpoints.
 
-    Raises ConfigurationError if the name leads out of the directory, the URL cannot be written to, or its packages are
-    missing.
+    Raises ConfigurationError if the name leads out of the directory, the URL cannot be written to, or packages that
+    the URL needs are missing.
     """
     check_learner_name(learner)
     return directory_of(directory) / run / learner
@@ -66,7 +66,10 @@ def directory_of(directory: str) -> Path:
 
 
 def checkpoint_steps(directory: Path) -> list[int]:
-    """Steps of the complete checkpoints of a learner, ascending; an unfinished one has another name or no last file."""
+    """Steps of the complete checkpoints of a learner, ascending.
+
+    An unfinished checkpoint has another name, or lacks the file that is written last.
+    """
     last = COMMITTED if is_remote(directory) else META
     folders = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in folders if path.name.isdecimal() and (path / last).exists())

@@ -121,7 +121,7 @@ class Checkpoints:
             state=TrainState(**saved["state"]),
             position=LearnerPosition(
                 position=meta["position"],
-                oldest=meta.get("oldest", -1),  # Missing in checkpoints older than rollout buffers.
+                oldest=meta.get("oldest", -1),  # Releases without rollout buffers did not save it.
                 trained_total=meta["trained_total"],
                 skipped_total=meta["skipped_total"],
                 recent_steps=tuple(decode_as(LearnerStep, base64.b64decode(record)) for record in meta["recent_steps"]),

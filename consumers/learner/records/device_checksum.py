@@ -1,6 +1,6 @@
-"""Computes the digest of parameters on their devices: each sums over its shards, and 16 bytes a tensor leave it.
+"""Computes the digest of parameters on their devices: each sums its shards and returns 16 bytes per tensor.
 
-The rule is the one in `topics.params_checksum`.
+`topics.params_checksum` defines the digest.
 """
 
 from collections.abc import Mapping

@@ -39,7 +39,7 @@ class MetricSink(Protocol):
     """One destination of metrics. Any method may raise any error; `MetricSinks` handles it."""
 
     last: int
-    """The newest step it holds, -1 before the first."""
+    """The newest step that the sink holds, -1 before the first."""
 
     def write(self, step: LearnerStep) -> None:
         """Write the metrics of a step above `last`."""
@@ -132,7 +132,7 @@ def _last_on_topic(kafka: KafkaConfig, run: str, component: str) -> int:
 
 
 class _JsonLines:
-    """One object a line: run, learner, step, policy_version, timestamp and all metrics; null if not finite."""
+    """One JSON object per line: run, learner, step, policy_version, timestamp and all metrics; null if not finite."""
 
     def __init__(self, path: Path, run: str, learner: str, last_recorded_step: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -279,5 +279,5 @@ def _lost(name: str, error: Exception) -> None:
         level=logging.WARNING,
         sink=name,
         error=f"{type(error).__name__}: {error}",
-        remedy="the metrics are on steps; restart the learner to open the sink again",
+        remedy="the metrics are on the topic steps; restart the learner to open the sink again",
     )

@@ -6,10 +6,11 @@ from typing import Literal
 
 @dataclass(frozen=True, kw_only=True)
 class SinksConfig:
-    """Copies of the metrics of each step, outside the log. An empty setting is off; all may share one directory."""
+    """Copies of the metrics of each step, outside the log. An empty setting turns its sink off; sinks may share
+    a directory."""
 
     jsonl: str = ""
-    """Directory of JSON lines: {run}/{learner}.jsonl holds one line a step."""
+    """Directory of JSON lines: {run}/{learner}.jsonl holds one line per step."""
     tensorboard: str = ""
     """Directory of TensorBoard events, under {run}/{learner}; needs the extra `sinks`."""
     wandb: str = ""

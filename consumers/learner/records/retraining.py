@@ -44,11 +44,11 @@ class RetrainedStep:
 
     step: int
     batches: int
-    """Number of batches it trained on."""
+    """Number of batches that the step trained on."""
     trained: int
-    """Rollouts it trained on."""
+    """Number of rollouts that the step trained on."""
     skipped: int
-    """Rollouts it skipped."""
+    """Number of rollouts that the step skipped."""
     recorded: str
     """Digest of the parameters after the step on record."""
     again: str
@@ -66,13 +66,13 @@ class Retraining:
 
     learner: str
     checkpoint: int | None
-    """Step of the checkpoint it started from; None if the initial parameters were generated again."""
+    """Step of the checkpoint that retraining started from; None if the initial parameters were generated again."""
     last: int
     """The last step to execute."""
     steps: tuple[RetrainedStep, ...]
-    """The step it started from, then the steps executed again, up to the first that differs."""
+    """The step that retraining started from, then the steps executed again, up to the first that differs."""
     environment: Mapping[str, tuple[str, str]]
-    """Settings, software and hardware that differ from those at the checkpoint: (then, now) by name."""
+    """Settings, software and hardware that differ from the checkpoint's: (then, now) by name."""
 
     @property
     def difference(self) -> RetrainedStep | None:

@@ -32,7 +32,7 @@ class Snapshots:
     def __init__(self, dtype: str = "") -> None:
         """Round float32 parameters if `dtype` is bfloat16.
 
-        The result has the same bits as that of `weights.conversion.converted`, which converts to other dtypes.
+        The rounded values have the same bits as from `weights.conversion.converted`, which converts to other dtypes.
         """
         self._rounds = dtype == "bfloat16"
         self._memory: dict[str, list[_Copy]] = {}
@@ -40,9 +40,9 @@ class Snapshots:
     def take(self, params: Mapping[str, jax.Array], *, keep: Container[str] | None = None) -> dict[str, NDArray[Any]]:
         """Copy whole parameters to the host.
 
-        All processes that share the parameters call this together, whatever the sharding. Each process gets those named
-        in `keep`, by default all; other parameters never leave its devices, which hold a few whole tensors at a time in
-        addition to their shares.
+        All processes that share the parameters call this together, whatever the sharding. Each process gets the
+        parameters named in `keep`, by default all; other parameters never leave its devices, which hold a few whole
+        tensors at a time in addition to their shares.
         """
         copies: dict[str, NDArray[Any]] = {}
         waiting: deque[tuple[str, jax.Array, bool]] = deque()

@@ -41,7 +41,7 @@ class StepParams(NamedTuple):
     """Copies of the parameters that this process publishes, in the published dtype or to be converted to it; None if
     the step publishes no version."""
     compared: Arrays | None = None
-    """In the lead, unconverted copies of all parameters, if the step is on record with a digest by an older rule."""
+    """In the lead, unconverted copies of all parameters, if the step's record has a digest of an earlier release."""
     seconds: float = 0.0
     """Seconds spent on the digest and the copies."""
 
@@ -202,7 +202,10 @@ class StepRecorder(Closing):
         return record
 
     def _as_recorded(self, step: int, params: StepParams) -> str:
-        """Digest of the parameters after a step, by the rule of its record if that is an older rule."""
+        """Digest of the parameters after a step, to be compared with the digest in the record of the step.
+
+        If the record has a digest of an earlier release, it is computed as in that release.
+        """
         recorded = self._recorded.get(step)
         if recorded is None or recorded.params_digest.endswith(CHECKSUM) or params.compared is None:
             return params.digest
@@ -257,7 +260,7 @@ class StepRecorder(Closing):
     def _compare(
         self, step: int, digest: str, uses: tuple[BatchUse, ...], metrics: Mapping[str, float] | None = None
     ) -> float:
-        """Return the difference from the record, 0 for the same bits or if there is none. Raises StateRefused."""
+        """Return the difference from the record; 0 for the same bits or without a record. Raises StateRefused."""
         recorded = self._recorded.get(step)
         if recorded is None:
             return 0.0

@@ -89,7 +89,7 @@ def off_policy_mask(
     """Tokens that off-policy sequence masking leaves out, bool [rows, tokens] (DeepSeek-V3.2, arXiv:2512.02556, 3.1).
 
     They have a negative advantage, in sequences whose mean of -`log_ratios`, of the learner over the generator, is
-    above sequence_mask_limit: bad answers that the policy no longer gives teach nothing about it.
+    above sequence_mask_limit: bad answers that the policy no longer gives teach it nothing.
     """
     means = sequence_means(jax.lax.stop_gradient(-log_ratios), mask, segment_ids)
     return (advantages < 0) & (means > config.sequence_mask_limit) & (mask > 0)

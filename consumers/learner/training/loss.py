@@ -68,12 +68,12 @@ def policy_loss_of(
 
     A token's loss is w L - entropy_coefficient H + kl_coefficient D. L is the surrogate (`surrogates`) of a ratio.
     Without importance sampling, this is the ratio of the learner to the generator, and w = 1. With it, this is the
-    ratio of the learner to the proximal policy, and w weighs the proximal policy against the generator (decoupled PPO,
-    arXiv:2110.00641 and 2505.24298). The proximal policy is the learner before the step: `proximal_log_probs`, or the
-    learner itself if a step has one update. H is the entropy, D the divergence from the reference. `surrogate` replaces
-    the surrogate of the configured name. With kl_place "advantage" or "return", D is not a term of the loss but a
-    constant part of the advantages. The teacher's log-probability minus that of the policy before the step is always
-    such a part (on-policy distillation).
+    ratio of the learner to the proximal policy, and w is the limited ratio of the proximal policy to the generator
+    (decoupled PPO, arXiv:2110.00641 and 2505.24298). The proximal policy is the learner before the step:
+    `proximal_log_probs`, or the learner itself if a step has one update. H is the entropy, D the divergence from the
+    reference. `surrogate` replaces the surrogate of the configured name. With kl_place "advantage" or "return", D is
+    not a term of the loss but a constant part of the advantages. The teacher's log-probability minus that of the policy
+    before the step is always such a part (on-policy distillation).
 
     Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics named by
     `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that their sums over

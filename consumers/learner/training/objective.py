@@ -44,7 +44,8 @@ class TokenArrays(NamedTuple):
     log_probs: "jax.Array"
     """Log-probabilities of the learner, differentiated."""
     log_ratio: "jax.Array"
-    """Log ratio of the learner to the policy that ratios are taken against, differentiated."""
+    """Log ratio of the learner to the generator or, with importance sampling, to the policy before the step;
+    differentiated."""
     advantages: "jax.Array"
     """Advantage of each token."""
     mask: "jax.Array"
@@ -112,7 +113,7 @@ class LossConfig:
     name: str = "ppo_clip"
     """Name of the loss: one of docs/losses.md, or one of your own (docs/objectives.md)."""
     reduction: Reduction | None = None
-    """Mean over all tokens; or mean over sequences of each one's token mean, or of its token sum over length_norm."""
+    """Mean over all tokens; or mean over sequences, of each sequence's token mean or its token sum over length_norm."""
     length_norm: float | None = None
     """Constant of sequence_mean_token_sum_norm, for example the token limit of a completion."""
     clip_low: float | None = None
@@ -130,7 +131,7 @@ class LossConfig:
     entropy_coefficient: float | None = None
     """Weight of the token entropy in the objective."""
     importance_sampling: ImportanceSampling | None = None
-    """Unless "none", ratios are taken against the learner before the step, which is weighted against the generator."""
+    """Unless "none", ratios are to the policy before the step, and its ratio to the generator weights the loss."""
     importance_level: ImportanceLevel | None = None
     """Definition of the importance weight: the ratio of the token, the product of ratios of its sequence, or their
     geometric mean."""
@@ -142,16 +143,18 @@ class LossConfig:
     reject_token: tuple[float, ...] = ()
     """Lower and upper bound of a token's ratio of learner to generator: tokens outside are masked; empty: no bounds."""
     reject_sequence: tuple[float, ...] = ()
-    """Bounds of the product of these ratios over a sequence: whole sequences outside are masked; empty: no bounds."""
+    """Lower and upper bound of the product of a sequence's ratios of learner to generator: sequences outside are
+    masked; empty: no bounds."""
     reject_geometric: tuple[float, ...] = ()
-    """Bounds of the geometric mean of these ratios over a sequence; otherwise as reject_sequence."""
+    """Lower and upper bound of the geometric mean of a sequence's ratios of learner to generator: sequences outside
+    are masked; empty: no bounds."""
     kl_coefficient: float = 0.0
     """Weight of the divergence from a reference model; needs learner.reference."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the divergence from the reference model (http://joschu.net/blog/kl-approx.html)."""
     kl_place: KlPlace = "loss"
     """loss adds the divergence to each token's loss; advantage subtracts it from each token's advantage, as part of the
-    reward; return subtracts its sum from the token to the end of its sequence from the token's advantage."""
+    reward; return subtracts from each token's advantage the sum of the divergence from there to the sequence's end."""
     reward_coefficient: float = 1.0
     """Weight of the advantages that grouping computed; 0 for distillation alone."""
     distillation_coefficient: float = 0.0
@@ -273,7 +276,7 @@ class OptimizerConfig:
 
 
 def token_weight(config: LossConfig, trained_tokens: int) -> float:
-    """Weight of each trained token's loss in a sequence of `trained_tokens` trained tokens, at least 1.
+    """Weight of each trained token's loss in a sequence of `trained_tokens` (at least 1) trained tokens.
 
     1 for the mean over tokens (DAPO, arXiv:2503.14476), 1/n for the mean of means (GRPO, arXiv:2402.03300), 1/constant
     for the mean of sums over a constant (Dr. GRPO, arXiv:2503.20783).

@@ -69,8 +69,8 @@ def clipped_weight(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
 def softly_gated(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
     """-(4 / t) sigmoid(t (r - 1)) A, with t = gate_positive where A > 0 and gate_negative elsewhere.
 
-    SAPO (arXiv:2511.20347, equations 5 and 6): the gradient of a token fades with its distance from ratio 1, where it
-    is the policy gradient, and no bound cuts it off.
+    SAPO (arXiv:2511.20347, equations 5 and 6): at ratio 1, the gradient of a token is the policy gradient. It fades as
+    the ratio moves away from 1, and no bound cuts it off.
     """
     temperature = jnp.where(tokens.advantages > 0, recipe.gate_positive, recipe.gate_negative)
     gate = 4.0 / temperature * jax.nn.sigmoid(temperature * (jnp.exp(tokens.log_ratio) - 1.0))

@@ -1,4 +1,4 @@
-"""Speed of training: tokens per second on each device, and the share of its arithmetic that the model needs (MFU).
+"""Speed of training: tokens per second on each device, and the share of the device's peak that the model needs (MFU).
 
 MFU counts matrix products of parameters, as PaLM does (arXiv:2204.02311, appendix B), but not the products within
 attention, so it is a lower bound for long sequences. Recomputed activations do not count.
@@ -20,7 +20,7 @@ PEAK_FLOPS = {
     "NVIDIA H100 80GB HBM3": 989e12,
     "NVIDIA H200": 989e12,
 }
-"""Dense bfloat16 operations a second, as the vendor states them, by JAX's name of the device."""
+"""Dense bfloat16 operations per second, as the vendor states them, by JAX's name of the device."""
 
 
 def flops_per_token(model: DecoderConfig) -> float:
@@ -41,7 +41,7 @@ def flops_per_token(model: DecoderConfig) -> float:
 
 
 def throughput_metrics(config: LearnerConfig, tokens: float, seconds: float) -> dict[str, float]:
-    """Metrics of a step of `tokens` tokens that ended `seconds` after the step before.
+    """Metrics of a step of `tokens` tokens that ended `seconds` after the previous step.
 
     `perf/mfu` is left out for devices whose peak is not known, such as CPUs.
     """

@@ -31,11 +31,11 @@ class CompiledFunction:
     """One function of the training step, on each device."""
 
     name: str
-    """Its purpose and the shape of its microbatch."""
+    """Purpose of the function, and the shape of its microbatch."""
     seconds: float
-    """Time it took to compile."""
+    """Time that compiling the function took."""
     arguments_bytes: int
-    """Size of its arguments, including buffers it may reuse."""
+    """Size of the arguments, including buffers that the function may reuse."""
     temporaries_bytes: int
     """Memory besides arguments and results."""
     peak_bytes: int

@@ -1,4 +1,4 @@
-"""Imports users' losses, schedules and optimizers that the settings name; no JAX is imported before one of these is.
+"""Imports users' losses, schedules and optimizers that the settings name. The module itself imports no JAX.
 
 Steps on record name them with the digest of their source, so that retraining and a restarted learner notice changed
 code.
@@ -21,7 +21,7 @@ from rollstream.topics.user_code import load_plug_in, source_digest
 
 
 def user_loss(name: str) -> Callable[..., Any]:
-    """Import a user's loss. Raises ConfigurationError if the name is not that of a function."""
+    """Import a user's loss. Raises ConfigurationError if the name does not refer to a function."""
     return _imported(name, LOSSES, "learner.loss.name is", "a loss is named package.module:function")
 
 
