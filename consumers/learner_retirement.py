@@ -1,4 +1,4 @@
-"""Retirement of learners, recorded on `control` of the run they publish into; prune keeps no records for them.
+"""Retirement of learners, recorded on `control` of the run they publish into. Pruning keeps no records for them.
 
 The operator of the run retires and resumes learners. A retired learner is fenced if it still runs, and cannot start
 until it is resumed.

@@ -250,7 +250,7 @@ def save(
 def save_like(
     template: Path | str, directory: Path | str, params: Mapping[str, Any], *, dtype: DTypeLike | None = None
 ) -> None:
-    """Write a checkpoint of the same model as the checkpoint `template`, of any architecture, with its tokenizer.
+    """Write a checkpoint with the model and the tokenizer of the checkpoint `template`, of any architecture.
 
     Raises CheckpointRefused unless `params` have exactly the names and shapes of the template's tensors, or if the
     directory already holds a model.

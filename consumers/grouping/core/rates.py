@@ -10,7 +10,7 @@ from rollstream.consumers.grouping.core.quotas import UNLIMITED, Quota
 from rollstream.topics.records import RateLevel
 
 BURST_S = 60
-"""How many seconds' worth of its rate an environment may write at once after a pause, because groups come in bursts."""
+"""Seconds of its rate that an environment may write at once after a pause, because groups arrive in bursts."""
 _UNIT = 1000
 """Levels are in thousandths, as stream time is in thousandths of a second."""
 

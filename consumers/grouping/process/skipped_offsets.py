@@ -2,7 +2,7 @@
 
 An operator requests a skip on `control`, which a task reads when it starts; a skip does not undo a record already read.
 The transaction that moves past the offsets writes them to the journal, as drops `skipped` with the reason. Restoring,
-replaying and verifying therefore leave out the same offsets, whatever was requested since, and never fetch the records.
+replaying and verifying therefore leave out the same offsets, regardless of later requests, and never fetch the records.
 """
 
 import time
@@ -42,9 +42,9 @@ def asked_for(kafka: KafkaConfig, run: str, partition: int, reader: Reader | Non
 def never_fetched(kafka: KafkaConfig, run: str, *, ahead: bool = True) -> dict[int, set[int]]:
     """Return the offsets of `rollouts` that grouping left out, by partition, so that other readers do not fetch them.
 
-    `ahead` adds the requested offsets that grouping has not reached; it may still read them unless its task restarts
-    first. A request for a record that was already read changes nothing. Nothing is left out of a run without the topics
-    `control` and `journal`.
+    `ahead` adds the requested offsets that grouping has not reached; grouping may still read them until its task
+    restarts. A request for a record that was already read changes nothing. Nothing is left out of a run without the
+    topics `control` and `journal`.
     """
     left_out: dict[int, set[int]] = {}
     with suppress(TopicError):

@@ -1,4 +1,4 @@
-"""The tasks of one membership: each is restored when its partition is assigned and suspended when it is taken away.
+"""The tasks of one membership: each is restored when its partition is assigned, and suspended when it is revoked.
 
 The task of an assigned partition waits for its restore, reads past offsets that must be left out, has the client seek
 to its position, and then runs. A suspended task runs again without a restore if no other process has committed for its
@@ -245,8 +245,8 @@ class TaskManager:
     def commit(self, *, closing: bool = False) -> None:
         """Begin a transaction with the changed tasks if one is due; reading continues while it is in progress.
 
-        There is one transaction at a time. When `closing`, every task is committed with a snapshot, and this waits for
-        the transaction.
+        There is one transaction at a time. When `closing`, every task is committed with a snapshot, and the call waits
+        for the transaction.
         """
         tasks = [task for task in self._tasks.values() if closing or task.fold.changed]
         if not closing:

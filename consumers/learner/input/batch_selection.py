@@ -115,7 +115,7 @@ class BatchSelection:
         checked = False
         rows = 0
         report_at: float | None = None
-        # A step that the end of a run cut short keeps its batches when it is executed again, even if the run went on.
+        # A step that was short because the run ended keeps its batches when executed again, even if the run went on.
         last = self._last_of(step + 1)
         while rows < self._rollouts_per_step if last is None else self._index.position <= last:
             if stop.is_set():
@@ -161,7 +161,7 @@ class BatchSelection:
     def _lag(self, read: IndexedBatch, step: int) -> int | None:
         """Steps since the lowest policy version of the batch was published; None if that version is not on record.
 
-        For versions of another learner, these are its steps up to the newest version that the index has named.
+        For versions of another learner, these are steps of that learner, up to the newest version named in the index.
         """
         lowest = self._step_of(read.entry.lowest_version)
         if lowest is None or self._own_versions:

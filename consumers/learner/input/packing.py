@@ -37,7 +37,7 @@ class TrainingSequence:
     temperature: float = 1.0
     """Temperature for which the generator's log-probabilities were computed."""
     truncated: bool = False
-    """Whether it was cut off before it ended; the loss may leave such sequences out."""
+    """Whether the rollout was cut off before it ended; the loss may leave such sequences out."""
     reference_log_probs: NDArray[np.float32] | None = None
     """Log-probability of each token under a reference policy, if the rollout carries them."""
 
@@ -94,7 +94,7 @@ class PackedStep:
     too_long: int
     """Rollouts left out or cut because no row holds them."""
     whole: bool = True
-    """Whether it is the whole step, the same in every process, and not this process's share of it."""
+    """Whether this is the whole step, the same in every process, rather than this process's share of it."""
 
     @property
     def microbatches(self) -> tuple[PackedBatch, ...]:

@@ -1,7 +1,8 @@
 """Gathers parameters where they are used, and scatters their gradients: fully sharded training (arXiv:1910.02054).
 
-If the compiler decides, each device receives the summed gradient of a whole matrix and keeps its share; here it gets
-only the sum of its share. A layer is whole on a device only while it is computed, in the forward and the backward pass.
+If the compiler decides, each device receives the summed gradient of a whole matrix and keeps its share. With this
+module, it receives only the sum of its share. A layer is whole on a device only while it is computed, in the forward
+and the backward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,6 @@
 """Compares a step executed again with its record: by bits, or within a tolerance where equal bits cannot be expected.
 
-The record keeps a digest of the parameters, which says nothing about the size of a difference; the MEASURES do.
+The digest of the parameters in the record shows only whether the bits differ; the MEASURES show by how much.
 """
 
 import math
@@ -28,13 +28,14 @@ def difference_from(
     """Return the relative difference of a step from its record: 0 only for the same bits, or if a measure is missing.
 
     `same_bits` says whether the devices and the software are the same as on record. Raises StateRefused if the batches
-    differ, or if `same_bits` is set, the bits differ and the measures differ by more than the tolerance.
+    differ. With `same_bits`, it also raises if the bits differ, unless the tolerance is above 0 and the measures differ
+    by at most the tolerance.
     """
     if (recorded.params_digest, recorded.uses) == (digest, uses):
         return 0.0
     difference = replay_difference(recorded.metrics, metrics)
     if recorded.uses == uses and (not same_bits or 0 < tolerance >= difference):
-        # Other bits with equal measures still give more than 0; without measures there is no difference to return.
+        # If only the bits differ, the result is above 0. If a measure is missing, there is no difference to return.
         return max(difference, sys.float_info.min) if math.isfinite(difference) else 0.0
     raise StateRefused(
         f"step {recorded.step} of learner {recorded.learner!r}, executed again, gives parameters {digest[:16]} from "

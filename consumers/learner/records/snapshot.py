@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from numpy.typing import NDArray
 
 _AHEAD = 2
-"""Number of tensors being copied while the host takes one."""
+"""Number of further tensors being copied while the host takes one."""
 HELD = _AHEAD + 1
 """Number of whole tensors on each device at a time, in addition to the parameters."""
 

@@ -127,7 +127,7 @@ class LossConfig:
     """Temperature of the soft gate of sapo for positive advantages: higher temperatures narrow the gate
     (arXiv:2511.20347)."""
     gate_negative: float | None = None
-    """Temperature of the soft gate of sapo for other advantages."""
+    """Temperature of the soft gate of sapo for advantages that are not positive."""
     entropy_coefficient: float | None = None
     """Weight of the token entropy in the objective."""
     importance_sampling: ImportanceSampling | None = None

@@ -67,7 +67,7 @@ OnUpdate = Callable[[int, int, float], None]
 """Callback of the warm start: updates made, their total number, and the loss of the last update."""
 
 _MOST_UNROLLED_LAYERS = 4
-"""Largest number of layers that compile quickly unrolled; this saves the copy that scanned layers need."""
+"""Largest number of layers that "auto" unrolls: so few compile quickly, and need no copies as scanned layers do."""
 REPORT_EVERY_S = 5.0
 """Time between two calls of a progress callback."""
 
