@@ -61,7 +61,7 @@ class GroupingTestDriver:
         estimators: Mapping[str, Estimator] | None = None,
         now_ms: int = 0,
     ) -> None:
-        """Start an empty partition. `makers` and `estimators` are yours, by the names that a configuration may use.
+        """Start an empty partition. `makers` and `estimators` are your own, by the names that a configuration may use.
 
         `policy_version` is the policy clock at the start, -1 if nothing was published yet.
         """
@@ -143,7 +143,10 @@ class GroupingTestDriver:
         self._read_on()
 
     def _journal_needed(self) -> list[JournalRecord]:
-        """Return the journal records that a restore needs: from the newest snapshot or the oldest finished group."""
+        """Return the journal records that a restore needs.
+
+        They begin with the newest snapshot, or with the record of the oldest remembered group if that is earlier.
+        """
         records = self._journal
         since = records[-1].remembered_since_ms
         snapshot = max(i for i, record in enumerate(records) if record.snapshot and record.part == 0)

@@ -101,7 +101,7 @@ class Judge:
     async def __call__(self, rollout: Rollout) -> RolloutLabel:
         """Return the judge's label.
 
-        Raises RecordError if the rollout cannot be labeled, and JudgeUnavailable if the judge does not answer.
+        Raises RecordError if the rollout cannot be labeled, and JudgeUnavailable if the judge cannot be used.
         """
         prompt = judge_prompt(self._config.template, rollout)
         async with self._slots:

@@ -29,7 +29,7 @@ def attend(
 ) -> jax.Array:
     """Attention of q [B, T, heads, head_dim] over k and v [B, T, kv heads, head_dim], in q's shape and dtype.
 
-    A token attends to itself and to earlier tokens of its own segment (`segment_ids` int32 [B, T]), with a `window`,
+    A token attends to itself and to earlier tokens of its own segment (`segment_ids` int32 [B, T]); with a `window`,
     to at most that many (arXiv:2310.06825). Scores and their softmax are float32. `auto` is `plain` for short rows, or
     else `splash` if JAX's default backend is a TPU and the shape allows it, or else `blocks`. The choice is made when
     the function is traced: to compile for a device other than the default one, name the implementation.

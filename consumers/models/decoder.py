@@ -109,12 +109,12 @@ def hidden(
 ) -> jax.Array:
     """Final normalized states [B, T, hidden_size] of packed sequences.
 
-    `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to earlier tokens of its own segment. With
-    `remat`, only the residual stream between blocks is kept for the backward pass; `attention` is the implementation
-    (rollstream.consumers.models.attention). Blocks that are `scanned` are compiled once for all layers; their
-    parameters are stacked for this, which copies them. The parameters of blocks may be shares, from which `whole` makes
-    whole parameters; parameters outside of blocks are whole. Adapters are applied in addition to their projections; all
-    other functions take parameters into which the adapters are merged.
+    `tokens`, `positions` and `segment_ids` are int32 [B, T]. A token attends to itself and to earlier tokens of its own
+    segment. With `remat`, only the residual stream between blocks is kept for the backward pass; `attention` is the
+    implementation (rollstream.consumers.models.attention). Blocks that are `scanned` are compiled once for all layers;
+    their parameters are stacked for this, which copies them. The parameters of blocks may be shares, from which `whole`
+    makes whole parameters; parameters outside of blocks are whole. Adapters are applied in addition to their
+    projections; all other functions take parameters into which the adapters are merged.
     """
     if config.lora.rank:
         params = {n: config.lora.scale * value if n.endswith(ADAPTER_B) else value for n, value in params.items()}

@@ -23,7 +23,7 @@ class Rates:
 
     @property
     def levels(self) -> tuple[RateLevel, ...]:
-        """The level of each environment that has written, by name."""
+        """Levels of the environments that have written under a rate quota, ordered by name."""
         return tuple(self._levels[environment] for environment in sorted(self._levels))
 
     def exceeded(self, environment: str, quota: Quota, size_bytes: int, now_ms: int) -> str:

@@ -49,7 +49,7 @@ class TaskManager:
         self._member, self._restorer, self._committer = member, restorer, committer
         self._tasks: dict[int, GroupingTask] = {}
         self._suspended: dict[int, GroupingTask] = {}
-        """Tasks whose partition was taken away, kept in case it is assigned again unchanged."""
+        """Tasks whose partition was taken away, kept to run again unless another process commits for the partition."""
         self._approaches: dict[int, Approach] = {}
         """Reading of restored tasks up to the last offset that must be left out, by partition."""
         self._seeks = Seeks(kafka, self._topic, member)

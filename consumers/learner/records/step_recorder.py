@@ -70,9 +70,9 @@ class StepRecorder(Closing):
         self._recorded = {step: record for step, record in recorded.items() if record.params_digest}
         self._made = -1
         self.same_bits = True
-        """Whether steps executed again must have the digests on record; False on other hardware."""
+        """Whether steps executed again must match their records; False if hardware or software has changed."""
         self.tolerance = 0.0
-        """Largest difference of a step executed again from its record if equal bits cannot be expected."""
+        """Largest difference with which a step executed again matches its record; 0 requires the same digest."""
 
     @property
     def last_recorded(self) -> int:
@@ -144,7 +144,7 @@ class StepRecorder(Closing):
         """Commit the record of a step just completed, together with a new policy version if one is due.
 
         `rules`, `oldest` and `stream_time_ms` are as in `StepPlan`. Raises StateRefused if the step is on record and
-        differs by more than the tolerance; a smaller difference is recorded as `replay/difference`.
+        differs more than `same_bits` and `tolerance` allow; any other difference is recorded as `replay/difference`.
         """
         started, again = time.monotonic(), step in self._recorded
         began_ns = time.time_ns() - int((metrics.get("time/step", 0.0) + params.seconds) * 1e9)

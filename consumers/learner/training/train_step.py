@@ -261,9 +261,10 @@ class TrainStep:
 
         An update without a trained token has a zero gradient. `reference` holds `frozen` parameters, which are needed
         if the learner computes reference log-probabilities, and `teacher` holds the teacher's. Metrics are means over
-        updates with trained tokens, except `optim/lr`, from the last update, and `optim/skipped`, a sum. All processes
-        call this together. `before_update` is called once the gradients of the first update are computed: until it
-        returns, other threads may read the arrays of `state`.
+        updates with trained tokens. However, `optim/lr` is from the last update, `optim/skipped` is a sum, and without
+        proximal log-probabilities, `MISMATCH_METRICS` are from the first update that trains. All processes call this
+        together. `before_update` is called once the gradients of the first update are computed: until it returns, other
+        threads may read the arrays of `state`.
         """
         placed = step if isinstance(step, PlacedStep) else self.place(step)
         batches = [self._complete(update, state.params, reference, teacher) for update in placed.updates]
