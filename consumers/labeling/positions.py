@@ -71,11 +71,11 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     committed = committed_offsets(kafka, group, topic, partitions)
     if all(tp.offset < 0 for tp in committed):
         pruned = any(begin for begin, _end in topic_admin.bounds(kafka, topic).values())
-        labeled = "a pruned record" if pruned else _labeled(kafka, run)
+        labeled = "pruned since" if pruned else _labeled(kafka, run)
         if labeled:
             raise StateRefused(
-                f"group {group} has no positions in {topic}, but {labeled} was labeled: the positions were lost. "
-                f"Commit them again with `rollstream label recover`"
+                f"group {group} has no positions in {topic}, but a record ({labeled}) was labeled: the positions were "
+                f"lost. Commit them again with `rollstream label recover`"
             )
         begin = LabelingProgress(topic_id=topic_id).encode()
         try:
@@ -101,7 +101,7 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
 
 
 def _labeled(kafka: KafkaConfig, run: str) -> str:
-    """Return the source of one labeled record; empty if there is none."""
+    """Return the partition and offset of one labeled record's source, joined by a colon; empty if there is none."""
     for name in ("trajectories", "rollouts"):
         for message in read_to_end(kafka, topic_name(run, name)):
             source = message.header(SOURCE)
