@@ -71,7 +71,7 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     committed = committed_offsets(kafka, group, topic, partitions)
     if all(tp.offset < 0 for tp in committed):
         pruned = any(begin for begin, _end in topic_admin.bounds(kafka, topic).values())
-        labeled = "pruned since" if pruned else _labeled(kafka, run)
+        labeled = "already pruned" if pruned else _labeled(kafka, run)
         if labeled:
             raise StateRefused(
                 f"group {group} has no positions in {topic}, but a record ({labeled}) was labeled: the positions were "

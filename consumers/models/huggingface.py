@@ -210,7 +210,7 @@ def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str
         for name, array in stored.items()
         if name in wanted and array.shape != wanted[name]
     ]
-    _refuse(problems, f"{directory} does not hold the model of its {CONFIG}")
+    _refuse(problems, f"{directory} does not hold the model that its {CONFIG} describes")
     return {name: stored[name] for name in wanted}
 
 

@@ -259,7 +259,7 @@ def test_batches_that_are_gone_or_are_others_are_named_before_anything_is_traine
     assert batches_of(run.kafka, first.position, [second]).keys() == {2}
 
     other = recorded_step(run, 2, ("0-2", 4, "trained"), ("1-9", 6, "trained"))
-    with pytest.raises(TopicError, match=r"batch 1-9 of step 2 had 16 rollouts; at offset 6 of batch-index is 1-3"):
+    with pytest.raises(TopicError, match=r"batch 1-9 of step 2 had 16 rollouts; offset 6 of batch-index now names 1-3"):
         batches_of(run.kafka, 0, [first, other])
     with pytest.raises(TopicError, match=r"steps 2 to 2 cannot .*: no step names batch 1-1"):
         batches_of(run.kafka, 2, [second])

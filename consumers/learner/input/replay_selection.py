@@ -175,8 +175,9 @@ class ReplaySelection:
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
         """Plan the step after `step` steps; None if `stop` is set first, or if no step follows.
 
-        Reads the index to its present end or, for a step on record, to the recorded position. Raises StateRefused if a
-        step on record draws other rollouts than its record names.
+        Reads the index to its present end, and on until the buffer holds enough rollouts; for a step on record, it
+        reads to the recorded position. Raises StateRefused if a step on record draws other rollouts than its record
+        names.
         """
         began = time.monotonic()
         report_at: float | None = None

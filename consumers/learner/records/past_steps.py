@@ -48,8 +48,8 @@ def batches_of(kafka: KafkaConfig, position: int, steps: Sequence[LearnerStep]) 
                 wrong.append(f"{name} is no longer at offset {use.index_offset} of batch-index")
             elif entry.batch_id != use.batch_id or not _fits(use, entry):
                 wrong.append(
-                    f"{name} had {use.rows} rollouts; at offset {use.index_offset} of batch-index is {entry.batch_id} "
-                    f"with {entry.rollouts} rollouts"
+                    f"{name} had {use.rows} rollouts; offset {use.index_offset} of batch-index now names "
+                    f"{entry.batch_id} with {entry.rollouts} rollouts"
                 )
             elif use.index_offset in rows and not entry.run and entry.offset < beginnings[entry.partition]:
                 wrong.append(f"{name} was deleted from batches[{entry.partition}]")
