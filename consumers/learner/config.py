@@ -63,7 +63,7 @@ class RolloutBufferConfig:
     alpha: float = 3.0
     """Exponent of recency: rollout i of an environment, where the oldest is 0, has weight (i + 1)**alpha."""
     max_samples: int = 1
-    """Steps that train on a rollout before it is retired; negative: no limit."""
+    """Number of steps that train on a rollout before it is retired; negative: no limit."""
     max_rollout_step_delay: int = 4
     """Highest age, in steps, of the lowest policy version of a rollout; negative: no limit."""
     max_rollout_timestamp_delay: float = 3600.0

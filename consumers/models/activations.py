@@ -11,8 +11,8 @@ SEQUENCE = "sequence"
 
 
 def split_rows(x: jax.Array, *, columns: bool = False) -> jax.Array:
-    """Split `x` [rows, ...] over its rows, [rows, tokens, ...] also over `sequence`, and with `columns` the last
-    dimension over `tensor` if `tensor` divides it.
+    """Split `x` over devices: rows over data and fsdp; tokens, if it is [rows, tokens, ...], over sequence; with
+    `columns`, also the last dimension over tensor, if tensor divides it.
 
     Returns `x` unchanged unless a mesh of several devices is set (jax.sharding.use_abstract_mesh). Axes over which `x`
     is already split, within jax.shard_map, are left out.

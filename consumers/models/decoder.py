@@ -33,7 +33,7 @@ _ROW_SPLIT = ("o_proj", "down_proj")
 class KeyValueCache(NamedTuple):
     """Keys after RoPE, and values, of every position so far: one array per layer, [rows, slots, kv heads, head_dim].
 
-    Slot s of a row holds its position s.
+    Slot s of a row holds position s of the sequence.
     """
 
     keys: tuple[jax.Array, ...]
@@ -280,7 +280,7 @@ def _linear(params: Params, name: str, x: jax.Array) -> jax.Array:
     """A projection, with its bias if the model has one."""
     projected = split_rows(x @ params[f"{name}.weight"].T, columns=name.rsplit(".", 1)[1] not in _ROW_SPLIT)
     if (down := params.get(name + ADAPTER_A)) is not None:
-        # alpha / rank is in B already.
+        # B already includes the factor alpha / rank.
         projected = projected + (x @ down.T) @ params[name + ADAPTER_B].T
     bias = params.get(f"{name}.bias")
     return projected if bias is None else projected + bias
@@ -294,7 +294,7 @@ def _rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rope_frequencies(config: DecoderConfig) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Radians per position of each of the head_dim / 2 pairs, the slow ones stretched as in Llama 3.1."""
+    """Radians per position of each of the head_dim / 2 pairs; low frequencies are stretched as in Llama 3.1."""
     half = config.head_dim // 2
     frequencies = config.rope_theta ** (-np.arange(half) / half)
     if config.rope_scaling_factor != 1.0:

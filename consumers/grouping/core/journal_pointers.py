@@ -21,8 +21,8 @@ class JournalPointers:
     snapshot: int
     """Offset of the newest snapshot."""
     horizon: deque[tuple[int, int, int]] = field(default_factory=deque)
-    """Journal records that name remembered groups, oldest first: first and last finishing time, and first offset. Each
-    entry covers up to a second of stream time, so that there are few entries however frequent transactions are."""
+    """Journal records that name remembered groups, oldest first: first and last finishing time, first offset. Each
+    entry covers up to a second of stream time, so that there are few entries even if transactions are frequent."""
     leader_epoch: int = -1
     """Leader epoch of the record before the position when the task was restored; -1 if it is unknown."""
 
