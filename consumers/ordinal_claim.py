@@ -1,4 +1,4 @@
-"""Claim on an ordinal, held by the last process that started under it.
+"""Claim on an ordinal, held by the process that last started with this ordinal.
 
 A process that was paused or cut off checks its claim before it initializes its transactional id again, because that
 would fence its replacement. The claim is offset metadata in a separate consumer group, which has no members.
@@ -30,7 +30,7 @@ class OrdinalClaim:
             )
 
     def is_ours(self) -> bool:
-        """Whether no other process has claimed the ordinal since. Raises BrokerUnavailable if no broker answers."""
+        """Whether the claim of `take` is still the latest. Raises BrokerUnavailable if no broker answers."""
         with Reader(self._kafka, group=self._group) as reader:
             [newest] = reader.committed(self._topic, [0], f"reading the claim on the ordinal in group {self._group}")
         # Brokers delete the offsets of idle groups after a while, so a missing offset does not mean another claim.

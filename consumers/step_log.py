@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 60.0
 _PAUSE_S = 0.1
-"""Pause before a transaction is made again."""
+"""Pause in seconds before a failed transaction is tried again."""
 
 TopicRecord = tuple[str, bytes, bytes]
 """Topic, key and value."""
@@ -157,8 +157,8 @@ class StepLog:
         if isinstance(failed, TransactionFailed) and failed.fatal:
             return Fenced(
                 f"learner {self._learner!r} of run {self._run} was taken over by another process that publishes into "
-                f"the run, or its transaction outlived kafka.transaction_timeout_s ({failed.reason}); this one stops. "
-                f"Start it again if it is the only publisher; otherwise give each learner a separate run, "
+                f"the run, or its transaction outlived kafka.transaction_timeout_s ({failed.reason}); this process "
+                f"stops. Start it again if it is the only publisher; otherwise give each learner a separate run, "
                 f"and set learner.input_run to share batches"
             )
         if isinstance(failed, TransactionFailed) and failed.too_large:

@@ -40,7 +40,7 @@ def publish_version(
     model: str = "{}",
     take_over: bool = False,
 ) -> int:
-    """Publish one policy version and return its number; it is committed when this returns.
+    """Publish one policy version; return its number once the version is committed.
 
     Use it for the version before the first step, and for trainers that record no steps. It accepts the arguments and
     raises the errors of StepWriter and its `publish_version`. It fences a StepWriter of the same learner: if you have
@@ -143,7 +143,7 @@ class StepWriter(Closing):
         """Record the next step and its policy version in one transaction; return the record of the step.
 
         `reads` are the batches read since the last step, in order. If several processes read, give the reads of one
-        process, which include the rounds of all. `skipped` gives a reason, by batch id, for each batch that was not
+        process, which cover all processes. `skipped` gives a reason, by batch id, for each batch that was not
         trained on. `params` and `digest` are as in `publish_version`; with `publish=False`, or if every batch was
         skipped, the step publishes no version. `oldest_checkpoint` is the lowest step after which this trainer may
         resume (0 to the step recorded here): prune keeps everything read after that step, or everything if it is None.
@@ -211,7 +211,7 @@ class StepWriter(Closing):
         return tuple(_use(indexed, skipped.get(indexed.entry.batch_id)) for indexed in entries)
 
     def _resumes_at(self, checkpoint: int | None, end: int) -> int:
-        """First offset read again after resuming at a checkpoint, if the step being recorded ends at `end`."""
+        """First offset that is read again after resuming at a checkpoint; `end` is the position after the new step."""
         if checkpoint is None or checkpoint == 0:
             return 0
         if checkpoint == self.step + 1:

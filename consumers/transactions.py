@@ -117,7 +117,7 @@ class ExactlyOnce(ABC, Generic[P]):
     def assert_ours(self, member: Poller) -> None:
         """Continue with another member of the group. Raises Fenced if the transactional id was taken over.
 
-        It is checked by a transaction that is aborted: the coordinator compares epochs, and commits no offset.
+        The check is a transaction that is aborted: the coordinator compares epochs, and commits no offset.
         """
         self._member = member
         try:
@@ -187,8 +187,8 @@ class ExactlyOnce(ABC, Generic[P]):
         """Raise Fenced if another process has started under our ordinal: a new producer would fence that process."""
         if self.has_rival:
             raise Fenced(
-                f"{reason}, and another process has begun as {self._id} since: it owns the "
-                f"transactional id now; only one process may run under an ordinal, so this one stops"
+                f"{reason}, and another process has since started as {self._id} and owns the "
+                f"transactional id now; only one process may run under an ordinal, so this process stops"
             )
 
     def _renew(self, reason: str) -> NoReturn:
@@ -266,7 +266,7 @@ class ExactlyOnce(ABC, Generic[P]):
         if failed.decision is Decision.LEAVE:
             raise Fenced(
                 f"transactional id {self._id} was taken over, or its transaction outlived kafka.transaction_timeout_s "
-                f"({failed.reason}); only one process may run under an ordinal, so this one stops"
+                f"({failed.reason}); only one process may run under an ordinal, so this process stops"
             ) from failed
         if failed.decision is Decision.RENEW:
             self._renew(failed.reason)

@@ -71,7 +71,7 @@ class LocalBroker(Stopping):
     def find(cls, data_dir: Path | str, *, config: BrokerConfig | None = None) -> Self | None:
         """Return the broker that runs on `data_dir`, started by any process; None if none runs.
 
-        `config` applies if it is restarted.
+        `config` applies if the broker is restarted.
         """
         state = find(Path(data_dir))
         if state is None:
@@ -112,11 +112,11 @@ class LocalBroker(Stopping):
         return is_running(self._state.process)
 
     def answers(self) -> bool:
-        """Return whether it serves requests now."""
+        """Return whether the broker serves requests now."""
         return broker_answers(self._state.host, self._state.port)
 
     def stop(self) -> None:
-        """Stop it gracefully (SIGTERM), or by force after `stop_timeout_s`. Does nothing if it has ended."""
+        """Stop the broker gracefully (SIGTERM), or by force after `stop_timeout_s`. Does nothing if it has ended."""
         if send(self._state.process, signal.SIGTERM) and not await_end(
             self._state.process, self._config.stop_timeout_s
         ):
@@ -125,7 +125,7 @@ class LocalBroker(Stopping):
         self._forget("broker_stopped")
 
     def kill(self) -> None:
-        """End it at once (SIGKILL), as a crash would."""
+        """End the broker at once (SIGKILL), as a crash would."""
         if self._state.kill_command and self.running:
             subprocess.run(self._state.kill_command, capture_output=True, timeout=30, check=False)
         else:
@@ -135,7 +135,7 @@ class LocalBroker(Stopping):
         self._forget("broker_killed")
 
     def restart(self) -> None:
-        """Start it again on the same port and data, stopping it first if it runs."""
+        """Start the broker again on the same port and data; stop it first if it runs."""
         self.stop()
         bound = self._child is not None and self._child.stdin is not None
         started = _start(dataclasses.replace(self._config, port=self.port), bound_to_parent=bound)

@@ -134,7 +134,7 @@ class _StartingBroker:
     process: ProcessIdentity | None
     began: float
     offset_bytes: int
-    """Size of its log before this start."""
+    """Size of the broker's log before this start."""
 
     def await_answer(self, provider: str) -> StartedBroker:
         config, layout, process = self.broker.config, self.broker.layout, self.process
@@ -145,7 +145,7 @@ class _StartingBroker:
                 raise self._failed(f"did not answer within {config.start_timeout_s:g} s")
             time.sleep(0.05)
         if process is None:
-            # The last lines of its log are complete only once it has ended.
+            # The last lines of the log are complete only once the child has ended.
             self.child.wait(config.stop_timeout_s)
             tail = log_tail(layout.log, offset_bytes=self.offset_bytes, lines=200)
             if any(sign in tail for sign in _PORT_TAKEN):
@@ -170,7 +170,7 @@ class _StartingBroker:
         return StartedBroker(state, self.child)
 
     def abandon(self) -> None:
-        """End it by force and remove its state."""
+        """End the process by force, and remove the broker's state file."""
         if self.launch.kill_command:
             subprocess.run(self.launch.kill_command, capture_output=True, timeout=30, check=False)
         with contextlib.suppress(ProcessLookupError):
@@ -199,7 +199,7 @@ def _make_directory(layout: BrokerLayout) -> None:
 def _spawn(
     launch: LaunchCommand, layout: BrokerLayout, config: BrokerConfig, *, bound_to_parent: bool
 ) -> tuple[subprocess.Popen[bytes], int]:
-    """Run the broker in its own session, so that Ctrl-C at our terminal does not reach it; if bound, under a keeper."""
+    """Run the broker in a separate session, which Ctrl-C at our terminal does not reach; if bound, under a keeper."""
     if not bound_to_parent:
         with layout.log.open("ab") as log:
             child = subprocess.Popen(

@@ -1,7 +1,7 @@
 """`rollstream broker start|stop|status`: a local Kafka as a daemon, identified by its data directory.
 
-`register` adds them to the application's parser. Each handler prints text, or JSON with --json, and returns the exit
-status. `status` exits 0 if the broker, or every node of a cluster, answers, else 1.
+`register` adds these commands to the application's parser. Each handler prints text, or JSON with --json, and returns
+the exit status. `status` exits 0 if the broker, or every node of a cluster, answers, else 1.
 """
 
 import argparse

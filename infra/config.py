@@ -37,9 +37,9 @@ class BrokerConfig:
     """A broker for one machine: KRaft combined mode, one node or a node of a cluster, small heap."""
 
     data_dir: Path = Path(".rollstream/broker")
-    """Directory of all its files: log segments, settings, its own log, the state file."""
+    """Directory of all files of the broker: log segments, settings, the broker's own log, the state file."""
     host: str = "127.0.0.1"
-    """Address that it listens on and advertises."""
+    """Address that the broker listens on and advertises."""
     port: int = 0
     """Port for clients. 0 chooses the previous port of this data if it is free, else any free port."""
     provider: str = "auto"
@@ -53,11 +53,11 @@ class BrokerConfig:
     start_timeout_s: float = 180.0
     """Time within which a broker must answer."""
     stop_timeout_s: float = 15.0
-    """Time to stop after SIGTERM; after that it is killed."""
+    """Time to stop after SIGTERM; after that, the broker is killed."""
     properties: Mapping[str, str] = field(default_factory=dict)
     """Kafka's own keys, passed unchanged; they override the properties rendered here."""
     node: ClusterNode | None = None
-    """Its place in a cluster; None for a single broker. Set by rollstream.infra.cluster."""
+    """The broker's place in a cluster; None for a single broker. Set by rollstream.infra.cluster."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -168,7 +168,7 @@ COMMON: Mapping[str, str] = {
     "share.coordinator.state.topic.num.partitions": "4",
     # Only the catalogue creates topics: a mistyped name is an error, not a new topic.
     "auto.create.topics.enable": "false",
-    # The default forgets the positions of a run that was idle for a week.
+    # By default, the broker forgets the positions of a run that was idle for a week.
     "offsets.retention.minutes": "2147483647",
     # Groups form at once, and tests may use short sessions.
     "group.initial.rebalance.delay.ms": "0",

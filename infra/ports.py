@@ -1,4 +1,4 @@
-"""Chooses ports: a broker gets its configured port, its data's previous port or a free one; other servers a free one.
+"""Chooses ports: a broker gets its configured port, its data's previous port or a free port; others get a free port.
 
 Free ports are chosen outside the kernel's range for outgoing connections, because a server may start to listen a minute
 after its port was chosen, and until then any client on the machine could get a port of that range. Another server may
@@ -85,8 +85,8 @@ def free_port_row(host: str, count: int, candidates: Sequence[int] = ()) -> int:
 def server_ports(outgoing_range: Path = OUTGOING_RANGE) -> Sequence[int]:
     """Return a range of `SERVER_PORTS` that this machine does not use for outgoing connections.
 
-    `outgoing_range` is the kernel's file with the first and last port of outgoing connections. If these cover all
-    `SERVER_PORTS`, no port is safe, and all are returned.
+    `outgoing_range` is the kernel's file with the first and last port of outgoing connections. If these ports
+    include all `SERVER_PORTS`, no port is safe, and all `SERVER_PORTS` are returned.
     """
     with contextlib.suppress(OSError, ValueError):
         first, last = map(int, outgoing_range.read_text().split())

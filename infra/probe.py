@@ -1,4 +1,4 @@
-"""Tells whether a broker is ready: it answers with a live broker in its cluster.
+"""Tells whether a broker is ready, which it is once its answer lists a live broker of its cluster.
 
 A port is open long before a broker serves. The broker lists itself once it is registered and unfenced. Speaking the
 protocol directly (Metadata, version 1) costs no client, no thread and no noise on stderr while waiting.

@@ -1,7 +1,7 @@
 """Chooses a provider of Kafka brokers on this machine.
 
 It tries the broker in KAFKA_BOOTSTRAP_SERVERS, then a Java runtime with Kafka's jars, then Docker with the official
-image. If none works, one error names what each lacks and the remedy.
+image. If none works, one error names what each provider lacks, and the remedy.
 """
 
 import logging
@@ -28,7 +28,7 @@ REMEDY = (
 
 @dataclass(frozen=True)
 class ExternalKafka:
-    """A broker that runs elsewhere; rollstream starts none."""
+    """A broker that runs elsewhere, so rollstream starts no broker."""
 
     bootstrap_servers: str
 
@@ -62,9 +62,9 @@ def choose_local(
     environment: Mapping[str, str] = os.environ,
     packaged: Callable[[], Path | None] = packaged_java,
 ) -> JavaKafka | DockerKafka:
-    """Return the first provider that can start a broker on this machine; unless auto, only `provider` is tried.
+    """Return the first provider that can start a broker on this machine; "auto" tries Java, then Docker.
 
-    Raises BrokerUnavailable, naming what each lacks and the remedy.
+    Raises BrokerUnavailable, naming what each provider lacks, and the remedy.
     """
     lacking: list[str] = []
     if provider in ("auto", "java"):

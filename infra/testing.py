@@ -65,7 +65,7 @@ class KafkaContainer(DockerContainer):
         self.with_env("KAFKA_HEAP_OPTS", f"-Xms96m -Xmx{heap_max_mib}m")
 
     def start(self) -> Self:
-        """Start it and return when it answers. Raises BrokerUnavailable with the end of its log if it does not."""
+        """Start the container and return when the broker answers. Raises BrokerUnavailable, with the end of the log."""
         self._ensure_image()
         began = time.monotonic()
         try:
@@ -94,7 +94,7 @@ class KafkaContainer(DockerContainer):
 
     @property
     def network_address(self) -> str:
-        """host:port for clients in other containers of its network. Raises BrokerUnavailable if it has no alias."""
+        """host:port for clients in other containers on the same network. Raises BrokerUnavailable without an alias."""
         if not self._alias:
             raise BrokerUnavailable("the Kafka container has no alias, so other containers cannot reach it; give one")
         return f"{self._alias}:{_NETWORK_PORT}"

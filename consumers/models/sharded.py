@@ -1,4 +1,4 @@
-"""Access to whole parameters if a decoder's parameters are shares."""
+"""Access to a decoder's whole parameters when each device has only a share of them."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import jax
 
 Params = Mapping[str, jax.Array]
 Whole = Callable[[Params], Params]
-"""Returns the whole parameters of shares, by the same names."""
+"""Function that takes shares of parameters, and returns the whole parameters under the same names."""
 
 GATHERED = "gathered"
 """Name of gathered parameters in checkpoint policies (jax.ad_checkpoint)."""

@@ -63,7 +63,7 @@ def empty_slots(config: DecoderConfig, mesh: Mesh, slots: int, length: int, dtyp
 
 
 def _split_heads(cache: KeyValueCache) -> KeyValueCache:
-    """Split the heads over `tensor`, in arguments and results alike: another sharding would compile again."""
+    """Split the heads over `tensor`, in arguments and in results, because another sharding would be compiled again."""
     heads = PartitionSpec(None, None, TENSOR, None)  # type: ignore[no-untyped-call]
     split: KeyValueCache = jax.lax.with_sharding_constraint(cache, heads)  # type: ignore[no-untyped-call]
     return split

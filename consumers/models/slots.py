@@ -69,7 +69,7 @@ class RowTokens(NamedTuple):
     logprobs: list[float]
     """Log-probabilities of the tokens under the sampling distribution; for a greedy row, at temperature 1."""
     finish_reason: FinishReason | None
-    """Reason why the row ended and left its slot; None while it goes on."""
+    """Reason why the row ended and left its slot; None while the row continues."""
 
 
 def cache_bytes(config: DecoderConfig, slots: int, max_model_len: int, dtype: str) -> int:
@@ -83,8 +83,8 @@ class SlotDecoder:
 
     Rows with the same prompt share one prefill. Each group of `tensor_parallel` devices holds the parameters, split
     among its devices, and an equal share of the slots. A fixed seed gives the same tokens whatever the other rows are:
-    random bits come from threefry with the row's seed and the position in the answer. In another shape, or split over
-    other devices, the arithmetic may round the last bit differently.
+    random bits come from threefry with the row's seed and the position in the answer. With other shapes or another
+    split over devices, the arithmetic may round the last bit differently.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class SlotDecoder:
         tensor_parallel: int = 1,
         steps: int = 8,
     ) -> None:
-        """A call of `decode` samples up to `steps` tokens of each row. `devices` of this process are used; 0: all.
+        """Each call of `decode` samples up to `steps` tokens of each row. `devices` is the number of devices; 0: all.
 
         Raises ConfigurationError if there are fewer devices, or if they cannot share the model or the slots equally.
         """
@@ -192,7 +192,7 @@ class SlotDecoder:
         return slots
 
     def end(self, slot: int) -> None:
-        """Remove the row in a slot before its end."""
+        """Remove the row in a slot before it has ended."""
         self._table.remaining[slot] = 0
         heapq.heappush(self._free[slot // self._slots_each], slot % self._slots_each)
 
@@ -229,7 +229,7 @@ class SlotDecoder:
         return results
 
     def sample(self, params: Params, rows: Sequence[Row]) -> list[RowTokens]:
-        """Sample rows to their ends, as many at a time as slots are free. No other rows may be in slots."""
+        """Sample rows until they end, as many at a time as there are slots. All slots must be free at the call."""
         finished: list[RowTokens] = [RowTokens(-1, [], [], None) for _ in rows]
         waiting, in_slots = list(range(len(rows)))[::-1], dict[int, int]()
         while waiting or in_slots:
@@ -337,7 +337,7 @@ def check_devices(config: DecoderConfig, *, slots: int, devices: int, tensor_par
 
 
 def _buckets(largest: int) -> list[int]:
-    """Powers of four from the smallest bucket on that are below `largest`, and `largest`."""
+    """Sizes from the smallest bucket on, each four times the previous size, while below `largest`; then `largest`."""
     buckets, bucket = [], _SMALLEST_BUCKET
     while bucket < largest:
         buckets.append(bucket)
@@ -346,5 +346,5 @@ def _buckets(largest: int) -> list[int]:
 
 
 def _fitting(buckets: Sequence[int], least: int) -> int:
-    """The smallest bucket of at least this size."""
+    """The smallest bucket whose size is at least `least`."""
     return next(bucket for bucket in buckets if bucket >= least)

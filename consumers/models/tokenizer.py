@@ -22,7 +22,7 @@ class Tokenizer(Protocol):
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """All tokens that end a completion, `eos_id` among them."""
+        """All tokens that end a completion, including `eos_id`."""
 
     @property
     def vocab_size(self) -> int:

@@ -55,10 +55,11 @@ class TokenizerFile:
 
 
 def load_tokenizer(path: Path | str) -> TokenizerFile:
-    """The tokenizer of a checkpoint's directory, or of a tokenizer.json within one.
+    """Load the tokenizer of a checkpoint; `path` is the checkpoint's directory or the tokenizer.json in it.
 
     End tokens are eos_token_id of generation_config.json and config.json, else the eos_token of tokenizer_config.json.
-    Raises ConfigurationError if there is no tokenizer or no end token, or if the model has fewer rows than tokens.
+    Raises ConfigurationError if there is no tokenizer or no end token, or if it has more tokens than the model's
+    vocab_size.
     """
     try:
         import tokenizers
@@ -82,7 +83,7 @@ def load_tokenizer(path: Path | str) -> TokenizerFile:
 
 
 def _end_tokens(directory: Path, tokenizer: Any) -> list[int]:
-    """Ids that end a text, without repetition; the first is from the generation configuration if it has one."""
+    """Ids that end a text, each once; ids from the generation configuration, if any, come first."""
     end_ids: list[int] = []
     for name in (_GENERATION_CONFIG, CONFIG):
         ids = _optional(directory / name).get("eos_token_id")

@@ -43,7 +43,7 @@ def _forward(
     view = _view(weight, count)
 
     def add(carry: tuple[jax.Array, ...], index: jax.Array) -> tuple[tuple[jax.Array, ...], None]:
-        """Add a chunk to max m, z = sum exp(s - m), t = sum exp(s - m) (s - m) of all scaled logits s."""
+        """Add a chunk to the running max m, z = sum exp(s - m), t = sum exp(s - m) (s - m) of all scaled logits s."""
         m, z, t, chosen = carry
         scaled, ours = _chunk(states, view, index, temperatures, targets, weight.shape[0])
         highest = jnp.maximum(m, jnp.max(scaled, axis=-1))

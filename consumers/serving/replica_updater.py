@@ -29,13 +29,13 @@ class ReplicaState(StrEnum):
     """State of an engine, as its updater knows it."""
 
     UNKNOWN = "unknown"
-    """It has not been updated yet."""
+    """The engine has not been updated yet."""
     SERVING = "serving"
-    """It samples with a version of the run."""
+    """The engine samples with a version of the run."""
     DRAINED = "drained"
-    """It is paused, because its weights may be torn."""
+    """The engine is paused, because its weights may be torn."""
     UNREACHABLE = "unreachable"
-    """It does not answer."""
+    """The engine does not answer."""
 
 
 class ReplicaUpdater:
@@ -45,18 +45,18 @@ class ReplicaUpdater:
         self.url = url
         self.state = ReplicaState.UNKNOWN
         self.version = UNKNOWN
-        """Policy version that it samples with; -1 if unknown."""
+        """Policy version that the engine samples with; -1 if unknown."""
         self.swaps = self.failures = 0
         """Numbers of updates that succeeded, and of attempts that failed."""
         self.paused_s = 0.0
-        """Time in seconds for which updates have paused it."""
+        """Time in seconds for which updates have paused the engine."""
         self._engine = engine
         self._checkpoints = checkpoints
         self._config = config
         self._failed: Counter[int] = Counter()
-        """Failed attempts by version."""
+        """Number of failed attempts to load each version."""
         self._drains = 0
-        """How often it was drained since it last sampled."""
+        """Number of times that the engine was drained since it last sampled."""
 
     async def run(self) -> None:
         """Update until cancelled; an update in progress is finished first."""
@@ -84,7 +84,7 @@ class ReplicaUpdater:
         return float(self._config.retry_s * 2 ** min(self._drains, _MOST_DOUBLINGS))
 
     async def _check(self) -> None:
-        """Ask for the version: an engine that was restarted does not have the weights of `version`."""
+        """Ask the engine for its version, because an engine that was restarted has lost the weights of `version`."""
         try:
             label = await _ask(self._engine.label())
         except EngineFailed as error:
@@ -98,12 +98,12 @@ class ReplicaUpdater:
                 url=self.url,
                 version=self.version,
                 label=label,
-                remedy="it is updated again",
+                remedy="the engine is updated again",
             )
             self.state, self.version = ReplicaState.UNKNOWN, UNKNOWN
 
     async def _update(self, target: ServedCheckpoint) -> None:
-        """Update the engine to a version, or restore one that it had."""
+        """Update the engine to a version, or restore an earlier version if that fails."""
         with self._checkpoints.using(target):
             if not await self._prepare(target):
                 return
@@ -111,7 +111,7 @@ class ReplicaUpdater:
             try:
                 await _ask(self._engine.pause())
             except EngineFailed as error:
-                # Its weights are unchanged. It may still have paused, after the request timed out, so it is resumed.
+                # The weights are unchanged, but the engine may have paused after the timeout, so it is resumed.
                 await self._resume_unchanged()
                 self._unreachable(error)
                 return
@@ -122,7 +122,7 @@ class ReplicaUpdater:
                 self.paused_s += time.monotonic() - began
 
     async def _prepare(self, target: ServedCheckpoint) -> bool:
-        """Let an engine that fetches versions itself fetch one while it samples; return whether it can be loaded."""
+        """Let an engine that fetches versions itself fetch `target`; return whether the engine can load it."""
         if not isinstance(self._engine, PreparedEngine):
             return True
         try:
@@ -150,7 +150,7 @@ class ReplicaUpdater:
         )
 
     async def _load(self, checkpoint: ServedCheckpoint) -> bool:
-        """Load a checkpoint into the paused engine; return whether it did."""
+        """Load a checkpoint into the paused engine; return whether loading succeeded."""
         began = time.monotonic()
         try:
             await _ask(self._engine.load(checkpoint.directory, str(checkpoint.version)))
@@ -170,7 +170,7 @@ class ReplicaUpdater:
         return True
 
     async def _restore(self, failed: int) -> bool:
-        """Load the newest version that it had, or another engine had; if there is none, or loading fails, drain it."""
+        """Load the newest version that this or another engine has loaded; drain the engine if that fails."""
         self.version = UNKNOWN
         fallback = self._checkpoints.fallback(failed, self.url)
         if fallback is not None:
@@ -187,7 +187,7 @@ class ReplicaUpdater:
             await _ask(self._engine.resume())
         except EngineFailed as error:
             self.failures += 1
-            self._drained(f"it did not resume: {error}")
+            self._drained(f"the engine did not resume: {error}")
             return
         self.swaps += 1
         self._drains = 0
@@ -209,7 +209,7 @@ class ReplicaUpdater:
             level=logging.ERROR,
             url=self.url,
             reason=reason,
-            remedy="it stays paused and is tried again; check its log, or restart it",
+            remedy="the engine stays paused while updates are retried; check its log, or restart it",
         )
 
     def _unreachable(self, error: EngineFailed) -> None:

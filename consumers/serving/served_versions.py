@@ -17,7 +17,7 @@ class ServedCheckpoint:
 
     version: int
     directory: Path
-    """Its files in Hugging Face's layout; the current directory, which is not read, if engines fetch versions."""
+    """Directory of the version's files in Hugging Face's layout; if engines fetch versions themselves, unused (`.`)."""
 
 
 class ServedVersions:
@@ -57,7 +57,7 @@ class ServedVersions:
                 await self._changed.wait_for(lambda: self.newest is not None and self.newest.version > version)
 
     def note_good(self, version: int, engine: str) -> None:
-        """Note that the engine of this URL has loaded a version."""
+        """Note that the engine at this URL has loaded a version."""
         self._good.setdefault(engine, set()).add(version)
 
     def fallback(self, failed: int, engine: str) -> ServedCheckpoint | None:
@@ -71,7 +71,7 @@ class ServedVersions:
 
     @contextmanager
     def using(self, checkpoint: ServedCheckpoint) -> Iterator[Path]:
-        """Do not remove a version within this context."""
+        """Keep a version from removal within this context, which yields the directory of the version."""
         self._uses[checkpoint.version] += 1
         try:
             yield checkpoint.directory
@@ -79,5 +79,5 @@ class ServedVersions:
             self._uses[checkpoint.version] -= 1
 
     def _good_ones(self, engine: str) -> list[int]:
-        """Versions that an engine has loaded and that are not removed, newest first."""
+        """Versions that an engine has loaded and that have not been removed, newest first."""
         return sorted(self._good.get(engine, set()) & self._checkpoints.keys(), reverse=True)

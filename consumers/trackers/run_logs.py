@@ -20,7 +20,7 @@ class RunLog(Protocol):
     """Records of runs. Topics are named as in the catalogue, without the run."""
 
     def messages(self, run: str, topic: str, start: int) -> Iterator[KafkaRecord]:
-        """Yield the committed records of a topic of one partition, from an offset to its current end."""
+        """Yield the committed records of a topic with one partition, from an offset to the topic's current end."""
 
     def record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
         """Return one record, or None if it is no longer on the log."""
@@ -48,7 +48,7 @@ class BrokerLog(Closing):
         try:
             return record_at(self._kafka, topic_name(run, topic), partition, offset, reader=self._reader)
         except TopicError:
-            return None  # It was pruned, or its topic is gone.
+            return None  # The record was pruned, or its topic is gone.
 
     def close(self) -> None:
         """Close the client."""

@@ -40,9 +40,9 @@ class TrackedStep:
     step: int
     policy_version: int
     timestamp: float
-    """When it was executed, seconds since the Unix epoch."""
+    """Time at which the step was executed, in seconds since the Unix epoch."""
     metrics: Mapping[str, float]
-    """The step's own figures, and the newest figures of other components then, prefixed with the component's name."""
+    """Figures of the step, and the figures of other components at that time, prefixed with the component's name."""
     traces: tuple[RolloutTrace, ...]
 
 
@@ -53,7 +53,7 @@ class TrackedRun:
     run: str
     learner: str
     newest_step: int
-    """The learner's newest step on record. A tracker with later steps has an earlier run of the same name."""
+    """The learner's newest step on record. A tracker with later steps holds an older run of the same name."""
     directory: Path
     config: TrackerConfig
 
@@ -62,7 +62,7 @@ class Tracker(Protocol):
     """One place that is filled with the steps of one learner. Its class is called with a TrackedRun."""
 
     last: int
-    """The newest step it has when it is opened; -1 if it has none."""
+    """The newest step that the tracker has when it is opened; -1 if there is none."""
 
     def write(self, step: TrackedStep) -> None:
         """Write a step; steps arrive in ascending order, each above `last` and each once."""
@@ -72,7 +72,7 @@ class Tracker(Protocol):
 
 
 def open_tracker(tracked: TrackedRun) -> Tracker:
-    """Open the tracker that `tracker.to` names. Raises ConfigurationError if there is none of that name."""
+    """Open the tracker that `tracker.to` names. Raises ConfigurationError if no tracker has that name."""
     name = tracked.config.to
     kind = f"a tracker is one of {', '.join(TRACKERS)}, or a class, named package.module:Class"
     make: Callable[[TrackedRun], Tracker] = load_object(TRACKERS.get(name, name), "tracker.to names", kind)

@@ -19,7 +19,7 @@ class TrackioTracker:
     def __init__(self, tracked: TrackedRun) -> None:
         directory = tracked.directory / "trackio"
         directory.mkdir(parents=True, exist_ok=True)
-        # trackio reads it when it is imported.
+        # trackio reads the variable when the package is imported.
         os.environ.setdefault("TRACKIO_DIR", str(directory))
         try:
             self._trackio: Any = importlib.import_module("trackio")
@@ -30,7 +30,7 @@ class TrackioTracker:
         self._tracked = tracked
         self._run = self._opened("allow")
         if self.last > tracked.newest_step:
-            # It continued an earlier run of this name; a new one is opened, and trackio keeps both.
+            # trackio continued an older run of this name. Open a new run of this name; trackio keeps both.
             self.close()
             self._run = self._opened("never")
 
@@ -61,5 +61,5 @@ class TrackioTracker:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
-            # Not the run's own method, after which trackio would finish the run again when the process exits.
+            # After the finish method of the run itself, trackio would finish the run again when the process exits.
             self._trackio.finish()

@@ -1,4 +1,4 @@
-"""ArrivalDigests: digests the tensors of a version while its chunks arrive, so that little is left after the last one.
+"""ArrivalDigests: digests tensors while the chunks of their version arrive, so little work follows the last chunk.
 
 A shard of a tensor is digested by another thread once every byte up to its end has arrived.
 """
@@ -27,7 +27,7 @@ class ArrivalDigests:
     """Digests of tensors whose bytes one or several threads write into a content, each byte once."""
 
     def __init__(self, tensors: Iterable[Tensor], content: memoryview) -> None:
-        """`tensors` are the tensors that the content holds whole; a tensor that exceeds the content gets no digest."""
+        """`tensors` are whole tensors in the content; a tensor that reaches beyond the content gets no digest."""
         self._content = content
         within = (t for t in tensors if t.start >= 0 and 0 < t.size_bytes <= len(content) - t.start)
         self._waiting = deque(sorted(span for tensor in within for span in _spans(tensor)))
@@ -37,7 +37,7 @@ class ArrivalDigests:
         self._complete_to = 0
         """End of the bytes that have arrived without a gap."""
         self._ahead: dict[int, int] = {}
-        """Ends of the byte ranges that arrived after a gap, by their begins."""
+        """Byte ranges that arrived after a gap: the end of each, by its beginning."""
 
     def arrived(self, begin: int, end: int) -> None:
         """Note that these bytes have arrived, and begin to digest the shards that are now complete."""

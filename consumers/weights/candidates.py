@@ -1,4 +1,4 @@
-"""Policy versions that a follower has yet to fetch: newest first, retried until a newer one is held. No I/O."""
+"""Policy versions that a follower has yet to fetch: newest first, retried until a newer version is held. No I/O."""
 
 from rollstream.topics.records import PolicyManifest
 
@@ -35,7 +35,7 @@ class VersionCandidates:
         return self._manifests[max(due)] if due else None
 
     def delay(self, version: int, now: float) -> float:
-        """Delay a version, each time for longer; return the delay in seconds."""
+        """Delay a version, longer at each call; return the delay in seconds."""
         delay_s = self._delays[version]
         self._due[version] = now + delay_s
         self._delays[version] = min(2 * delay_s, _LONGEST_DELAY_S)

@@ -29,7 +29,7 @@ def compress(content: bytes) -> bytes:
 
 
 def decompress(stored: bytes, content_bytes: int) -> bytes:
-    """Return the content, which has that size. Raises NotCompressed; never takes more memory than the content."""
+    """Return the content. Raises NotCompressed if it is not of `content_bytes` bytes; needs no memory beyond that."""
     import pyarrow
 
     try:

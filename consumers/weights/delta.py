@@ -1,4 +1,4 @@
-"""Deltas: the elements of a version that differ in bits from the previous version, as their places and new values.
+"""Deltas: places and new values of the elements of a version whose bits differ from the previous version.
 
 The part of a tensor holds the gaps between the places of its changed elements (int32, the first one counted from 0),
 then the new values. Both are stored in byte planes, all first bytes before all second bytes, because zstd shrinks
@@ -50,7 +50,7 @@ def delta_content(
 
 
 def _difference(before: memoryview, after: memoryview, itemsize: int) -> tuple[int, list[memoryview]]:
-    """Return the number of changed elements, and their places and values; or -1 and all bytes if that is not larger."""
+    """Return the number of changed elements, with their places and values; or -1 with all bytes if those are fewer."""
     old, new = _elements(before, itemsize), _elements(after, itemsize)
     unlike = old != new
     places = np.flatnonzero(unlike if unlike.ndim == 1 else unlike.any(axis=1))
@@ -67,7 +67,7 @@ def apply_delta(manifest: PolicyManifest, tensor: Tensor, data: memoryview, base
     """
     dtype = dtype_of(tensor.dtype)
     if base.dtype != dtype or base.shape != tensor.shape:
-        raise _refused(manifest, tensor, f"does not fit the one of version {manifest.base}")
+        raise _refused(manifest, tensor, f"has another shape or dtype than in version {manifest.base}")
     if len(data) != tensor.changed * (_PLACE_BYTES + dtype.itemsize):
         raise _refused(manifest, tensor, "has too many or too few bytes for its changes")
     if not tensor.changed:
@@ -90,7 +90,7 @@ def _refused(manifest: PolicyManifest, tensor: Tensor, why: str) -> WeightsRefus
 
 
 def _elements(data: memoryview, itemsize: int) -> NDArray[Any]:
-    """Return the bits of the elements: an unsigned integer each, or a row of bytes if no integer has that size."""
+    """Return the bits of each element as an unsigned integer, or as a row of bytes if no integer has that size."""
     if itemsize in (1, 2, 4, 8):
         return np.frombuffer(data, f"<u{itemsize}")
     return np.frombuffer(data, np.uint8).reshape(-1, max(itemsize, 1))

@@ -85,7 +85,7 @@ class FileWriter:
 
     @property
     def run(self) -> str:
-        """Run whose versions it publishes."""
+        """Run whose versions are written."""
         return self._run
 
 
@@ -99,7 +99,7 @@ class FilePublisher(FileWriter):
         self._find_left_behind(manifests)
 
     def committed(self, manifest: PolicyManifest) -> None:
-        """Note that a version is committed, and remove files left behind for its number that it does not name."""
+        """Note that a version is committed; remove reusable files up to its number that the manifest does not name."""
         named = {chunk.url for chunk in manifest.chunks}
         self._latest = max(self._latest, manifest.version)
         over = [name for name in self._reusable if self._version(name) <= manifest.version]
@@ -115,7 +115,7 @@ class FilePublisher(FileWriter):
             event(logger, "weight_files_left", level=logging.WARNING, reason=f"{shown(url)}: not listed: {listed}")
             return
         left = left_behind(self._run, listed, manifests, self._config.keep_versions, url)
-        # A file must be so young that `rollstream prune` does not remove it before it is reused.
+        # Reuse only files that are so young that `rollstream prune` does not remove them before then.
         youngest = time.time() - self._config.orphan_hours * 3600 / 2
         for name in left:
             file, written = parsed(self._run, name), listed[name].modified

@@ -107,7 +107,7 @@ class ContentBuffer:
             self._digests.arrived(start, start + len(content))
 
     def arrays(self, base: Mapping[str, NDArray[Any]] | None = None) -> dict[str, NDArray[Any]]:
-        """Return the arrays, read-only views of the content, once all chunks are added. Otherwise as `assemble`."""
+        """Return the arrays, read-only views of the content, once all chunks are added; see `assemble`."""
         content, base = self._data.toreadonly(), base or {}
         arrays = {
             tensor.name: array_of(
@@ -136,7 +136,7 @@ def array_of(manifest: PolicyManifest, tensor: Tensor, view: memoryview, base: N
         raise WeightsRefused(f"{name} has too few bytes")
     if tensor.changed >= 0:
         if base is None:
-            raise WeightsRefused(f"{name} is a change of version {manifest.base}, which is not held")
+            raise WeightsRefused(f"{name} is a delta on version {manifest.base}, which is missing")
         try:
             return apply_delta(manifest, tensor, view, base)
         except WeightsRefused as error:

@@ -243,7 +243,7 @@ class _Stages:
         self._began = time.monotonic()
 
     def ended(self, stage: str) -> None:
-        """Add the time since the last call to a stage, which may have several parts."""
+        """Add the time since the previous call to the seconds of `stage`, which may have several parts."""
         now = time.monotonic()
         self.figures[stage] = self.figures.get(stage, 0.0) + now - self._began
         self._began = now

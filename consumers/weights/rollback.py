@@ -1,4 +1,4 @@
-"""Rollback: publishes the parameters of an earlier policy version under the next number, on the record.
+"""Rollback: publishes the parameters of an earlier policy version again, under the next number.
 
 Version numbers are never reused, so every follower swaps forward to the new version. The headers of the manifest's
 record say who rolled back, and why.

@@ -42,7 +42,7 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """Announcement of a version, or that none is published after this step."""
+    """Announcement of the lead: the next version, or that no version is published after this step."""
 
     version: int
     """Number of the version; -1 if nothing is published after this step."""
@@ -162,7 +162,7 @@ class MemberBarrier:
         return beginning
 
     def plan(self, own: Offer) -> Plan:
-        """Say what this process can send, and wait for the plan. Raises ShardMissing."""
+        """Report what this process can send, and wait for the plan. Raises ShardMissing."""
         self._tell(own)
         self._due = "shard"
         return msgspec.json.decode(self._hear("plan"), type=Plan)

@@ -39,7 +39,7 @@ class Draft(NamedTuple):
     digests: Future[tuple[TensorDigest, ...]]
     """Digests of the arrays, which are being computed."""
     delta: Content | None
-    """The changes since the previous version, if that version is held and the changes are not too many."""
+    """Changes since the previous version; None if this process lacks that version or the changes are too many."""
 
     @property
     def offer(self) -> Offer:

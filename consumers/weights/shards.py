@@ -21,9 +21,9 @@ class Offer:
     """Number of bytes of a version that a process can send."""
 
     full_bytes: int
-    """Bytes of its tensors."""
+    """Bytes of the process's tensors."""
     delta_bytes: int = -1
-    """Bytes of their changes since the previous version; -1 if it cannot send changes."""
+    """Bytes of the changes since the previous version; -1 if the process cannot send changes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,10 +43,10 @@ class Shard:
     """The part of a version that a process has sent."""
 
     tensors: tuple[Tensor, ...]
-    """Its tensors, each with its place in the content of these chunks."""
+    """Tensors of the process, each with its place in the content of `chunks`."""
     chunks: tuple[Chunk, ...]
     full_bytes: int
-    """Bytes of its tensors."""
+    """Bytes of `tensors`."""
 
     @property
     def content_bytes(self) -> int:

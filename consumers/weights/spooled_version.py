@@ -77,7 +77,7 @@ class SpooledVersion(Closing):
             self._stack = stack.pop_all()
 
     def read(self, name: str) -> NDArray[Any]:
-        """Return a tensor: its bytes in the newest full version, with the changes since then. Raises WeightsRefused."""
+        """Return a tensor: its bytes in the newest full version, with all later changes. Raises WeightsRefused."""
         array: NDArray[Any] | None = None
         for spool in self._spools:
             array = spool.array(name, array)

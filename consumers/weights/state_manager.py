@@ -104,7 +104,7 @@ class StateManager(Closing):
         self._following: WeightsFollower | None = None
 
     def update_state(self, params: Tree) -> int:
-        """See PolicyStates; the version is committed when this returns. The first call fences the earlier publisher.
+        """See PolicyStates; returns once the version is committed. The first call fences the earlier publisher.
 
         Raises Fenced if another process took over, StateRefused if a learner of another name publishes, and
         DeliveryError or BrokerUnavailable if the version cannot be published; the version then does not exist.

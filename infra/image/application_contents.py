@@ -42,7 +42,7 @@ _APPLETS = (
     *("sh", "cat", "chmod", "chown", "cp", "echo", "env", "grep", "id", "kill", "ls", "mkdir", "mv", "ps", "rm", "sed"),
     *("sleep", "test"),
 )
-# The C library opens these at run time, or packages that are installed later need them, so that ldd does not find them.
+# ldd does not find these: the C library opens them at run time, or packages that are installed later need them.
 _C_LIBRARY_PARTS = (
     *("libnss_dns.so.2", "libnss_files.so.2", "libresolv.so.2", "libdl.so.2", "libpthread.so.0", "librt.so.1"),
     *("libm.so.6", "libgcc_s.so.1", "libstdc++.so.6"),

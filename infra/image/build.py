@@ -100,7 +100,7 @@ def _build(
     output: Path | None,
     words: Mapping[str, str],
 ) -> str:
-    """Write an image of the entries that `entries` makes with a scratch folder; log it with `words`."""
+    """Write an image of the entries that `entries` returns for a scratch folder; log the inputs in `words`."""
     began = time.monotonic()
     docker = shutil.which("docker")
     if output is None and docker is None:

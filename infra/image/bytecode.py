@@ -18,13 +18,13 @@ from rollstream.infra.image.entries import ImageEntry
 from rollstream.topics.errors import ConfigurationError
 
 _SHARE = 500
-"""Modules that one process compiles. It is fixed because bytecode depends on what its process compiled before."""
+"""Number of modules that one process compiles; fixed, because bytecode depends on what was compiled before it."""
 
 
 def compiled(sources: Sequence[ImageEntry], scratch: Path) -> list[ImageEntry]:
     """Return the bytecode of the modules that compile, as entries in `__pycache__`; its files are written to `scratch`.
 
-    Bytecode contains the digest of its source instead of the file's time, and Python does not check it.
+    Bytecode contains the digest of its source instead of the file's time, and Python does not check the digest.
     """
     suffix = f".{sys.implementation.cache_tag}.pyc"
     modules = sorted((entry for entry in sources if entry.path.endswith(".py") and entry.source), key=lambda e: e.path)

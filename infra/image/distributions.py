@@ -17,7 +17,7 @@ _LEFT_OUT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.js
 def needed_distributions(extras: Collection[str]) -> list[Distribution]:
     """Return rollstream and every distribution it needs with these extras, sorted by name.
 
-    Raises ConfigurationError for an unknown extra, or for missing distributions, all of which it names.
+    Raises ConfigurationError for unknown extras or missing distributions; the message names all of them.
     """
     known = {canonicalize_name(name) for name in distribution(ROOT).metadata.get_all("Provides-Extra") or ()}
     unknown = sorted({canonicalize_name(extra) for extra in extras} - known)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Alert:
-    """One rule."""
+    """One alert rule."""
 
     name: str
     expression: str
@@ -24,7 +24,7 @@ class Alert:
 
     @property
     def runbook(self) -> str:
-        """Page and section for whoever gets the alert."""
+        """Page and section of the runbook, for the person who gets the alert."""
         return f"docs/runbook.md#{self.section.lower().replace(' ', '-')}"
 
 

@@ -113,7 +113,7 @@ ROWS: dict[str, Sequence[Panel]] = {
             ],
         ),
         Panel(
-            "Age of the version that samples",
+            "Age of the version used for sampling",
             [
                 ("time() - rollstream_inference_version_timestamp_seconds{}", "{{process}}"),
                 ("time() - rollstream_serving_version_timestamp_seconds{}", "{{process}}"),

@@ -1,4 +1,4 @@
-"""The configurations of grouping in a journal: the offset at which each came into force, and what it changed."""
+"""Grouping configurations in a journal: the offset at which each came into force, and the settings that it changed."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from rollstream.topics.records import JournalRecord
 
 
 class ConfigurationHistory:
-    """The configurations of one partition, from its first available journal record."""
+    """Grouping configurations of one partition, from its first available journal record."""
 
     def __init__(self) -> None:
         self.generations: list[tuple[int, int]] = []
@@ -41,11 +41,11 @@ class ConfigurationHistory:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigurationSummary:
-    """Summary of one configuration of grouping, for `top` and `lineage`."""
+    """Summary of one grouping configuration, for `top` and `lineage`."""
 
     generation: int
     partitions: int = 0
-    """Partitions in which it is in force."""
+    """Number of partitions in which the configuration is in force."""
     before: int = 0
     """Number of earlier configurations in the journals."""
     core_version: int | None = None
@@ -56,11 +56,11 @@ class ConfigurationSummary:
     environment_keys: tuple[str, ...] | None = None
     """Environments whose rollouts must be signed."""
     changed: Mapping[str, list[Any]] | None = field(default_factory=dict)
-    """Settings that differ from the configuration before: old and new value; None if either one is not known."""
+    """Old and new values of settings that differ from the previous configuration; None if one of the two is unknown."""
 
     @property
     def facts(self) -> dict[str, str]:
-        """The facts of the summary as words, by name, without the generation."""
+        """The summary as text by name, without the generation."""
         if self.core_version is None:
             return {"settings": "not known yet"}
         signed = ", ".join(self.environment_keys or ())
@@ -130,10 +130,11 @@ def _settings(histories: Iterable[ConfigurationHistory]) -> dict[int, dict[str, 
 
 
 def configurations(histories: Iterable[tuple[int, ConfigurationHistory]]) -> list[dict[str, Any]]:
-    """Return the configurations of a run, oldest first, from the history of each partition.
+    """Return the grouping configurations of a run, oldest first, from the history of each partition.
 
     Each has its generation, by partition the offset from which it was in force, the partitions in which it is in force
-    now, and the settings (old and new value) that differ from the generation before or, for the first, the defaults.
+    now, and the settings (old and new value) that differ from the previous generation, or from the defaults if it is
+    the first.
     The settings are None until they are known.
     """
     since: dict[int, dict[int, int]] = {}

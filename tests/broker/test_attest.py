@@ -69,7 +69,7 @@ def test_an_archive_is_attested_and_whatever_is_changed_is_refused_by_name(real_
     text = (here / "run.json").read_text()
     (here / "edited.json").write_text(text.replace('"trained": 64', '"trained": 96'))
     edited = check(archive, "edited.json")
-    assert (edited.returncode, "it was changed since" in edited.stderr) == (2, True)
+    assert (edited.returncode, "it was changed after signing" in edited.stderr) == (2, True)
 
     # The run goes on, and its archive with it: the statement is about what it was about.
     grouper = run.start("group")

@@ -167,7 +167,7 @@ def test_a_grouper_that_wakes_up_in_a_call_that_never_ends_leaves_its_replacemen
     zombie.send_signal(signal.SIGCONT)
     assert zombie.wait(300) == 3, run.log_of(zombie)
     last = run.log_of(zombie).strip().splitlines()[-1]
-    assert f"another process has begun as {run.name}/grouper/0 since" in last
+    assert f"another process has since started as {run.name}/grouper/0" in last
     run.send(rollout(f"y{example}", member) for example in range(16) for member in range(4))
     eventually(lambda: ledger(run.kafka, run.name).batched == 128, 60, "the replacement groups on")
     assert replacement.poll() is None

@@ -26,8 +26,8 @@ class ArchiveCut:
     def __init__(self, store: Store, run: str, ends: Ends | None = None) -> None:
         """Open an archive up to `ends`, by default up to its own end.
 
-        Raises ConfigurationError if it does not hold the run, and StateRefused if it begins later than the run or ends
-        before `ends`.
+        Raises ConfigurationError if the archive does not hold the run, and StateRefused if the archive begins later
+        than the run or ends before `ends`.
         """
         manifest = manifests.newest(store, run)
         if manifest is None:

@@ -41,7 +41,7 @@ class Statement:
     policy: Leaf
     """The policy version that was trained: version, learner, step, and the digests of its parameters and its model."""
     trained: Mapping[str, int]
-    """Number of rollouts, by use, in the learner's steps up to this version, and of steps; `trained` excludes
+    """Number of the learner's steps up to this version, and of their rollouts by use; the use `trained` excludes
     `trained_again`."""
     records: Mapping[str, int]
     """Number of records of `rollouts` by fate. The sum is the number of entries of the tree."""
@@ -61,7 +61,7 @@ class Statement:
 
     @property
     def digest(self) -> str:
-        """The identity of the statement, by which proofs name it."""
+        """Digest of the signed content, by which proofs refer to the statement."""
         return digest_of(self.content())
 
 
@@ -139,7 +139,7 @@ def opened(text: str, key: str) -> Statement:
     if statement.key != key:
         raise StateRefused(f"the statement is signed with key {statement.key[:64]}, not with {key}")
     if extra or not is_signature(signature, statement.content(), _CONTEXT, key):
-        raise StateRefused(f"the statement does not match the signature of key {key}: it was changed since")
+        raise StateRefused(f"the statement does not match the signature of key {key}: it was changed after signing")
     return statement
 
 

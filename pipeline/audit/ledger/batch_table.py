@@ -1,4 +1,4 @@
-"""The table of batches, by partition and number: the place of each batch, its rows, and the entry that names it."""
+"""The table of batches, by partition and number: the place of each batch, its rows, and its entry in the index."""
 
 from array import array
 from collections.abc import Iterator, Mapping
@@ -101,7 +101,7 @@ class BatchTable:
         ]
 
     def lowest(self) -> Iterator[tuple[int, int]]:
-        """Yield each partition that has batches in `batches`, with the number of the first."""
+        """Yield each partition that has batches in `batches`, with the number of its first batch there."""
         for partition, numbers in self._partitions.items():
             held = np.flatnonzero(numbers.column("rows") != NONE)
             if len(held):
@@ -118,7 +118,7 @@ class BatchTable:
         numbers.entry[numbers.at(number)] = offset
 
     def unnamed(self, partition: int, base: int, stop: int) -> list[int]:
-        """Return the numbers below `stop` without an entry, from the lower of `base` and the first with an entry."""
+        """Return the batches below `stop` without an entry, from `base` or an earlier first batch with an entry on."""
         numbers = self._partitions.get(partition)
         named = np.empty(0, np.int64)
         if numbers is not None:

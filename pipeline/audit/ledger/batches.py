@@ -98,7 +98,7 @@ class RecordedBatches:
         self._skipped_in = {name: moments for name, moments in self._skipped_in.items() if self.rows(name) is not None}
 
     def expect_anew(self) -> None:
-        """Forget which batches the journals name, because they are read again."""
+        """Forget which batches the journals name, because the journals are read again."""
         self.table.expect_none()
         self._odd = []
 
@@ -204,7 +204,7 @@ class RecordedBatches:
         numbers = batch_numbers(batch.batch_id)
         if numbers != (batch.partition, batch.number):
             raise RecordError(
-                f"batch {batch.batch_id} is batch {batch.number} of partition {batch.partition} by its other fields"
+                f"batch {batch.batch_id} has number {batch.number} and partition {batch.partition} in its other fields"
             )
         if batch.number >= journal.batches:
             self._waiting[place] = numbers  # Committed after the cut.

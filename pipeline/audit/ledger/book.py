@@ -25,22 +25,22 @@ class Ledger(RecordCounts):
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     """Each evaluation: environment, split, phase, requested version, versions that answered, rollouts and means."""
     pruned: int = 0
-    """Number of these records that only the journal's counts include, because they or their journal were deleted."""
+    """Number of records that are known only from the journal's counts, because they or their journal were deleted."""
     learners: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Each learner on record: its newest step, number of steps, rollouts trained, rollouts skipped (in total and by
     code), its position in the index, and the number of batches after it; `input_run` if it trains on another run's
     batches."""
     unlabelled: dict[str, int] = field(default_factory=dict)
     """Trajectories and rollouts that waited for a label, by fate: labeled, left_out, dead_lettered, pending, undecided;
-    `pruned` is the number of them that only counts include."""
+    `pruned` is the number of these that are known only from counts."""
     trajectories: dict[str, Any] = field(default_factory=dict)
     """Number of trajectories and of offsets pruned before them; for each filler, its positions and waiting records."""
     calls: dict[str, Any] = field(default_factory=dict)
     """Model calls recorded, by fate: in_rollouts, open, or dropped as cancelled, retried, late or no_session; sessions,
     and the reasons of cancelled sessions. Empty for a run without the topic `calls`."""
     predecessor: dict[str, Any] = field(default_factory=dict)
-    """The run that was split into this one: its name, the number of records that moved, the batches carried over. Empty
-    if there is none; `gone` is set if its topics no longer exist."""
+    """The run that was split into this run: its name, the number of records that moved, the batches carried over.
+    Empty if there is no such run; `gone` is set if its topics no longer exist."""
     successor: dict[str, Any] = field(default_factory=dict)
     """The same data about the run that this run was split into."""
     environments: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Ledger(RecordCounts):
     selection: dict[str, Selection] = field(default_factory=dict)
     """Lengths and rewards by environment, of batched rollouts and of lost rollouts."""
     configurations: list[dict[str, Any]] = field(default_factory=list)
-    """Configurations of grouping, oldest first: generation, by partition the offset from which it was in force, the
+    """Grouping configurations, oldest first: generation, by partition the offset from which it was in force, the
     partitions in which it is in force now, and the settings that it changed (old and new value; None until known)."""
     records_skipped: int = 0
     """Records of any topic that could not be read; no other count includes them."""

@@ -158,7 +158,7 @@ class CallRecords:
             "pruned_offsets": sum(begin for begin, _end in topic_admin.bounds(self._kafka, self.tail.topic).values()),
         }
         for uid, session in sorted(self._unseen.items()):
-            result.problem(f"session {session} says that rollout {uid} is written, but rollouts does not hold it")
+            result.problem(f"session {session} names rollout {uid}, which is not in rollouts")
 
     def _read_open(self) -> None:
         """Read again the records of the sessions that were open when the state was saved."""
@@ -181,7 +181,7 @@ class CallRecords:
         if session is None or session.finished is not record:
             return
         for uid in session.finished.uids:
-            # If several attempts at an episode name a rollout, it counts for the first.
+            # If several attempts at an episode name a rollout, it counts for the first of these attempts.
             if uid not in self._named and self._early.pop(uid, None) is None:
                 self._unseen[uid] = session.name
             self._named.add(uid)
@@ -192,7 +192,7 @@ class CallRecords:
         return {session.episode for fold in self._book.folds.values() for session in fold.open.values()}
 
     def _look_up(self) -> None:
-        """Look for the rollouts that sessions name, and remember those of open sessions."""
+        """Look for the rollouts that sessions name; remember rollouts of open episodes that no session names yet."""
         episodes = self._open_episodes()
         messages = read_to_end(self._kafka, self._rollouts, start=dict(self._follows), isolation="read_uncommitted")
         for message in messages:

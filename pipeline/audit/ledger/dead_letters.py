@@ -1,4 +1,4 @@
-"""Compares dead letters with the journal: each record that the journal calls dead-lettered must have exactly one."""
+"""Compares dead letters with the journal: each record that is dead-lettered in the journal must have exactly one."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -85,7 +85,7 @@ def _before(journal: PartitionJournal) -> int:
 def _missing_letters(journals: Mapping[int, PartitionJournal]) -> dict[int, set[int]]:
     """Return, by partition, the offsets that the journal calls dead-lettered and that have no letter.
 
-    A partition is absent if it lacks no letter, neither one that its journal names nor one that its counts include.
+    A partition is absent if no letter is missing: each that its journal names exists, and so does each that it counts.
     """
     missing = {}
     for number, journal in journals.items():

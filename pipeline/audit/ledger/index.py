@@ -33,7 +33,7 @@ class Entries:
     def __init__(self) -> None:
         self.offsets, self._partitions, self._numbers = array("q"), array("q"), array("q")
         self.carried: dict[str, int] = {}
-        """Number of rows of each batch of the run that was split into this one."""
+        """Number of rows of each batch that was carried over from the run that was split into this run."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values."""
@@ -222,7 +222,7 @@ class BatchIndex:
 
 
 def _unnamed(journals: Mapping[int, PartitionJournal], table: BatchTable) -> list[str]:
-    """Return batches that no entry names, of each partition from the first batch that an entry or the journal names."""
+    """Return batches without an entry, in each partition from the first batch that the index or the journal names."""
     return [
         f"{partition}-{number}"
         for partition, journal in journals.items()

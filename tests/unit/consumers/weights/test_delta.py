@@ -136,9 +136,9 @@ def test_a_delta_with_a_bit_changed_is_refused(byte: int, bit: int) -> None:
 @pytest.mark.parametrize(
     ("base", "why"),
     [
-        ({}, "is a change of version 3, which is not held"),
-        ({"w": BEFORE["w"].reshape(10, 10)}, "does not fit the one of version 3"),
-        ({"w": BEFORE["w"].astype("<f8")}, "does not fit the one of version 3"),
+        ({}, "is a delta on version 3, which is missing"),
+        ({"w": BEFORE["w"].reshape(10, 10)}, "has another shape or dtype than in version 3"),
+        ({"w": BEFORE["w"].astype("<f8")}, "has another shape or dtype than in version 3"),
         ({"w": BEFORE["w"] + 1}, "differs from its manifest"),
     ],
 )

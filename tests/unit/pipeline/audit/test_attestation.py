@@ -107,15 +107,15 @@ def test_a_statement_that_was_changed_is_not_opened(archive: Path, signer: Signe
         return others
 
     for changed in changes():
-        with pytest.raises(StateRefused, match="it was changed since"):
+        with pytest.raises(StateRefused, match="it was changed after signing"):
             opened(json.dumps(changed), signer.public)
     write_key(tmp_path / "other.pem")
     other = Signer(f"file:{tmp_path / 'other.pem'}", "signing_key")
     with pytest.raises(StateRefused, match="is signed with key"):
         opened(text, other.public)
-    with pytest.raises(StateRefused, match="it was changed since"):
+    with pytest.raises(StateRefused, match="it was changed after signing"):
         opened(json.dumps({**values, "key": other.public}), other.public)
-    with pytest.raises(StateRefused, match="it was changed since"):
+    with pytest.raises(StateRefused, match="it was changed after signing"):
         opened(signed(statement, other), signer.public)
 
 
