@@ -56,7 +56,7 @@ class LocalBroker(Stopping):
         cluster = read_cluster(BrokerLayout(root=config.data_dir))
         if cluster:
             raise BrokerUnavailable(
-                f"{config.data_dir} holds a cluster of {cluster.nodes} nodes: start it, or give another --data"
+                f"{config.data_dir} holds a cluster of {cluster.nodes} nodes: start the cluster, or give another --data"
             )
         running = find(config.data_dir)
         if running:

@@ -45,7 +45,7 @@ class BrokerConfig:
     provider: str = "auto"
     """auto (Java, else Docker), java or docker."""
     image: str = "apache/kafka:4.2.1"
-    """Image of the Docker provider: the official image, or an image that keeps its contract."""
+    """Image of the Docker provider: the official image, or an image with the same contract."""
     heap_initial_mib: int = 96
     """Initial heap of the broker, MiB (Java provider)."""
     heap_max_mib: int = 320

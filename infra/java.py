@@ -31,7 +31,7 @@ class JavaRuntime:
 
 @dataclass(frozen=True)
 class JavaSearch:
-    """Result of a search: a runtime that is new enough, if any, and why each earlier one was refused."""
+    """Result of a search: a runtime that is new enough, if any, and why earlier runtimes were refused."""
 
     runtime: JavaRuntime | None
     refused: tuple[str, ...]
@@ -52,7 +52,7 @@ def find_java(environment: Mapping[str, str], packaged: Path | None) -> JavaSear
 
 
 def java_version(executable: Path) -> int | None:
-    """Return the major version that `java -version` prints (8 for 1.8); None if it does not run."""
+    """Return the major version that `java -version` prints (8 for 1.8); None if `executable` does not run."""
     try:
         answer = subprocess.run(
             [str(executable), "-version"], capture_output=True, text=True, timeout=30, stdin=subprocess.DEVNULL

@@ -62,7 +62,7 @@ def topology(host: str, port: int) -> Topology:
         return response.array(lambda: partition(name))
 
     live = frozenset(response.array(broker))
-    response.int32()  # Under KRaft this names any live broker, not the controller.
+    response.int32()  # Skip the controller's id: under KRaft, it is the id of any live broker.
     return Topology(live, tuple(itertools.chain.from_iterable(response.array(partitions))))
 
 

@@ -34,7 +34,7 @@ from rollstream.topics.errors import ConfigurationError
 
 MAX_STOP_IDS = 40
 _PROMPTS = 8
-"""Prompts of one prefill on each group of devices."""
+"""Number of prompts in one prefill on each group of devices."""
 _SMALLEST_BUCKET = 16
 """Smallest number of slots, prompt tokens or positions that is compiled."""
 
@@ -141,7 +141,7 @@ class SlotDecoder:
 
     @property
     def free(self) -> int:
-        """Slots without a row."""
+        """Number of slots without a row."""
         return sum(map(len, self._free))
 
     def place(self, arrays: Mapping[str, NDArray[np.generic] | jax.Array]) -> Params:
@@ -272,7 +272,7 @@ class SlotDecoder:
         sampling.min_p[slots] = [row.min_p for row in rows]
 
     def _prefill(self, params: Params, length: int, prompts: Sequence[_Prompts]) -> None:
-        """Run some prompts of each group of devices, and copy their keys and values to the slots of their rows."""
+        """Run some prompts on each group of devices, and copy the keys and values to the slots of the prompts' rows."""
         groups = len(prompts)
         tokens = np.zeros((groups, _PROMPTS, length), np.int32)
         sources = np.zeros((groups, self._slots_each), np.int32)

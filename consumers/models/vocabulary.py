@@ -16,7 +16,7 @@ _NEVER = -1e30
 def whole(
     states: jax.Array, weight: jax.Array, targets: jax.Array, temperatures: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of `chunked`, from logits [..., V] held at once."""
+    """The results of `chunked`, computed from all logits [..., V] at once."""
     logits = jnp.matmul(states, weight.T, preferred_element_type=jnp.float32)
     log_probabilities = jax.nn.log_softmax(logits / temperatures[..., None])
     chosen = jnp.take_along_axis(log_probabilities, targets[..., None], axis=-1)[..., 0]

@@ -65,7 +65,7 @@ class StepFeed:
                 yield self._tracked(step)
 
     def _take_metrics(self, message: KafkaRecord) -> None:
-        """Store the figures of a record as the newest ones of its component."""
+        """Store the figures of a record as the newest figures of its component."""
         self._metrics_position = message.offset + 1
         record = self.skipped.decode(Metrics, message)
         # The figures of learners are complete on `steps`.
@@ -85,7 +85,7 @@ class StepFeed:
         )
 
     def _traces(self, step: LearnerStep) -> Iterator[RolloutTrace]:
-        """Traces of some rollouts that the step trained on, the same ones whenever the step is read."""
+        """Traces of some rollouts that the step trained on; the choice is the same whenever the step is read."""
         rows = [(offset, row) for offset, numbers in trained_rows(step.uses).items() for row in numbers]
         draws = generator_at(crc32(step.learner.encode()), step.step).random(len(rows)).argsort()[: self._most]
         batches: dict[int, tuple[str, TrainingBatch] | None] = {}

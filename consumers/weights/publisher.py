@@ -201,7 +201,7 @@ class WeightsPublisher:
                 else:
                     self._writer.tombstone(encode_key(expired.version, expired.epoch, chunk.index), chunk.partition)
             self._live.remove(version)
-            # Its tensors and chunks are no longer needed, and a large model has many of them.
+            # Drop the tensors and chunks from the manifest in memory, because a large model has many of them.
             self._manifests[version] = replace(expired, tensors=(), chunks=())
         if self._files is not None:
             self._files.committed(manifest)

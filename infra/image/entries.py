@@ -17,7 +17,7 @@ class ImageEntry:
     """Absolute path in the image."""
     data: bytes | None = None
     source: Path | None = None
-    """File on this machine with its content, read when the image is written."""
+    """File on this machine that has the content, which is read when the image is written."""
     link: str | None = None
     mode: int = 0o755
     user_id: int = 0

@@ -54,7 +54,7 @@ class UpdateInfo:
 
     version: int
     onto: int = NONE
-    """Version that the engine's label names. If it is not the one last loaded here, every tensor is loaded."""
+    """Version that the engine's label names. If another version was last loaded here, every tensor is loaded."""
 
 
 class LogTransferEngine:
@@ -76,10 +76,10 @@ class LogTransferEngine:
         self._info: InitInfo | None = None
         self._versions: RequestedVersions | None = None
         self._loaded: HeldVersion | None = None
-        """Version loaded last; the model has it unless it is torn."""
+        """Version loaded last; the model has this version, unless the model is torn."""
         self._torn = False
         self._unusable = ""
-        """Why no further version can be loaded into the model; empty if one can."""
+        """Why no further version can be loaded into the model; empty if versions can be loaded."""
 
     def parse_init_info(self, values: Mapping[str, Any]) -> InitInfo:
         """Return the body of /init_weight_transfer_engine. Raises ValueError."""

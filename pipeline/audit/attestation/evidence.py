@@ -149,8 +149,8 @@ class _Reading:
                 continue
             if record.core_version > CORE_VERSION:
                 raise StateRefused(
-                    f"run {self._cut.run} was cut by core version {record.core_version}, but this release knows only "
-                    f"versions up to {CORE_VERSION}; use the release that cut it"
+                    f"batches of run {self._cut.run} were cut by core version {record.core_version}, but this release "
+                    f"knows only versions up to {CORE_VERSION}; use the release that cut them"
                 )
             if not _is_within(record, self._result.ends["rollouts"][number]) or (record.sequence and not part.head):
                 raise StateRefused(

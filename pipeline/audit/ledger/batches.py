@@ -54,7 +54,7 @@ class RecordedBatches:
         self.table = BatchTable()
         self._kafka = kafka
         self._waiting: dict[BatchPlace, tuple[int, int]] = {}
-        """Partition and number of batches committed after the cut, by place."""
+        """Partition and number, by place, of batches that were committed after the journals were read."""
         self._times: dict[tuple[int, int], int] = {}
         """Number of times that batches carry an offset of a partition, if it is more than once."""
         self._skipped_in: dict[str, dict[str, RolloutMoments]] = {}
@@ -179,7 +179,7 @@ class RecordedBatches:
             journal.batch_ids.clear()
 
     def _take_waiting(self, journals: Mapping[int, PartitionJournal], add: Callable[[KafkaRecord], None]) -> None:
-        """Read again the batches that were committed after an earlier cut but before this one."""
+        """Read again the waiting batches that the journals include by now."""
         for place, (partition, number) in sorted(self._waiting.items()):
             if number < journals[partition].batches:
                 del self._waiting[place]
@@ -207,7 +207,7 @@ class RecordedBatches:
                 f"batch {batch.batch_id} has number {batch.number} and partition {batch.partition} in its other fields"
             )
         if batch.number >= journal.batches:
-            self._waiting[place] = numbers  # Committed after the cut.
+            self._waiting[place] = numbers  # Committed after the journal was read.
             return
         if self.table.place(*numbers) is not None:
             self._problem(f"batch {batch.batch_id} is in batches twice")

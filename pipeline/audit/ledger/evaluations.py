@@ -97,7 +97,7 @@ def check(rollout: Rollout) -> None:
         errors.append(f"prompts is {prompts[:40]!r}, which is not a number of prompts")
     exact = rollout.reward_components.get("exact", 0.0)
     if not abs(exact) <= REWARD_LIMIT:
-        errors.append(f"its exact match is {exact:g}")
+        errors.append(f"its reward component 'exact' is out of range: {exact:g}")
     if errors:
         raise RecordError(f"rollout {rollout.uid[:100]} of evals: {'; '.join(errors[:3])}")
 

@@ -55,7 +55,7 @@ class Entries:
         """Add the next entry. Raises RecordError if its batch id is invalid."""
         partition, number = batch_numbers(entry.batch_id)
         if max(partition, number) >= _LARGEST:
-            raise RecordError(f"batch id {entry.batch_id[:100]!r} has numbers that no batch has")
+            raise RecordError(f"batch id {entry.batch_id[:100]!r} has a number that is too large")
         self.offsets.append(offset)
         self._partitions.append(partition)
         self._numbers.append(number)
@@ -177,7 +177,7 @@ class BatchIndex:
             result.problem(problem)
 
     def _enter(self, journals: Mapping[int, PartitionJournal], table: BatchTable) -> None:
-        """Enter the batches that the journals name into the table."""
+        """Note the entries of batches that the journals name in the table."""
         for offset, (partition, number, *_place) in sorted(self._open.items()):
             if partition not in journals or number >= journals[partition].batches:
                 continue
