@@ -78,7 +78,7 @@ class StepWriter(Closing):
         self._learner = learner
         self._run, self._input_run = run, input_run or run
         with ExitStack() as stack:
-            # The log comes first, because it fences every earlier publisher: the topics do not change after that.
+            # The StepLog is opened first. It fences every earlier publisher, so the topics do not change afterwards.
             self._log = stack.enter_context(closing(StepLog(kafka, run, learner, take_over=take_over)))
             self._publisher = stack.enter_context(
                 closing(WeightsPublisher(kafka, run, learner, model, config or WeightsConfig()))

@@ -80,7 +80,7 @@ def run_start(args: argparse.Namespace) -> int:
         fields = _fields(broker)
         text = f"Kafka is ready at {broker.bootstrap_servers} (pid {broker.pid}, data {args.data}, log {broker.log})"
     stop = "rollstream broker stop" + ("" if args.data == DEFAULT_DATA_DIR else f" --data {args.data}")
-    hint = f"export KAFKA_BOOTSTRAP_SERVERS={broker.bootstrap_servers}   # for other commands; stop it with: {stop}"
+    hint = f"export KAFKA_BOOTSTRAP_SERVERS={broker.bootstrap_servers}   # for other commands; stop Kafka with: {stop}"
     _print(args, fields, f"{text}\n{hint}")
     return 0
 

@@ -102,7 +102,7 @@ def _fill(cache: Path, collect: Callable[[Path], str | None]) -> str | None:
             try:
                 jars.rename(cache)
             except OSError:
-                # Another process filled it first; its jars match the lock file, too.
+                # Another process filled the cache first; those jars match the lock file, too.
                 if kafka_version(cache) is None:
                     raise
     except OSError as error:

@@ -25,7 +25,7 @@ class VersionAnnouncer:
         self._skipped = SkippedRecords("serve-weights")
 
     async def poll(self, versions: ServedVersions, wait_s: float) -> int | None:
-        """Announce the newest version if it is not announced yet, and return it; return None if none is new.
+        """Announce the newest version if it is not announced yet, and return it; return None if no version is new.
 
         The first call that returns a version announces only the newest one on the log, because the weights of earlier
         versions may be gone. Waits up to `wait_s` for records.

@@ -27,7 +27,7 @@ _QUOTED = 300
 VLLM_LORA = "vllm-lora"
 """Name of the engine that loads only adapters."""
 POLICY = "policy"
-"""Name of the adapter in vLLM, which requests give as their model."""
+"""Name of the adapter in vLLM; requests give this name as their model."""
 _TRIAL = "policy-on-trial"
 
 

@@ -197,7 +197,7 @@ class ReplicaUpdater:
 
     async def _resume_unchanged(self) -> None:
         if self.state is ReplicaState.SERVING:
-            with suppress(EngineFailed):  # The next attempt pauses, loads and resumes it.
+            with suppress(EngineFailed):  # The next attempt pauses, loads and resumes the engine.
                 await _ask(self._engine.resume())
 
     def _drained(self, reason: str) -> None:

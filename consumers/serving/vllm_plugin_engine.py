@@ -40,7 +40,7 @@ class VllmPluginEngine(VllmEngine):
         }
 
     async def prepare(self, label: str) -> None:
-        """Have each worker fetch a version while the engine samples; return once all hold it.
+        """Have each worker fetch a version while the engine samples; return once all workers hold it.
 
         Raises VersionUnfit with the reason if a worker cannot fetch it, EngineFailed if the engine does not answer.
         """

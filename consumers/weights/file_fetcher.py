@@ -20,7 +20,7 @@ FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
 _HEALED = (
     "the next full version replaces it (every learner.weights.anchor_every versions, and at the start of a learner); "
-    "`rollstream weights rollback` publishes an earlier one at once"
+    "`rollstream weights rollback` publishes an earlier version at once"
 )
 _AGAIN = (
     "check the store, and the credentials in this process's environment; raise learner.weights.fetch_timeout_s if the "
@@ -103,7 +103,7 @@ class _Reading(NamedTuple):
                 except WeightsRefused as refused:
                     if mismatched:
                         raise WeightsRefused(f"{shown(chunk.url)} is damaged: {refused}; {_HEALED}") from refused
-                    # Read it once more, because the bytes may have been damaged in transit.
+                    # Read the file once more, because the bytes may have been damaged in transit.
                     mismatched = True
             self.ended.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)

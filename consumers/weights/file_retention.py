@@ -113,7 +113,7 @@ def prunable(
         if isinstance(files, str):
             plans.append(FilesToPrune(shown(url), 0, (), 0, f"not listed: {files}"))
         elif unreadable:
-            reason = f"{unreadable} records of policies cannot be read, and may name them"
+            reason = f"{unreadable} unreadable records of policies may name these files"
             plans.append(FilesToPrune(shown(url), len(files), (), 0, reason))
         else:
             left = left_behind(run, files, manifests, config.keep_versions, url)

@@ -14,7 +14,7 @@ def register() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
         return
-    with suppress(ValueError):  # It is registered already: vLLM may load plug-ins more than once in a process.
+    with suppress(ValueError):  # Already registered: vLLM may load plug-ins several times in a process.
         WeightTransferEngineFactory.register_engine(
             BACKEND, "rollstream.consumers.serving.vllm_plugin.transfer_engine", "LogTransferEngine"
         )

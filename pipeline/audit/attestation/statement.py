@@ -24,7 +24,7 @@ _CONTEXT = b"rollstream attestation\0"
 
 @dataclass(frozen=True, kw_only=True)
 class Root:
-    """The length of a list and the root of its tree, which commit to its entries."""
+    """The length of a list and the root of its tree, which together determine the entries of the list."""
 
     entries: int
     root: str

@@ -92,7 +92,7 @@ class CallRecords:
         self._early: dict[str, str] = {}
         """By uid, the episode of each rollout that was found before a finished session named it."""
         self._open: dict[int, tuple[int, set[str]]] = {}
-        """By partition, the first offset of the sessions that were open when the state was saved, and their names."""
+        """By partition, the lowest offset and the names of the sessions that were open when the state was saved."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values."""

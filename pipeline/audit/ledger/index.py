@@ -1,4 +1,4 @@
-"""Compares the index with batches and journal: it must name each batch once, in order, at its place.
+"""Compares the index with batches and journal: the index must name each batch once, in order, at its place.
 
 Learners do not find a batch that no entry names, and would train twice on a batch that two entries name.
 """

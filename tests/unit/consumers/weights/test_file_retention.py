@@ -70,7 +70,7 @@ def test_nothing_goes_while_a_manifest_is_unreadable_or_a_store_gives_no_list() 
     files = listed({name(v): 100.0 for v in range(4)})
     assert len(prunable("main", files, manifests, config, now_s=NOW)[0].removable) == 3
     [deletions] = prunable("main", files, manifests, config, unreadable=1, now_s=NOW)
-    assert (deletions.removable, deletions.problem) == ((), "1 records of policies cannot be read, and may name them")
+    assert (deletions.removable, deletions.problem) == ((), "1 unreadable records of policies may name these files")
     [deletions] = prunable("main", {"/w": "503 Slow Down"}, manifests, config, now_s=NOW)
     assert (deletions.removable, deletions.problem) == ((), "not listed: 503 Slow Down")
 
