@@ -366,7 +366,7 @@ def _rows(batch: TrainingBatch) -> Iterator[dict[str, Any]]:
 
 
 def _is_within(record: JournalRecord, end: int) -> bool:
-    """Whether a journal record names no offset beyond `end`; a larger offset could make the tables arbitrarily large."""
+    """Whether a journal record names no offset beyond `end`; larger offsets could make the tables arbitrarily large."""
     ranges = (record.admitted, record.unfinished, record.delivered, record.hopped, *(f.runs for f in record.finished))
     pairs = [np.asarray(each, np.int64).reshape(-1, 2) for each in ranges]
     return record.position <= end and all(
