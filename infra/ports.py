@@ -1,4 +1,4 @@
-"""Chooses ports: a broker gets its configured port, its data's previous port or a free port; others get a free port.
+"""Chooses ports: a broker gets its configured or previous port or a free port; other servers get a free port.
 
 Free ports are chosen outside the kernel's range for outgoing connections, because a server may start to listen a minute
 after its port was chosen, and until then any client on the machine could get a port of that range. Another server may

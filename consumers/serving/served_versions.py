@@ -71,7 +71,7 @@ class ServedVersions:
 
     @contextmanager
     def using(self, checkpoint: ServedCheckpoint) -> Iterator[Path]:
-        """Keep a version from removal within this context, which yields the directory of the version."""
+        """Protect a version from removal within this context; yield the directory of the version."""
         self._uses[checkpoint.version] += 1
         try:
             yield checkpoint.directory

@@ -1,4 +1,4 @@
-"""Policy versions that a follower has yet to fetch: newest first, retried until a newer version is held. No I/O."""
+"""Policy versions that a follower has yet to fetch: newest first, retried until it holds a newer version. No I/O."""
 
 from rollstream.topics.records import PolicyManifest
 

@@ -29,7 +29,7 @@ def compress(content: bytes) -> bytes:
 
 
 def decompress(stored: bytes, content_bytes: int) -> bytes:
-    """Return the content. Raises NotCompressed if it is not of `content_bytes` bytes; needs no memory beyond that."""
+    """Return the content, in at most `content_bytes` bytes of memory. Raises NotCompressed if its size differs."""
     import pyarrow
 
     try:

@@ -138,7 +138,7 @@ class ChunkFetcher(Closing):
     def _check_begins(self, missing: dict[int, int], gone: OffsetGone) -> None:
         """Raise ChunksGone if a partition no longer holds the missing chunks.
 
-        The error does not prove it, because it may concern the previous version, whose fetch was just abandoned.
+        The error alone is not proof, because it may concern the previous version, whose fetch was just abandoned.
         """
         for partition, (begin, _end) in self._reader.bounds(self._topic, missing, timeout_s=0.0).items():
             if missing[partition] < begin:

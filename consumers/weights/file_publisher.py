@@ -115,7 +115,7 @@ class FilePublisher(FileWriter):
             event(logger, "weight_files_left", level=logging.WARNING, reason=f"{shown(url)}: not listed: {listed}")
             return
         left = left_behind(self._run, listed, manifests, self._config.keep_versions, url)
-        # Reuse only files that are so young that `rollstream prune` does not remove them before then.
+        # Reuse only files so young that `rollstream prune` does not remove them before they are reused.
         youngest = time.time() - self._config.orphan_hours * 3600 / 2
         for name in left:
             file, written = parsed(self._run, name), listed[name].modified

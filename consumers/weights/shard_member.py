@@ -1,4 +1,4 @@
-"""ShardMember: sends the shards of one process of a learner, if it is not the lead.
+"""ShardMember: sends the shards of a learner's process other than the lead.
 
 It only writes chunks. The lead decides whether they become part of a version.
 """

@@ -118,7 +118,10 @@ class BatchTable:
         numbers.entry[numbers.at(number)] = offset
 
     def unnamed(self, partition: int, base: int, stop: int) -> list[int]:
-        """Return the batches below `stop` without an entry, from `base` or an earlier first batch with an entry on."""
+        """Return the numbers below `stop` of batches without an entry.
+
+        The range begins at `base`, or at the first batch with an entry if that is lower.
+        """
         numbers = self._partitions.get(partition)
         named = np.empty(0, np.int64)
         if numbers is not None:

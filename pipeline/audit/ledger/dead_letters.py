@@ -85,7 +85,7 @@ def _before(journal: PartitionJournal) -> int:
 def _missing_letters(journals: Mapping[int, PartitionJournal]) -> dict[int, set[int]]:
     """Return, by partition, the offsets that the journal calls dead-lettered and that have no letter.
 
-    A partition is absent if no letter is missing: each that its journal names exists, and so does each that it counts.
+    A partition is absent if it has every letter that its journal names, and as many letters as its journal counts.
     """
     missing = {}
     for number, journal in journals.items():

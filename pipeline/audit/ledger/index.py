@@ -177,7 +177,7 @@ class BatchIndex:
             result.problem(problem)
 
     def _enter(self, journals: Mapping[int, PartitionJournal], table: BatchTable) -> None:
-        """Note the entries of batches that the journals name in the table."""
+        """Note in the table the entries of batches that the journals name."""
         for offset, (partition, number, *_place) in sorted(self._open.items()):
             if partition not in journals or number >= journals[partition].batches:
                 continue
