@@ -77,6 +77,12 @@ def _initialise(
         return False
     if any(tp.offset >= 0 for tp in committed) or written:
         lost = [tp.partition for tp in committed if tp.offset < 0]
+        if not lost:
+            missing = sorted(set(range(partitions)) - written)
+            raise StateRefused(
+                f"group {group} has offsets, but journal has no records on partitions {missing}: they were deleted; "
+                f"restore the run from an archive (`rollstream restore`), or start another run"
+            )
         raise StateRefused(
             f"run {run} has journal records on partitions {sorted(written)} but no offsets of group {group} on {lost}; "
             f"offsets were lost: commit them again with `rollstream group recover`"
