@@ -10,9 +10,10 @@ import pytest
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets, initialise, recover
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
-from rollstream.topics.errors import DeadlineExceeded
+from rollstream.topics.errors import DeadlineExceeded, StateRefused
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.open_transactions import undecided
+from rollstream.topics.kafka.topic_admin import delete_records
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -47,6 +48,13 @@ def pausing_grouper(run: RealRun, **settings: object) -> subprocess.Popen[bytes]
     options = os.WSTOPPED | os.WNOHANG
     eventually(lambda: os.waitid(os.P_PID, process.pid, options) is not None, 60, "the process stops itself")
     return process
+
+
+def test_a_journal_without_its_records_is_named_and_not_lost_offsets(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    delete_records(run.kafka, {(run.topic("journal"), 1): 1})
+    with pytest.raises(StateRefused, match=r"has offsets, but journal has no records on partitions \[1\]"):
+        initialise(run.kafka, run.name, run.grouping, run.grouper)
 
 
 @pytest.mark.parametrize("_round", range(3))

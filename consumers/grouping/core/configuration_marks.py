@@ -61,7 +61,7 @@ def check_names(config: GroupingConfig, plug_ins: PlugIns = BUILT_IN) -> None:
     context = MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes)
     batch_maker(config.maker, context, plug_ins.makers)
     for key, name in (("estimator", config.estimator), ("maker", config.maker)):
-        since = USERS_SINCE[key] if ":" in name else SINCE[name]
+        since = USERS_SINCE[key] if ":" in name else SINCE.get(name, 1)
         if since > config.core_version:
             raise ConfigurationError(
                 f"grouping.{key} is {name!r}, which came with core version {since}, and grouping.core_version is "

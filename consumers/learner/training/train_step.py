@@ -112,10 +112,8 @@ class TrainStep:
     def __init__(self, config: LearnerConfig, mesh: Mesh | None = None, rules: StepRules = NEWEST) -> None:
         """Build the functions for `mesh`, by default the configured mesh of all devices of all processes.
 
-        They compute steps by the `rules`.
-
-        Raises ConfigurationError if the devices do not fit the mesh, or the rows of a microbatch cannot
-        be split over the devices.
+        They compute steps by the `rules`. Raises ConfigurationError if the devices do not fit the mesh, or the rows of
+        a microbatch cannot be split over the devices.
         """
         self.config, self.rules = config, rules
         self.mesh = layout.build_mesh(config.mesh) if mesh is None else mesh

@@ -56,7 +56,7 @@ def assert_one_line(process: subprocess.Popen[str], *says: str) -> None:
         (["fill"], {}, ["fill.directory is empty"]),
         (["run", "--set", "learner.sequence_length=11"], {}, ["may have 12 tokens", "set it to 12"]),
         (["learn", "--set", "learner.sequence_length=11"], {}, ["may have 12 tokens", "set it to 12"]),
-        (["demo", "--set", "learner.sequence_length=11"], {}, ["tokens", "more than learner.sequence_length 11"]),
+        (["demo", "--set", "learner.sequence_length=11"], {}, ["tokens", "more than learner.sequence_length, 11"]),
         (["group", "--set", "kafka.compression_level=13"], {}, ["kafka.compression_level is 13", "-1 to 12"]),
         (["topics", "plan", "-X", "no.such.key=1"], {}, ['No such configuration property: "no.such.key"']),
     ],

@@ -188,7 +188,7 @@ def test_a_warning_names_environment_measure_and_both_means() -> None:
     text = selection_text({"env": selected.as_dict()})
     assert "WARNING: environment env: lost rollouts have mean length 40, all" in text
     assert max(map(len, text.splitlines()[:-1])) <= 100
-    assert "shifts no mean" in selection_text({"env": selection(batched=sample, dropped_late=sample[:500]).as_dict()})
+    assert "shift no mean" in selection_text({"env": selection(batched=sample, dropped_late=sample[:500]).as_dict()})
 
 
 def test_a_deadline_that_cuts_long_answers_off_shows_in_the_counts_of_the_fold() -> None:

@@ -27,7 +27,7 @@ def test_shorter_rows_are_refused_with_the_length_they_need(too_long: str) -> No
     with pytest.raises(ConfigurationError) as refused:
         check("learner.sequence_length=11", f"learner.too_long={too_long}")
     assert "environment dsort3 may have 12 tokens (4 of the longest prompt and 8 of an answer)" in str(refused.value)
-    assert "learner.sequence_length 11; set it to 12" in str(refused.value)
+    assert "learner.sequence_length, 11; set it to 12" in str(refused.value)
 
 
 @pytest.mark.parametrize("too_long", ["skip", "truncate"])

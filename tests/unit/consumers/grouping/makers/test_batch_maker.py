@@ -182,7 +182,7 @@ def test_a_maker_that_changes_rollouts_or_returns_bad_metadata_stops_the_task(
         (MakesNothing, "made an empty batch"),
         (ThrowsAwayWhatItKeeps, "holds 2 rollouts, but 0 were"),
         (GivesNoReason, "discarded Source"),
-        (CallsItBatched, "reason 'batched'"),
+        (CallsItBatched, r"no valid reason \('batched'\)"),
     ],
 )
 def test_a_maker_that_loses_repeats_or_invents_rollouts_stops_the_task(maker: type[BatchMaker], words: str) -> None:
