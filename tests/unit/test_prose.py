@@ -30,6 +30,21 @@ def test_no_sentence_begins_with_a_bare_clause(folder: str) -> None:
     assert bare == []
 
 
+MISUSED = re.compile(r"(?<!-)\b([Bb]eside)\b(?!-)|\b(how many that|else than|tells? of)\b")
+"""Words that stood for `besides`, `in parallel with` and `next to` alike, and turns of phrase that are no English."""
+
+
+@pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder not in ("docs", "tests")])
+def test_no_sentence_has_a_misused_word(folder: str) -> None:
+    misused = [
+        f"{file}:{sentence.line}: {sentence.text}"
+        for file in files(folder)
+        for sentence in sentences(ROOT / file)
+        if MISUSED.search(sentence.text)
+    ]
+    assert misused == []
+
+
 PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
 WITHOUT_SUBJECT = re.compile(r"(What|Whatever|Who|Whoever|Of) (?!.*\?$)")
 """A page may begin a sentence with the place where something holds."""
@@ -39,6 +54,11 @@ WITHOUT_SUBJECT = re.compile(r"(What|Whatever|Who|Whoever|Of) (?!.*\?$)")
 def test_no_sentence_of_a_page_begins_with_a_bare_clause(page: Path) -> None:
     bare = [f"{sentence.line}: {sentence.text}" for sentence in page_sentences(page)]
     assert [text for text in bare if WITHOUT_SUBJECT.match(text.partition(": ")[2])] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_sentence_of_a_page_has_a_misused_word(page: Path) -> None:
+    assert [f"{s.line}: {s.text}" for s in page_sentences(page) if MISUSED.search(s.text)] == []
 
 
 def test_sentences_of_a_page_are_those_of_its_prose(tmp_path: Path) -> None:
