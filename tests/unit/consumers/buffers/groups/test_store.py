@@ -202,7 +202,7 @@ def test_every_environment_has_a_folder_of_its_own_below_the_root(tmp_path: Path
         ({"compression": "rar"}, "compression"),
         ({"min_group_size": 9}, "above target_group_size"),
         ({"capacity_groups": 0}, "capacity_groups"),
-        ({"estimator": "reinforce_pp"}, "whole batches"),
+        ({"estimator": "reinforce_pp"}, "normalises over the batches"),
         ({"estimator": "none"}, "estimators are"),
     ],
 )

@@ -138,10 +138,10 @@ def test_the_documentation_gives_the_costs_that_are_counted() -> None:
     names = {
         "a group": memory_costs.GROUP,
         "a rollout in a group": memory_costs.MEMBER,
-        "a token of it": memory_costs.TOKEN,
+        "a token of a rollout": memory_costs.TOKEN,
         "a cancellation": memory_costs.CANCELLATION,
-        "a uid that was cancelled": memory_costs.UID,
-        "a group that is over": memory_costs.FINISHED_GROUP,
+        "a cancelled uid": memory_costs.UID,
+        "a finished group": memory_costs.FINISHED_GROUP,
     }
     assert {name: STATED[name] for name in names} == names
 
