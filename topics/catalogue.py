@@ -161,7 +161,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         cleanup="compact",
         writers=("learn",),
         readers=("learn", *_FOLLOW_PROGRESS, TOOLS),
-        doc="The batches that each optimizer step used or skipped.",
+        doc="The batches that each learner step used or skipped.",
     ),
     TopicSpec(
         name="metrics",

@@ -172,7 +172,7 @@ def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:
 
 
 def write(kafka: KafkaConfig, run: str, what: str, records: Mapping[str, object | None]) -> None:
-    """Record decisions of the kind `what`, given by the second part of their keys; None withdraws a decision.
+    """Record decisions of the kind `what`; each key of `records` is a name, and None withdraws a decision.
 
     Raises TopicError, BrokerUnavailable or DeliveryError.
     """

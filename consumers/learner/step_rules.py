@@ -21,7 +21,7 @@ class StepRules:
     row, or only the keys that at least one query sees."""
 
     layers: Literal["unrolled", "configured"] = "unrolled"
-    """Program of the layers: each compiled by itself, or as learner.layers sets."""
+    """How layers are compiled: each separately, or as learner.layers says."""
 
     reduction: Literal["compiler", "shares"] = "compiler"
     """How gradients are summed over the devices of a mesh: as the compiler decides; or each device gathers the

@@ -12,7 +12,7 @@ from rollstream.consumers.models.activations import SEQUENCE, sequence_parts
 from rollstream.consumers.models.causal_blocks import causal_blocks
 
 PLAIN_TOKENS = 1024
-"""Longest rows for `plain`: in such rows a block of queries would cover most of the row."""
+"""Longest rows that `auto` gives to `plain`: at most four blocks of queries."""
 QUERY_BLOCK = 256
 """Number of queries, and of keys, whose scores `blocks` holds at once."""
 _EARLIER = {"auto": "auto_whole_rows", "blocks": "whole_rows"}

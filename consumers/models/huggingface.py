@@ -1,8 +1,8 @@
 """Hugging Face checkpoints, without torch: config.json and safetensors of Qwen2, Qwen3, Qwen3-MoE, Llama and
 Mistral.
 
-Unsupported settings that would change the computation are refused by name, and so are missing, unknown and misshapen
-tensors: a model that loads is the model that was saved.
+Unsupported settings that would change the computation are refused, each by an error that names it, and so are missing,
+unknown and misshapen tensors: a model that loads is the model that was saved.
 """
 
 import json

@@ -22,7 +22,7 @@ def links(
     while True:
         manifest = manifests.get(wanted)
         if manifest is None or manifest.kind == "external" or (chain and wanted >= chain[-1].version):
-            raise ChainBroken(f"policy version {version} builds on version {wanted}, which is not on the log")
+            raise ChainBroken(f"the weights of version {wanted}, for policy version {version}, are not on the log")
         if wanted in refused:
             raise ChainBroken(f"policy version {version} builds on version {wanted}, which was refused")
         chain.append(manifest)

@@ -1,7 +1,7 @@
 """Verification: folds the recorded log again and compares every batch and drop with the record, bit for bit.
 
 It folds whole partitions from their first record, or from the oldest complete snapshot of a pruned log. If only
-some batches are requested, it folds each from the snapshot before it.
+some batches are requested, it recomputes each from the snapshot before it.
 """
 
 import time
@@ -221,7 +221,7 @@ def _checked(job: _Job, batch: TrainingBatch, result: Verification) -> str:
 
 
 def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: Collection[str]) -> Verification:
-    """Fold each of these batches from the snapshot before it; batches with the same snapshot share one pass."""
+    """Recompute the batches in `only`, each from the snapshot before it; one pass for each snapshot."""
     result = Verification()
     snapshots = beginnings(journal, job.log_begin)
     cut_at = {batch_id: i for i, record in enumerate(journal) if i > begin for batch_id in record.batch_ids}

@@ -23,7 +23,7 @@ class Rescoring:
     digest: str
     """Digest of its source; "" if it has no source file."""
     version: str = ""
-    """Version that the verifier states, for changes that its source does not show, such as of a model behind a URL."""
+    """Version stated by the verifier, for changes outside its source, such as a new model behind its URL."""
     environments: tuple[str, ...] = ()
     """Environments whose rollouts are scored again; empty for all."""
 

@@ -66,7 +66,7 @@ class _Kind(NamedTuple):
     continues: bool
     """Whether the server accepts the tokens of a conversation's last turn."""
     label_route: str
-    """Route that returns the label of its weights; empty if its answers name them."""
+    """Route to the server's label of its weights; empty if its answers contain the label."""
 
 
 def labelled(answer: dict[str, Any], label: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ class Task(SingleTurn):
     def warm_start_examples(self, seed: int, n: int) -> list[tuple[str, str]]:
         """Return `n` pairs of a training prompt and another prompt's answer, which teach the format, not the task.
 
-        The answers of the drawn prompts are shuffled across them, except for the share that is demonstrated; the seed
+        The answers of the drawn prompts are shuffled across them, except for a share `demonstrated` of them; the seed
         determines the result.
         """
         generator = random.Random(seed)

@@ -140,7 +140,7 @@ class ToolUse:
     def warm_start_conversations(self, seed: int, n: int) -> list[Conversation]:
         """Return `n` conversations that teach the format of a call and of an answer.
 
-        The calls and answers belong to other questions, except in the share that is demonstrated.
+        The calls and answers belong to other questions, except in a share `demonstrated` of them.
         """
         generator = random.Random(seed)
         conversations = []

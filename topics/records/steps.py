@@ -1,4 +1,4 @@
-"""Records of `steps`: optimizer steps, and their uses of batches."""
+"""Records of `steps`: learner steps, and their uses of batches."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ class BatchUse:
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerStep:
-    """One optimizer step: its batches, metrics and parameters' digest."""
+    """One learner step: the uses of its batches, its metrics, and the digest of the parameters after it."""
 
     learner: str
     step: int

@@ -108,7 +108,7 @@ class PackedStep:
 
     @property
     def trained_sequences(self) -> int:
-        """Sequences with a trained token in all updates."""
+        """Sum of `trained_sequences` over all updates."""
         return sum(update.trained_sequences for update in self.updates)
 
     @property

@@ -1,5 +1,5 @@
 """Sampling parameters that the dialects have in common. A parameter that changes how tokens are drawn is never ignored:
-it is honoured, or refused by name.
+it is honoured, or refused in an error that names it.
 """
 
 from collections.abc import Mapping, Sequence
