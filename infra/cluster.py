@@ -225,7 +225,7 @@ def _check(root: Path, nodes: int, config: BrokerConfig) -> None:
     if nodes < 2 or nodes > 9:
         raise ConfigurationError(f"a cluster of {nodes} nodes is not supported: give 2 to 9, preferably 3")
     if config.provider == "docker":
-        raise ConfigurationError("several nodes run only in Java: leave out --provider, or start one node")
+        raise ConfigurationError("several nodes need the java provider: leave out --provider, or start one node")
     state = read_cluster(BrokerLayout(root=root))
     if state and state.nodes != nodes:
         raise BrokerUnavailable(f"{root} holds a cluster of {state.nodes} nodes, not {nodes}; give another --data")

@@ -104,7 +104,8 @@ def test_the_command_starts_nodes_that_outlive_it_and_stops_them_all(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("nodes", "provider", "named"), [(1, "auto", "1 nodes"), (10, "auto", "10 nodes"), (3, "docker", "Java only")]
+    ("nodes", "provider", "named"),
+    [(1, "auto", "1 nodes"), (10, "auto", "10 nodes"), (3, "docker", "need the java provider")],
 )
 def test_a_cluster_that_makes_no_sense_is_refused(tmp_path: Path, nodes: int, provider: str, named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):

@@ -62,7 +62,7 @@ def test_what_is_complete_is_batched_and_what_is_not_is_named(run: RealRun) -> N
     books = ledger(run.kafka, run.name)
     assert (books.problems, books.in_flight, books.unread) == ([], 2, 0)
     assert "is drained" in said(run)
-    assert "train to the end" in said(run, "--withdraw")
+    assert "train as long as their settings say" in said(run, "--withdraw")
     # A later drain does not take the end of this one for its own.
     assert (drain(run), "is being drained" in said(run, "--drain"), drain(run)) == (None, True, "wanted")
 

@@ -126,7 +126,7 @@ def test_index_entries_deleted_are_named_and_a_reader_of_the_beginning_is_refuse
         f"11 batches have no entry in batch-index, which begins at offset {first_kept}, so no learner finds them; the "
         "first is 0-0"
     ]
-    with pytest.raises(TopicError, match=f"begins at offset {first_kept} but is to be read from 0: the entries"):
+    with pytest.raises(TopicError, match=f"begins at offset {first_kept}, but is to be read from 0: the entries"):
         BatchReader(run.kafka, run.name, start=0)
     assert first_offset(run.kafka, run.name) == first_kept
     with BatchReader(run.kafka, run.name, start=first_kept) as reader:

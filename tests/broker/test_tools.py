@@ -104,7 +104,7 @@ def test_the_ledger_tells_tokens_and_each_environment_apart(planted: Planted) ->
     text = lines(planted, "ledger", "--by", "env")
     assert "  dropped: stale version          4" in text
     assert "evals, not included above: 0 rollouts" in text
-    assert max(len(line) for line in text if not line.startswith("what was lost")) <= 80
+    assert max(len(line) for line in text if not line.startswith("the lost rollouts")) <= 80
 
 
 def test_the_ledger_follows_until_interrupted(planted: Planted) -> None:
