@@ -42,7 +42,7 @@ def test_a_reader_fetches_the_changes_since_what_it_holds_or_begins_at_a_full_ve
 
 @pytest.mark.parametrize(("kinds", "version"), [("fed", 2), ("d", 0), ("fd", 5)])
 def test_a_chain_without_a_full_version_on_the_log_is_broken(kinds: str, version: int) -> None:
-    with pytest.raises(ChainBroken, match=f"policy version {version} builds on"):
+    with pytest.raises(ChainBroken, match=f"for policy version {version}, are not on the log"):
         links(manifests(kinds), version)
 
 
