@@ -19,15 +19,14 @@ def files(folder: str) -> list[str]:
     return listed.stdout.split()
 
 
+def prose(folder: str) -> list[tuple[str, str]]:
+    """Return each sentence of a folder's code, first with its place and then alone."""
+    return [(f"{file}:{s.line}: {s.text}", s.text) for file in files(folder) for s in sentences(ROOT / file)]
+
+
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_sentence_begins_with_a_bare_clause(folder: str) -> None:
-    bare = [
-        f"{file}:{sentence.line}: {sentence.text}"
-        for file in files(folder)
-        for sentence in sentences(ROOT / file)
-        if BARE.match(sentence.text)
-    ]
-    assert bare == []
+    assert [text for text, sentence in prose(folder) if BARE.match(sentence)] == []
 
 
 MISUSED = re.compile(r"(?<!-)\b([Bb]eside)\b(?!-)|\b(how many that|else than|tells? of)\b")
@@ -36,13 +35,7 @@ MISUSED = re.compile(r"(?<!-)\b([Bb]eside)\b(?!-)|\b(how many that|else than|tel
 
 @pytest.mark.parametrize("folder", [folder for folder in FOLDERS if folder not in ("docs", "tests")])
 def test_no_sentence_has_a_misused_word(folder: str) -> None:
-    misused = [
-        f"{file}:{sentence.line}: {sentence.text}"
-        for file in files(folder)
-        for sentence in sentences(ROOT / file)
-        if MISUSED.search(sentence.text)
-    ]
-    assert misused == []
+    assert [text for text, sentence in prose(folder) if MISUSED.search(sentence)] == []
 
 
 PAGES = sorted((*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")))
