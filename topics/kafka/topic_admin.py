@@ -84,25 +84,30 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
 
 def retention_s(config: KafkaConfig, topic: str) -> float:
     """Time for which brokers keep a record of a topic; infinite if they keep it forever or do not say."""
-    resource, client = ConfigResource(ResourceType.TOPIC, topic), clients.admin(config)
-    try:
-        settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
-    except (KafkaException, TimeoutError):  # a user who may not see settings can still work
-        return math.inf
-    retention_ms = int(settings["retention.ms"].value)
-    return retention_ms / 1000 if retention_ms >= 0 else math.inf
+    retention_ms = _setting(clients.admin(config), ConfigResource(ResourceType.TOPIC, topic), "retention.ms")
+    return math.inf if retention_ms is None or retention_ms < 0 else retention_ms / 1000
 
 
 def positions_kept_s(config: KafkaConfig) -> float:
     """How long brokers keep the positions of a consumer group without members; infinite if they do not say."""
     client = clients.admin(config)
     try:
-        broker = min(client.list_topics(timeout=_TIMEOUT_S).brokers)
-        resource = ConfigResource(ResourceType.BROKER, str(broker))
-        settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
-    except (KafkaException, TimeoutError):
+        brokers = client.list_topics(timeout=_TIMEOUT_S).brokers
+    except KafkaException:
         return math.inf
-    return 60.0 * int(settings["offsets.retention.minutes"].value)
+    resources = [ConfigResource(ResourceType.BROKER, str(broker)) for broker in sorted(brokers)[:1]]
+    minutes = [_setting(client, resource, "offsets.retention.minutes") for resource in resources]
+    return min((60.0 * kept for kept in minutes if kept is not None), default=math.inf)
+
+
+def _setting(client: "AdminClient", resource: "ConfigResource", name: str) -> int | None:
+    """A number among the settings of a topic or a broker; None if this user may not see it, or there is no such one."""
+    try:
+        settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
+    except (KafkaException, TimeoutError):  # a user who may not see settings can still work
+        return None
+    # Brokers that only speak Kafka's protocol may lack it.
+    return int(settings[name].value) if name in settings and settings[name].value else None
 
 
 def runs(config: KafkaConfig) -> dict[str, dict[str, int]]:
