@@ -99,7 +99,7 @@ class BatchSelection:
         self._version_steps: dict[int, int] = {}
         self._own_versions = own_versions
         self._newest_step = 0
-        """Publisher's step of the newest policy version that the index has named so far."""
+        """Publisher's step of the newest policy version among the index entries that this process has read."""
         self._skipped = skipped
         self._decided = decided
         self._excluded = excluded
