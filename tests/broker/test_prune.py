@@ -132,7 +132,9 @@ def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(rea
     # On a broker that tests share there may be junk of other runs, too.
     skipped = Counter(line.partition("[")[0] for line in answer["skipped"])
     assert (skipped[run.topic("steps")], skipped[other.topic("steps")], skipped[run.topic("batch-index")]) == (2, 1, 1)
+    assert answer["archive_on_record"] is False
     text = rollstream(run, "prune", *where).stdout
+    assert "no archiver is on record: none runs" in text
     assert "learner gone: its last step is 1, of 2001-09-09T01:46:40.000Z" in text
     assert f"learner main has published into run {run.name} since" in text
     assert "records could not be read and were ignored, the first: " in text

@@ -57,6 +57,7 @@ def assert_one_line(process: subprocess.Popen[str], *says: str) -> None:
         (["run", "--set", "learner.sequence_length=11"], {}, ["may have 12 tokens", "set it to 12"]),
         (["learn", "--set", "learner.sequence_length=11"], {}, ["may have 12 tokens", "set it to 12"]),
         (["demo", "--set", "learner.sequence_length=11"], {}, ["tokens", "more than learner.sequence_length, 11"]),
+        (["prune", "--dry-run", "--keep-hours", "inf"], {}, ["--keep-hours must be 0 or more, and finite"]),
         (["group", "--set", "kafka.compression_level=13"], {}, ["kafka.compression_level is 13", "-1 to 12"]),
         (["topics", "plan", "-X", "no.such.key=1"], {}, ['No such configuration property: "no.such.key"']),
     ],
