@@ -264,7 +264,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
                 into[name] = earlier if isinstance(earlier, dict) else {}
                 walk_free(here, value, into[name])
             else:
-                guarded = guard(layer, ".".join(here), value)
+                guarded = _guarded(guard, layer, ".".join(here), value)
                 into[name] = _free_value(guarded) if layer.textual and isinstance(guarded, str) else guarded
                 set_by_layer(here)
 
@@ -274,6 +274,15 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
     if layer.path:
         nested = _rejoin_table_keys(root, nested, layer.is_variable)
     walk(root, (), nested, tree)
+
+
+def _guarded(guard: Guard, layer: Layer, key: str, value: Any) -> Any:
+    """Return a value of a free table as the guard gives it, item by item in lists and the tables that they hold."""
+    if isinstance(value, list):
+        return [_guarded(guard, layer, f"{key}.{place}", item) for place, item in enumerate(value)]
+    if isinstance(value, dict):
+        return {name: _guarded(guard, layer, f"{key}.{name}", item) for name, item in value.items()}
+    return guard(layer, key, value)
 
 
 def _rejoin_table_keys(root: type, nested: dict[str, Any], from_environment: bool) -> dict[str, Any]:

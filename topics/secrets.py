@@ -48,8 +48,10 @@ def resolve(key: str, value: str, environment: Mapping[str, str] = os.environ) -
         raise ConfigurationError(f"{key} is {value}, which cannot be read: {error}") from error
 
 
-def resolve_options(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with their secrets in place of the references, also in nested tables.
+def resolve_options(
+    section: str, options: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> dict[str, Any]:
+    """Return options with their secrets in place of the references, also in nested tables and lists.
 
     `section` is the setting that holds the options, such as `collect.options`. Raises as `resolve` does.
     """
@@ -57,7 +59,9 @@ def resolve_options(section: str, options: Mapping[str, Any]) -> dict[str, Any]:
     def resolved(key: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return {name: resolved(f"{key}.{name}", inner) for name, inner in value.items()}
-        return resolve(key, value) if isinstance(value, str) else value
+        if isinstance(value, list):
+            return [resolved(f"{key}.{place}", inner) for place, inner in enumerate(value)]
+        return resolve(key, value, environment) if isinstance(value, str) else value
 
     return {name: resolved(f"{section}.{name}", value) for name, value in options.items()}
 

@@ -19,7 +19,7 @@ from rollstream.producers.inference.client import CompletionsClient
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
-from rollstream.topics.secrets import is_secret, resolve
+from rollstream.topics.secrets import is_secret, resolve, resolve_options
 
 
 def write(folder: Path, text: str) -> Path:
@@ -321,7 +321,7 @@ def test_secrets_among_options_reach_the_roles_that_use_them_and_no_others(tmp_p
         """
         [[environments]]
         use = "dsort3"
-        options = {judge = {api_key = "env:JUDGE"}}
+        options = {judge = {api_key = "env:JUDGE"}, panel = [{api_key = "env:JUDGE"}]}
         [collect.options]
         api_key = "env:PLAYER"
         """,
@@ -331,9 +331,14 @@ def test_secrets_among_options_reach_the_roles_that_use_them_and_no_others(tmp_p
     assert secret_references(config) == {
         "environments.0.options.api_key": ("env", variable),
         "environments.0.options.judge.api_key": ("env", "JUDGE"),
+        "environments.0.options.panel.0.api_key": ("env", "JUDGE"),
         "collect.options.api_key": ("env", "PLAYER"),
     }
     assert child_environment(config, environment) == environment
+    resolved = resolve_options("options", config.environments[0].options, environment)
+    assert resolved == {"api_key": "canary", "judge": {"api_key": "canary"}, "panel": [{"api_key": "canary"}]}
+    with pytest.raises(ConfigurationError, match=r"options\.panel\.0\.api_key is a secret"):
+        load(write(tmp_path, '[[environments]]\nuse = "dsort3"\noptions = {panel = [{api_key = "plain"}]}'))
     withheld = {role.name: withheld_variables(config, role.secrets) for role in ROLES}
     assert withheld["env"] == withheld["eval"] == withheld["learn"] == {"PLAYER"}
     assert withheld["collect"] == {variable, "JUDGE"}
