@@ -146,7 +146,8 @@ class BatchFetcher(Closing):
     def fetch(self, entry: BatchIndexEntry) -> TrainingBatch:
         """Return the batch that an entry names. Fetching in the order of the index is the cheapest.
 
-        Raises DeadlineExceeded if the batch does not arrive, or TopicError if it does not match its digest.
+        Raises DeadlineExceeded if the batch does not arrive, TopicError if its record is unreadable or does not match
+        its digest, and RecordError if the record cannot be decoded.
         """
         place, offset = self._place(entry), entry.offset
         deadline = time.monotonic() + self._wait_s
@@ -254,9 +255,8 @@ class BatchReader(Closing):
     def poll(self, timeout_s: float = 1.0) -> ReadBatch | None:
         """Return the next batch, or None if the index has no further round of entries within `timeout_s`.
 
-        A round is one batch for each process, so that all processes read the same number. Raises DeadlineExceeded if
-        a batch that the index names does not arrive, or TopicError if the position was deleted or a batch does not
-        match its digest.
+        A round is one batch for each process, so that all processes read the same number. Raises TopicError if the
+        position was deleted, and the errors of BatchFetcher.fetch.
         """
         deadline = time.monotonic() + timeout_s
         while len(self._round) < self._processes:

@@ -21,7 +21,8 @@ class FreedMemory:
         self._least_bytes = resident_bytes() if self._trim else 0
 
     def give_back(self) -> bool:
-        """Return freed memory if the process has grown by `grown_bytes` since the last return; tell whether it did."""
+        """Return freed memory to the system if the process has grown by `grown_bytes` since the last time; tell whether
+        it has grown."""
         if self._trim is None or resident_bytes() < self._least_bytes + self._grown_bytes:
             return False
         self._trim(0)

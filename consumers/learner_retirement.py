@@ -1,7 +1,7 @@
 """Retirement of learners, recorded on `control` of the run they publish into. Pruning keeps no records for them.
 
-The operator of the run retires and resumes learners. A retired learner is fenced if it still runs, and cannot start
-until it is resumed.
+The operator of the run retires and resumes learners. A retired learner is fenced if it published last, and cannot
+start until it is resumed.
 """
 
 import time

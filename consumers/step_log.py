@@ -126,7 +126,7 @@ class StepLog:
         """Write records, each with these headers, in one transaction; repeat it if the broker aborts it.
 
         Raises Fenced if another publisher of the run took over, AccessDenied for a missing permission, RecordTooLarge
-        for a record above the limit, and BrokerUnavailable if it does not succeed in time.
+        for a record above the limit, and BrokerUnavailable if the transaction does not succeed in time.
         """
         deadline = time.monotonic() + _TIMEOUT_S
         while True:

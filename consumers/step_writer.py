@@ -42,9 +42,9 @@ def publish_version(
 ) -> int:
     """Publish one policy version; return its number once the version is committed.
 
-    Use it for the version before the first step, and for trainers that record no steps. It accepts the arguments and
-    raises the errors of StepWriter and its `publish_version`. It fences a StepWriter of the same learner: if you have
-    one, call its `publish_version` instead.
+    Use it for the version before the first step, and for trainers that record no steps. The arguments and
+    the errors are those of StepWriter and its `publish_version`. The call fences a StepWriter of the same learner, so
+    if you have one, call its `publish_version` instead.
     """
     with StepWriter(kafka, run, learner=learner, model=model, take_over=take_over) as writer:
         return writer.publish_version(params, version=version, digest=digest)
@@ -72,8 +72,9 @@ class StepWriter(Closing):
         """Become the publisher of a run; the next commit of an earlier publisher of this name raises Fenced.
 
         `input_run` is the run whose batches are read, if it is not `run`; `after_step` is the step of the restored
-        checkpoint; `model` describes the parameters to readers of the manifest. Raises StateRefused if a learner of
-        another name published last, unless `take_over` is set, and if step `after_step` is not on record.
+        checkpoint; `model` describes the parameters to readers of the manifest. Raises StateRefused if this learner
+        is retired, if a learner of another name published last and `take_over` is not set, or if step `after_step` is
+        not on record.
         """
         self._learner = learner
         self._run, self._input_run = run, input_run or run

@@ -77,7 +77,7 @@ async def groups(http: httpx.AsyncClient, client: openai.AsyncOpenAI) -> None:
 
 
 async def rl(http: httpx.AsyncClient, path: str, **fields: object) -> Any:
-    """Return the gateway's answer, and ask again as long as it says to wait; None once the run is over."""
+    """Ask the gateway until it no longer says to wait, and return its answer; None once the run is over."""
     while True:
         try:
             response = await http.post(f"/rl/{path}", json=fields)

@@ -71,7 +71,7 @@ class LocalBroker(Stopping):
     def find(cls, data_dir: Path | str, *, config: BrokerConfig | None = None) -> Self | None:
         """Return the broker that runs on `data_dir`, started by any process; None if none runs.
 
-        `config` applies if the broker is restarted.
+        `config` has the settings for stopping and restarting the broker.
         """
         state = find(Path(data_dir))
         if state is None:

@@ -70,7 +70,7 @@ class PortTaken(Exception):
 def retry_taken_ports(attempt: Callable[[], T]) -> T:
     """Attempt a start up to three times, with new ports, in case another process takes a port before a broker binds it.
 
-    Raises BrokerUnavailable after the third attempt, or if the configuration sets the port.
+    Raises BrokerUnavailable if a port is still taken at the third attempt, or if the taken port is a configured one.
     """
     for last in (False,) * (_PORT_TRIES - 1) + (True,):
         try:

@@ -16,7 +16,7 @@ from rollstream.topics.errors import BrokerUnavailable
 
 @dataclass(frozen=True)
 class BrokerState:
-    """Contents of broker.json: the process, the address and the command that kills it."""
+    """Contents of broker.json: the broker's process, its address, and the command that kills it."""
 
     process: ProcessIdentity
     host: str

@@ -1,8 +1,8 @@
 """Several Kafka nodes on this machine as one cluster, for fault tests and for runs that must survive a node's loss.
 
-The nodes are combined (broker and controller) and share one data directory. Every topic has three replicas, two of
-which must be in sync. Each node is a LocalBroker, which can be killed, restarted and found. Indices count from 0; node
-ids, which appear in logs, count from 1.
+The nodes are combined (broker and controller) and share one data directory. In a cluster of three or more, every topic
+has three replicas, two of which must be in sync. Each node is a LocalBroker, which can be killed, restarted and found.
+Indices count from 0; node ids, which appear in logs, count from 1.
 """
 
 import dataclasses
@@ -50,9 +50,12 @@ class LocalCluster(Stopping):
         """Start all nodes and return when each of them sees all as live.
 
         `config` applies to each node, except for data_dir and port. `config.port` is the port of the first node; the
-        next nodes use the ports that follow. 0 chooses free ports. Raises BrokerUnavailable if nodes already run, the
-        data belongs to a cluster of another size, there is no Java, or a node does not start (then none is left
-        running).
+        next nodes use the ports that follow. 0 chooses the previous ports if they are free, else new ones.
+
+        Raises ConfigurationError for fewer than 2 or more than 9 nodes or the docker provider; BrokerUnavailable if
+        nodes already run, the data belongs to a single broker or a cluster of another size, there is no Java, or a node
+        does not start; and DeadlineExceeded if a node does not see all others. After an error, no node that it started
+        is left running.
         """
         root = Path(data_dir)
         config = config or BrokerConfig()
@@ -120,7 +123,7 @@ class LocalCluster(Stopping):
         self.await_live([index], timeout_s)
 
     def stop(self) -> None:
-        """Stop all nodes gracefully. Signals all at once, because the last nodes would wait for a lost quorum."""
+        """Stop all nodes gracefully, all at the same time, because a node that stops last waits for a lost quorum."""
         present = [node for node in self._nodes if node is not None]
         for node in present:
             send(node.process, signal.SIGTERM)

@@ -57,7 +57,10 @@ def register(broker: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any
 
 
 def run_start(args: argparse.Namespace) -> int:
-    """Start a broker, unless one already runs on this data or KAFKA_BOOTSTRAP_SERVERS names one."""
+    """Start a broker or a cluster, unless KAFKA_BOOTSTRAP_SERVERS names one.
+
+    Raises BrokerUnavailable if one already runs on this data.
+    """
     given = external_kafka()
     if given:
         _print(

@@ -60,10 +60,10 @@ def kafka_version(directory: Path) -> str | None:
 
 
 def find_jars(environment: Mapping[str, str], java: JavaRuntime) -> JarsSearch:
-    """Return the jars of KAFKA_HOME, else the cached jars, else fill the cache.
+    """Return the jars of KAFKA_HOME if they are of Kafka 4 or newer, else the cached jars, else fill the cache.
 
-    Maven fills it first, because it knows this machine's mirrors, with `java` if `environment` has no Java. If Maven
-    fails, jgo fills it.
+    Maven is tried first, because it knows this machine's mirrors; it runs with `java` if `environment` has no Java. If
+    Maven fails, jgo is tried.
     """
     refused: list[str] = []
     home = environment.get("KAFKA_HOME")

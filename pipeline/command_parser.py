@@ -54,7 +54,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Setting(argparse.Action):
-    """A flag that sets a setting: `dest` is the setting's key and `=`. Remembers how the flag was written."""
+    """A flag that sets a setting: `dest` is the setting's key followed by `=`. Remembers how the flag was written."""
 
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, option: str | None = None

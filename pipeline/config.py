@@ -403,7 +403,7 @@ def secret_variables(config: RunConfig) -> frozenset[str]:
 
 
 def inference_urls(config: InferenceConfig) -> tuple[str, ...]:
-    """URLs at which workers of this machine reach the inference servers with these settings."""
+    """URLs at which workers on this machine reach the inference servers with these settings."""
     return tuple(f"http://{config.host}:{config.port + ordinal}/v1" for ordinal in range(config.replicas))
 
 

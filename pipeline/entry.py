@@ -16,7 +16,7 @@ def main() -> None:
         code = run()
         leave_exit_code(code)
     except BaseException:
-        # The interruption may arrive as another exception: the import system wraps it, a library may hide it.
+        # The interruption may arrive as another exception, because the import system wraps it or a library hides it.
         if not interruption.received():
             raise
     if interruption.received():

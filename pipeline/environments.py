@@ -13,7 +13,7 @@ def environments_of(config: RunConfig, ordinal: int | None = None) -> tuple[Load
     """Load the run's environments, or, with `ordinal`, those that the worker with this number plays.
 
     Without `ordinal`, environments that only workers load are left out. Raises ConfigurationError, naming the entry, if
-    an environment cannot be loaded, or if this worker has none to play.
+    an environment cannot be loaded or, without `ordinal`, can never be unlocked; and if this worker has none to play.
     """
     if ordinal is None:
         environments = load_environments([e for e in config.mixture if e.load_in == "all"], config.worker, config.tasks)

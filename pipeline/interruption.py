@@ -42,7 +42,7 @@ def take_over() -> None:
 
 
 def never_raise() -> None:
-    """From here on, end the process in the signal handler: an exception at any point inside JAX may crash it."""
+    """From here on, Ctrl-C ends the process in the signal handler: an exception raised inside JAX may crash it."""
     if signal.getsignal(signal.SIGINT) is _interrupt:
         signal.signal(signal.SIGINT, lambda _number, _frame: end())
 

@@ -1,4 +1,4 @@
-"""Makes the changes from the page that no command can withdraw: rollbacks of weights, and exclusions.
+"""Makes the changes that a run's page offers and no command can withdraw: rollbacks of weights, and exclusions.
 
 This process makes them at once, as `rollstream weights rollback` and `rollstream exclude` do. In contrast,
 `rollstream.pipeline.steering` only writes records that other processes follow.

@@ -1,4 +1,4 @@
-"""The flag for the number of a process of a role: a number, or `auto` for the one at the end of the host's name.
+"""The flag for the number of a process of a role: a number, or `auto` for the number at the end of the host's name.
 
 Each pod of a Kubernetes StatefulSet has such a name, e.g. run-group-3, and keeps it across restarts.
 """

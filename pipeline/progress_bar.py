@@ -10,7 +10,7 @@ ProgressCallback = Callable[[int, int], None]
 
 @contextmanager
 def progress(label: str) -> Iterator[ProgressCallback]:
-    """Context with a callback that draws the progress bar."""
+    """Yield a callback that draws the progress bar; it does nothing if standard error is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda _done, _all: None
         return

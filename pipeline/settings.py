@@ -277,7 +277,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
 
 
 def _guarded(guard: Guard, layer: Layer, key: str, value: Any) -> Any:
-    """Return a value of a free table as the guard gives it, item by item in lists and the tables that they hold."""
+    """Apply the guard to a value of a free table, item by item in lists and the tables that they hold."""
     if isinstance(value, list):
         return [_guarded(guard, layer, f"{key}.{place}", item) for place, item in enumerate(value)]
     if isinstance(value, dict):

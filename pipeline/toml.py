@@ -14,8 +14,8 @@ _BARE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 def render(table: Mapping[str, Any]) -> str:
-    """Render nested tables, and arrays of tables, of strings, numbers, booleans and lists of these; plain keys come
-    before tables."""
+    """Render nested tables and arrays of tables whose values are strings, numbers, booleans, times, or lists of these;
+    plain keys come before tables."""
     return "\n".join(_lines(table, ())).strip() + "\n"
 
 

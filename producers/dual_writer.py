@@ -28,9 +28,9 @@ class DualWriter(RecordSender):
     def write(self, groups: Sequence[Sequence[Rollout]], metadata: OldMetadata | None = None) -> None:
         """Queue groups as one RolloutBatch. Empty groups are left out; without rollouts nothing is queued.
 
-        `metadata` defaults to the first rollout's. For a rollout whose weight step is unknown,
-        its policy version is written instead. Raises RecordTooLarge, DeadlineExceeded if the queue stays full, and
-        DeliveryError if an earlier batch was not delivered.
+        `metadata` defaults to the first rollout's metadata. For a rollout whose weight step is unknown, its policy
+        version is written instead. Raises RecordTooLarge, DeadlineExceeded if the queue stays full, and DeliveryError
+        if an earlier batch was not delivered.
         """
         stepped = [[_with_step(rollout) for rollout in group] for group in groups if group]
         if not stepped:

@@ -60,7 +60,7 @@ async def evaluation_capture(
     *,
     temperature: float = 0.0,
 ) -> AsyncIterator[WorkerCapture | None]:
-    """Open the endpoint at which environments that call the policy themselves are evaluated; None if there are none."""
+    """Yield the endpoint for environments that call the policy themselves; None if there is no such environment."""
     if not any(environment.agent for environment in environments):
         yield None
         return
@@ -90,11 +90,13 @@ async def evaluate(
 ) -> Evaluation:
     """Answer each prompt of a split once, with the given policy version.
 
-    Waits up to the client's timeout for the servers to have the version. Rollouts carry the requested version as
-    policy_version, the versions that answered as lowest and highest, and in extra "split", "phase" and "prompts", the
-    number of prompts in the evaluation. Nothing is sent before all prompts are answered. `producer` must write to
-    `evals`. An environment that calls the policy itself needs `capture`, whose temperature it uses. Only the first
-    `max_prompts` prompts are answered; 0 means all. Raises InferenceUnavailable if the version does not arrive, and
+    Waits up to the client's timeout for the servers to have the version. Nothing is sent before all prompts are
+    answered. Rollouts carry the requested version as policy_version, and the versions that answered as lowest and
+    highest; their `extra` holds "split", "phase" and "prompts" (the number of prompts in the evaluation). `producer`
+    must write to `evals`. An environment that calls the policy itself needs `capture`, whose temperature it uses. Only
+    the first `max_prompts` prompts are answered; 0 means all.
+
+    Raises ConfigurationError if the split has no prompts, InferenceUnavailable if the version does not arrive, and
     EpisodeFailed if the environment fails. With `exactly`, raises InferenceRefused if another version answered;
     without it, a newer version may answer.
     """

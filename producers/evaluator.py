@@ -44,7 +44,7 @@ _PASSING = (InferenceRefused, InferenceUnavailable, EpisodeFailed, RecordError, 
 
 
 def due_version(published: Iterable[int], every: int, settled: Iterable[int]) -> tuple[int | None, list[int]]:
-    """Return the version to evaluate now, None if there is none, and the overtaken versions to skip.
+    """Return the version to evaluate now (None if there is none), and the overtaken versions to skip.
 
     `published` are the versions on record; `settled` are the versions already evaluated or skipped.
     """
@@ -98,7 +98,7 @@ async def run_evaluator(
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Evaluate due versions on each environment until `stop` is set, with worker.drain_timeout_s to finish.
+    """Evaluate due versions on each environment until `stop` is set, then finish within worker.drain_timeout_s.
 
     `worker` holds the settings of the servers. Evaluators divide the environments by their ordinals, even when their
     number changes during the run. Raises TopicError, BrokerUnavailable, DeliveryError.

@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 async def finish_or_stop(work: Coroutine[Any, Any, T], stop: asyncio.Event, *, grace_s: float) -> T:
-    """Return the result of `work`. Cancel it and raise TimeoutError if it goes on for `grace_s` after `stop` is set."""
+    """Return the result of `work`. Cancel it and raise TimeoutError if it runs for `grace_s` after `stop` is set."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.ensure_future(stop.wait())
     try:

@@ -102,7 +102,7 @@ class JournalTailer(Tailer):
                     self._caught_up.set()
 
     def _after_last(self, partition: int, low: int, high: int) -> int:
-        """Apply the journal of a partition from the last record that holds every count; return the end position.
+        """Apply the journal of a partition from the last record that holds every count; return the next offset to read.
 
         The search for that record goes back from the end over growing distances.
         """

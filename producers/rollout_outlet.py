@@ -26,8 +26,8 @@ class RolloutOutlet:
         on_delivery: Callable[[RolloutDelivery], None],
         on_unlabeled: Callable[[RolloutDelivery], None],
     ) -> None:
-        """`labeled` are the environments whose rewards come from a labeler; `on_unlabeled` is called for each
-        acknowledged rollout of these, `on_delivery` for every other rollout. Raises BrokerUnavailable or TopicError."""
+        """`labeled` are the environments whose rewards come from a labeler; `on_unlabeled` is called for each of their
+        acknowledged rollouts, `on_delivery` for every other one. Raises BrokerUnavailable or TopicError."""
         self._labeled = frozenset(labeled)
         with ExitStack() as stack:
             self.rollouts = stack.enter_context(RolloutProducer(kafka, run, on_delivery=on_delivery))

@@ -85,8 +85,8 @@ class RolloutProducer(RecordSender):
     def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
         """Queue a cancellation: its rollouts will never be sent, and the group shrinks. Raises as `send` does.
 
-        Uids that do not fit into one record are sent in several records. If this raises, some records may have been
-        sent; call it again.
+        Also raises ConfigurationError if the producer does not write to `rollouts`. Uids that do not fit into one
+        record are sent in several records. If this raises, some records may have been sent; call it again.
         """
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
         if not self._takes_cancellations:

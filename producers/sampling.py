@@ -56,7 +56,7 @@ class GroupSampler:
         return MemberSampler(self, index)
 
     async def first(self, text: str, index: int) -> Completion:
-        """Return a member's sample after its first text, normally the same text for all members."""
+        """Return a member's sample after its first text, which is normally the same for all members."""
         if self._shared is None:
             self._shared_text = text
             request = self._complete(text, n=self.sampling.group_size, seed=self.sampling.seed)
@@ -117,7 +117,7 @@ class MemberSampler:
         """Whether the context had no room for a reply."""
 
     async def __call__(self, text: str) -> Completion | ContextFull:
-        """Return the reply to a text. Raises ContextTooLong if the first text is too long, or `full` is set."""
+        """Return the reply to a text. Raises ContextTooLong if the first text is too long, or if `full` is set."""
         if self.full:
             raise ContextTooLong(
                 "the environment continued after its context was full; end the episode at a truncated reply"

@@ -34,7 +34,7 @@ _MOST_ANSWER_BYTES = 1 << 20
 
 
 class VerifierFailed(RollstreamError):
-    """A verifier did not score an answer: it raised an error, or broke a limit, or its process ended."""
+    """A verifier did not score an answer: it raised an error, it exceeded a limit, or its process ended."""
 
 
 class VerifierPool:
@@ -75,7 +75,10 @@ class VerifierPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._all)
 
     async def __call__(self, *arguments: Any) -> Score:
-        """Return the score of the verifier for these arguments. Raises VerifierFailed."""
+        """Return the score of the verifier for these arguments.
+
+        Raises VerifierFailed, or ConfigurationError if a new process cannot import the verifier.
+        """
         return await asyncio.wrap_future(self._threads.submit(self._score, arguments))
 
     def close(self) -> None:
@@ -138,7 +141,7 @@ class _Child:
             )
 
     def send(self, payload: bytes, timeout_s: float) -> None:
-        """Send arguments. Raises VerifierFailed if the process has ended."""
+        """Send arguments. Raises VerifierFailed if the process has ended or does not read them in time."""
         try:
             self._socket.settimeout(timeout_s)
             self._socket.sendall(len(payload).to_bytes(SIZE_BYTES, "big") + payload)

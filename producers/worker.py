@@ -1,7 +1,7 @@
 """The environment worker: plays groups of a mixture concurrently and writes them whole, within the capacity rule.
 
-A group gets its id and policy version once, when its generation begins. If a fault or a
-shutdown prevents members of a group, the worker cancels them on the log, so that no consumer waits for them.
+A group gets its id and policy version once, when its generation begins. If a fault or a shutdown prevents members of a
+group, the worker cancels these members on the log, so that no consumer waits for them.
 """
 
 import asyncio

@@ -1,12 +1,12 @@
-"""All tests, and what they share."""
+"""All tests, and the code that they share."""
 
 import contextlib
 
-# Containers run an auditor of these packages without pytest.
+# Containers run an auditor from these packages without pytest.
 with contextlib.suppress(ModuleNotFoundError):
     import pytest
 
-    # Before anything imports them: failed assertions in them show the values that they compared.
+    # Register these packages before anything imports them, so that their failed assertions show the compared values.
     pytest.register_assert_rewrite(
         "tests.containers", "tests.faults", "tests.support", "tests.broker", "tests.simulation"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-# On the CPU wherever the tests run, so that their bits are the same; and JAX does not look for a TPU where libtpu is.
+# All tests run on the CPU, for equal bits everywhere, and so that JAX does not look for a TPU where libtpu is.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 ROOT = Path(__file__).parent
@@ -32,7 +32,7 @@ LONGEST = (
 )
 """Files whose tests begin first: files run beside each other, and would else wait for the longest at the end."""
 
-# On CI the same examples every time; at a developer's desk new ones, with the blob that repeats a failure.
+# CI gets the same examples every time, and a developer's desk new ones; the printed blob repeats a failure.
 hypothesis.settings.register_profile("desk", deadline=None, print_blob=True)
 hypothesis.settings.register_profile("ci", deadline=None, print_blob=True, derandomize=True)
 # For an evening: HYPOTHESIS_PROFILE=long pytest --timeout=0 tests/unit/consumers/grouping/core/test_fold_properties.py
@@ -67,7 +67,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup() -> None:
-    """A command that ran within this process has set the level of all our loggers, for the tests after it, too."""
+    """Reset the level of our loggers, which a command that ran in this process sets for later tests as well."""
     logging.getLogger("rollstream").setLevel(logging.NOTSET)
 
 
@@ -85,7 +85,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The last words are the names of what failed; make repeats them after all its own."""
+    """End the output with the names of what failed; make repeats them after its own output."""
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if not _failed or terminal is None or hasattr(config, "workerinput"):
         return

@@ -192,12 +192,12 @@ def _sections(cls: type, path: tuple[str, ...]) -> Iterator[str]:
 
 
 def _has_table(hint: Any) -> bool:
-    """Whether a dataclass may stand there: with no default of its own such a field is not for files."""
+    """Whether a field may hold a dataclass; one that is None by default cannot be set in a file."""
     return any(dataclasses.is_dataclass(kind) for kind in typing.get_args(hint))
 
 
 def attribute_docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass. Raises KeyError on use where one has none."""
+    """The string below each field of a dataclass, by its name; a field without one is missing."""
     [body] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
     assert isinstance(body, ast.ClassDef)
     collected = {}
@@ -272,7 +272,7 @@ def _shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:
 
 
 def command_reference() -> str:
-    """Flags all commands share, then each command with its own."""
+    """The flags that all commands share, then each command with its own."""
     leaves, summaries = commands(), dict(_summaries(build_parser(load=COMMANDS)))
     shared = {_flag(p, a): None for p in leaves.values() for a in _shown(p) if _is_common(p, a)}
     parts = [

@@ -1,4 +1,4 @@
-"""Strategies of hypothesis: records of every type, and logs of one partition of `rollouts` where all goes wrong.
+"""Strategies of hypothesis: records of every type, and logs of one partition of `rollouts` where everything goes wrong.
 
 Logs come from few environments, examples, versions and uids, so that groups complete, repeat and collide often.
 """
@@ -144,7 +144,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Cancellation:
-    """A cancellation of members; none named is senseless."""
+    """A cancellation of members; one that names none is senseless."""
 
     example: str
     version: int
@@ -235,7 +235,7 @@ class Log:
 
 
 # Tables drawn once from a fixed seed, simplest first: a step of a log is then one draw, which keeps hypothesis fast and
-# its logs long and mixed, and has them shrink towards what is simple.
+# its logs long and mixed, and lets them shrink towards what is simple.
 
 _SECONDS = (0.001, 0.02, 0.1, 0.4)
 _TIGHT: dict[str, Sequence[Any]] = {
@@ -271,7 +271,7 @@ def _config(random: Random, makers: Sequence[str], generation: int, tight: int) 
     narrow = {name: random.choice(_TIGHT[name]) for name in random.sample(list(_TIGHT), tight)}
     wide = {"max_policy_lag": -1, "batch_bytes": 10_000, "capacity_bytes": 10**6, "max_batch_age_s": 5.0}
     maker = random.choice(makers)
-    if generation == 0 and "core_version" in narrow:  # Marks may be senseless, a run does not begin so.
+    if generation == 0 and "core_version" in narrow:  # Only a mark may be senseless, not the first state.
         narrow.pop("remembered_bytes", None)
     if "core_version" in narrow:  # None of these versions knows rates.
         narrow.pop("quotas", None)
@@ -334,7 +334,7 @@ def _marked(random: Random, makers: Sequence[str]) -> Marked:
 
 
 def _event(random: Random, makers: Sequence[str], wildness: float) -> Event:
-    """An arrival in peaceful times; the wilder, the more of what else can come."""
+    """An arrival or, with a probability of `wildness`, something else that can come."""
     arrival = _arrival(random)
     what: Arrival | Cancellation | Marked | Poison = arrival
     if random.random() < wildness:
@@ -360,7 +360,7 @@ def _whole_group(random: Random) -> tuple[Event, ...]:
 
 @lru_cache
 def step_table(makers: tuple[str, ...]) -> list[tuple[Event, ...]]:
-    """Events, some a few together, that may follow each other in any order; simplest first."""
+    """Steps of one or a few events, which may follow each other in any order; simplest first."""
     random = Random(0)
     return [
         _whole_group(random) if random.random() < 0.2 else (_event(random, makers, wildness),)

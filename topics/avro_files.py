@@ -150,7 +150,7 @@ def _unpacker(meta: Mapping[str, bytes]) -> Callable[[bytes], bytes]:
 
 
 def _bounds(data: bytes, position: int, sync: bytes) -> tuple[int, int, int]:
-    """Return the number of records in the block at `position`, the beginning of its data, and its end.
+    """Return the number of records in the block at `position`, where its data begins, and where the block ends.
 
     Raises ValueError if the block is not whole.
     """

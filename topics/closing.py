@@ -4,7 +4,7 @@ from typing import Self
 
 
 class Closing:
-    """Calls `close` at the end of a with block; subclasses define it."""
+    """Calls `close`, which subclasses define, at the end of a with block."""
 
     def close(self) -> object:
         """Release the resources held."""

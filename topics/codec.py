@@ -221,7 +221,7 @@ def is_frame(value: bytes | None) -> bool:
 
 
 def schema_of(value: bytes | None) -> Schema | None:
-    """Return the schema that the first bytes of a value name, without decoding the value; None if it is not ours."""
+    """Return the schema that the first bytes of a value name, without decoding the value; None if it is unknown."""
     if value is None or not is_frame(value):
         return None
     begin = _begin(value)

@@ -42,7 +42,7 @@ class Exposition:
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a family for each metric that has a value, as prometheus_client asks for them."""
+        """Yield a family for each histogram and each other metric that has a value, for prometheus_client."""
         for spec in self._specs:
             if spec.kind == "histogram":
                 yield self._histogram(spec, self._values.distribution_of(spec))

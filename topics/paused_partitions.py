@@ -1,4 +1,4 @@
-"""Paused partitions of `rollouts`, which grouping does not read for a while, as the topic `control` records them.
+"""Partitions of `rollouts` that grouping does not read for a while, as recorded on the topic `control`.
 
 A pause changes no batch: the records of a paused partition are read later, as after a stop of the grouping process.
 """

@@ -52,9 +52,10 @@ class Upcast:
 def upcast(batch: RolloutBatch, place: str) -> Upcast:
     """Return the Rollouts of a batch read from `place`, a permanent name: `file#7`, `topic:0:17`.
 
-    Each keeps its own metadata if it has any, else gets the batch's, else worker "", timestamp 0, step -1. Its policy
-    version is the lowest weight step of its group, 0 if none is known. Its group size counts the valid rollouts of
-    the same environment and example in the group, so that the group can be complete.
+    A rollout keeps its own metadata, or else gets the batch's; without both, worker is "", timestamp 0 and step -1.
+    Its policy version is the lowest weight step of the valid rollouts of its group, where an unknown step counts as 0.
+    Its group size counts the valid rollouts of the same environment and example in the group, so that the group can be
+    complete.
     """
     rollouts: list[Rollout] = []
     refused: list[RefusedRollout] = []
@@ -96,8 +97,9 @@ def old_metadata(metadata: RolloutMetadata) -> OldMetadata:
 def batch_of(values: Any) -> RolloutBatch:
     """Return a RolloutBatch from the values of an Avro reader, for any writer's schema whose fields have the old names.
 
-    Arrays may be lists of numbers, metadata null or missing. Raises RecordError if a field is missing or has another
-    type.
+    Arrays may be lists of numbers; metadata may be null or missing.
+
+    Raises RecordError if a field is missing or has another type.
     """
     try:
         groups = tuple(OldGroup(rollouts=tuple(map(_old_of, group["rollouts"]))) for group in values["groups"])
@@ -150,7 +152,7 @@ def _metadata(old: OldRollout, batch: RolloutBatch) -> OldMetadata:
 
 
 def _short(place: str) -> str:
-    """Return the place, or a digest of it followed by its end if it is too long for a uid."""
+    """Return the place; if it is too long for a uid, return a digest of the place followed by its last characters."""
     if len(place) <= _NAME_ROOM:
         return place
     return f"{hashlib.sha256(place.encode()).hexdigest()[:32]}{place[-_NAME_ROOM // 2 :]}"

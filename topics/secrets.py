@@ -73,6 +73,6 @@ def keep_from_programs(variables: Iterable[str]) -> None:
 
 def program_environment(used: Iterable[str] = (), environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return the environment for a foreign program, such as a user's verifier: it lacks the secrets of this process,
-    except secrets to which the settings in `used` refer."""
+    except those that the references in `used` name."""
     given = {parts[1] for value in used if (parts := reference(value)) is not None}
     return {name: value for name, value in environment.items() if name in given or name not in _variables}

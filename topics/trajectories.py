@@ -102,7 +102,10 @@ def map_leaves(function: Callable[[Any], Any], tree: Tree) -> dict[str, Any]:
 
 
 def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
-    """Return the leaves of a trajectory by path, none if its names cannot form paths, and everything wrong with it."""
+    """Return the leaves of a trajectory by path, and everything wrong with it.
+
+    There are no leaves if the names cannot form paths, or if there are too many arrays.
+    """
     issues = [
         f"{name} has {len(value)} characters; it must have 1 to {NAME_LIMIT}"
         for name, value in (("uid", trajectory.uid), ("environment", trajectory.environment))
@@ -118,7 +121,7 @@ def examine(trajectory: Trajectory) -> tuple[dict[str, Any], list[str]]:
 
 
 def as_trajectory(item: Trajectory | Tree) -> Trajectory:
-    """Return a trajectory unchanged, or make one from a mapping of its fields; `arrays` may be flattened into it.
+    """Return a trajectory unchanged, or make one from a mapping of its fields; the arrays may be items of the mapping.
 
     Raises RecordError if the item is neither, or has unknown fields.
     """
@@ -187,7 +190,7 @@ def _from_record(record: TrajectoryRecord) -> Trajectory:
 def bootstrap_rows(rows: int, steps: int) -> int:
     """Return the number of bootstrap rows among `rows` rows of an array, where T is `steps`.
 
-    Raises RecordError if there are fewer rows than T, or if T cannot be divided into that many equal parts.
+    Raises RecordError if there are fewer rows than T, or if T is not a multiple of the number of bootstrap rows.
     """
     extra = rows - steps
     if extra < 0 or (extra and steps % extra):

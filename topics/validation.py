@@ -152,7 +152,7 @@ def entry_problems(entry: BatchIndexEntry) -> list[str]:
 
 def decode_journal(value: bytes | None) -> JournalRecord:
     """Decode a record of `journal`. Raises RecordError for any other value, and for a record with offsets that no task
-    can have read, because its readers would count or hold offsets without limit."""
+    can have read, because readers of such a record would count or hold offsets without limit."""
     record = decode_as(JournalRecord, value)
     ranges = {name: getattr(record, name) for name in ("admitted", "unfinished", "delivered", "hopped")}
     for name, pairs in (*ranges.items(), *(("finished", finished.runs) for finished in record.finished)):

@@ -139,7 +139,7 @@ class Archiver(Closing):
         event(logger, "archive_opened", run=run, store=store.url, swept=self.writer.swept)
 
     def close(self) -> None:
-        """Close the consumer; records that were not committed are not in the archive."""
+        """Close the writer and the consumer; records that were not committed are not in the archive."""
         self.writer.close()
         self._reader.close()
 
@@ -168,7 +168,7 @@ class Archiver(Closing):
         return ArchiveProgress(records, self.writer.manifest)
 
     def _commit_positions(self) -> None:
-        """Commit and log the positions of the archive."""
+        """Commit the archived positions to the broker, and log the generation of the manifest."""
         manifest = self.writer.manifest
         for source in self._sources:
             if source.topic in PRUNED:

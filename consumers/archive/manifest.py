@@ -72,9 +72,10 @@ class ArchiveManifest:
         return sum(file.rows for file in self.files if file.table == table)
 
     def check(self) -> "ArchiveManifest":
-        """Raise StateRefused unless file names are unique and files of the log cover each partition to its position.
+        """Raise StateRefused unless file names are unique and within the run's folder, and the log is complete.
 
-        These files may neither overlap nor leave gaps, so no record is missing or archived twice. Returns the manifest.
+        The files of a partition may neither overlap nor leave gaps, nor end after its position, so no record is
+        missing or archived twice. Returns the manifest.
         """
         if len({file.path for file in self.files}) != len(self.files):
             raise StateRefused(f"generation {self.generation} of the archive of run {self.run} names a file twice")

@@ -93,7 +93,7 @@ def restore(
 
 
 def _renamed(run: str, into: str) -> Callable[[ArchivedRecord], ArchivedRecord]:
-    """Return a function that replaces the archived run by the new run where it is the input run of a step."""
+    """Return a function that replaces the archived run with the new run as the input run of a step."""
 
     def entry_as(entry: ArchivedRecord) -> ArchivedRecord:
         if run == into or entry.topic != "steps" or codec.kind_of(entry.value) != "LearnerStep":
@@ -142,7 +142,7 @@ class _Cursor:
         return self._next is None and self.at >= self._end
 
     def next_records(self) -> tuple[list[ArchivedRecord], int]:
-        """Return the next records and the length of the gap after them; 0 if a record follows, or at the end."""
+        """Return the next records, and the length of the gap between them and the next record or the end."""
         entries: list[ArchivedRecord] = []
         size, at = 0, self.at
         while self._next is not None and self._next.offset == at and len(entries) < _AT_ONCE and size < _AT_ONCE_BYTES:
@@ -172,7 +172,7 @@ class _TopicFiller:
             self._transactional.start()
 
     def close(self) -> None:
-        """Close the consumer."""
+        """Close the consumer and the transactional producer."""
         self._watching.close()
         self._transactional.close()
 

@@ -1,7 +1,7 @@
 """The tables of an archive, and the conversion of records to their rows.
 
 `log` holds every record unchanged; the other tables are for queries, with one row for each rollout, turn, member of a
-batch, group, drop, step or use. A record that cannot be decoded has a row in `log` alone.
+batch, group, drop, step, use or rescored rollout. A record that cannot be decoded has a row in `log` alone.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

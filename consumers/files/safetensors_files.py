@@ -41,7 +41,7 @@ def dtypes() -> dict[str, np.dtype[Any]]:
 
 
 def read(path: Path) -> dict[str, NDArray[Any]]:
-    """Read-only views of all tensors of a file, by name. Raises CheckpointRefused if the file is damaged."""
+    """Read-only views of all tensors of a file, by name. Raises CheckpointRefused if it is unreadable or damaged."""
     try:
         data = np.memmap(path, np.uint8, "r")
         length = int.from_bytes(data[:_LENGTH_BYTES].tobytes(), "little")
@@ -97,7 +97,8 @@ class Storable(Protocol):
 
 
 def write(path: Path, tensors: Mapping[str, Storable]) -> None:
-    """Write a file atomically, one tensor at a time. Raises CheckpointRefused for a dtype that the format lacks."""
+    """Write a file atomically, one tensor at a time. Raises CheckpointRefused for a dtype that is not in `dtypes`, and
+    StoreError."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

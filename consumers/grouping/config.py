@@ -58,7 +58,7 @@ EXCLUSIONS = ("exclude_environments", "exclude_workers", "exclude_offsets")
 
 
 def milliseconds(seconds: float) -> int:
-    """Return a setting in whole milliseconds of stream time, at least one if it is above 0."""
+    """Return a setting in seconds as whole milliseconds of stream time, at least 1 if it is above 0."""
     return max(1, int(seconds * 1000)) if seconds > 0 else 0
 
 

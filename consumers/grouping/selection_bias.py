@@ -47,12 +47,12 @@ class Moments:
 
     @property
     def mean(self) -> float | None:
-        """Mean, None without rollouts."""
+        """Mean; None without rollouts."""
         return self.total / self.count if self.count else None
 
     @property
     def deviation(self) -> float:
-        """Standard deviation, 0 if it cannot be distinguished from rounding."""
+        """Standard deviation; 0 if it cannot be distinguished from rounding errors."""
         if not self.count:
             return 0.0
         mean_square = self.squares / self.count

@@ -115,7 +115,7 @@ async def _answer(labeler: Labeler, given: Rollout | Trajectory) -> Any:
 def finish(coroutine: Coroutine[Any, Any, LabelOutcome]) -> LabelOutcome:
     """Return the outcome of a labeler that is not a coroutine function.
 
-    This uses no event loop, because the labeler may run one itself.
+    No event loop is used, because the labeler may run one itself.
     """
     try:
         coroutine.send(None)

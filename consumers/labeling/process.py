@@ -130,7 +130,7 @@ class LabelingProcess:
         """Event loop of an asynchronous labeler, which keeps its connections from one poll to the next."""
 
     def run(self, stop: threading.Event) -> LabelingCounts:
-        """Run until `stop` is set, then leave the group; between two transactions, no work is pending."""
+        """Run until `stop` is set, then leave the group. Every poll ends with a commit, so no work is pending then."""
         try:
             self._publisher.start()
             self._member.join(self._on_assign, self._on_revoke, self._on_revoke)

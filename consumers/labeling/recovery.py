@@ -29,10 +29,10 @@ _OUTPUTS = {"trajectories": source_of, "rollouts": source_of, "dead-letters": re
 def recover(kafka: KafkaConfig, run: str, config: LabelingConfig, patience_s: float | None = None) -> dict[int, int]:
     """Commit lost positions of labeling again; return the positions of all partitions.
 
-    Committed positions stay if they belong to this topic and are not lower. One ordinal per partition is fenced first,
-    because a process that was paused within a transaction would commit later. Raises StateRefused if the group has
-    members, DeadlineExceeded if open transactions in the output topics do not end within `patience_s`
-    (kafka.patience_s by default), and BrokerUnavailable.
+    Committed positions stay if they belong to this topic and are not lower than the outcomes require. One ordinal per
+    partition is fenced first, because a process that was paused within a transaction would commit later. Raises
+    StateRefused if the group has members, DeadlineExceeded if open transactions in the output topics do not end within
+    `patience_s` (kafka.patience_s by default), and BrokerUnavailable.
     """
     group = config.group_id(run)
     _refuse_members(kafka, group)

@@ -79,8 +79,8 @@ def learn(
     checkpoint of the last step is on disk. With several processes, each calls this with the `team` it joined; only
     the lead reads `stop`, and the other processes follow the lead.
 
-    Raises Fenced if another learner takes over, StateRefused if a step executed again differs from its record, TeamLost
-    if another process of the learner is gone.
+    Raises Fenced if another learner takes over, StateRefused if a step executed again differs from its record,
+    ConfigurationError if a step has no token to train on, TeamLost if another process of the learner is gone.
     """
     config, team = resolved(config), team or Alone()
     with raising_team_lost(team), ExitStack() as stack:
@@ -292,10 +292,10 @@ class _Learner:
             self._compares_arrays_until = int(self._team.receive(_COMPARES_ARRAYS))
 
     def _taking(self, step: int) -> Callable[[], StepParams]:
-        """Return a function that takes the parameters after a step; on a single device it may run during the next step.
+        """Return a function that returns the digest and copies of the parameters after a step.
 
-        On several devices they are taken now: otherwise, the devices would have to agree on the order of the sums of
-        this function and of the next step.
+        On a single device, it may run during the next step. On several devices, digest and copies are taken now:
+        otherwise, the devices would have to agree on the order of the sums of this function and of the next step.
         """
         take = partial(self._params_after, step, self._state.params)
         if self._train_step.mesh.size == 1:
@@ -362,7 +362,7 @@ class _Learner:
             self._warn_again_at = 0
 
     def _add_up(self, step: int, loaded: LoadedStep) -> StepTotals:
-        """Return the totals over all processes in the lead, and the process's own totals elsewhere.
+        """In the lead, return the totals over all processes; elsewhere, return the process's own totals.
 
         Raises StateRefused if processes that each packed the whole step have different totals.
         """

@@ -113,5 +113,5 @@ def _training_settings(config: LearnerConfig) -> dict[str, object]:
 
 
 def _version(package: str) -> tuple[int, ...]:
-    """Release numbers of an installed package."""
+    """The version of an installed package, as at most three numbers."""
     return tuple(int(part) for part in re.findall(r"\d+", metadata.version(package))[:3])

@@ -82,7 +82,8 @@ def load_reference(train_step: TrainStep, checkpoints: Checkpoints) -> Params | 
 def load_teacher(train_step: TrainStep) -> Params | None:
     """Return the parameters of the teacher; None without one.
 
-    Raises ConfigurationError if its vocabulary differs from the policy's, and CheckpointRefused.
+    Raises ConfigurationError if its vocabulary differs from the policy's, and CheckpointRefused if its tensors do not
+    fit its model.
     """
     config, teacher = train_step.config, train_step.teacher
     if teacher is None:

@@ -16,8 +16,9 @@ def check_loss(loss: "UserLoss | str", *, on_policy: bool = True, seed: int = 0,
     - Its gradient agrees with central differences of its value, in which `jax.lax.stop_gradient` holds values constant.
     - Tokens that are not trained have no gradient, and the values at these tokens have no effect.
     - How an update is split into microbatches and rows changes neither value nor gradient.
-    - With `on_policy`, its gradient at ratio 1 is the policy gradient: -A for each token's log-probability. Give False
-      for a loss that is not meant to have it. Terms other than the surrogate are left out of this check.
+    - With `on_policy`, its gradient at ratio 1 is the policy gradient: -A for each token's log-probability. Set
+      `on_policy` to False for a loss that is not meant to have this gradient. Terms other than the surrogate are left
+      out of this check.
     """
     from rollstream.consumers.learner.training.loss_checks import check_all
 

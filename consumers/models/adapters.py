@@ -29,10 +29,10 @@ def without_adapters(config: DecoderConfig) -> DecoderConfig:
 
 
 def merged(config: DecoderConfig, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of the model without adapters, into whose projections the adapters are merged.
+    """Merge the adapters into the projections, and return the parameters of the model without adapters.
 
-    Arrays are numpy's or JAX's; sums are float32, and results have the dtype of the projection. Without adapters the
-    parameters are returned as they are.
+    Arrays are numpy's or JAX's; sums are float32, and results have the dtype of the projection. If the model
+    has no adapters, the parameters are returned as they are.
     """
     whole = {name: array for name, array in params.items() if not is_adapter(name)}
     if not config.lora.rank:

@@ -173,5 +173,5 @@ def _query_blocks(x: jax.Array, kv_heads: int, block: int) -> jax.Array:
 
 
 def _joined(blocks: jax.Array, rows: int, heads: int, head_dim: int) -> jax.Array:
-    """The inverse of `_query_blocks`, with the padding of the last block."""
+    """The inverse of `_query_blocks`, except that the padding of the last block is kept."""
     return jnp.transpose(blocks, (1, 0, 4, 2, 3, 5)).reshape(rows, -1, heads, head_dim)

@@ -114,7 +114,7 @@ def hidden(
     implementation (rollstream.consumers.models.attention). Blocks that are `scanned` are compiled once for all layers;
     their parameters are stacked for this, which copies them. The parameters of blocks may be shares, from which `whole`
     makes whole parameters; parameters outside of blocks are whole. Adapters are applied in addition to their
-    projections; all other functions take parameters into which the adapters are merged.
+    projections; `prefill` and `decode_step` take parameters into which the adapters are merged.
     """
     if config.lora.rank:
         params = {n: config.lora.scale * value if n.endswith(ADAPTER_B) else value for n, value in params.items()}
@@ -272,7 +272,7 @@ def _stacked(params: Params, config: DecoderConfig) -> dict[str, jax.Array]:
 
 
 def _embedded(weight: jax.Array, tokens: jax.Array) -> jax.Array:
-    """`weight[tokens]` with a gradient summed in float32: in bfloat16 a sum of ones stops at 256."""
+    """`weight[tokens]` with a gradient summed in float32, because in bfloat16 a sum of ones stops at 256."""
     return weight.astype(jnp.float32)[tokens].astype(weight.dtype)
 
 

@@ -44,12 +44,12 @@ _NEVER_USED = ("rotary_emb.inv_freq",)
 
 
 def checkpoint_model(directory: Path | str) -> str:
-    """Return the model of a checkpoint in JSON, as a `StepWriter` takes it. Raises as `load_config` does."""
+    """Return the model of a checkpoint in JSON, for `model` of a `StepWriter`. Raises as `load_config` does."""
     return manifest_model(load_config(directory))
 
 
 def load_config(directory: Path | str) -> DecoderConfig:
-    """Read the decoder's shape from config.json. Raises ConfigurationError for a key that is not supported."""
+    """Read the decoder's shape from config.json. Raises ConfigurationError for a missing or unsupported setting."""
     path = Path(directory) / CONFIG
     settings = read_json(path)
     family = settings.get("model_type")
@@ -241,8 +241,9 @@ def save(
     """Write a checkpoint that `load` and other libraries read, in shards if it exceeds `max_shard_bytes`.
 
     `params` are arrays of any kind, copied to the host one at a time; `dtype` is the stored dtype, by default their
-    own. The single file, or the index, marks the checkpoint complete and is written last. Raises CheckpointRefused
-    unless `params` are exactly the model's, or if the directory already holds a model.
+    own. The single file, or the index, marks the checkpoint complete and is written last. Raises ConfigurationError
+    if no family has the model's combination of parts, and CheckpointRefused unless `params` are exactly the model's, or
+    if the directory already holds a model.
     """
     _write(Path(directory), config_json(config), base_shapes(config), params, dtype, max_shard_bytes)
 

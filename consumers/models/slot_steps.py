@@ -39,7 +39,7 @@ class SlotTable(NamedTuple, Generic[Array]):
 
 
 class SlotTokens(NamedTuple):
-    """Tokens that some steps sampled in S slots."""
+    """Tokens sampled in S slots during some steps."""
 
     tokens: jax.Array
     """int32 [S, steps]; undefined after the end of a row."""
@@ -63,7 +63,7 @@ def empty_slots(config: DecoderConfig, mesh: Mesh, slots: int, length: int, dtyp
 
 
 def _split_heads(cache: KeyValueCache) -> KeyValueCache:
-    """Split the heads over `tensor`, in arguments and in results, because another sharding would be compiled again."""
+    """Split the heads over `tensor`, in arguments and in results, because functions are compiled for each sharding."""
     heads = PartitionSpec(None, None, TENSOR, None)  # type: ignore[no-untyped-call]
     split: KeyValueCache = jax.lax.with_sharding_constraint(cache, heads)  # type: ignore[no-untyped-call]
     return split
@@ -160,7 +160,7 @@ def decode_slots(
         def advance(carry: tuple[_Decoding, KeyValueCache]) -> tuple[_Decoding, KeyValueCache]:
             state, window = carry
             step, sampled = state.step, state.sampled
-            # A row that is done has no position, so it changes nothing in the cache.
+            # A row that is done gets a position past the cache, so it changes nothing there.
             positions = jnp.where(state.active, table.positions + step, context)
             logits, window = decode_step(params, config, window, state.last, positions)
             tokens, logprobs = choose(logits, table.sampling, table.indices + step, filtering=filtering)

@@ -58,8 +58,8 @@ def load_tokenizer(path: Path | str) -> TokenizerFile:
     """Load the tokenizer of a checkpoint; `path` is the checkpoint's directory or the tokenizer.json in it.
 
     End tokens are eos_token_id of generation_config.json and config.json, else the eos_token of tokenizer_config.json.
-    Raises ConfigurationError if there is no tokenizer or no end token, or if it has more tokens than the model's
-    vocab_size.
+    Raises ConfigurationError if there is no tokenizer or no end token, or if the tokenizer has more tokens than the
+    model's vocab_size.
     """
     try:
         import tokenizers

@@ -1,4 +1,4 @@
-"""The adapter that one vLLM loads: its path stays the same, and its files are replaced while the engine is paused."""
+"""The adapter that a vLLM server loads: its path stays the same; its files are replaced while the engine is paused."""
 
 import hashlib
 import os
@@ -10,8 +10,9 @@ from pathlib import Path
 def replace_adapter(directory: Path, url: str) -> Path:
     """Put the files of `directory` at the path of the engine at `url`, and return that path.
 
-    The path is a symbolic link next to `directory`, replaced atomically. It points to files of this engine alone,
-    because other engines may have other versions; they stay when `directory` is removed. Raises OSError.
+    The path is a symbolic link next to `directory`, replaced atomically. It points to hard links or copies for
+    this engine alone, because other engines may have other versions. These files stay when `directory` is removed.
+    Raises OSError.
     """
     path = directory.parent / f"adapter-{hashlib.sha256(url.encode()).hexdigest()[:12]}"
     files = path.with_name(f"{path.name}.{uuid.uuid4().hex}")

@@ -1,8 +1,8 @@
 """ReplicaUpdater: keeps one inference engine on the newest checkpoint, and never lets it sample with torn weights.
 
 Torn weights are a mix of two versions. An update pauses the engine, loads a checkpoint and resumes the engine. If
-loading fails, the newest version that the engine had is loaded before it resumes; if that fails too, the engine is
-drained: it stays paused, and the update is tried again.
+loading fails, the updater loads a version that this engine, or else another engine, has loaded before. If that fails
+too, the engine is drained: it stays paused, and the update is tried again.
 """
 
 import asyncio
@@ -170,7 +170,7 @@ class ReplicaUpdater:
         return True
 
     async def _restore(self, failed: int) -> bool:
-        """Load the newest version that this or another engine has loaded; drain the engine if that fails."""
+        """Load the newest version that this engine, or else another, has loaded; drain the engine if that fails."""
         self.version = UNKNOWN
         fallback = self._checkpoints.fallback(failed, self.url)
         if fallback is not None:

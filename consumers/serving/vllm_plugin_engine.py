@@ -42,7 +42,8 @@ class VllmPluginEngine(VllmEngine):
     async def prepare(self, label: str) -> None:
         """Have each worker fetch a version while the engine samples; return once all workers hold it.
 
-        Raises VersionUnfit with the reason if a worker cannot fetch it, EngineFailed if the engine does not answer.
+        Raises VersionUnfit with the reason if a worker cannot fetch it in time, and EngineFailed if the engine does not
+        answer.
         """
         await self._http.post("/init_weight_transfer_engine", {"init_info": self._info}, loading=True)
         await self._call("rollstream_fetch", label)

@@ -58,7 +58,7 @@ def trace_of(batched: BatchedRollout, step: LearnerStep, run: str) -> RolloutTra
 
 
 def _span(rollout: Rollout, number: int, turn: Turn) -> dict[str, Any]:
-    """The generation of one turn by the policy."""
+    """Return the span of one turn that the policy generated."""
     inference = turn.inference
     return {
         "id": f"{rollout.uid}/{number}",

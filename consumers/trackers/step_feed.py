@@ -36,7 +36,7 @@ class StepFeed:
         """Number of rollouts drawn for traces that are no longer on the log."""
 
     def newest_step(self) -> int:
-        """Read `steps` to its end; return the newest step that `steps` has not yielded yet, -1 if there is none."""
+        """Read the topic `steps` to its end; return the newest step that `steps()` has not yielded yet, or -1."""
         for message in self._log.messages(self._run, "steps", self._steps_position):
             self._steps_position = message.offset + 1
             step = self.skipped.decode(LearnerStep, message)
@@ -53,7 +53,7 @@ class StepFeed:
             self._unwritten = {}
             return
         unwritten, self._unwritten = self._unwritten, {}
-        # Read after `steps`, so that all metrics appended before the newest step are on the log.
+        # Read after the topic `steps`, so that all metrics appended before the newest step are on the log.
         messages = self._log.messages(self._run, "metrics", self._metrics_position)
         message = next(messages, None)
         for number in sorted(unwritten):

@@ -61,5 +61,5 @@ class TrackioTracker:
 
     def close(self) -> None:
         with contextlib.redirect_stdout(sys.stderr):
-            # After the finish method of the run itself, trackio would finish the run again when the process exits.
+            # If the run's own method `finish` were called, trackio would finish the run again when the process exits.
             self._trackio.finish()

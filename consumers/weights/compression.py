@@ -1,6 +1,6 @@
 """Compression of chunks: zstd at its lowest level, only where it pays. No I/O.
 
-Trained parameters are nearly random bits. Zstd saves a fifth of their bytes, but only at the speed of a network.
+Trained parameters are nearly random bits. Zstd saves a fifth of their bytes, but is no faster than a network.
 Therefore the bytes of a version are compressed only if a sample of them shrinks by at least a quarter.
 """
 

@@ -1,6 +1,6 @@
 """Deltas: places and new values of the elements of a version whose bits differ from the previous version.
 
-The part of a tensor holds the gaps between the places of its changed elements (int32, the first one counted from 0),
+The delta of a tensor holds the gaps between the places of its changed elements (int32, the first one counted from 0),
 then the new values. Both are stored in byte planes, all first bytes before all second bytes, because zstd shrinks
 planes that hardly vary. New values replace old values, so no bit pattern is special. This module only needs numpy.
 """

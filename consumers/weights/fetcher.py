@@ -112,7 +112,7 @@ class ChunkFetcher(Closing):
                         take(chunk, _value(record, encode_key(manifest.version, manifest.epoch, chunk.index)))
                         left -= 1
                         progress.fetched(chunk)
-                        # As long as chunks arrive, the version has no time limit.
+                        # The version has no time limit while chunks arrive.
                         deadline = time.monotonic() + timeout_s
                 progress.report()
         except BrokerUnavailable as unavailable:

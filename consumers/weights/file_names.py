@@ -38,7 +38,7 @@ def file_name(run: str, version: int, index: int, digest: str) -> str:
 
 
 def parsed(run: str, name: str) -> ChunkFile | None:
-    """Return the parts of a name; None unless it is a name that `file_name` makes for the run."""
+    """Return the parts of a name that `file_name` makes for the run, or of an unfinished file; None for others."""
     match = _NAME.fullmatch(name.removeprefix(f"{run}/")) if name.startswith(f"{run}/") else None
     return None if match is None else ChunkFile(int(match[1]), int(match[2]), match[3], match[4] is None)
 

@@ -32,7 +32,7 @@ class FileWriter:
     """Writes the chunks of one process below the URL of a run."""
 
     def __init__(self, run: str, config: WeightsConfig) -> None:
-        """Raises ConfigurationError if the URL cannot be opened."""
+        """Open the store at the URL. Raises ConfigurationError if it cannot be opened."""
         self._run, self._config = run, config
         self._store = open_store(config.url)
         self._reusable: dict[str, StoredFile] = {}
@@ -99,7 +99,7 @@ class FilePublisher(FileWriter):
         self._find_left_behind(manifests)
 
     def committed(self, manifest: PolicyManifest) -> None:
-        """Note that a version is committed; remove reusable files up to its number that the manifest does not name."""
+        """Note that a version is committed; remove reusable files of this and older versions that it does not name."""
         named = {chunk.url for chunk in manifest.chunks}
         self._latest = max(self._latest, manifest.version)
         over = [name for name in self._reusable if self._version(name) <= manifest.version]
@@ -139,7 +139,7 @@ class _Writing(NamedTuple):
     """Last problem of each chunk, by number."""
 
     def chunk(self, numbered: tuple[int, bytes]) -> Chunk:
-        """Write a piece of the content until the store has it."""
+        """Write a piece of the content, and retry until the store has it."""
         index, piece = numbered
         data = compress(piece) if self.codec else piece
         digest = hashlib.sha256(data).hexdigest()

@@ -125,7 +125,10 @@ def prunable(
 
 
 def remove_files(urls: Iterable[str], *, at_once: int, timeout_s: float) -> tuple[int, str]:
-    """Delete files; return the number of deleted files, and the problem of the first file that was not deleted."""
+    """Delete files; return the number of deleted files, and the problem of the first file that was not deleted.
+
+    If the store stops answering, the number is 0, even if some files were deleted.
+    """
     chosen, problems = list(urls), dict[str, str]()
     if not chosen:
         return 0, ""

@@ -77,7 +77,7 @@ class WeightsFollower:
             return self._manifest
 
     def get_state(self, version: int) -> State | None:
-        """Return the held version and its arrays by name, or None if the held version is `version`.
+        """Return the held version and its arrays by name; None if no version is held or the held version is `version`.
 
         The arrays are read-only and stay valid for as long as they are referenced. Raises the error that ended the
         background thread, if any.

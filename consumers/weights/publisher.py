@@ -43,7 +43,7 @@ def read_manifests(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> dict
 class WeightsPublisher:
     """Publishes for one learner. Build it after the learner's StepLog, so that no other learner of the run can commit.
 
-    Usage: `manifest = stage(...)`, write `record(manifest)` in the transaction of the step, `committed(manifest)`.
+    Usage: call `stage`, write `record(manifest)` in the transaction of the step, then call `committed(manifest)`.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class Beginning:
 
 
 class LeadBarrier:
-    """The lead's side; without a channel, the lead is the only process."""
+    """The lead's side of the barrier; without a channel, the lead is the only process."""
 
     def __init__(self, channel: Channel | None, epoch: str, timeout_s: float) -> None:
         self._channel, self._epoch, self._timeout_s = channel, epoch, timeout_s
@@ -135,7 +135,7 @@ class LeadBarrier:
 
 
 class MemberBarrier:
-    """The side of a process that is not the lead."""
+    """The side of the barrier for a process that is not the lead."""
 
     def __init__(self, channel: Channel, timeout_s: float) -> None:
         self._channel, self._timeout_s = channel, timeout_s

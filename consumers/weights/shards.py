@@ -1,7 +1,7 @@
 """Shards of a policy version: the tensors that each process of a learner publishes, and how they make one version.
 
 A process owns whole tensors. The digest of a version is computed from the digests of its tensors, so it does not depend
-on which process published which tensor, and no process needs the bytes of another process for it. No I/O.
+on which process published which tensor, and is computed without the bytes of other processes. No I/O.
 """
 
 import math

@@ -1,6 +1,6 @@
 """SpooledVersion: a whole policy version in temporary files, whose tensors are read one at a time.
 
-It is for tools that write a version to another place: memory only holds one tensor and its changes, however large the
+It is for tools that write a version to another place: memory holds only one tensor and its changes, however large the
 model is.
 """
 

@@ -1,7 +1,7 @@
 """A bigram policy trained from a run's batches, without JAX. Arguments: servers, run, steps.
 
-The last version that it published is its checkpoint. It may be ended at any moment: started again, it trains on each
-batch exactly once.
+The last version that the program published is its checkpoint. The program may be ended at any moment: when it is
+started again, it continues there, so it trains on each batch exactly once.
 """
 
 import sys
@@ -13,7 +13,7 @@ from rollstream import BatchReader, KafkaConfig, StepWriter, WeightsFollower
 kafka, run = KafkaConfig(bootstrap_servers=sys.argv[1]), sys.argv[2]
 
 with StepWriter(kafka, run) as steps, WeightsFollower(kafka, run) as weights:
-    logits = weights.wait_for(steps.version, timeout_s=60)[1]["logits"].copy()  # of a token, given its predecessor
+    logits = weights.wait_for(steps.version, timeout_s=60)[1]["logits"].copy()  # of each token, given the one before
     with BatchReader(kafka, run, start=steps.position) as reader:
         while steps.step < int(sys.argv[3]):
             read = reader.poll(timeout_s=60)

@@ -1,4 +1,4 @@
-"""Double DQN (van Hasselt et al. 2016) with targets of one step and of several. Pure functions of JAX."""
+"""Double DQN (van Hasselt et al. 2016) with one-step and multi-step targets. Pure functions of JAX."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,10 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(10.0), optax.adam(2e-3))
 
 
 def step_values(fast: Parameters, slow: Parameters, steps: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the values of the moves taken, by the fast network, and of the next observations: each [...]."""
+    """Return the fast network's values of the moves taken, and the values of the next observations, each [...].
+
+    The fast network chooses the next move and the slow network values it; after a termination the value is 0.
+    """
     taken = jnp.take_along_axis(values(fast, steps["curr_obs"], jnp), steps["actions"][..., None], -1)[..., 0]
     best = values(fast, steps["next_obs"], jnp).argmax(-1)
     after = jnp.take_along_axis(values(slow, steps["next_obs"], jnp), best[..., None], -1)[..., 0]

@@ -53,5 +53,5 @@ class Returns:
         return len(self._finished.get(version, ()))
 
     def mean(self, version: int) -> float:
-        """Return the mean return of these episodes; NaN if there are none."""
+        """Return the mean return of the episodes that `episodes` counts; NaN if there are none."""
         return float(np.mean(self._finished.get(version, [np.nan])))

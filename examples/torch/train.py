@@ -1,4 +1,4 @@
-"""A torch policy trained from a run's batches by an optimizer of torch. Arguments: servers, run, steps, checkpoint.
+"""A torch policy, trained from a run's batches by a torch optimizer. Arguments: servers, run, steps, checkpoint.
 
 It saves parameters, optimizer and position to one file at every second step. It may be killed at any moment: started
 again, it trains on each batch exactly once. Steps after the saved one are repeated, and must match their digests on

@@ -2,7 +2,7 @@
 
 The rollout function takes the next batch of the run; nothing is sampled here. The program may be killed at any moment:
 started again, it trains on each batch exactly once, because a step goes on record before a checkpoint of TRL can name
-it, and the step in the newest checkpoint tells where in the index to go on.
+it, and the step in the newest checkpoint tells where in the index to continue.
 """
 
 import sys

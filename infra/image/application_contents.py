@@ -72,7 +72,7 @@ class ApplicationInputs:
 
 
 def find_application_inputs(extras: Sequence[str], environment: Mapping[str, str]) -> ApplicationInputs:
-    """Find all inputs. Raises ConfigurationError, with the remedy, if one is missing."""
+    """Find all inputs. Raises ConfigurationError, with the remedy, without Linux or if a distribution is missing."""
     if platform.system() != "Linux":
         raise ConfigurationError(
             "an image of this machine's files needs Linux; on another system, build infra/image/Dockerfile"

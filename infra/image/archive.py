@@ -1,6 +1,6 @@
 """Writes an image as an archive for `docker load`, with the same bytes for the same entries.
 
-All files have the same time, and no user of this machine appears. The image's id is the digest of its configuration,
+All files have the same time, and no user of this machine is named. The image's id is the digest of its configuration,
 which names the digest of its one layer, so the id depends on no registry or clock.
 """
 

@@ -1,8 +1,8 @@
 """Compiles modules for an image, because a read-only container cannot write bytecode.
 
-The same sources give the same bytes: the module runs as a program with a fixed hash seed, because the bytecode contains
-sets of constants in their order. The program reads a JSON list of [source, path in the image, bytecode file] from
-standard input.
+The same sources give the same bytes: the module runs as a program with a fixed hash seed, because bytecode contains
+sets of constants in iteration order, which depends on the seed. The program reads a JSON list of [source, path in the
+image, bytecode file] from standard input.
 """
 
 import json

@@ -39,11 +39,11 @@ def with_parents(entries: Iterable[ImageEntry]) -> list[ImageEntry]:
 
 
 def account_files(user: str, home: str) -> tuple[ImageEntry, ...]:
-    """Return the files that name the accounts of the image: root, and `user` with the number USER_ID."""
+    """Return the files that name the accounts of the image: root, and `user` with the id USER_ID."""
     texts = {
         "/etc/passwd": f"root:x:0:0::/:/bin/sh\n{user}:x:{USER_ID}:{USER_ID}::{home}:/bin/sh\n",
         "/etc/group": f"root:x:0:\n{user}:x:{USER_ID}:\n",
-        # Without it the C library asks DNS for localhost.
+        # Without this file, the C library asks DNS for localhost.
         "/etc/nsswitch.conf": "hosts: files dns\n",
     }
     return tuple(ImageEntry(path, text.encode(), mode=0o644) for path, text in texts.items())

@@ -31,7 +31,7 @@ def committed_tasks(kafka: KafkaConfig, run: str, grouper: GrouperConfig) -> Ite
 
 
 def _journal_at(kafka: KafkaConfig, run: str, committed: GroupPosition) -> JournalRecord:
-    """Fetch the journal record that a committed offset names; one transaction commits both."""
+    """Fetch the journal record that a committed offset names; one transaction commits the record and the offset."""
     partition, topic = committed.partition, topic_name(run, "journal")
     at = CommitMetadata.decode(committed.metadata, f"{committed.topic}[{partition}]").journal
     message = record_at(kafka, topic, partition, at, isolation="read_uncommitted")

@@ -122,7 +122,7 @@ class PartitionJournal:
         return journal
 
     def forget_before(self) -> None:
-        """Forget batches of offsets with a fate from before the first snapshot, because only counts include them."""
+        """Forget which offsets settled before the first snapshot are in batches: the journal only counts them."""
         runs = self.table.runs().where(self.table.runs().values & CARRIED != 0)
         settled = runs.where(codes(runs.values) == 0).clipped(0, self.base)
         self.table.clear_bits(CARRIED, settled)

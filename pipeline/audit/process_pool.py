@@ -30,7 +30,7 @@ def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterato
     """Yield the result of `work` for each job, in the order in which jobs finish, with at most `processes` processes.
 
     Function and jobs must be picklable. An exception in `work` is raised here, with its traceback as a note; after
-    that, or once the caller stops iterating, no further job starts.
+    that, or once the caller stops iterating, the child processes are killed. Raises ProcessLost.
     """
     if min(processes, len(jobs)) < 2:
         yield from map(work, jobs)
@@ -60,7 +60,7 @@ def spread(work: Callable[[J], R], jobs: Sequence[J], processes: int) -> Iterato
 
 
 def run_apart(work: Callable[[J], R], job: J) -> R:
-    """Return the result of `work` in a child process. Raises its exceptions as `spread` does, and ProcessLost."""
+    """Return the result of `work` in a child process. Raises the same errors as `spread`."""
     pipe, process = start_child(partial(_serve, work))
     try:
         _send(pipe, process, job)

@@ -1,4 +1,4 @@
-"""Plans which records of a run may be deleted. Computes each deletion from positions, with the reason for its end.
+"""Plans which records of a run may be deleted: computes each deletion from positions, and why it goes no further.
 
 The plan keeps the records that recovery reads, the records that the verification window needs, and the records that
 learners have yet to read. It also keeps the batches and index entries that the kept journal names, so that the ledger

@@ -168,11 +168,11 @@ def refold(
 ) -> Iterator[Effects]:
     """Yield the effects of a partition's records from the end of `journal` to offset `stop`, in pieces.
 
-    The journal record of the last piece is a snapshot. `journal` is generation 0, or ends with a snapshot. `skips` are
-    the offsets skipped unread, as `skips_in` returns them for the whole journal. `change` alters every configuration of
-    the log, and `rewards` replaces the rewards of rollouts by offset; both require that `journal` holds nothing in
-    flight. `drain` cuts sealed groups into batches at the end.
-    Raises StateRefused if log and journal do not belong together.
+    The journal record of the last piece is a snapshot. `journal` ends with a complete snapshot. `skips` are the offsets
+    skipped unread after it, as `skips_in` returns them for the records after `journal`. `change` alters every
+    configuration of the log, and `rewards` replaces the rewards of rollouts by offset; both require that `journal`
+    holds nothing in flight. `drain` cuts sealed groups into batches at the end.
+    Raises StateRefused if the log and the journal do not belong together.
     """
     restored = task_state.restored_state(journal)
     if change is not None:

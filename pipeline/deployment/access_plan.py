@@ -1,7 +1,7 @@
 """Compares the access rules that a run needs with the rules on the brokers. It connects to no broker.
 
 Only rules of the run's own principals about the run's own names are ever removed. Other rules that reach the run are
-shown.
+only shown.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Derives the access rules of each role, which grant the fewest rights, from the topic catalogue and the description.
+"""Derives each role's access rules, which grant only what it needs, from the topic catalogue and the description.
 
 `rollstream topics acls`, the users of a chart, `rollstream doctor` and docs/permissions.md are made from these rules.
 Read and Write imply Describe. No rule covers a name of another run: topics are named one by one, because topics of run

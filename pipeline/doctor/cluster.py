@@ -12,7 +12,7 @@ _OLDEST_BROKER = (4, 0)
 
 
 def check_versions(config: RunConfig) -> Iterator[Finding]:
-    """Yield the versions of client and broker."""
+    """Yield a finding on the versions of the client and the brokers."""
     ours = f"rollstream {version('rollstream')}, librdkafka {granted.client_version()}"
     try:
         broker = granted.broker_version(config.kafka)
@@ -31,7 +31,7 @@ def check_versions(config: RunConfig) -> Iterator[Finding]:
 
 
 def check_topics(config: RunConfig) -> Iterator[Finding]:
-    """Yield topics that are missing or differ from the catalogue."""
+    """Yield a finding for each topic that is missing or differs from the catalogue, or one finding if all match."""
     try:
         plans = provisioning.plan(config.kafka, config.topics, config.run)
     except RollstreamError as error:

@@ -20,7 +20,8 @@ _CHECK = "permissions"
 
 
 def check_permissions(config: RunConfig, role: str) -> Iterator[Finding]:
-    """Yield the rights that the user of these settings lacks for a role, and the rights that the role does not need."""
+    """Yield findings on rights that the user of these settings lacks for a role, and on rights that the role does not
+    need."""
     topics = granted.topic_operations(config.kafka, [topic_name(config.run, spec.name) for spec in CATALOGUE])
     if any((operations or frozenset()) >= _EVERYTHING for operations in topics.values()):
         yield Finding(

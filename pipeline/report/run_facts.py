@@ -83,7 +83,10 @@ class RunFacts:
 
 
 def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
-    """Collect the facts of a run from its topics, or from an archive. Raises as `RunIndex.open` does."""
+    """Collect the facts of a run from its topics, or from an archive.
+
+    Raises the errors of `RunIndex.open`, and DeadlineExceeded if the index is not filled.
+    """
     with RunIndex.open(config, archive) as index:
         _catch_up(index)
         figures = index.series(points=_STEPS)
@@ -191,7 +194,7 @@ def _spread_curve(spread: Sequence[tuple[int, int, int]]) -> Curve | None:
 
 
 def _examples(index: RunIndex, db: sqlite3.Connection, order: str) -> list[Mapping[str, Any]]:
-    """Return details of rollouts with the highest or lowest rewards: the newest first, at most one of a group."""
+    """Return details of rollouts with the highest or lowest rewards: one of a group; of equal rewards, the newest."""
     rows = db.execute(
         "select partition, offset, grp from rollouts where reward is not null"
         f" order by reward {order}, id desc limit {_LOOKED_AT}"

@@ -1,4 +1,4 @@
-"""Finds the consequences of wrong advantages: the steps that trained on them, later versions, the last clean step.
+"""Finds the consequences of wrong advantages: steps that trained on them, later versions, and the last clean step.
 
 Pure. A step is clean if all rollouts that it and the steps before it trained on had correct advantages.
 """
@@ -154,7 +154,7 @@ def _touches(use: BatchUse, batch: CorrectedBatch) -> bool:
 
 
 def taken_until(steps: Iterable[LearnerStep], run: str, learner: str, last: int) -> TakenRows:
-    """Return the rows of batches that a learner used or skipped up to step `last`."""
+    """Return the rows of batches that a learner trained on or skipped up to step `last`."""
     taken: dict[str, set[int]] = {}
     whole: set[str] = set()
     for step in steps:

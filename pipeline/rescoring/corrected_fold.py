@@ -61,7 +61,7 @@ class CorrectedBatch:
 
     @property
     def flipped(self) -> NDArray[np.bool_]:
-        """Whether the corrected advantage has the other sign, [R]."""
+        """Whether the corrected advantage has the opposite sign, [R]."""
         far = np.minimum(np.abs(self.before), np.abs(self.after)) > ROUNDING
         flipped: NDArray[np.bool_] = self.wrong & far & (np.sign(self.before) != np.sign(self.after))
         return flipped
@@ -166,7 +166,7 @@ def _beginning(
 
 
 def advantages_of(batch: TrainingBatch) -> Float32:
-    """Return the advantage of each row, [R]: estimators give all positions of a row the same."""
+    """Return the advantage of each row, [R]; estimators give all positions of a row the same advantage."""
     return batch.advantages[batch.splits[:-1]]
 
 

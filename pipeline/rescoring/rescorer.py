@@ -1,7 +1,8 @@
 """Scores the rollouts of a run again and writes the rewards to `rescores`, each exactly once.
 
 The rewards of a partition are written in the order of its rollouts, in transactions, so that the last record of a
-rescoring says where to go on after a crash. Only one rescoring of a run writes at a time: a second fences the first.
+rescoring shows where to continue after a crash. Only one rescoring of a run writes at a time: a second fences the
+first.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """A rescoring: a verifier, and the environments whose rollouts it scores again.
 
-The same verifier code with the same environments gives the same id, so an interrupted rescoring can continue. Changed
-code makes a new rescoring.
+The id follows from the verifier's code and version and from the environments, so an interrupted rescoring can continue,
+and changed code makes a new rescoring.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The role `collect`: one process that plays a control task. To scale, start more processes with further ordinals."""
+"""The role `collect`: one process that plays a control task. To scale, start more processes with the next ordinals."""
 
 import argparse
 

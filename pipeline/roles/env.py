@@ -72,8 +72,8 @@ async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
 
 
 def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
-    """Return a function that maps a number of servers to the URLs of these servers of the run; None if the workers use
-    servers other than those of `inference`."""
+    """Return a function from the number of the run's inference servers to their URLs; None if the workers use servers
+    other than those of `inference`."""
     inference = config.inference
     if not inference.port or config.worker.inference_urls != inference_urls(inference):
         return None
@@ -81,8 +81,9 @@ def servers_of(config: RunConfig) -> Callable[[int], tuple[str, ...]] | None:
 
 
 def worker_name(config: RunConfig, ordinal: int, workers: int | None = None) -> str:
-    """Return the name of the worker with this ordinal: the configured name, followed by the ordinal if there are
-    several workers. `workers` is the number that operators want; by default, the configured number is used."""
+    """Return the name of the worker with this ordinal: env-ORDINAL by default, else the configured name, followed by
+    the ordinal if there are several workers. `workers` is the number that operators want; by default, the configured
+    number is used."""
     name = config.worker.worker_id
     if name == WorkerConfig().worker_id:
         return f"env-{ordinal}"

@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Fill until stopped; the next start continues from there."""
+    """Fill until stopped; the next start continues where this one stopped."""
     fill = config.fill
     if not fill.directory:
         raise ConfigurationError("fill.directory is empty, so there is no buffer to fill; set it to a directory")

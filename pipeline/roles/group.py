@@ -1,4 +1,4 @@
-"""The role `group`: one grouping consumer. To scale, start more processes with further ordinals."""
+"""The role `group`: one grouping consumer. To scale, start more processes with the next ordinals."""
 
 import argparse
 import gc

@@ -70,7 +70,7 @@ class FollowedPolicy:
 
     @property
     def behind(self) -> bool:
-        """Whether a newer version has arrived than the one in use."""
+        """Whether a version newer than the one in use has arrived."""
         return self._follower.version > self._version
 
     def refresh(self) -> int:
@@ -159,7 +159,7 @@ async def _serve(
 
 
 def wait_for_version(follower: WeightsFollower, timeout_s: float) -> None:
-    """Wait for the first version: at most `timeout_s`, or under a supervisor as long as it waits for the learner."""
+    """Wait for the first version. Raises DeadlineExceeded after `timeout_s`, but never under a supervisor."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

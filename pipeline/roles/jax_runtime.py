@@ -1,4 +1,4 @@
-"""Prepares a process for JAX before anything imports it: threads, a persistent compile cache, an error without JAX."""
+"""Prepares a process for JAX before anything imports it: threads, a compile cache, and an error if JAX is missing."""
 
 import importlib.util
 import os

@@ -1,4 +1,4 @@
-"""The role `label`: one process of the labeling stage. To scale, start more processes with further ordinals."""
+"""The role `label`: one process of the labeling stage. To scale, start more processes with the next ordinals."""
 
 import argparse
 

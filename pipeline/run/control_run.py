@@ -56,7 +56,7 @@ def _is_filling_behind(config: RunConfig) -> bool:
 
 
 def _is_behind(config: RunConfig, topic: str, positions: dict[int, int]) -> bool:
-    """Whether a record remains at or after these positions. End offsets cannot tell, as they count markers."""
+    """Whether a record remains at or after these positions. End offsets cannot tell: they count markers, too."""
     full = topic_name(config.run, topic)
     bounds = topic_admin.bounds(config.kafka, full)
     start = {p: max(begin, positions.get(p, begin)) for p, (begin, _end) in bounds.items()}

@@ -1,6 +1,6 @@
 """Fault injection of the demo: kills a grouping consumer and the learner, and measures how long each takes to recover.
 
-Both are killed at once, at a step drawn from the seed. The supervisor starts them again, as it would in any run.
+Both are killed together, at a step drawn from the seed. The supervisor starts them again, as it would in any run.
 """
 
 import random
@@ -125,7 +125,7 @@ class FaultInjector:
 
 
 def faults_text(faults: tuple[Fault, ...]) -> str:
-    """Table of the roles killed, when, and how long each took to recover."""
+    """Table of the killed roles, with the step and time of the kill, and how long each role took to recover."""
     if not faults:
         return "nothing was killed on the way"
     rows = [

@@ -110,7 +110,7 @@ class Drainer(Closing):
         return not is_labeling_behind(self._config)
 
     def _is_cut(self) -> bool:
-        """Cut the sealed groups; return whether only incomplete groups are left."""
+        """Cut the sealed groups; return whether no group that is left waits for its policy version."""
         config = self._config
         drain(config.kafka, config.run, config.grouper)
         left = open_groups(config.kafka, config.run, config.grouper)

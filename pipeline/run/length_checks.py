@@ -15,8 +15,9 @@ logger = logging.getLogger(__name__)
 def check_lengths(config: RunConfig, environments: Sequence[LoadedEnvironment]) -> None:
     """Raise ConfigurationError if a prompt with the longest answer does not fit into learner.sequence_length.
 
-    If learner.too_long handles such rollouts, log a warning instead. Later turns of an episode are not checked: the
-    inference server ends it at inference.max_model_len. Raises PromptRefused for a prompt that cannot be encoded.
+    If learner.too_long handles such rollouts, log a warning instead. Later turns of an episode are not checked, because
+    the inference server ends an episode at inference.max_model_len. Raises PromptRefused for a prompt that cannot be
+    encoded.
     """
     learner, encode = config.learner, tokenizer_of(config.learner).encode
     for environment in environments:

@@ -1,4 +1,4 @@
-"""Processes whose supervisor is lost; they run on for a while, so that the next supervisor of the run can adopt them.
+"""Processes whose supervisor is lost; they keep running for a while, so that the run's next supervisor can adopt them.
 
 The supervisor lists its processes in a file. The next supervisor writes its own identity there, and keeps in the
 list only the processes that it adopts. Every command imports this module, so it uses only the standard library.

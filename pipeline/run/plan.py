@@ -1,7 +1,7 @@
 """Plans the processes of a run: the configuration that they share, and the command line of each.
 
-The processes read one file that their supervisor writes. They do not get those of the supervisor's variables that
-would override the file.
+The processes read one file that their supervisor writes. They do not inherit variables of the supervisor that would
+override the file.
 """
 
 import hashlib

@@ -62,8 +62,8 @@ class ProcessRegistry(Closing):
         self._end(entry.process for name, entry in running.items() if name not in self.orphans)
 
     def adopt(self, name: str, command: str) -> AdoptedProcess | None:
-        """Return the process of a name, if it still runs and was started by the same command. End it if it was started
-        by another command."""
+        """Return the process with this name, if it still runs and was started by the same command. End it if it was
+        started by another command."""
         orphan = self.orphans.pop(name, None)
         if orphan is None:
             return None

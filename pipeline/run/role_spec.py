@@ -38,7 +38,7 @@ class RoleSpec:
 
     @property
     def kind(self) -> str:
-        """Its name without the number; roles of one kind stop together."""
+        """Its name up to the first dash; roles of one kind stop together."""
         return self.name.partition("-")[0]
 
     @property

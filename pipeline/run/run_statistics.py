@@ -164,7 +164,7 @@ class OutcomeCurve:
 
 
 class RunStatistics:
-    """Accumulates the statistics of a run, record by record, in memory that is bounded however long the run is."""
+    """Accumulates the statistics of a run, record by record, in memory that does not grow with the rollouts read."""
 
     def __init__(self, run: str) -> None:
         self._run = run

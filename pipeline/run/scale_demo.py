@@ -80,7 +80,7 @@ def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) ->
 def _scale(
     config: RunConfig, stack: ExitStack, interrupts: Interrupts, display: Display[ScaleSeries]
 ) -> tuple[ScaleSeries, int]:
-    """Run the load until the fewest processes are left; return the series and the number of rollouts written."""
+    """Run the load until processes are back at their minimum; return the series and the number of rollouts written."""
     path = plans.write(config)
     ports = ServicePorts(config)
     supervisor = stack.enter_context(
@@ -124,7 +124,7 @@ def _watch(
 ) -> ScaleSeries:
     """Take points until the load is over and the number of processes is back at its minimum.
 
-    Raises DeadlineExceeded if more processes remain.
+    Raises DeadlineExceeded if more processes remain after demo.scale.patience_s.
     """
     load = config.demo.scale
     least, _most = bounds(*_rule(config))

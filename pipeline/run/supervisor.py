@@ -85,8 +85,8 @@ class Supervisor:
     ) -> None:
         """`on_progress` is called with the name of a role and each progress line of its start. `place` adds to a role
         what depends on other processes of this machine, such as its port. `may_end` tells whether roles of a kind may
-        exit with 0 now; a role that did so is started again once it no longer may. Roles in `registry` that a previous
-        supervisor left are adopted instead of started, except optional roles.
+        exit with 0 now; a role that did so is started again once that is no longer allowed. Roles in `registry` that a
+        previous supervisor left are adopted instead of started, except optional roles.
 
         `clock` returns the time, in seconds, that decides when roles are late to become ready or due to be restarted.
         """
@@ -151,7 +151,8 @@ class Supervisor:
     def poll(self, timeout_s: float = 0.0) -> None:
         """Handle what happens within `timeout_s`: readiness, exits, due restarts.
 
-        Raises RoleFailed if a role exited once too often, or DeadlineExceeded if a role is not ready in time.
+        Raises RoleFailed if a role exited too often or before it was ever ready, or DeadlineExceeded if a role is not
+        ready in time.
         """
         self._read_readiness(timeout_s)
         beat("supervisor")

@@ -1,1 +1,1 @@
-"""Splits a run: it goes on as another run with another number of partitions."""
+"""Splits a run, which continues as another run with another number of partitions."""

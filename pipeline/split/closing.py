@@ -131,7 +131,7 @@ def _await_members_gone(config: RunConfig, wait_s: float) -> None:
 
 
 def _await_labels(config: RunConfig, wait_s: float) -> None:
-    """Wait until all records are labelled, because no label can be written once `rollouts` is closed."""
+    """Wait until all records are labeled, because no label can be written once `rollouts` is closed."""
     deadline = time.monotonic() + wait_s
     with LabelingWatch(config.kafka, config.run, config.labeling.group_id(config.run)) as watch:
         while waiting := watch.state.waiting:

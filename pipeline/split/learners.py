@@ -45,7 +45,7 @@ def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool
     """Wait until the learners that train on a run's batches have stopped with a checkpoint of their last step.
 
     Afterwards none of them can write to the run. Raises DeadlineExceeded if a checkpoint is missing after `wait_s`, and
-    StateRefused for a learner that trains on another run's batches.
+    StateRefused for a learner that trains on another run's batches or has made another step in the meantime.
     """
     deadline = time.monotonic() + wait_s
     learners = []

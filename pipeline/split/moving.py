@@ -52,7 +52,7 @@ def create(config: RunConfig, after: RunConfig, split: RunSplit) -> None:
 def configuration_after(config: RunConfig) -> GroupingConfig:
     """Return the grouping configuration in force at the end of a run, with which its successor begins.
 
-    It lacks the excluded offsets, which name records of the run that ends, all of them dropped or batched there.
+    It lacks the excluded offsets, because they name records of the run that ends, all of them dropped or batched.
     """
     current = newest(partition_configurations(config.kafka, config.run, config.grouper))
     return replace(current, exclude_offsets=())
@@ -119,7 +119,8 @@ def copy_decisions(config: RunConfig, after: RunConfig) -> None:
 
 
 def _set_clock(after: RunConfig, policy_version: int) -> None:
-    """Write marks with the policy version of the run that ends to all partitions; without it, moved rollouts wait."""
+    """Write marks with the policy version of the run that ends to all partitions, because moved rollouts wait for
+    it."""
     topic = topic_name(after.run, "rollouts")
     signer = MarkSigner(after.grouper.signing_key)
     with Sender(clients.producer(after.kafka)) as sender:

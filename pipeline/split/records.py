@@ -20,7 +20,7 @@ def write_to_successor(kafka: KafkaConfig, split: RunSplit) -> None:
 
 
 def withdraw(kafka: KafkaConfig, split: RunSplit) -> None:
-    """Remove the record of a split from the run that it would have ended; nothing has been moved yet."""
+    """Remove the record of a split from the run that it would have ended. Call it only before anything is moved."""
     _write(kafka, split.run, SUCCESSOR_KEY, None)
 
 

@@ -43,7 +43,7 @@ def plan(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def apply(config: RunConfig, args: argparse.Namespace) -> int:
-    """Add and remove rules, and show which."""
+    """Add missing rules, remove surplus rules, and show both."""
     differences = _compared(config, args)
     # Rules are added first, so that a role keeps its access while a rule is replaced by a narrower one.
     access_control.add(config.kafka, differences.missing)

@@ -1,6 +1,6 @@
 """`rollstream attest`: signs what a model was trained on, and checks such statements from an archive alone.
 
-Exit code 0 if a check passes, 1 if it does not. No broker is needed.
+Exit code 0 if a check passes, 1 if an archive does not confirm a statement, 2 for any other error. No broker is needed.
 """
 
 import argparse
@@ -71,7 +71,10 @@ def sign_statement(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def check_statement(config: RunConfig, args: argparse.Namespace) -> int:
-    """Print whether an archive confirms a statement, or a statement confirms a proof; return 1 if not."""
+    """Print whether an archive confirms a statement, and return 1 if not; or print what a proof shows.
+
+    Raises StateRefused for an invalid proof, or a model that is not the statement's.
+    """
     statement = opened(_read(args.statement), args.key)
     if args.model is not None:
         check_model(args.model, statement)

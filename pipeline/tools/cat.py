@@ -123,7 +123,7 @@ def cat(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def resolve(run: str, name: str) -> str:
-    """Return the full name of a topic, given its full name, of any run, or its name in the catalogue.
+    """Return the full name of a topic, given either its full name (in any run) or its name in the catalogue.
 
     Raises ConfigurationError for any other name.
     """

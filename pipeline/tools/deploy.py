@@ -115,7 +115,7 @@ def write_compose(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def write_chart(config: RunConfig, args: argparse.Namespace) -> int:
-    """Write the chart of a run to a directory, and delete earlier templates that it no longer has."""
+    """Write the chart of a run to a directory, and delete generated templates that the chart no longer has."""
     from rollstream.pipeline.deployment.chart.context import ChartOptions, RunChart
     from rollstream.pipeline.deployment.chart.files import chart_files
     from rollstream.pipeline.deployment.chart.templates import MARK

@@ -72,7 +72,7 @@ class Letter:
 
     @property
     def topic(self) -> str:
-        """Its source topic: rollouts or unlabelled."""
+        """Topic of the record that became this letter: rollouts or unlabelled."""
         return name_in_run(self.headers.get("__streams.errors.topic", "rollouts"))
 
     @property
@@ -238,9 +238,9 @@ def _redrive(config: RunConfig, letters: Sequence[Letter], args: argparse.Namesp
 def resend(
     config: RunConfig, letters: Sequence[Letter], fix: Fix | None = None, *, dry_run: bool = False
 ) -> tuple[list[Letter], list[tuple[Letter, str]]]:
-    """Send letters to their source again, each once; return the letters sent, and the letters left with the reasons.
+    """Send letters to their source again, each once; return the letters sent, and each other letter with its reason.
 
-    With `dry_run`, nothing is sent. Raises DeliveryError if the transaction fails, so that nothing is sent.
+    With `dry_run`, nothing is sent. Raises DeliveryError if the transaction fails; nothing is then sent.
     """
     ready: list[tuple[Letter, bytes, bytes]] = []
     refused: list[tuple[Letter, str]] = []
@@ -305,8 +305,8 @@ def _unsound(record: TrajectoryRecord) -> str:
 
 
 def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[Place]:
-    """Send records and notes in one transaction; return the letters sent, without letters that another process had
-    sent before."""
+    """Send records and notes in one transaction; return the letters sent, which excludes letters that another process
+    sent first."""
     kafka, run = config.kafka, config.run
     try:
         with closing(TransactionalProducer(kafka, transactional_id(run, "redrive"))) as producer:

@@ -1,4 +1,4 @@
-"""`rollstream doctor`: checks what a role can see and do on the brokers, as the user of these settings.
+"""`rollstream doctor`: checks what a role can see and do on the brokers, as the user that the settings name.
 
 Changes nothing, and names a remedy for each fault. Exit code 0 without faults, 1 with faults, 2 if no broker accepts
 the client.
@@ -57,7 +57,7 @@ def examine(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _looked(name: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
-    """Return the findings of a check; if it fails, a note, or a fault if it is the check of permissions."""
+    """Return the findings of a check. A check that fails gives a note, or a fault if it is the check of permissions."""
     try:
         return list(check())
     except RollstreamError as error:

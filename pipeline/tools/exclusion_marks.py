@@ -152,8 +152,8 @@ def put_in_force(
 ) -> list[PartitionConfiguration]:
     """Add an exclusion to every partition, and return their configurations once all grouping tasks have read it.
 
-    If it is already in force, only wait. Raises DeadlineExceeded if some partition was not read within `timeout_s`; its
-    mark is on the log, and takes effect when it is read.
+    If the exclusion is already in force, only wait. Raises DeadlineExceeded if the mark of some partition was not read
+    within `timeout_s`; the mark is on the log, and takes effect when it is read.
     """
     generation, marks = _written(kafka, run, grouper, exclusion)
     topic = topic_name(run, "rollouts")

@@ -42,7 +42,7 @@ class ExclusionReport:
 
 
 def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionReport:
-    """Find excluded rollouts, members of their groups that were dropped with them, and the batches that hold them."""
+    """Find excluded rollouts, other members of their groups that were dropped, and batches with excluded rollouts."""
     report = ExclusionReport()
     config = exclusion.added_to(GroupingConfig())
     named: list[set[int]] = []
@@ -128,7 +128,7 @@ def _named(view: RunView, partition: int, config: GroupingConfig) -> set[int]:
 
 
 def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -> list[dict[str, Any]]:
-    """Find batches that hold excluded rollouts; rollouts excluded by worker only if `rollouts` still holds them."""
+    """Find batches that hold excluded rollouts. One excluded by worker is found only if `rollouts` still holds it."""
     held: dict[str, dict[str, Any]] = {}
     # Include batches whose commit is not visible yet; a batch of an aborted transaction is cut again unchanged.
     for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):

@@ -112,8 +112,8 @@ def fork(config: RunConfig, step: int, into: str, source: str, batches: str | No
     """Prepare run `into` for a learner with the settings of `config`, from a step of the learner `source`.
 
     The learner trains on the remaining batches of the same run, or on all batches of run `batches`. Safe to repeat.
-    Raises ConfigurationError if run `into` already has steps or the step is not on record, StateRefused if the step has
-    no checkpoint.
+    Raises ConfigurationError if `into` is the run itself or already has steps, or if the step is not on record, and
+    StateRefused if the step has no checkpoint.
     """
     if into == config.run:
         raise ConfigurationError(f"--into {into} is the run itself; name a new run, whose topics are created")

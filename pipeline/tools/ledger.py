@@ -244,7 +244,7 @@ def learners_text(learners: Mapping[str, Any]) -> str:
 
 
 def trajectories_text(unlabelled: Mapping[str, int], trajectories: Mapping[str, Any]) -> str:
-    """Return a table of the fates of trajectories that waited for a label, and of those that wait for each filler."""
+    """Return a table of the fates of records that waited for a label, and of trajectories that wait for each filler."""
     rows: list[tuple[object, ...]] = [("unlabelled", unlabelled["produced"])]
     fates = ("labeled", "left_out", "dead_lettered", "pending", "undecided")
     rows += [(f"  {_words(fate)}", unlabelled[fate]) for fate in fates if unlabelled[fate]]

@@ -250,7 +250,7 @@ def _made_by(manifest: PolicyManifest) -> dict[str, Any]:
 
 
 def _batch(view: RecordedRun, batch: TrainingBatch, row: int | None = None) -> LineageNode:
-    """Return the node of a batch with the steps that used or skipped any of its rows, or the given row."""
+    """Return the node of a batch with the steps that used or skipped any of its rows, or only the given row."""
     facts: dict[str, Any] = {"rollouts": len(batch)}
     indexed = view.entry(batch.batch_id)
     if indexed is not None:

@@ -1,4 +1,4 @@
-"""A view of a run for lineage that finds records by an index of places, and reads only those that an answer needs.
+"""A view of a run, for lineage, that finds records by an index of places and reads only the records that it needs.
 
 The index only gives the place of a record; the record itself is read from its topic, as by a view without an index.
 """
@@ -116,7 +116,8 @@ class LookedUpRun(TabulatedRun):
         return summary([(partition, history)], generation)
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
-        """Find the batch that carries a batched record: one of its transaction, or an older batch of its partition."""
+        """Find the batch that carries a batched record: one of the record's transaction, or an older one of its
+        partition."""
         older = self._db.execute(
             "select batch from entries where partition = ? order by offset desc", (place.partition,)
         )

@@ -119,7 +119,7 @@ class MigrationTarget(Protocol):
     """Destination of rollouts."""
 
     def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
-        """Write those rollouts of a portion that the target lacks; add the environment of each uid to `expected`."""
+        """Write the rollouts of a portion that are not in the target; add the environment of each uid to `expected`."""
 
     def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
         """Finish, and count the `expected` rollouts in the target."""
@@ -134,7 +134,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def migrate(config: RunConfig, args: argparse.Namespace) -> int:
-    """Migrate, and print the counts; return 1 unless every rollout read is in the target."""
+    """Migrate, and print the counts. Return 1 unless every rollout read is in the target; with --dry-run, return 1 if a
+    rollout is refused."""
     portions = _topic_portions(config.kafka, args.source[len(_TOPIC) :]) if args.source.startswith(_TOPIC) else None
     portions = _file_portions(Path(args.source)) if portions is None else portions
     target: MigrationTarget
@@ -330,7 +331,7 @@ class _RunTarget:
                 self._commit(report)
 
     def _fitting(self, rollouts: Sequence[Rollout], report: MigrationReport) -> list[tuple[Rollout, bytes, bytes]]:
-        """Return the rollouts that fit into a record of the run; refuse larger rollouts, and shrink their groups."""
+        """Return the rollouts that fit into a record of the run; refuse larger rollouts, and lower the group sizes."""
         encoded = [
             (rollout, encode_key(rollout.environment, rollout.example_id), encode(rollout)) for rollout in rollouts
         ]

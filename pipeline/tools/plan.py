@@ -69,7 +69,7 @@ def _number(
 
 
 def number(text: str) -> float:
-    """Parse a number that may end with k, M, B or T. Raises ValueError for anything else."""
+    """Parse a number that may end with k, M, B, G or T. Raises ValueError for anything else."""
     factor = _SUFFIXES.get(text[-1:].lower(), 1.0)
     return float(text if factor == 1.0 else text[:-1]) * factor
 

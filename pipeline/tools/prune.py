@@ -193,7 +193,10 @@ def plan_text(
     last_steps: Mapping[str, LastStep] | None = None,
     skipped: Sequence[str] = (),
 ) -> str:
-    """Return a table of deletions and of reasons to keep later records; `Positions` has `last_steps` and `skipped`."""
+    """Return a table of deletions and of reasons to keep later records.
+
+    `last_steps` and `skipped` are those of `Positions`.
+    """
     header = ("topic", "partition", "from", "to", "offsets", "later records kept for")
     cells = [
         (*(row[n] for n in ("topic", "partition", "from", "to", "offsets")), clipped(row["kept_for"], _WHY_WIDTH))
@@ -263,7 +266,7 @@ def read_positions(
     sessions = read_session_groups(kafka, run, skipped) if CALLS in bounds else ()
     committed = committed_offsets(kafka, group, topic_name(run, "rollouts"), partitions)
     if all(place.offset < 0 for place in committed) and not any(end for _low, end in bounds["journal"].values()):
-        # The run has no grouping, so the positions in its other topics are unknown, and nothing is deleted there.
+        # The run has no grouping, so positions outside the control topics are unknown, and nothing is deleted there.
         committed, begins = [], {place: low for place, low in begins.items() if place[0] in CONTROL_TOPICS}
     tasks = {}
     for place in committed:
@@ -347,7 +350,11 @@ def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Pru
 def _learners(
     kafka: KafkaConfig, run: str, checkpoints: Path | None, skipped: SkippedRecords
 ) -> tuple[dict[str, int], dict[str, LastStep]]:
-    """Return, for each learner on record in any run, the index offset from which it may read, and its last step."""
+    """Return the index offset from which each learner may read, and its last step.
+
+    These are the learners of any run that train on this run and are not retired. Without such a learner, the offset
+    is 0, so that the whole index is kept.
+    """
     newest: dict[tuple[str, str], LearnerStep] = {}
     publishers: dict[str, LearnerStep] = {}
     for topic in (name for name in topic_names(kafka) if name.endswith(".steps")):

@@ -49,7 +49,7 @@ class RescoringReport:
     corrected: CorrectedPartition
     learners: list[LearnerConsequences]
     fork_step: int | None = None
-    """Newest clean step of the chosen learner that has a checkpoint; None without one, or if nothing was wrong."""
+    """Newest clean step of the chosen learner that has a checkpoint; None if there is none, or if nothing was wrong."""
     fork_command: tuple[str, ...] = ()
     into: str | None = None
     batches_written: int = 0
@@ -163,7 +163,7 @@ def _corrected(
 
 
 def _excluded(view: RunView) -> TakenRows:
-    """Return the batches that learners leave out, whose rollouts are left out here, too."""
+    """Return the batches that learners leave out, so that the new batches leave out their rollouts."""
     messages = (message for message in view.messages("control") if codec.kind_of(message.value) == "ExcludedBatch")
     return {record.batch_id: () for _message, record in view.skipped.records(ExcludedBatch, messages)}
 
@@ -198,7 +198,7 @@ def _fork_command(config: RunConfig, args: argparse.Namespace, step: int) -> tup
 
 
 def rescoring_text(report: RescoringReport, run: str) -> str:
-    """Return tables of rewards, groups and steps, and how to go on from the last clean step."""
+    """Return tables of rewards, groups and steps, and how to continue from the last clean step."""
     corrected = report.corrected
     rows = [(name, *changes.as_dict().values()) for name, changes in sorted(corrected.rewards.environments.items())]
     columns = ("environment", "rescored", "changed", "failed", "reward before", "after", "largest difference")

@@ -1,6 +1,6 @@
 """Read-only view of a run's topics, loaded on first use: index, batches, steps, manifests and fates of offsets.
 
-Everything is as of the moment at which it was read. A live run goes on, so missing records may still appear.
+Each topic is shown as it was when it was read. A live run goes on, so missing records may still appear.
 """
 
 import itertools
@@ -125,7 +125,7 @@ class RecordedRun(Protocol):
         ...
 
     def batch(self, batch_id: str) -> TrainingBatch:
-        """Fetch a batch. Raises TopicError if the index does not name it."""
+        """Fetch a batch. Raises TopicError if the index does not name it, or if it is no longer on the log."""
         ...
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
@@ -174,7 +174,7 @@ class RunView(Closing):
 
     @cached_property
     def _left_out(self) -> dict[int, set[int]]:
-        """Offsets of `rollouts` that are not fetched, by partition."""
+        """Offsets of `rollouts` that grouping left out, and whose records are never fetched, by partition."""
         return never_fetched(self.kafka, self.run)
 
     @cached_property
@@ -286,14 +286,15 @@ class RunView(Closing):
         return message
 
     def batch(self, batch_id: str) -> TrainingBatch:
-        """Fetch a batch. Raises TopicError if the index does not name it."""
+        """Fetch a batch. Raises TopicError if the index does not name it, or if it is no longer on the log."""
         if batch_id not in self.index:
             raise TopicError(f"run {self.run} has no batch {batch_id}; `rollstream cat batch-index` lists them")
         entry = self.index[batch_id][1]
         return batch_at(self.record("batches", entry.partition, entry.offset))
 
     def batch_of(self, place: RolloutPlace, fate: Fate) -> TrainingBatch | None:
-        """Find the batch that carries a batched record: one of its transaction, or an older batch of its partition."""
+        """Find the batch that carries a batched record: one of the record's transaction, or an older one of its
+        partition."""
         mine = [name for name, (_offset, entry) in self.index.items() if entry.partition == place.partition]
         return carrying_batch(self, place, fate, reversed(mine))
 
@@ -327,7 +328,8 @@ def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -
 def carrying_batch(
     view: RecordedRun, place: RolloutPlace, fate: Fate, batch_ids: Iterable[str]
 ) -> TrainingBatch | None:
-    """Find the batch that carries a batched record: one of its transaction, else one of `batch_ids`, newest first."""
+    """Find the batch that carries a batched record, among the batches of the record's transaction, then among
+    `batch_ids`, which the caller gives newest first."""
     for batch_id in itertools.chain(fate.batch_ids, (name for name in batch_ids if name not in fate.batch_ids)):
         if view.entry(batch_id) is not None:
             try:

@@ -1,6 +1,6 @@
 """`rollstream show`: prints one rollout for people.
 
-Shows turns, rewards, tokens with their log-probabilities and the advantage as colour, the group and the fate.
+Shows turns, rewards, the group, the fate, and tokens with their log-probabilities; the advantage is shown as colour.
 """
 
 import argparse

@@ -52,7 +52,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def fill_tracker(config: RunConfig, args: argparse.Namespace) -> int:
-    """Write the steps that the tracker lacks, repeatedly with --follow until interrupted."""
+    """Write the steps that the tracker does not have yet, repeatedly with --follow until interrupted."""
     log: RunLog = BrokerLog(config.kafka) if args.archive is None else ArchiveLog(open_store(args.archive))
     learner = args.learner or config.learner.name
     with closing(log):

@@ -152,8 +152,8 @@ def _history(s: RunSnapshot) -> str:
 
 
 def frame(s: RunSnapshot, width: int, height: int = LINES) -> Group:
-    """Return the state of a run for a screen of 80 columns or more: 20 lines, and tables of the run's components as far
-    as `height` leaves room below."""
+    """Return the state of a run for a screen of 80 columns or more: 20 lines, and below them the tables of the run's
+    components, as far as `height` leaves room."""
     width = min(max(width, _LEAST_WIDTH), _MOST_WIDTH)
     inner = width - 4
     half = width // 2

@@ -106,7 +106,7 @@ def merge(_: RunConfig, args: argparse.Namespace) -> int:
 
 
 def split(_: RunConfig, args: argparse.Namespace) -> int:
-    """Write the shares of several ranks, or the oldest trajectories."""
+    """Write the shares of several ranks, or only the oldest trajectories."""
     _refuse_full(args.into)
     source = _read(args.source, args)
     held = len(source.content)

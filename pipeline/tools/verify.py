@@ -1,6 +1,6 @@
 """`rollstream verify`: recomputes batches from the log and compares them bit for bit.
 
-Exit code 0 if all are equal, 1 if one differs.
+Exit code 0 if all are equal, 1 if one differs, or if a batch that was named can no longer be verified.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
-    """Compute batches again and print the differences; return 1 if there are any."""
+    """Compute batches again and print the differences; return 1 if there are any or a named batch is unverifiable."""
     if args.batch and (args.all or args.last is not None or args.sample is not None):
         raise ConfigurationError(
             "batches are named, and --all, --last or --sample is given, too; use only one of these"

@@ -398,7 +398,7 @@ def _fetching(config: RunConfig, version: int) -> Iterator[ChunkFetcher]:
 
 
 def _difference(before: NDArray[Any], after: NDArray[Any]) -> tuple[str, int, int, float]:
-    """Return the dtypes, the number of values, how many differ (a NaN equals itself), and the largest difference."""
+    """Return the dtypes, the number of values, how many differ (NaN equals NaN), and the largest difference."""
     name = before.dtype.name if before.dtype == after.dtype else f"{before.dtype.name}, {after.dtype.name}"
     differ = (before != after) & ~((before != before) & (after != after))
     with np.errstate(invalid="ignore"):

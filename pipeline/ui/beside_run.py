@@ -52,7 +52,7 @@ class RunPage:
         )
 
     def tell(self, say: Callable[[str], None]) -> None:
-        """Say, once each, the page's address when the page listens, and the reason if it fails for good."""
+        """Say the page's address when the page listens, and the reason if it fails for good, each only once."""
         if not self._wanted:
             return
         failure = self._supervisor.failure(PAGE)

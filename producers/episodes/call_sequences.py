@@ -17,7 +17,7 @@ from rollstream.topics.records import Int32, ModelCall
 
 ChatMessage = Mapping[str, Any]
 PROMPT_ROLE = "prompt"
-"""Role of the one message that stands for a text prompt."""
+"""Role of the single message that represents a text prompt."""
 _DIGEST_BYTES = 16
 _HEAD = 64
 

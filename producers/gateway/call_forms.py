@@ -193,7 +193,7 @@ def call_answers(samples: Sequence[Sample], versions: Mapping[str, int]) -> tupl
 
 
 def recorded_sampling(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sampling parameters of a request to the server."""
+    """Return the sampling parameters that a record keeps of a request to the server."""
     return {name: str(body[name]) for name in _RECORDED if body.get(name) is not None}
 
 

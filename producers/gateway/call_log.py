@@ -267,7 +267,7 @@ class CallLog:
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _follow_while(self, *, alone: bool) -> None:
-        """Follow the topic from the fold's position until this gateway stops or starts being alone."""
+        """Follow the topic from the fold's position until this gateway closes, or `self.alone` differs from `alone`."""
         start = {(self.topic, p): fold.position or BEGINNING for p, fold in enumerate(self.folds)}
         with TopicFollower(self._kafka, start, **(_SELDOM if alone else {})) as follower:
             while self.alone == alone and not self._stop.is_set():

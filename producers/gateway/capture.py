@@ -150,7 +150,8 @@ class CallCapture:
     ) -> AsyncIterator[Mapping[str, Any] | str]:
         """Yield the events of a streamed answer; the events that complete it follow once the call is recorded.
 
-        Raises as `answer` does, before the first event; a stream that breaks off later raises InferenceUnavailable.
+        Raises as `answer` does, before the first event or after it: InferenceUnavailable if the connection to the
+        server breaks, InferenceRefused if the server's stream ends too early.
         """
         await self._log.current(session)
         chat = ROUTES[request.route] == "chat"

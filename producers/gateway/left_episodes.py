@@ -153,7 +153,7 @@ def _expected_uids(session: CapturedSession) -> tuple[str, ...]:
 
 
 def _present(kafka: KafkaConfig, run: str, sessions: Iterable[CapturedSession], wanted: set[str]) -> set[str]:
-    """Return the wanted uids that are on `rollouts`, read from the earliest end of these sessions on."""
+    """Return the wanted uids that are on `rollouts`, reading from the time when the first of these sessions ended."""
     topic, present = topic_name(run, "rollouts"), set[str]()
     with closing(Reader(kafka, doing="looking for rollouts", isolation="read_uncommitted")) as reader:
         since_ms: dict[int, int] = {}

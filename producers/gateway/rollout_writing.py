@@ -123,7 +123,7 @@ class RolloutWriter:
         return [cancellation_of(session, reason)], reason
 
     def _write(self, session: CapturedSession, records: list[Rollout | GroupCancelled], reason: str) -> str:
-        """Write records and wait for the brokers; return why the episode is cancelled; empty if it is not."""
+        """Write records and wait for the brokers; return why the episode is cancelled, or "" if it is not."""
         try:
             for record in records:
                 if isinstance(record, Rollout):

@@ -70,7 +70,7 @@ class _Kind(NamedTuple):
 
 
 def labelled(answer: dict[str, Any], label: str) -> dict[str, Any]:
-    """Return an answer with `label` as its weight_version, as SGLang has it; a `weight_version` already there stays."""
+    """Return an answer with `label` as its weight_version, placed as in SGLang; an existing weight_version stays."""
     if not label:
         return answer
     metadata = answer.get("metadata")
@@ -178,8 +178,8 @@ class Upstream:
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
     ) -> UpstreamAnswer:
         """Return the answer to a request. A server that accepts the tokens of a conversation's last turn, as
-        rollstream's does, receives the result of `turn`. Raises InferenceUnavailable after the deadline, and
-        UpstreamRefused."""
+        rollstream's does, receives the result of `turn`. Raises UpstreamRefused, and InferenceUnavailable after the
+        deadline or if an answer breaks off."""
         async with self._response(session, path, body, turn) as (url, label, response):
             try:
                 answer = decode(await response.read())

@@ -1,8 +1,7 @@
 """An endpoint inside a worker that captures the model calls of environments' episodes token by token.
 
 As in a gateway, calls are on `calls` before they are answered. The worker writes the rollouts, and then records that
-they are written.
-An evaluator has the same endpoint without a log, so its calls appear only in its rollouts.
+they are written. An evaluator has the same endpoint without a log, so its calls appear only in its rollouts.
 """
 
 import asyncio

@@ -150,8 +150,8 @@ class CompletionsClient:
     async def complete(self, request: SampleRequest) -> list[Completion]:
         """Return the samples of a request, in the order of the choices.
 
-        Raises InferenceUnavailable after the deadline, ContextTooLong for a prompt that leaves no room,
-        InferenceRefused for an answer that cannot be used.
+        Raises InferenceUnavailable after the deadline, ContextTooLong for a prompt that leaves no room, and
+        InferenceRefused if the server refuses the request or its answer cannot be used.
         """
         began = time.monotonic()
         samples, replica = await self._ask(

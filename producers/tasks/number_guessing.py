@@ -1,6 +1,6 @@
 """Number guessing, a game of several turns: the policy guesses a number and learns whether it is higher or lower.
 
-The fewest turns come from bisection, which a policy can only learn from the answers to its own guesses.
+Bisection needs the fewest turns, and a policy can learn it only from the answers to its own guesses.
 """
 
 import random

@@ -34,10 +34,11 @@ class QuestionFile(Task):
         r"""Read the file `path`; without a file `heldout`, every fifth question is held out.
 
         `question` and `answer` are the names of a line's fields, `prompt` is a template that holds {question}. `match`
-        compares a response with the answer: exact (character by character), text (without case and surplus spaces),
-        number (the last number of the response) or contains (the answer anywhere in it). `answer_pattern` is a regular
-        expression whose first group is the part of the response that is compared, e.g. `answer: (.*)`; its last match
-        counts. With `warm_start`, a model starts with examples of the answers' format; a trained model needs none.
+        is how a response is compared with the answer: exact (character by character), text (ignoring case and surplus
+        spaces), number (by the last number of the response) or contains (the response contains the answer).
+        `answer_pattern` is a regular expression whose first group is the part of the response that is compared, e.g.
+        `answer: (.*)`; its last match counts. With `warm_start`, a model starts with examples of the answers' format; a
+        trained model needs none.
         Raises ConfigurationError if a file cannot be read or a line is not a question; the error names the line.
         """
         if "{question}" not in prompt:

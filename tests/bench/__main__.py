@@ -1,6 +1,7 @@
-"""`python -m tests.bench`: rows on a local Kafka of their own, as tables of 80 columns or as JSON, and in a file.
+"""`python -m tests.bench`: measures rows on its own local Kafka, prints tables or JSON, and writes a file.
 
-The quick form measures some rows with few rollouts, in a few minutes; the full one measures all.
+Tables have 80 columns. The quick form measures some rows with few rollouts, in a few minutes; the full form measures
+all rows.
 """
 
 import argparse
@@ -28,7 +29,7 @@ _REPETITIONS = {"quick": 2, "full": 3}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print; exit code 0 however slow it was, 1 where a row failed: the others are printed."""
+    """Measure and print. Return 1 if a row failed, after printing the other rows, else 0, however slow a row is."""
     args = build_parser().parse_args(arguments)
     form = "full" if args.full or args.only else "quick"
     names = args.only or (list(ROWS) if args.full else list(QUICK))
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of the benchmark."""
+    """Return the parser of the benchmark's command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench", description="Measure against raw baselines.")
     parser.add_argument("--full", action="store_true", help="measure all rows, each with more rollouts")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -103,7 +104,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 @contextmanager
 def _broker(folder: Path, names: Sequence[str]) -> Iterator[str]:
-    """Address of a broker where a row needs one. Never KAFKA_BOOTSTRAP_SERVERS: it would measure others' load too."""
+    """Yield the address of a new broker, or "" if no row needs one.
+
+    KAFKA_BOOTSTRAP_SERVERS is never used, because that broker's other load would distort the measurement.
+    """
     if not needs_broker(names):
         yield ""
         return

@@ -20,7 +20,7 @@ from tests.bench.runs import prepared
 
 
 def measure(settings: Settings) -> Row:
-    """Archive the same rollouts again and again, each time to an empty directory; then restore them once."""
+    """Archive the same rollouts repeatedly, each time to an empty directory; then restore them once."""
     records = material.encoded(settings)
     with prepared(settings, "archive") as run, tempfile.TemporaryDirectory(dir=settings.directory) as folder:
         produce_baseline.measure(settings.kafka, topic_name(run, "rollouts"), records)
@@ -37,7 +37,7 @@ def measure(settings: Settings) -> Row:
         assert current is not None
         if current.rows("rollouts") != len(records):
             raise RuntimeError(f"{current.rows('rollouts')} of {len(records)} rollouts were archived")
-        # As read from files, with dictionaries where those have them; what is written is the same.
+        # Read from the archive's files, dictionaries included, so that the baseline writes the same data.
         tables = [read_table(store, file) for file in current.files]
 
         def ours() -> Timing:

@@ -14,12 +14,12 @@ from tests.bench.measure import Row, Settings, Stopwatch, Timing, in_child, inte
 from tests.bench.runs import prepared
 
 _SHARE = 8
-"""A portion is one part of so many of the rollouts that the run begins with."""
+"""The run begins with this many times the rollouts of a portion."""
 
 
 def measure(settings: Settings) -> Row:
-    """A run of all rollouts; before each measurement of ours a portion of further ones is produced and grouped."""
-    # Whole batches: what is left would wait in memory for the next portion.
+    """Measure a run of all rollouts; before each update from the file, another portion is produced and grouped."""
+    # A portion is whole batches, because a remainder would wait in memory for the next portion.
     whole = settings.group_size * settings.partitions
     portion = replace(settings, rollouts=max(whole, settings.rollouts // _SHARE // whole * whole))
     idle_s: list[float] = []
@@ -72,11 +72,11 @@ def measure(settings: Settings) -> Row:
 
 
 def _group(settings: Settings, run: str, before: int) -> int:
-    """Produce so many rollouts, after those of before, and group them; return their number."""
+    """Produce `settings.rollouts` rollouts after the `before` earlier ones, and group them; return their number."""
     records = [
         (encode_key(rollout.environment, rollout.example_id), encode(rollout)) for rollout in _named(settings, before)
     ]
-    # A grouping process of the benchmark ends after its rollouts and one mark for each partition.
+    # The benchmark's grouping process ends after it has committed its rollouts and one mark for each partition.
     if before:
         mark = encode(Mark(kind="policy_version", policy_version=0, author="bench"))
         records += [(encode_key("mark", number), mark) for number in range(settings.partitions)]

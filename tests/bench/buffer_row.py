@@ -1,4 +1,4 @@
-"""Rows of rollouts added to a full rollout buffer, and drawn from it: `buffer` against a plain list and numpy's choice,
+"""Rows that add rollouts to a full rollout buffer and draw from it: `buffer` against a plain list and numpy's choice,
 `buffer-reverb` against DeepMind's Reverb, if ROLLSTREAM_REVERB names a Python that has it.
 """
 
@@ -19,13 +19,13 @@ _ALPHA = 3.0
 
 
 def measure(settings: Settings) -> Row:
-    """The row with a list."""
+    """Return the row whose baseline is a list."""
     baseline = "a list, the sums of leave-one-out and numpy's choice: no checks, no lock, no uses counted"
     return _measured(settings, "buffer", _list_of, baseline)
 
 
 def measure_peer(settings: Settings) -> Row:
-    """The row with Reverb."""
+    """Return the row whose baseline is Reverb."""
 
     def peer(_: list[list[Rollout]]) -> Callable[[], Timing]:
         return lambda: in_child("reverb_buffer", settings, "", python=os.environ[PEER])
@@ -39,8 +39,8 @@ def measure_peer(settings: Settings) -> Row:
 def _measured(
     settings: Settings, name: str, other: Callable[[list[list[Rollout]]], Callable[[], Timing]], baseline: str
 ) -> Row:
-    """Groups are added to a buffer that is full, and a sample is drawn after so many of them; `other` makes the
-    measurement of the baseline for these groups."""
+    """Add groups to a full buffer, and draw a sample after every GROUPS_A_SAMPLE groups; `other` returns the
+    baseline's measurement for these groups."""
     figures: dict[str, float] = {}
     groups = _groups(settings)
     rollouts = len(groups) * settings.group_size

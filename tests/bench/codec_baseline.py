@@ -1,6 +1,6 @@
 """Baseline of `codec`: the three arrays alone, by numpy's tobytes and frombuffer, in an Avro record of bytes fields.
 
-Cost that any Avro format with raw arrays has: no framing, no other field, no dataclass.
+Any Avro format with raw arrays has at least this cost: there is no framing, no other field and no dataclass.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Row `codec`: a whole rollout to bytes and back by rollstream.topics.codec, against its arrays alone."""
+"""Row `codec`: encodes and decodes a whole rollout with rollstream.topics.codec, against its arrays alone."""
 
 import numpy as np
 
@@ -10,7 +10,7 @@ from tests.bench.measure import Row, Settings, Stopwatch, Timing, interleaved
 
 
 def measure(settings: Settings) -> Row:
-    """Encode and decode one rollout over and over, on one core."""
+    """Encode and decode one rollout repeatedly, on one core."""
     subject = rollout(np.random.default_rng(0), settings.tokens, "example", 0, settings.group_size)
 
     def ours() -> Timing:

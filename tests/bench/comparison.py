@@ -1,7 +1,7 @@
-"""Two measurements beside each other: which rows differ by more than both vary.
+"""Compares two measurements, and names the rows that differ by more than their usual variation.
 
-Ratios are compared, never rates: the machine may be another, or busier. A row differs if the ranges of its ratios do
-not meet, which takes at least two repetitions of each.
+Ratios are compared, never rates, because the second machine may be another one, or busier. A row differs if the ranges
+of its ratios do not overlap; this needs at least two repetitions in each measurement.
 """
 
 import json
@@ -17,22 +17,22 @@ Verdict = Literal["better", "worse", "same", "once"]
 
 @dataclass(frozen=True, kw_only=True)
 class ComparedRow:
-    """The ratios of one row, then and now."""
+    """The ratios of one row in the earlier measurement (then) and in the later one (now)."""
 
     name: str
     then: tuple[float, ...]
     now: tuple[float, ...]
     lower_is_better: bool
-    """Whether the ratio is one of latencies."""
+    """Whether the ratios are of latencies."""
 
     @property
     def change(self) -> float:
-        """Change of the median ratio, as a share of what it was."""
+        """Change of the median ratio, relative to the earlier median."""
         return median(self.now) / median(self.then) - 1
 
     @property
     def verdict(self) -> Verdict:
-        """`better` or `worse` if the ranges do not meet, else `same`; `once` without a range."""
+        """`better` or `worse` if the ranges do not overlap, else `same`; `once` if a measurement has one repetition."""
         if min(len(self.then), len(self.now)) < 2:
             return "once"
         if min(self.now) > max(self.then):
@@ -44,22 +44,22 @@ class ComparedRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Rows of two measurements."""
+    """The comparison of two measurements."""
 
     rows: tuple[ComparedRow, ...]
     only_then: tuple[str, ...]
     only_now: tuple[str, ...]
     other_settings: tuple[str, ...]
-    """Settings that were not the same, with both values."""
+    """Settings that differ, with both values."""
 
     def as_dict(self) -> dict[str, Any]:
-        """The comparison as programs read it."""
+        """Convert to plain values for JSON."""
         rows = [{**asdict(row), "change": row.change, "verdict": row.verdict} for row in self.rows]
         return {**asdict(self), "rows": rows}
 
 
 def compared(then: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
-    """Compare two documents as `python -m tests.bench` writes them."""
+    """Compare two documents that `python -m tests.bench` wrote."""
     before, after = ({row["name"]: row for row in document["rows"]} for document in (then, now))
     settings = {name: (then["settings"].get(name), now["settings"].get(name)) for name in now["settings"]}
     return Comparison(
@@ -80,7 +80,7 @@ def compared(then: Mapping[str, Any], now: Mapping[str, Any]) -> Comparison:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """Read the document of a measurement. Raises ValueError for a file that is none."""
+    """Read the document of a measurement. Raises ValueError for a file that is not one."""
     document: dict[str, Any] = json.loads(path.read_text())
     if not isinstance(document, dict) or not {"settings", "rows"} <= document.keys():
         raise ValueError(f"{path} is no measurement; give a file that `python -m tests.bench` wrote")
@@ -88,7 +88,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def comparison_table(comparison: Comparison, old: str, width: int) -> str:
-    """The rows beside each other; `old` names the measurement that is compared with."""
+    """Return a table with the ratios of both measurements side by side; `old` names the earlier measurement."""
     lines = ["row                   then  lowest..high     now  lowest..high"]
     for row in comparison.rows:
         then, now = (_ranged(values) for values in (row.then, row.now))

@@ -1,8 +1,8 @@
-"""`python -m tests.bench.compression`: bytes and processor time of rollouts and batches by codec and level.
+"""`python -m tests.bench.compression`: compressed size and processor time of rollouts and batches, by codec and level.
 
-No broker is part of it: the bytes of the records that a client would send together, compressed and decompressed as
-clients do it. The tokens are the words of the project's pages by their frequency, so that they repeat as those of a
-language do, and the turns hold the text; with uniform ones in their place, nothing repeats.
+It needs no broker: it compresses and decompresses the bytes of records that a client would send together, as clients
+do. Natural tokens are the words of the project's pages, numbered by frequency, so they repeat as in a language, and the
+turns hold their text. Uniform tokens do not repeat.
 """
 
 import re
@@ -35,7 +35,7 @@ _CODECS = (("lz4", None), ("zstd", -1), ("zstd", 1), ("zstd", 2), ("zstd", 3), (
 
 
 def uniform() -> Iterator[Rollout]:
-    """Rollouts of uniform tokens."""
+    """Yield rollouts of uniform tokens."""
     rng = np.random.default_rng(_SEED)
     for group in range(_ROLLOUTS // _GROUP):
         for member in range(_GROUP):
@@ -43,7 +43,7 @@ def uniform() -> Iterator[Rollout]:
 
 
 def natural() -> Iterator[Rollout]:
-    """Rollouts whose tokens are words of the pages, each from a place of its own; half of them are nearly certain."""
+    """Yield rollouts of words of the pages, each from a random place; half of the tokens are nearly certain."""
     rng = np.random.default_rng(_SEED)
     words = re.findall(
         r"\s*\w+|\s*[^\w\s]", "".join(p.read_text("utf-8") for p in sorted((ROOT / "docs").glob("*.md")))
@@ -66,7 +66,7 @@ def natural() -> Iterator[Rollout]:
 
 
 def batches(values: Sequence[bytes], rollouts: Sequence[Rollout]) -> list[bytes]:
-    """The batches of these rollouts, encoded."""
+    """Return the batches of these rollouts, encoded."""
     first = task_state.initial_record(0, 1, "bench", GroupingConfig(capacity_bytes=10**12))
     fold = Fold(task_state.restored_state([replace(first, policy_version=0, watermark_policy_version=0)]))
     for offset, (rollout, value) in enumerate(zip(rollouts, values, strict=True)):
@@ -75,7 +75,7 @@ def batches(values: Sequence[bytes], rollouts: Sequence[Rollout]) -> list[bytes]
 
 
 def least_us(work: Callable[[], object], rollouts: int) -> float:
-    """The least processor time of some repetitions, microseconds a rollout."""
+    """Return the shortest processor time of several repetitions, in microseconds per rollout."""
     seconds = []
     for _ in range(_REPETITIONS):
         began = time.process_time()
@@ -85,7 +85,7 @@ def least_us(work: Callable[[], object], rollouts: int) -> float:
 
 
 def measured(kind: str, records: Sequence[bytes], rollouts: int) -> Iterator[list[object]]:
-    """A line of the table for each codec."""
+    """Yield a line of the table for each codec and level."""
     size_bytes = sum(map(len, records))
     for name, level in _CODECS:
         codec = pa.Codec(name, compression_level=level)

@@ -1,7 +1,7 @@
 """Baseline of `group-and-batch`: a process that consumes rollouts and produces the same bytes, both in one transaction.
 
-The same clients and settings as a grouping process: at most `poll_records` records, or what came within
-`commit_interval_s`, make a transaction. Nothing is decoded.
+It uses the clients and settings of a grouping process: a transaction has at most `poll_records` records, or fewer if
+only these arrive within `commit_interval_s`. Nothing is decoded.
 """
 
 import json
@@ -17,7 +17,7 @@ from tests.bench.timer import TransactionTimer
 
 
 def copy(arguments: dict[str, Any]) -> Timing:
-    """Copy `rollouts` of a run to its `evals` until that many are copied."""
+    """Copy `rollouts` of a run to its `evals` until the requested number of records is copied."""
     kafka = KafkaConfig(bootstrap_servers=arguments["bootstrap_servers"])
     run = arguments["run"]
     source, target = topic_name(run, "rollouts"), topic_name(run, "evals")

@@ -1,6 +1,7 @@
 """Rows `decode-equal`, `decode-mixed`, `decode-arrivals`: the inference engine against whole batches in sequence.
 
-Equal answers are what whole batches are good at; mixed ones wait for the longest, and arrivals for the batch before.
+Answers of equal length suit whole batches. With mixed lengths, a batch waits for its longest answer; with arrivals, a
+request waits until the previous batch has ended.
 """
 
 import time
@@ -27,7 +28,7 @@ _BASELINE = "batches of what has arrived, each decoded to the end of its longest
 
 
 class _HeldWeights:
-    """A version that never changes."""
+    """Stands in for a follower of weights, with one version that never changes."""
 
     version = 0
 
@@ -39,10 +40,10 @@ class _HeldWeights:
 
 
 def row(name: str, what: str, *, mixed: bool, interval_s: float = 0.0) -> Callable[[Settings], Row]:
-    """A measurement of 256 requests, 64 of which decode side by side."""
+    """Return a measurement of 256 requests, 64 of which are decoded in parallel."""
 
     def measure(settings: Settings) -> Row:
-        # As the rows of the learner, which may follow in this process: JAX's threads cannot be changed later.
+        # Use the threads of the learner's rows, which may follow in this process and cannot change JAX's threads then.
         prepare_environment(LearnerConfig(threads=1))
         import jax
 

@@ -21,7 +21,7 @@ _TAKE_EVERY = 250
 
 
 def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
-    """The row with `open_groups` groups open all the while: each second record closes one, the others open new ones."""
+    """Return the row with `open_groups` groups always open: every second record closes one, the others open one."""
 
     def measure(settings: Settings) -> Row:
         waiting = min(open_groups, settings.rollouts * 100)
@@ -65,8 +65,8 @@ def row(name: str, open_groups: int) -> Callable[[Settings], Row]:
 
 
 def fold_with(open_groups: int) -> Fold:
-    """A fold in which so many groups are open; the offset of the only member of each is its number."""
-    # The offset of a record is its time in milliseconds: a million groups stay open for longer than by default.
+    """Return a fold with this many open groups of one member each; a group's number is the offset of its member."""
+    # A record's offset is also its time in milliseconds, so a million groups would exceed the default deadline.
     config = GroupingConfig(capacity_bytes=10**12, group_deadline_s=1e6)
     first = task_state.initial_record(0, 1, "bench", config)
     fold = Fold(task_state.restored_state([replace(first, policy_version=0, watermark_policy_version=0)]))
@@ -77,7 +77,8 @@ def fold_with(open_groups: int) -> Fold:
 
 
 def steps(offset: int, open_groups: int, count: int) -> list[InputRecord]:
-    """`count` records from `offset` on: the second member of the oldest group, then the first of a new one, in turn."""
+    """Return `count` records from `offset` on: in turn, the second member of the oldest group and the first member of
+    a new group."""
     oldest = (offset - open_groups) // 2
     pairs = ((record_at(offset + 2 * i, oldest + i, 1), record_at(offset + 2 * i + 1, oldest + open_groups + i, 0))
              for i in range(count // 2))  # fmt: skip
@@ -85,6 +86,6 @@ def steps(offset: int, open_groups: int, count: int) -> list[InputRecord]:
 
 
 def record_at(offset: int, group: int, member: int) -> InputRecord:
-    """A member of a group at an offset."""
+    """Return the record of a group's member at an offset."""
     rollout = example_rollout(str(member), float(member), example_id=str(group), tokens=_TOKENS)
     return InputRecord(offset, offset, encode_key("env", str(group)), encode(rollout))

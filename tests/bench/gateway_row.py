@@ -1,7 +1,8 @@
-"""Row `gateway`: a model call through a gateway in a process of its own, against the same call without it.
+"""Row `gateway`: a model call through a gateway in a separate process, against the same call without a gateway.
 
-The server behind answers at once, with 16 tokens after a prompt that grows by 64 a call, so what is measured is the
-gateway alone: its HTTP, its log, and the record it waits for. Client and server share this process.
+The inference server answers at once with 16 tokens, and each prompt adds 64 tokens to the previous prompt and answer.
+So the row measures only the gateway: its HTTP, its log, and the record that it waits for. Client and server share this
+process.
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from tests.support.producing import serving_http
 _CALLS_OF_A_SESSION = 10
 _ADDED, _SAMPLED = 64, 16
 _AT_ONCE = 16
-"""Sessions that make calls at once where calls a second are counted."""
+"""Sessions that make calls at the same time when calls per second are measured."""
 
 
 async def _answer(request: web.Request) -> web.Response:
@@ -40,7 +41,7 @@ async def _answer(request: web.Request) -> web.Response:
 
 
 async def _session(http: aiohttp.ClientSession, base_url: str, latencies: list[float]) -> None:
-    """Make the calls of one session, one after the other."""
+    """Make the calls of one session, one after the other, and append their latencies."""
     prompt: list[int] = []
     for number in range(_CALLS_OF_A_SESSION):
         prompt = [*prompt, *range(number, number + _ADDED)]
@@ -55,7 +56,7 @@ async def _session(http: aiohttp.ClientSession, base_url: str, latencies: list[f
 
 
 def _sessions(base_urls: list[str], at_once: int) -> tuple[list[float], float]:
-    """Latencies of all calls, and calls a second."""
+    """Return the latencies of all calls, and the calls per second."""
     latencies: list[float] = []
 
     async def run() -> float:
@@ -79,20 +80,20 @@ def _started(under_test: GatewayUnderTest, count: int) -> list[str]:
 
 
 def measure(settings: Settings) -> LatencyRow:
-    """Latencies of single calls, and how many a second a gateway makes for sixteen sessions."""
+    """Measure the latencies of single calls, and the calls per second of sixteen concurrent sessions."""
     sessions = max(2, min(settings.rollouts, 1000) // _CALLS_OF_A_SESSION // 2)
     ours: list[tuple[float, ...]] = []
     raw: list[tuple[float, ...]] = []
     rates: list[float] = []
     raw_rates: list[float] = []
-    # No session ends, so all that a repetition starts count as open.
+    # No session ends, so all sessions of all repetitions count as open and need room.
     room = {"learner.max_policy_lag": 1000, "worker.concurrency": 1000, "topics.partitions": settings.partitions}
     with (
         prepared(settings, "gateway") as run,
         serving_http(_answer) as url,
         gateway(settings.kafka, run, url, settings.directory, **room) as under_test,
     ):
-        _sessions(_started(under_test, 2), 1)  # connections and first use
+        _sessions(_started(under_test, 2), 1)  # open connections and warm up
         for _repetition in itertools.repeat(None, settings.repetitions):
             raw.append(tuple(_sessions([url] * sessions, 1)[0]))
             ours.append(tuple(_sessions(_started(under_test, sessions), 1)[0]))

@@ -15,19 +15,20 @@ _GROUP = "grouping_process"
 
 
 def measure(settings: Settings) -> Row:
-    """The row with the copy loop."""
+    """Return the row whose baseline is the copy loop."""
     baseline = "consume, produce the same bytes and commit at intervals, by the same clients"
     return _measured(settings, "group-and-batch", "copy_loop", sys.executable, baseline)
 
 
 def measure_peer(settings: Settings) -> Row:
-    """The row with Quix Streams."""
+    """Return the row whose baseline is Quix Streams."""
     baseline = "the same groups by Quix Streams, exactly once, its state in RocksDB and a changelog topic"
     return _measured(settings, "group-quixstreams", "quixstreams_grouping", os.environ[PEER], baseline)
 
 
 def _measured(settings: Settings, name: str, other: str, python: str, baseline: str) -> Row:
-    """A fresh run each repetition, read once by the grouping process and once by the other one, in turn."""
+    """Measure a fresh run in each repetition; the grouping process and the baseline each read it once, and take turns
+    at reading first."""
     records = material.encoded(settings)
     pythons = {other: python, _GROUP: sys.executable}
     timings: dict[str, list[Timing]] = {module: [] for module in pythons}

@@ -1,4 +1,4 @@
-"""The subject of `group-and-batch`: a process of the shell `rollstream group` runs, its transactions timed."""
+"""The process that `group-and-batch` measures: it groups as `rollstream group` does, and times its transactions."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ from tests.bench.timer import TransactionTimer
 
 @contextmanager
 def grouping_collector() -> Iterator[None]:
-    """The thresholds of the garbage collector that `rollstream group` sets, while the block runs."""
+    """Set the thresholds of the garbage collector as `rollstream group` does, while the block runs."""
     before = gc.get_threshold()
     gc.set_threshold(*COLLECT_AFTER)
     try:
@@ -31,7 +31,7 @@ def grouping_collector() -> Iterator[None]:
 
 
 def group(arguments: dict[str, Any]) -> Timing:
-    """Group until that many rollouts are committed."""
+    """Group until the requested number of records is committed."""
     done = threading.Event()
     timer = TransactionTimer(arguments["rollouts"] + arguments["partitions"], done)
 

@@ -1,7 +1,7 @@
-"""Rows `latency-100`, `latency-1000`: from the last rollout of a batch acknowledged to the batch readable.
+"""Rows `latency-100`, `latency-1000`: time from the acknowledgement of a batch's last rollout to the readable batch.
 
-Beside it the same for a transactional copy of each rollout. Both at that many rollouts a second, through a process of
-their own, read by a reader that follows; this process produces and reads, and its clock is the only one.
+The baseline is the same time for a transactional copy of each rollout. On both sides another process groups or copies
+100 or 1000 rollouts a second. This process produces them and follows the output, so its clock is the only one.
 """
 
 import subprocess
@@ -63,7 +63,7 @@ def row(name: str, rate: int) -> Callable[[Settings], LatencyRow]:
             baseline="a rollout acknowledged to its transactional copy readable, made at intervals, same clients",
             ours=tuple(measured.latencies_s for measured in ours),
             raw=tuple(measured.latencies_s for measured in raw),
-            # Below the rate that was asked for it is a backlog that is measured, of a machine with too much to do.
+            # A rate below the requested one shows that the machine was overloaded and a backlog was measured.
             figures={
                 "rollouts/s": median(measured.rate for measured in ours),
                 "raw rollouts/s": median(measured.rate for measured in raw),
@@ -81,7 +81,7 @@ def _grouped(settings: Settings, rate: int, seed: int) -> Measured:
         Production(settings, run, rate, seed) as production,
     ):
         readable: list[tuple[TrainingBatch, float]] = []
-        # The rest at the end does not fill a batch.
+        # The last rollouts of a partition may not fill a batch.
         enough = settings.rollouts - settings.partitions * (_BATCH_ROLLOUTS + settings.group_size)
         watch = Watch(production, child, topic_name(run, "batches"), enough)
         while watch.waits(sum(len(batch) for batch, _ in readable)):
@@ -96,7 +96,7 @@ def _grouped(settings: Settings, rate: int, seed: int) -> Measured:
 
 def _copied(settings: Settings, rate: int, seed: int) -> Measured:
     seen: list[tuple[tuple[int, int], float]] = []
-    # A copy does not say of which record it is; each partition is copied in order, from its first record on.
+    # A copy does not name its source, but each partition is copied in order, from its first record on.
     copies = [0] * settings.partitions
     with prepared(settings, "latency", GroupingConfig()) as run, ready_child("copy_loop", settings, run) as child:
         topic = topic_name(run, "evals")
@@ -113,7 +113,7 @@ def _copied(settings: Settings, rate: int, seed: int) -> Measured:
 
 
 class Production:
-    """Produces rollouts from a thread at a steady rate, or as fast as the broker takes them, while it is entered."""
+    """Produces rollouts in its block, from a thread, at a steady rate or as fast as the broker takes them."""
 
     def __init__(self, settings: Settings, run: str, rate: int, seed: int) -> None:
         self.acknowledged: dict[tuple[int, int], float] = {}
@@ -127,7 +127,7 @@ class Production:
 
     @property
     def wanted(self) -> int:
-        """How many there are to produce."""
+        """Number of rollouts to produce."""
         return len(self._records)
 
     @property
@@ -181,7 +181,7 @@ class Production:
 
 
 class Watch:
-    """Says whether what is measured is to be waited for: as long as it goes on, however slow a busy machine is."""
+    """Decides whether to wait further: yes while a measurement makes progress, however slow a busy machine is."""
 
     def __init__(
         self,
@@ -191,14 +191,14 @@ class Watch:
         enough: int,
         still_s: float = _STILL_S,
     ) -> None:
-        """`child` is the process between, `topic` what it writes to; `enough` is how many are to become readable."""
+        """`child` is the process that is measured, `topic` its output, `enough` the number to become readable."""
         self._production, self._child, self._topic = production, child, topic
         self._enough, self._still_s = enough, still_s
         self._seen = (0, 0)
         self._since = self._readable_at = time.perf_counter()
 
     def waits(self, readable: int) -> bool:
-        """Whether fewer than enough are readable. Raises RuntimeError where no more will be, with what was measured."""
+        """Whether fewer than enough are readable. Raises RuntimeError with what was measured if no more will come."""
         seen, now = (readable, len(self._production.acknowledged)), time.perf_counter()
         if readable > self._seen[0]:
             self._readable_at = now

@@ -1,7 +1,7 @@
 """Rows `learn` and `feed`: what it costs a learner that its batches come from Kafka.
 
-`learn` trains on batches it follows, fetches and packs while it trains, against the same steps on data packed before.
-`feed` only gets steps ready, against reading the bytes of the same batches and looking at none.
+`learn` follows, fetches and packs batches while it trains; its baseline trains the same steps on data packed before.
+`feed` only gets steps ready; its baseline reads the bytes of the same batches and decodes none.
 """
 
 import threading
@@ -46,7 +46,7 @@ def learn_config(settings: Settings) -> LearnerConfig:
 
 
 def feed_config(settings: Settings) -> LearnerConfig:
-    """A learner of rollouts as long as those of the other rows; no step of it is made."""
+    """A learner of rollouts as long as those of the other rows; it makes no step."""
     return LearnerConfig(
         rollouts_per_step=_PER_STEP,
         max_steps=max(4, settings.rollouts // _PER_STEP),
@@ -58,7 +58,7 @@ def feed_config(settings: Settings) -> LearnerConfig:
 
 
 def measure_learn(settings: Settings) -> Row:
-    """Train on batches from Kafka, and on the same in memory."""
+    """Train on batches from Kafka, and on the same batches in memory."""
     config = learn_config(settings)
     prepare_environment(config)
     import jax
@@ -131,7 +131,7 @@ def measure_feed(settings: Settings) -> Row:
         def ours() -> Timing:
             rollouts = tokens_seen = 0
             with _supply(settings, config, run) as supply:
-                # Connections and first use are no part of it, on neither side.
+                # Neither side measures connections and first use.
                 _next(supply)
                 watch = Stopwatch()
                 for _ in range(config.max_steps - 1):
@@ -163,7 +163,7 @@ def measure_feed(settings: Settings) -> Row:
 
 @contextmanager
 def _run(settings: Settings, config: LearnerConfig, name: str, answers: tuple[int, int]) -> Iterator[str]:
-    """A run with the batches of every step on it."""
+    """A run whose log holds the batches of every step."""
     batches = config.max_steps * _PER_STEP // _ROWS
     made = [_batch(number, number % settings.partitions, answers) for number in range(batches)]
     with prepared(settings, name) as run:
@@ -208,7 +208,7 @@ def _supply(settings: Settings, config: LearnerConfig, run: str) -> Iterator[Any
             return self._selection.plan(step, stop)
 
         def close(self) -> None:
-            """The stack closes what it reads from."""
+            """Do nothing: the stack closes the readers."""
 
     with ExitStack() as stack:
         yield stack.enter_context(StepLoader(BenchSource(stack), Alone(), 1, config.max_steps, threading.Event()))
@@ -223,7 +223,7 @@ def _next(supply: Any) -> Any:
 
 
 def _read_all(settings: Settings, run: str, batches: int) -> tuple[Timing, int]:
-    """Read a run's batches; return what it took after the first of them, and the bytes of these."""
+    """Read a run's batches; return the timing and the bytes of those after the first."""
     topic = topic_name(run, "batches")
     with Reader(settings.kafka, isolation="read_uncommitted") as reader:
         reader.assign({(topic, partition): 0 for partition in range(settings.partitions)})

@@ -17,7 +17,7 @@ _IN_FLIGHT = 16
 
 
 def rollouts(settings: Settings, seed: int = 0) -> Iterator[Rollout]:
-    """Rollouts in whole groups, rewards alternating within each so that none is without variance."""
+    """Rollouts in whole groups, rewards alternating within each so that every group has variance."""
     rng = np.random.default_rng(seed)
     size = settings.group_size
     groups = settings.rollouts // size
@@ -62,6 +62,6 @@ def rollout(rng: np.random.Generator, length: int, example: str, member: int, gr
 
 
 def encoded(settings: Settings, seed: int = 0, *, incomplete: bool = False) -> list[tuple[bytes, bytes]]:
-    """Keys and values of `rollouts`; `incomplete` has each group miss a member for ever."""
+    """Keys and values of `rollouts`; `incomplete` leaves each group one member short."""
     subjects = (replace(r, group_size=r.group_size + incomplete) for r in rollouts(settings, seed))
     return [(encode_key(r.environment, r.example_id), encode(r)) for r in subjects]

@@ -82,9 +82,9 @@ class Settings:
         return replace(self, rollouts=rollouts, poll_records=min(self.poll_records, max(1, rollouts // 8)))
 
     def with_length(self, tokens: int) -> "Settings":
-        """These settings for rollouts of another length: as many tokens in all, if that is not many short rollouts.
+        """These settings for rollouts of another length: as many tokens in all, but at most twice as many rollouts.
 
-        Groups are whole: what is produced is what the other side waits for.
+        Groups are whole, so that the other side can wait for everything that is produced.
         """
         groups = min(2 * self.rollouts, self.rollouts * self.tokens // tokens) // self.group_size
         return replace(self, tokens=tokens).with_rollouts(self.group_size * max(2 * self.partitions, groups))
@@ -92,7 +92,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One measurement: a timing of each side a repetition, in the order they were taken."""
+    """One measurement: one timing of each side per repetition, in the order they were taken."""
 
     name: str
     what: str
@@ -164,7 +164,7 @@ class LatencyRow:
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Our 99th percentile over the baseline's of the same repetition; 1 is as soon as raw."""
+        """Our 99th percentile over the baseline's of the same repetition; 1 is as fast as raw."""
         return tuple(percentile(ours, 99) / percentile(raw, 99) for ours, raw in zip(self.ours, self.raw, strict=True))
 
     @property
@@ -192,7 +192,7 @@ class LatencyRow:
 
 
 def percentile(values: Sequence[float], percent: int) -> float:
-    """The smallest value that `percent` of a hundred of them do not exceed (nearest rank)."""
+    """The smallest value that `percent` % of the values do not exceed (nearest rank)."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
@@ -208,9 +208,9 @@ def interleaved(
 
 
 def in_child(module: str, settings: Settings, run: str, *, python: str = sys.executable) -> Timing:
-    """Run a module of this package as a process of its own, as roles run, to its end; it prints a timing as JSON.
+    """Run a module of this package to its end as a process, as roles run; return the timing that it prints as JSON.
 
-    `python` may be that of another environment, with what the module imports. Raises RuntimeError with the end of its
+    `python` may belong to another environment that has what the module imports. Raises RuntimeError with the end of its
     log when it fails.
     """
     with ready_child(module, settings, run, python) as child:
@@ -222,7 +222,7 @@ def in_child(module: str, settings: Settings, run: str, *, python: str = sys.exe
 def ready_child(
     module: str, settings: Settings, run: str, python: str = sys.executable
 ) -> Iterator[subprocess.Popen[str]]:
-    """Such a process while it runs, from when it says that it is ready; at the end it must end by itself.
+    """Such a process, from the moment when it says that it is ready; after the block it must end by itself.
 
     Raises RuntimeError with the end of its log when it fails.
     """

@@ -55,7 +55,7 @@ class MinimalLoop:
         self._zeros = jax.jit(lambda params: (jax.tree.map(jnp.zeros_like, params), jnp.zeros(())))
 
     def train(self, state: State, microbatches: Sequence[Batch], trained_tokens: int) -> tuple[State, float]:
-        """One update on the sum of the microbatches; returns the loss, too."""
+        """One update on the sum of the microbatches; returns the loss as well."""
         sums = self._zeros(state.params)
         for batch in microbatches:
             sums = self._gradient(state.params, sums, batch, float(trained_tokens))

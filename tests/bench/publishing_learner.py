@@ -46,13 +46,13 @@ def publish(arguments: dict[str, Any]) -> dict[str, Any]:
 
     count = max(1, arguments["rollouts"] * 1024 * 1024 // (2 * ROWS * COLUMNS))
     params = {f"layer.{n}": 0.02 * jax.random.normal(jax.random.key(n), (ROWS, COLUMNS)) for n in range(count)}
-    # Two products where gradients take three.
+    # Two products of 3/2 the rows cost as much as the three of gradients.
     inputs = jax.random.normal(jax.random.key(count), (TOKENS * 3 // 2, ROWS))
     gradient = jax.jit(lambda tensor: jnp.sum(inputs @ tensor @ tensor.T))
     update = jax.jit(lambda tensor, factor: tensor * factor, donate_argnums=0)
 
     def train(factor: float = 1.0) -> tuple[float, float]:
-        """Seconds of a step, and those of them that the update waited until the parameters were copied."""
+        """Seconds of a step, and how many of them its update waited for the copy of the parameters."""
         began = time.perf_counter()
         for tensor in params.values():
             gradient(tensor).block_until_ready()
@@ -119,7 +119,7 @@ def publish(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _memory(name: str) -> int:
-    """Bytes of this process, by their name in its status."""
+    """Bytes that /proc/self/status gives under a name."""
     return next(int(line.split()[1]) * 1024 for line in _STATUS.read_text().splitlines() if line.startswith(name))
 
 

@@ -2,7 +2,8 @@
 
 Exactly once, and with the state in RocksDB and a changelog topic, which is what the library offers. Each member is a
 value of its own in the state of its key, so that no list is written again and again. A complete group is one record:
-the bytes of its members, each with its RLOO advantage. It has none of the rules for versions, deadlines and damage.
+the bytes of its members, each with its RLOO advantage. The baseline has no rules for versions, deadlines or
+damage.
 """
 
 import json
@@ -46,7 +47,7 @@ def fold(value: bytes, state: State) -> list[bytes]:
 
 
 def group(arguments: dict[str, Any], state_dir: str) -> Timing:
-    """Group rollouts of a run into its `evals` until all are committed."""
+    """Group the rollouts of a run, writing groups to its `evals`, until all are committed."""
     kafka, run, done = KafkaConfig(), arguments["run"], threading.Event()
     timer, processed = TransactionTimer(arguments["rollouts"] + arguments["partitions"], done), 0
     commit = InternalProducer.commit_transaction

@@ -18,7 +18,7 @@ _SPARE_S = 60.0
 
 
 def measure(settings: Settings) -> Row:
-    """Members of groups that never become complete, read and committed by a grouping process, then restored here."""
+    """Have a grouping process commit members of groups that never become complete, then restore its tasks here."""
     records = material.encoded(settings, incomplete=True)
     grouping = GroupingConfig(capacity_bytes=1 << 40)
     with prepared(settings, "restore", grouping) as run:
@@ -62,7 +62,7 @@ def _check(folds: list[Fold], rollouts: int) -> None:
 
 
 def _read(settings: Settings, topic: str, partition: int) -> int:
-    """Read a partition from its beginning to its end as restoring does, without a look at the records."""
+    """Read a partition from its beginning to its end as restoring does, but decode no record."""
     with Reader(settings.kafka, fetch_wait_ms=10) as reader:
         reader.assign({(topic, partition): 0})
         deadline = time.monotonic() + _SPARE_S

@@ -1,6 +1,6 @@
 """Baseline of `buffer-reverb`: rollouts added to a full table of Reverb's, and drawn from it, in a Python that has it.
 
-Server and client are one process, where Reverb goes without gRPC. An item is one rollout: tokens, log-probabilities,
+Server and client are one process, in which Reverb does not use gRPC. An item is one rollout: tokens, log-probabilities,
 mask and advantage.
 """
 
@@ -20,7 +20,7 @@ _LENGTH = Settings.tokens
 
 
 def measure(rollouts: int) -> Timing:
-    """Add rollouts to a full table, and draw a sample after so many."""
+    """Add rollouts to a full table, and draw a sample after every `SAMPLE` of them."""
     import reverb
 
     table = reverb.Table(
@@ -49,7 +49,7 @@ def measure(rollouts: int) -> Timing:
                 )
                 writer.create_item("rollouts", 1.0, {name: column[-1:] for name, column in writer.history.items()})
                 if number % 64 == 63:
-                    writer.flush()  # more items that wait are warned of
+                    writer.flush()  # Reverb warns of more waiting items
             writer.flush()
 
         add(CAPACITY)
@@ -63,7 +63,7 @@ def measure(rollouts: int) -> Timing:
 
 
 def main(arguments: dict[str, Any]) -> None:
-    """Print the timing, as `in_child` wants it."""
+    """Print the timing, as `in_child` expects it."""
     print("ready", flush=True)
     print(json.dumps(measure(arguments["rollouts"])._asdict()))
 

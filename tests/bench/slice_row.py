@@ -1,8 +1,8 @@
 """Rows `slices`: slices of episodes drawn from memory-mapped files, against torchrl's where that is installed (extra
-`peers`), else against numpy alone.
+`peers`), otherwise against numpy alone.
 
-Each side holds the same episodes and draws slices of one length, uniformly by episode and start; torchrl with its
-boundaries cached.
+Each side holds the same episodes and draws slices of one length, uniformly by episode and start; torchrl caches the
+boundaries of its episodes.
 """
 
 import importlib.util
@@ -83,7 +83,7 @@ def _episodes(count: int, images: bool) -> Iterator[Arrays]:
 
 
 def _added(add: Callable[[Arrays], object], count: int, images: bool) -> float:
-    """Episodes added a second, the first left out: it makes the files."""
+    """Episodes added a second, without the first, which makes the files."""
     first, *others = _episodes(count, images)
     add(first)
     watch = Stopwatch()
@@ -106,7 +106,7 @@ def _ours(folder: Path, episodes: int) -> Side:
 
 
 def _numpy(folder: Path, episodes: int) -> Side:
-    """Files of rows; an episode has the next rows."""
+    """Files of rows; each episode fills the next rows."""
     files: Arrays = {}
     generator, held = np.random.default_rng(0), 0
     (folder / "numpy").mkdir(parents=True)
@@ -132,7 +132,7 @@ def _torchrl(folder: Path, episodes: int) -> Side:
     from tensordict import TensorDict
     from torchrl.data import LazyMemmapStorage, SliceSampler, TensorDictReplayBuffer
 
-    logging.getLogger("torchrl").setLevel(logging.WARNING)  # It says on stdout, where JSON is, what it makes.
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # It logs to stdout, where the JSON goes.
     buffer = TensorDictReplayBuffer(
         storage=LazyMemmapStorage(episodes * _STEPS, scratch_dir=folder / "torchrl"),
         sampler=SliceSampler(slice_len=_STEPS, traj_key="episode", cache_values=True),

@@ -1,7 +1,7 @@
-"""`python -m tests.bench.soak`: the memory of every role of a run that goes on for a while; 1 exits where one grows.
+"""`python -m tests.bench.soak`: the memory of every role of a run that goes on for a while; exit code 1 if one grows.
 
-The run is a real `rollstream run` of the demo's task with a gateway and its page, beside it an archiver and an agent
-that plays sessions. By settings, roles may remember little, so that they remember all they may before half time. Memory
+The run is a real `rollstream run` of the demo's task with a gateway and its page; an archiver and an agent that plays
+sessions run with it. Settings bound what roles remember, so tightly that they reach the bounds before half time. Memory
 is flat if the line through the second half of its samples rises by no more than `LIMIT_BYTES`, or `LIMIT_SHARE` of its
 mean where that is more.
 """
@@ -60,18 +60,18 @@ class RoleMemory:
 
     @property
     def limit_bytes(self) -> float:
-        """Most that may be called flat."""
+        """The largest growth that counts as flat."""
         half = len(self.sizes_bytes) // 2
         return max(LIMIT_BYTES, LIMIT_SHARE * float(np.mean(self.sizes_bytes[half:])))
 
     @property
     def is_flat(self) -> bool:
-        """Whether the memory stays."""
+        """Whether the memory grows by no more than the limit."""
         return self.growth_bytes <= self.limit_bytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, watch and print; exit code 1 where the memory of a role grows."""
+    """Run, watch and print; exit code 1 if the memory of a role grows."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description="Watch the memory of every role.")
     parser.add_argument("--full", action="store_true", help="for ten minutes; else for one")
     parser.add_argument("--seconds", type=float, metavar="S", help="for so long")
@@ -79,10 +79,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     seconds = args.seconds or _SECONDS["full" if args.full else "quick"]
     with tempfile.TemporaryDirectory(prefix="rollstream-soak-") as folder:
-        # Never KAFKA_BOOTSTRAP_SERVERS: this broker has nobody else's load.
+        # Never use KAFKA_BOOTSTRAP_SERVERS: this broker has no other load.
         broker = LocalBroker.start(Path(folder) / "broker", bound_to_parent=True)
         try:
-            with redirect_stdout(sys.stderr):  # for what the run prints
+            with redirect_stdout(sys.stderr):  # keeps what the run prints out of stdout
                 roles, done = soaked(broker.bootstrap_servers, Path(folder), seconds)
         finally:
             broker.stop()
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def soaked(broker: str, folder: Path, seconds: float) -> tuple[list[RoleMemory], dict[str, int]]:
     """Memory of each role over so many seconds, and what the run did meanwhile.
 
-    Raises RuntimeError if a process ended: another one under its name would begin with little memory.
+    Raises RuntimeError if a process ended: its successor would begin with little memory.
     """
     ports = {"gateway.port": free_port("127.0.0.1"), "ui.port": free_port("127.0.0.1")}
     run = SteeredRun(broker, "soak", folder, values=VALUES | _SMALL | ports)
@@ -141,14 +141,14 @@ def _sampled(processes: Mapping[str, Sequence[psutil.Process]], seconds: float) 
 
 
 def own_bytes(process: psutil.Process) -> int:
-    """Resident memory without pages of files, which the system takes back: the page maps its index."""
+    """Resident memory without pages of files: the page maps its index, and the system can take such pages back."""
     memory = process.memory_info()
     return int(memory.rss - getattr(memory, "shared", 0))
 
 
 @contextmanager
 def _archiver(run: SteeredRun) -> Iterator[psutil.Process]:
-    """`rollstream archive --follow` beside a run."""
+    """The process of `rollstream archive --follow` for a run."""
     words = ["archive", str(run.directory / "archive"), "--follow", "--every", "1", "--run", run.name]
     words += ["-b", run.kafka.bootstrap_servers]
     with (run.directory / "archive.out").open("wb") as output:
@@ -164,7 +164,7 @@ def _archiver(run: SteeredRun) -> Iterator[psutil.Process]:
 
 @contextmanager
 def _agent(url: str) -> Iterator[list[int]]:
-    """An agent in a thread that plays sessions in groups, one call each; yields their number so far."""
+    """An agent that plays groups of sessions in a thread, one call each; yields a list of their number so far."""
     played, stop = [0], threading.Event()
 
     def play() -> None:

@@ -1,8 +1,8 @@
-"""Rows `stall-256` and `stall-1024`: what a version of that many MiB costs the training that goes on beside it.
+"""Rows `stall-256` and `stall-1024`: what a version of that many MiB costs the training that goes on meanwhile.
 
-Ours is the copy of the parameters and their digest alone. Training on one device waits for what of it takes longer than
-the gradients of the next step; on several devices it waits for all of it. The baseline copies the same bytes through
-the broker. A mebibyte of parameters counts as a rollout.
+Ours is the copy of the parameters and their digest alone. On one device, training waits only for the part of it that
+outlasts the gradients of the next step; on several devices it waits for all of it. The baseline copies the same bytes
+through the broker. A mebibyte of parameters counts as a rollout.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Rows `step` and `share-64`: what a learner's step costs beside a loop written by hand, and how a step is shared.
+"""Rows `step` and `share-64`: what a learner's step costs against a loop written by hand, and how a step is shared.
 
 `step` trains the same model on the same microbatches as the loop. `share-64` lays out a step for 64 processes, and
 shows how many of the positions that 1 to 64 of them compute hold a token.
@@ -86,7 +86,7 @@ def measure_step(settings: Settings) -> Row:
         ends.append(state.params)
         return timing
 
-    ours(), raw()  # Compiled.
+    ours(), raw()  # This compiles both.
     learner, by_hand = interleaved(settings.repetitions, ours, raw)
     differences = [float(abs(ends[0][name] - ends[1][name]).max()) for name in start.params]
     if max(differences) > _CLOSE:

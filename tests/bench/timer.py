@@ -1,4 +1,4 @@
-"""Times a loop of transactions from inside it: from the end of the first one to the end of the one that completes it.
+"""Times a loop of transactions from inside: from the end of the first one to the end of the one that completes it.
 
 The first transaction is left out: it pays for connections, imports and first use.
 """
@@ -9,7 +9,7 @@ from tests.bench.measure import Stopwatch, Timing
 
 
 class TransactionTimer:
-    """Counts records of committed transactions; sets `done` once there are `wanted`."""
+    """Counts records of committed transactions; sets `done` once there are `wanted` of them."""
 
     def __init__(self, wanted: int, done: threading.Event) -> None:
         self._wanted = wanted

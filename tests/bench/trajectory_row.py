@@ -1,7 +1,7 @@
 """Rows `trajectories`: steps drawn from a window of trajectories on disk, against RLinf's buffer where ROLLSTREAM_RLINF
-names a checkout of it (torch is needed too), else against numpy's own files.
+names a checkout of it (torch is needed too), otherwise against numpy's own files.
 
-Each side holds the same trajectories and draws as many steps from the same window, with a cache of as many.
+Each side holds the same trajectories and draws as many steps from the same window, with a cache of the same size.
 """
 
 import importlib.util
@@ -60,7 +60,7 @@ def row(name: str, *, images: bool) -> Callable[[Settings], Row]:
             first, second = (make(folder / f"{place}-{n}", place, window) for n, make in enumerate(makers))
             for side in (first, second):
                 _added(side, window)
-            # By then both know their memory.
+            # By now both sides have allocated their memory.
             _note(figures, f"added to {place}", 1, _interleaved(settings, _added, first, second, window))
             drawn[place] = _interleaved(settings, _drawn, first, second, 3 if images else 30)
             _note(figures, f"samples of {_SAMPLE} from {place}", _SAMPLE, drawn[place])
@@ -111,7 +111,7 @@ def _note(figures: dict[str, float], what: str, size: int, timings: Timings) -> 
 
 
 def _added(side: Side, count: int) -> Timing:
-    """Trajectories are added, and written where they are."""
+    """Add trajectories, and wait until those that go to files are written."""
     watch = Stopwatch()
     for number in range(count):
         side.add(number % _KINDS)
@@ -154,7 +154,7 @@ def _peer(kinds: list[Arrays]) -> tuple[Make, str]:
 
 
 def _numpy(kinds: list[Arrays]) -> Make:
-    """A list of flattened arrays; on disk, a file each, of which the newest are kept."""
+    """A list of flattened arrays; on disk, a file each, with the newest also kept in memory."""
     flat = [
         {name: leaf[-_STEPS:].reshape(-1, *leaf.shape[2:]) for name, leaf in flatten(shard).items()} for shard in kinds
     ]
@@ -206,7 +206,7 @@ def _rlinf(kinds: list[Arrays], checkout: Path) -> Make:
         buffer = Buffer(sample_window_size=window, cache_size=_CACHE, **saved)
 
         def settle() -> None:
-            # It has no other way to wait for its files, and takes no more after this one.
+            # Only `close` waits for the files of RLinf's buffer, which afterwards needs a new executor to save.
             if place == "disk":
                 buffer.close()
                 buffer._save_executor = type(buffer._save_executor)(20)
@@ -219,7 +219,7 @@ def _rlinf(kinds: list[Arrays], checkout: Path) -> Make:
 
 
 def rlinf_of(checkout: Path) -> tuple[Any, Any]:
-    """Its buffer and trajectory, without importing what its packages import besides."""
+    """The classes of RLinf's buffer and trajectory, imported without the other imports of its packages."""
     for name in ("", ".data", ".data.schema", ".data.storage", ".data.storage.replay", ".utils"):
         package = types.ModuleType(f"rlinf{name}")
         package.__path__ = [str(checkout / f"rlinf{name}".replace(".", "/"))]

@@ -1,6 +1,6 @@
 """Rows `weights` to `weights-2048`: a policy version of so many MiB published and followed, against the same bytes sent
-in the same chunks and read back; `weights-files-*`: one in files of a directory, against the same bytes written to a
-file, synced and read back.
+in the same chunks and read back; `weights-files-*`: a version in files of a directory, against the same bytes written
+to a file, synced and read back.
 
 A mebibyte of parameters counts as a rollout. Figures of the first row compare deltas of 1 % and 3 % of the values with
 the full version.
@@ -42,7 +42,7 @@ def measure(settings: Settings) -> Row:
 
 
 def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
-    """Return the row of versions of that size, or of as many MiB as a row has rollouts."""
+    """Return the row of versions of that size, or of `settings.rollouts` MiB if that is less."""
 
     def measure(settings: Settings) -> Row:
         return _through_the_log(settings, name, min(size_mib, settings.rollouts), {})
@@ -51,7 +51,7 @@ def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
 
 
 def files_row(name: str, size_mib: int) -> Callable[[Settings], Row]:
-    """Return the row of versions of that size in files, or of as many MiB as a row has rollouts."""
+    """Return the row of versions of that size in files, or of `settings.rollouts` MiB if that is less."""
 
     def measure(settings: Settings) -> Row:
         mebibytes = min(size_mib, settings.rollouts)
@@ -91,7 +91,7 @@ def _followed(settings: Settings, run: str, source: WeightsPublisher, log: StepL
 
 
 def _through_the_log(settings: Settings, name: str, size_mib: int, figures: dict[str, float]) -> Row:
-    # The log keeps one version beside the one that is published, so that no disk is filled.
+    # The log keeps one version besides the one being published, so that the disk does not fill up.
     config = WeightsConfig(anchor_every=1, keep_versions=1, transport="log")
     arrays = random_arrays(0, size_mib // 2)
     with prepared(settings, name) as run, publishing(settings, run, config) as (log, source):
@@ -117,7 +117,7 @@ def _through_the_log(settings: Settings, name: str, size_mib: int, figures: dict
 
 
 def random_arrays(seed: int, tensors: int = TENSORS) -> Arrays:
-    """Parameters as those of a trained model: normal, in bfloat16."""
+    """Parameters like those of a trained model: normally distributed, in bfloat16."""
     random = np.random.default_rng(seed)
     return {
         f"layer.{number}": (0.02 * random.standard_normal(SHAPE, dtype=np.float32)).astype(ml_dtypes.bfloat16)
@@ -126,7 +126,7 @@ def random_arrays(seed: int, tensors: int = TENSORS) -> Arrays:
 
 
 def changed(arrays: Arrays, share: float) -> Arrays:
-    """The same with that share of the values one step up."""
+    """The same arrays with that share of the values one unit in the last place larger in magnitude."""
     random = np.random.default_rng(1)
     result = {}
     for name, array in arrays.items():
@@ -144,7 +144,7 @@ def _deltas(settings: Settings, arrays: Arrays) -> dict[str, float]:
         figures["full version, s to publish"] = _seconds(full)
         for percent in (1, 3):
             delta = publish(source, log, changed(arrays, percent / 100))
-            # The next delta is against the version before, so that goes back to the first one.
+            # A delta is against the version before it, so publish the first parameters again for the next one.
             publish(source, log, arrays)
             figures[f"delta of {percent} %: bytes / full"] = delta.figures["stored_bytes"] / delta.figures["full_bytes"]
             figures[f"delta of {percent} %, s to publish"] = _seconds(delta)

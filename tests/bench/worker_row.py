@@ -1,4 +1,4 @@
-"""Row `worker`: single-turn episodes of one worker from prompt to acknowledged rollout, against its bare client.
+"""Row `worker`: single-turn episodes of one worker from prompt to acknowledged rollout, against its client alone.
 
 Both ask an engine that answers at once, with as many groups in flight; the client alone asks, parses and forgets.
 """

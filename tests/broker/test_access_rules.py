@@ -62,7 +62,7 @@ def test_plan_shows_what_apply_then_adds_and_removes(secured: SecuredBroker, tmp
     text = run_command(secured, tmp_path, "topics", "acls", "apply", run="plans")
     assert f"0 rules correct, {len(first['missing'])} to add" in text
     assert (plan()["missing"], plan()["surplus"]) == ([], [])
-    # Another group, another name: the rule of the earlier one goes.
+    # With another group name, the rules of the earlier one are surplus.
     later = plan("--set", "grouper.group=second")
     assert {entry["name"] for entry in later["surplus"]} == {"plans.grouper", "plans.grouper.turn-"}
     run_command(secured, tmp_path, "topics", "acls", "apply", "--set", "grouper.group=second", run="plans")
@@ -97,7 +97,7 @@ def test_without_an_authorizer_and_without_the_right_the_command_says_so(
 
 
 @pytest.mark.parametrize(
-    # Seven seconds each; the role that runs code of environments is tried in every run of the tests.
+    # Each user takes seven seconds; the role that runs code of environments is tried in every run of the tests.
     "user",
     [pytest.param(user, marks=() if user == "env" else pytest.mark.long) for user in USERS],
 )
@@ -128,7 +128,7 @@ def names(kind: str) -> list[str]:
 
 
 def may(rules: tuple[AccessRule, ...], trial: Trial) -> bool:
-    """Whether rules allow an operation, by what Kafka documents of them."""
+    """Whether rules allow an operation, as Kafka documents their meaning."""
     kind, name, operation = trial
     enough = {operation} | IMPLIED.get(operation, set())
     return any(

@@ -1,4 +1,4 @@
-"""`rollstream run` is killed with -9 and started again: its processes go on meanwhile, and are its own afterwards."""
+"""`rollstream run` is killed with -9 and started again: its processes go on meanwhile, and it adopts them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_an_overseer_that_is_started_again_adopts_what_runs(overseen: SteeredRun
     run.start()
     assert "4 of 4 processes go on" in run.output
     assert processes(run) == before
-    # They are watched over as before, and one that died meanwhile is started with the others.
+    # The overseer watches them as before, and starts one that died while it was gone.
     run.kill_role("group")
     run.await_output('"event": "role_ready", "role": "group-0"')
     assert run.pids("group") != before["group"]
@@ -47,7 +47,7 @@ def test_an_overseer_that_is_started_again_adopts_what_runs(overseen: SteeredRun
     kept = processes(run)
     assert (kept["infer"], kept["learn"]) == (before["infer"], before["learn"])
     left = set(run.pids())
-    # Other settings: nothing is kept that follows the old ones.
+    # With other settings, no process is kept that follows the old ones.
     run.kill()
     run.start(learner__max_steps=99999)
     assert "go on" not in run.output

@@ -1,4 +1,4 @@
-"""The archive of a run on a real broker: killed and gone on with, asked, and made into topics again."""
+"""The archive of a run on a real broker: its writer killed and continued, its records read, its topics restored."""
 
 import csv
 import json
@@ -37,7 +37,7 @@ Held = dict[str, list[ArchivedRecord]]
 
 
 def of_topics(run: RealRun, name: str) -> Held:
-    """Every record of a run's topics, as archives keep them, by another way than theirs."""
+    """Every record of a run's topics in the form of an archive, but read from the topics."""
     collected: Held = {}
     for topic in TOPICS:
         messages = read_to_end(run.kafka, topic_name(name, topic))
@@ -69,7 +69,7 @@ def of_archive(store: Store, run: str) -> Held:
 
 
 def steps_as(held: Held, name: str) -> Held:
-    """With steps that use batches of another run, as in a restored one."""
+    """The same records, but their steps use batches of run `name`, as in a restored run."""
     return {
         **held,
         "steps": [
@@ -85,7 +85,7 @@ def ask(run: RealRun, *words: str) -> str:
 
 
 def made(run: RealRun) -> list[TrainingBatch]:
-    """Nine groups batched, one dropped for want of variance, a duplicate, a dead letter and a step; and all at rest."""
+    """Make a run at rest: nine groups batched, one without variance, a duplicate, a dead letter, a step."""
     run.grouping = GroupingConfig(batch_rollouts=8, max_batch_age_s=0.5)
     run.prepare()
     process = run.start("group", kafka__compression="none")
@@ -124,7 +124,7 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
         assert process.poll() is None, real_run.log_of(process)
         return current is not None and current.rows("evals") >= 200 and current.generation > 2
 
-    # Until it has committed several times, and is in the middle of something.
+    # Send until the archive has committed several times and is at work.
     while not works() and sent < 4000:
         producer = clients.producer(real_run.kafka)
         for _ in range(100):
@@ -165,7 +165,7 @@ def test_an_archive_survives_kill_9_answers_and_becomes_a_run_that_verifies(real
 def test_a_broker_that_acknowledges_without_offsets_is_believed_if_the_partition_ends_where_it_should(
     real_run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As it may where a record was sent twice, because its first acknowledgement was lost."""
+    """A broker may do so when a record was sent twice because its first acknowledgement was lost."""
     run = real_run.prepare()
     run.send(rollout(f"x{n}", member) for n in range(4) for member in range(4))
     store = open_store(f"memory://{run.name}")
@@ -207,7 +207,7 @@ def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_r
         restore(run.kafka, run.topics, store, current, other.name)
     before = ledger(run.kafka, run.name).as_dict()
 
-    # A batch that the journal does not contain: it would be made a second time.
+    # The journal does not contain this batch, so grouping would make it again.
     beyond.send_bytes("batches", b"a batch", encode_key("0-999"), partition=0)
     with pytest.raises(StateRefused, match="holds batch 0-999, which its journal does not contain"):
         recover(run.kafka, beyond.name, run.grouper, restored=True)
@@ -229,7 +229,7 @@ def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_r
 
 
 def settle(run: RealRun, batched: int, in_flight: int = 0) -> Ledger:
-    """The ledger once so many rollouts are batched, and nothing is unread."""
+    """The ledger once so many rollouts are batched and in flight, and none is unread."""
 
     def book() -> Ledger | None:
         actual = ledger(run.kafka, run.name)

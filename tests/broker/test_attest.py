@@ -71,7 +71,7 @@ def test_an_archive_is_attested_and_whatever_is_changed_is_refused_by_name(real_
     edited = check(archive, "edited.json")
     assert (edited.returncode, "it was changed after signing" in edited.stderr) == (2, True)
 
-    # The run goes on, and its archive with it: the statement is about what it was about.
+    # The run and its archive go on; the statement still covers the same records.
     grouper = run.start("group")
     run.send(rollout(f"y{n}", member) for n in range(4) for member in range(4))
     group_all(run, 4 * GROUPS + 16, grouper)

@@ -1,4 +1,4 @@
-"""Grouping processes are added and removed by their lag: real processes, groups and ledgers; the lag is a test's."""
+"""Grouping processes are added and removed by their lag: all is real except the lag, which the tests make up."""
 
 import signal
 import subprocess
@@ -76,7 +76,7 @@ def supervised(run: RealRun) -> Iterator[tuple[Supervisor, GroupScaler]]:
 
 
 def scale_to(run: RealRun, supervised: tuple[Supervisor, GroupScaler], lag: float, processes: int) -> None:
-    """Tell a lag until so many processes run, and no others are in the group."""
+    """Report a lag until so many processes run, and no others are in the group."""
     supervisor, scaler = supervised
     wanted = [f"group-{ordinal}" for ordinal in range(processes)]
 
@@ -102,7 +102,7 @@ def test_processes_come_and_go_with_the_lag_leave_the_group_and_come_back_under_
         sent += 64
         eventually(lambda: ledger(run.kafka, run.name).batched == sent, 60, "all of it in batches")  # noqa: B023
     actual = readings(run.kafka, run.name)
-    # The first record of a journal is of no process.
+    # No grouping process wrote the first record of a journal.
     writers = {reading.writer for reading in actual if reading.writer}
     assert writers == {f"{run.name}/grouper/{ordinal}" for ordinal in (0, 1, 2)}
     counted = coverage(actual)

@@ -107,7 +107,7 @@ def test_a_bomb_is_a_dead_letter_and_costs_grouping_no_more_memory_than_a_client
 
 
 def peak_bytes(process: "subprocess.Popen[bytes]") -> int:
-    """The most memory a process had so far."""
+    """Peak memory of a process so far."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="utf-8")
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
@@ -149,12 +149,12 @@ BOMB_BYTES = 300_000_000
 
 
 def bomb(run: RealRun) -> str:
-    """One gzip batch of a third of a megabyte that is kept as it came; its offsets as `group skip` takes them."""
+    """Send one gzip record batch of 1/3 MB, stored as sent; return its offsets in the form of `group skip`."""
     topic = run.topic("rollouts")
     change_settings(run.kafka, topic, compression__type="producer")
     settings = {
         "compression.type": "gzip",
-        "linger.ms": "60000",  # flush waits for none of it
+        "linger.ms": "60000",  # flush does not wait for it
         "batch.size": 1_000_000_000,
         "message.max.bytes": 1_000_000_000,
         "queue.buffering.max.kbytes": 2_000_000,
@@ -179,7 +179,7 @@ sys.exit(code)
 
 
 def measured(run: RealRun, *words: str) -> str:
-    """Run a command, which takes less memory than the bomb, and return its output."""
+    """Run a command, check that it takes less memory than the bomb, and return its output."""
     command = run.command(*words)
     command[2:4] = ["-c", MEASURED]
     done = subprocess.run(command, cwd=run.directory, env=run.environment(), capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""Bad records on the topics that a run follows: each is passed over, counted and named, and nothing that reads ends."""
+"""Bad records on the topics that a run follows: each is passed over, counted and named, and no reader ends."""
 
 import json
 import uuid
@@ -30,7 +30,7 @@ FOREIGN = (b"junk", None)
 
 def spoil(run: RealRun, topic: str, values: tuple[bytes | None, ...] = BAD, partition: int = 0) -> None:
     for value in values:
-        # A key of its own: compaction would take the others away.
+        # Each record has its own key, because compaction would remove all but the last.
         run.send_bytes(topic, value, uuid.uuid4().hex.encode(), partition)
 
 
@@ -73,7 +73,7 @@ def test_grouping_goes_on_over_bad_policies_and_a_bad_journal_and_names_them(rea
     assert {(e["reader"], e["topic"], e["partition"]) for e in events} == {
         (f"grouper-{run.name}-0", run.topic("policies"), 0)
     }
-    # Version 0 lies before them, version 1 behind them.
+    # Version 0 is at offset 0, and version 1 at offset 5.
     assert [e["offset"] for e in events] == [1, 2, 3, 4, 6]
 
     spoil(run, "journal", FOREIGN)

@@ -67,7 +67,7 @@ def settings_of(kafka: KafkaConfig, directory: Path, **changes: int) -> Settings
 
 
 def test_latency_is_measured_though_the_broker_is_slower_than_the_rate(broker: str, tmp_path: Path) -> None:
-    # Room for a few rollouts: the queue is full, as it is for a busy broker.
+    # The queue has room for only a few rollouts, so it is full as with a busy broker.
     kafka = KafkaConfig(bootstrap_servers=broker, client={"queue.buffering.max.kbytes": "64"})
     row = latency_row.row("latency", 100_000)(settings_of(kafka, tmp_path, rollouts=256, tokens=2560))
     assert row.as_dict()["measured"] > 0

@@ -1,4 +1,4 @@
-"""Generation 0 and recovered offsets: written once, whoever else is at it, and whoever wakes up later."""
+"""Generation 0 and recovered offsets: written once, even if other processes try it too or wake up later."""
 
 import os
 import signal
@@ -89,7 +89,7 @@ def test_a_process_paused_before_its_commit_is_fenced_by_recover_and_doubles_not
     run.send(rollout(f"x{example}", member) for example in range(16) for member in range(4))
     zombie = pausing_grouper(run, kafka__transaction_timeout_s=60.0, kafka__session_timeout_s=2.0)
     assert undecided(run.kafka, run.topic("journal"))
-    # A static member counts as one until its session times out.
+    # A static member stays in the group until its session times out.
     positions = eventually(lambda: recover(run.kafka, run.name, run.grouper), 60, "the group to be without members")
     assert positions == {0: 0, 1: 0}
     assert undecided(run.kafka, run.topic("journal")) == {}

@@ -37,7 +37,7 @@ def processes_of(data: Path) -> list[str]:
     return [line for line in listed.splitlines() if str(data) in line]
 
 
-@pytest.mark.long  # In the short form grouping survives such a loss (tests/faults).
+@pytest.mark.long  # In the short form, tests/faults checks grouping under such a loss.
 def test_a_cluster_survives_the_loss_of_any_node_and_leaves_no_process(tmp_path: Path, run_name: str) -> None:
     with LocalCluster.start(tmp_path, 3, bound_to_parent=True) as cluster:
         kafka = KafkaConfig(bootstrap_servers=cluster.bootstrap_servers)

@@ -55,9 +55,9 @@ def test_other_partitions_than_the_runs_are_refused_in_one_line(broker: str, run
 
 @pytest.mark.parametrize("command", ["group", "learn", "infer", "env", "ledger", "verify", "top"])
 def test_a_missing_topic_is_one_line_with_the_remedy(broker: str, command: str) -> None:
-    # A name that resembles that of a run which is there is met with a question instead.
+    # A name that resembles that of an existing run would get a question instead.
     done = rollstream(broker, command, "--run", "unlike-any-other")
-    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]  # a role logs beside it
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("{")]  # without the log of a role
     assert done.returncode == 2, done.stderr
     assert len(lines) == 1, done.stderr
     assert lines[0].startswith("rollstream: topic unlike-any-other.")

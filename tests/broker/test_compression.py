@@ -19,7 +19,7 @@ def sent_bytes(kafka: KafkaConfig, topic: str, values: list[bytes]) -> int:
     producer = clients.producer(
         kafka,
         **{
-            "linger.ms": "60000",  # flush waits for none of it
+            "linger.ms": "60000",  # flush does not wait for it
             "statistics.interval.ms": 50,
             "stats_cb": lambda text: counted.append(total(text)),
         },

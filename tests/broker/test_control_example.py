@@ -33,7 +33,7 @@ Played = Callable[..., tuple[KafkaConfig, dict[str, Any], Path]]
 
 @pytest.fixture(scope="module")
 def play(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Played:
-    """Runs the example with some flags, once: where, its report, and its data."""
+    """Runs the example once for each set of flags; returns its Kafka settings, its report and its data directory."""
 
     @cache
     def run(*flags: str) -> tuple[KafkaConfig, dict[str, Any], Path]:
@@ -63,7 +63,7 @@ def reach(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_the_return_rises(play: Played) -> None:
     _kafka, report, _data = play("--seed", "0")
-    # Random walks lose more than 0.5 in the mean, and the best moves win more than 1.
+    # Random walks lose more than 0.5 on average, and the best moves win more than 1.
     assert report["first_return"] < 0 < 0.5 < report["last_return"]
     assert report["first_greedy_return"] < 0 < 0.5 < report["last_greedy_return"]
     assert report["refused"] == 0

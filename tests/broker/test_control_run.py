@@ -134,7 +134,7 @@ def test_a_run_ends_when_its_players_have_returned_and_sends_their_last_steps(ru
     assert book["balanced"]
     trajectories = book["trajectories"]
     assert isinstance(trajectories, dict)
-    # 25 steps, as the first that a player yields is none: three trajectories of 8, and one.
+    # A player's first item is no step, so both players have 25 steps: three trajectories of 8, and one of 1.
     assert (trajectories["records"], trajectories["fillers"]["fill"]["waiting"]) == (8, 0)
 
 

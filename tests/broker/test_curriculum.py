@@ -1,4 +1,4 @@
-"""A curriculum in a worker's process: it follows what the policy learns, and goes on where a killed worker was."""
+"""A curriculum in a worker's process: it follows what the policy learns, and goes on where a killed worker stopped."""
 
 import subprocess
 from collections import Counter
@@ -120,8 +120,8 @@ def unlocked(state: MixtureState) -> set[str]:
 def until_killed(run: RealRun, policy: Learns, url: str) -> tuple[int, MixtureState]:
     """Play until the second lesson is half learned, and kill the worker.
 
-    Return how many groups it had begun by then, and the last state that it wrote: `control` is compacted, so that
-    this state may be gone by the time at which the next worker has written its own.
+    Return how many of its groups were on the log before the last forty, and the last state that it wrote. `control` is
+    compacted, so this state may be gone once the next worker has written its own.
     """
     worker = start(run, url)
     await_state(run, worker, "groups that fail", lambda state: rate(state, "two") == 0.0)

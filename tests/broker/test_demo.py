@@ -74,7 +74,7 @@ def environment(compiled: Path, **more: str) -> dict[str, str]:
 
 @pytest.fixture
 def start(compiled: Path) -> Iterator[Start]:
-    """Starts a command, small; one that a failed test left running is killed, and its processes go with it."""
+    """Starts a command with small settings; kills one that a failed test left running, with its processes."""
     demos = []
 
     def start(command: str, *arguments: str, **variables: str) -> subprocess.Popen[str]:
@@ -91,14 +91,14 @@ def start(compiled: Path) -> Iterator[Start]:
     yield start
     for demo in demos:
         demo.kill()
-        # pytest shows it with a test that failed.
+        # pytest shows this output if the test failed.
         print(*map(str, demo.communicate()))
 
 
 def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_path: Path, broker: str) -> None:
     demo = start("demo", "--steps", "24", "--json", "--keep", "--data", str(tmp_path), KAFKA_BOOTSTRAP_SERVERS=broker)
     output, progress = demo.communicate(timeout=800)
-    # Two dozen small steps teach nothing: the one promise that may not hold is the gain.
+    # Two dozen small steps teach nothing, so the promised gain is the only failure.
     assert demo.returncode == 1, progress
     report = json.loads(output)
     assert report == json.loads((tmp_path / "report.json").read_text())
@@ -150,7 +150,7 @@ def test_a_small_loop_closes_its_books_and_can_be_asked_again(start: Start, tmp_
     assert components.keys() == {"env-0", "env-1", "group-0", "group-1", "infer-0"}
     assert sum(values.get("rollouts_total", 0) for values in components.values()) == report["rollouts"]
     assert components["infer-0"]["completion_tokens_total"] > report["rollouts"]
-    # A grouping process does not say that it ends.
+    # A grouping process does not report that it ends.
     assert {values["running"] for name, values in components.items() if not name.startswith("group")} == {0}
 
 
@@ -162,7 +162,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def family(process: psutil.Process) -> Iterator[psutil.Process]:
-    """The process and all its descendants; those that left its session too."""
+    """The process and all its descendants, including those that left its session."""
     yield process
     yield from process.children(recursive=True)
 
@@ -230,7 +230,7 @@ def test_a_run_goes_on_after_kill_9_of_its_parts_and_drains_when_told(
     children = psutil.Process(run.pid).children(recursive=True)
     arguments = [" ".join(cmdline(process)) for process in (psutil.Process(run.pid), *children)]
     progress = ""
-    while not re.match(r" *\d+\.\d s  step \d+  version \d+  rollouts [\d,]+ ", progress):  # one every ten seconds
+    while not re.match(r" *\d+\.\d s  step \d+  version \d+  rollouts [\d,]+ ", progress):  # a line every ten seconds
         progress = run.stdout.readline()
         assert progress, "the run ended"
     run.terminate()

@@ -1,4 +1,4 @@
-"""`rollstream stop --drain` on a real broker: grouping lets everything out that is complete, and ends; a real run ends
+"""`rollstream stop --drain` on a real broker: grouping batches everything that is complete, and ends; a real run ends
 with nothing in flight."""
 
 import time
@@ -24,7 +24,7 @@ def said(run: RealRun, *words: str) -> str:
 
 
 def worker_has_ended(run: RealRun) -> None:
-    """Its last record of metrics: without any, a drain waits until none can be running."""
+    """Write a worker's last metrics: without them, a drain waits until no worker can be running."""
     labels, values = {"role": "env"}, {"running": 0.0}
     record = Metrics(component="env-0", timestamp=time.time(), labels=labels, values=values)
     run.send_bytes("metrics", encode(record), b"env-0")
@@ -37,7 +37,7 @@ def drain(run: RealRun) -> str | None:
 
 @pytest.fixture
 def run(real_run: RealRun) -> RealRun:
-    # No batch is cut by size or by age: what comes out does so for the drain.
+    # No batch is cut by size or by age, so every batch is cut by the drain.
     real_run.grouping = replace(real_run.grouping, batch_rollouts=100, max_batch_age_s=10_000.0)
     return real_run.prepare()
 
@@ -63,7 +63,7 @@ def test_what_is_complete_is_batched_and_what_is_not_is_named(run: RealRun) -> N
     assert (books.problems, books.in_flight, books.unread) == ([], 2, 0)
     assert "is drained" in said(run)
     assert "train as long as their settings say" in said(run, "--withdraw")
-    # A later drain does not take the end of this one for its own.
+    # A later drain does not mistake the end of this one for its own.
     assert (drain(run), "is being drained" in said(run, "--drain"), drain(run)) == (None, True, "wanted")
 
 

@@ -1,4 +1,4 @@
-"""`rollstream environment`: workers that run follow it, also one that is killed at the moment of the command."""
+"""`rollstream environment`: running workers follow it, even one that is killed at the moment of the command."""
 
 import json
 import subprocess
@@ -55,7 +55,7 @@ def held(run: RealRun) -> Any:
 
 
 def members(run: RealRun) -> dict[str, Counter[str]]:
-    """Members on the log of each group, by environment."""
+    """The number of members that each group has on the log, by environment."""
     collected: dict[str, Counter[str]] = {"two": Counter(), "three": Counter()}
     for record in run.read("rollouts"):
         if isinstance(record, Rollout):
@@ -85,7 +85,7 @@ def test_workers_begin_no_group_of_what_is_paused_and_weigh_the_others_as_wanted
     run = real_run.prepare()
     (run.directory / "sorts.py").write_text(SORTS.replace("sleep(0.05)", "sleep(0.3)"))  # so that topics stay small
     (run.directory / "run.toml").write_text(SETTINGS)
-    run.start("group")  # a worker begins no more while nobody reads
+    run.start("group")  # a worker begins no more groups while nobody reads them
     with serving(SortingGenerator()) as server:
 
         def start() -> "subprocess.Popen[bytes]":
@@ -104,7 +104,7 @@ def test_workers_begin_no_group_of_what_is_paused_and_weigh_the_others_as_wanted
 
         done(run, "environment", "pause", "three", "--reason", "its verifier hangs")
         await_log(run, worker, lambda log: '"paused": ["three"]' in log, "the worker pauses it")
-        await_more(run, "two")  # by now what was begun is finished
+        await_more(run, "two")  # by now the groups that had begun are finished
         paused_at = members(run)["three"]
         assert set(paused_at.values()) == {2}, "groups begun are whole"
         await_more(run, "two")
@@ -113,7 +113,7 @@ def test_workers_begin_no_group_of_what_is_paused_and_weigh_the_others_as_wanted
         assert top["paused_environments"] == ["three"]
         assert "paused: three" in done(run, "top", "--once")
 
-        # A worker that is killed meanwhile begins with what was decided.
+        # A worker that is killed and started again keeps to the pause.
         worker.kill()
         worker.wait()
         worker = start()

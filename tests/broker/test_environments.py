@@ -21,7 +21,7 @@ from tests.support.runs import RealRun
 
 
 class Sorts:
-    """One turn that is always right to ask for; subclasses fail in their own ways."""
+    """One turn with a reward of 1; subclasses fail in their own ways."""
 
     name = "sorts"
     max_tokens = 8
@@ -49,7 +49,7 @@ class HangsOnce(Sorts):
 
 
 class FailsOnce(Sorts):
-    """The first verdict fails, then it is well."""
+    """The first verdict fails, and the later ones succeed."""
 
     failed = False
 
@@ -72,7 +72,7 @@ class Fails(Sorts):
 
 
 class Talks(Sorts):
-    """Goes on until a reply is truncated."""
+    """Asks again until a reply is truncated."""
 
     name = "talks"
 
@@ -129,7 +129,7 @@ class Judged:
 
 
 class SortsTwice:
-    """An agent: it sorts its number, then another one in a context of its own. It breaks at one of its prompts."""
+    """An agent: it sorts its number, then another one in a context of its own. It fails at one of its prompts."""
 
     name = "agent"
     max_tokens = 8

@@ -96,7 +96,7 @@ def evaluating(run: RealRun, base_url: str, environment: Environment | AgentEnvi
 
 
 def evaluated(run: RealRun) -> dict[int, set[tuple[int, int]]]:
-    """By version asked for: which versions answered; whole evaluations only."""
+    """The versions that answered, by the version that was asked for; only complete evaluations."""
     collected: dict[int, list[tuple[int, int]]] = {}
     for record in run.read("evals"):
         assert isinstance(record, Rollout)
@@ -221,7 +221,7 @@ def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_c
 
 
 def _failed(run: RealRun) -> float:
-    """Evaluations that failed, as the evaluator says."""
+    """The number of failed evaluations, as the evaluator reports it."""
     metrics = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "evaluator"]
     return max((r.values["failed_total"] for r in metrics), default=0.0)
 

@@ -1,4 +1,4 @@
-"""Exclusion on a real broker: what is not batched goes, and is counted; what is batched is named with its steps."""
+"""Exclusion on a real broker: rollouts not yet batched are dropped and counted; batches are named with their steps."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def offset_of(run: RealRun, uid: str) -> int:
 
 
 def settled(run: RealRun, **expected: object) -> Ledger:
-    """The ledger, once it is as expected."""
+    """The ledger, once it is as expected and nothing is unread."""
 
     def now() -> Ledger | None:
         book = ledger(run.kafka, run.name)
@@ -62,7 +62,7 @@ def settled(run: RealRun, **expected: object) -> Ledger:
 
 
 def train(run: RealRun) -> None:
-    """A learner's step by hand, on every batch there is; version 3 is published after it."""
+    """Write a learner's step on every batch there is, and publish version 3 after it."""
     entries = [entry for entry in run.read("batch-index") if isinstance(entry, BatchIndexEntry)]
     uses = tuple(
         BatchUse(batch_id=entry.batch_id, index_offset=0, rows=entry.rollouts, use="trained") for entry in entries
@@ -128,7 +128,7 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
         "grouping.exclude_offsets": [f"0:{offset}"],
     }
 
-    # Killed and started again with the configuration of generation 0, it goes by the log.
+    # Killed and started again with the configuration of generation 0, grouping follows the log.
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     run.start("group")
@@ -150,7 +150,7 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
 
 @pytest.mark.long
 def test_an_environment_that_no_rollout_is_of_is_said_at_once_and_nothing_is_written(real_run: RealRun) -> None:
-    """Whether its rollouts were grouped already, or nobody has read them yet."""
+    """This holds whether the run's rollouts are grouped already or not yet read."""
     real_run.grouping = type(real_run.grouping)(batch_rollouts=16, max_batch_age_s=600.0)
     run = real_run.prepare()
     process = run.start("group")

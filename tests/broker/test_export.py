@@ -79,7 +79,7 @@ def publish(run: RealRun, model: DecoderConfig, *versions: dict[str, np.ndarray]
 
 
 def peak_bytes(run: RealRun, process: subprocess.Popen[bytes]) -> int:
-    """Largest memory of a process that ends well."""
+    """Peak memory of a process, which must end with exit code 0."""
     _pid, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0, run.log_of(process)

@@ -100,7 +100,7 @@ def flood(run: RealRun, topic: str, records: int) -> None:
     with Sender(clients.producer(run.kafka)) as sender:
         for number in range(records):
             key = hostile.key("env", "x")
-            # Compacted topics take no record without a key, and would lose those with equal ones.
+            # Compacted topics take no record without a key, and would lose records with equal keys.
             key = f"{number}".encode() if spec.cleanup == "compact" else key
             sender.send(run.topic(topic), hostile.value(spec.values), key, partition=0)
         sender.flush(120)
@@ -108,7 +108,7 @@ def flood(run: RealRun, topic: str, records: int) -> None:
 
 
 def strict(text: str) -> Any:
-    """JSON as the standard has it: NaN and infinities are none."""
+    """Parse JSON by its standard, which has no NaN and no infinities."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -117,7 +117,7 @@ def strict(text: str) -> Any:
 
 
 def said(run: RealRun, *words: str) -> tuple["subprocess.CompletedProcess[str]", float]:
-    """Answer of a command as a process, and the most memory that it took."""
+    """Run a command as a process; return its answer and its peak memory in MiB."""
     out, err = run.directory / "out", run.directory / "err"
     with out.open("wb") as output, err.open("wb") as errors:
         process = subprocess.Popen(
@@ -199,7 +199,7 @@ def test_every_follower_of_the_run_reads_to_the_end(run: RealRun, tmp_path: Path
         assert index.skipped.total > 0
     with Exclusions(kafka, name) as exclusions:
         assert exclusions.reason("nothing of this name") == ""
-    # Junk may or may not be a sound request or step by chance: both read past it.
+    # Junk may happen to be a sound request or step, so nothing is counted; both must read past it.
     desired_state(kafka, name)
     read_steps(kafka, name, "main")
     assert read_sessions(kafka, name)

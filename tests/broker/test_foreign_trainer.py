@@ -25,7 +25,7 @@ BROKER = "rollstream broker start"
 
 
 class Reader:
-    """Somebody who follows the page, elsewhere: a copy of the examples, the broker of the tests in place of its own."""
+    """Somebody who follows the page in another folder, with copies of the examples, on the tests' broker."""
 
     def __init__(self, run: RealRun) -> None:
         self.run = run
@@ -50,7 +50,7 @@ class Reader:
         return out
 
     def follows(self, language: str, body: str) -> str:
-        """Run a block; what runs until it is told to stop goes on meanwhile. Returns its output."""
+        """Run a block and return its output; a grouping process keeps running in the background."""
         if language == "python":
             return self.does(sys.executable, "-c", self.here(body))
         outputs = []
@@ -131,7 +131,7 @@ def test_the_ledger_closes_after_a_rollback_and_after_what_is_trained_from_it(re
         assert report["balanced"], report
         proof = ledger(run.kafka, run.name)
         assert (proof.problems, proof.unread, proof.steps) == ([], 0, int(last))
-        # Answers grow alike, and a group without a difference is dropped, on record.
+        # Answers grow alike, and a group whose rewards are equal is dropped, on record.
         assert proof.trained + sum(proof.dropped.values()) == 64 * int(last)
     steps = {step.step: step.policy_version for step in run.read("steps") if isinstance(step, LearnerStep)}
     assert steps == {step: step + (step > 4) for step in range(1, 9)}, "5 is version 3 again, and 10 is version 8"

@@ -1,4 +1,4 @@
-"""A writer of more than a producer's queue holds waits for room in it."""
+"""A writer of more records than a producer's queue holds waits for room in the queue."""
 
 import dataclasses
 

@@ -29,7 +29,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture
 def server() -> Iterator[str]:
-    """base_url of a server whose answers are known, of policy version 3."""
+    """base_url of a server with known answers and policy version 3."""
     with serving(SortingGenerator(versions=(3,)), replica_id="infer-7") as server:
         yield server.base_url
 
@@ -232,7 +232,7 @@ def test_a_gateway_takes_up_what_another_began_to_write(
         for prompt in ("42>", "73>"):
             complete(session, prompt, seed=2)
         under_test.post("/rl/set_reward", {"session_id": session["session_id"], "reward": 1})
-    # As a gateway leaves it that is killed between the first rollout and the second.
+    # A gateway that is killed between the first rollout and the second leaves this state.
     name = session["session_id"]
     calls = [record for record in calls_of(kafka, run_name, name) if isinstance(record, ModelCall)]
     first, second = branches_of(calls)

@@ -46,7 +46,7 @@ def engine() -> RecordedEngine:
 
 @pytest.fixture
 def server(engine: RecordedEngine) -> Iterator[str]:
-    # It remembers no conversation, so that tokens come from the gateway's records.
+    # The server caches no conversation, so that tokens come from the gateway's records.
     with serving(engine, replica_id="infer-7", conversation_cache_tokens=0) as running:
         eventually(lambda: running.version == 3, 60, "weights are loaded")
         yield running.base_url

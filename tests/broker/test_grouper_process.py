@@ -83,7 +83,7 @@ def test_a_host_clock_that_is_set_back_silences_no_deadline(real_run: RealRun) -
 
 
 def test_a_process_that_was_fenced_without_a_rival_stops_well_and_with_one_says_so(real_run: RealRun) -> None:
-    """As when the broker ends a transaction that outlived its timeout just before the process is asked to end."""
+    """This happens if the broker ends a transaction that outlived its timeout just before the process must end."""
     run = real_run.prepare()
     group = run.grouper.group_id(run.name)
     for example, (rival, code) in enumerate([(False, 0), (True, 3)], start=1):

@@ -125,7 +125,7 @@ def records_of_mark(offset: int, time_ms: int, version: int):
     return InputRecord(offset, time_ms, None, encode(Mark(kind="policy_version", policy_version=version)))
 
 
-@pytest.mark.long  # In the short form two of them are killed under load (tests/faults).
+@pytest.mark.long  # In the short form, tests/faults kills two of them under load.
 def test_killing_a_grouping_consumer_loses_and_repeats_nothing(real_run: RealRun) -> None:
     seed = 20
     print(f"seed {seed}")
@@ -218,7 +218,7 @@ def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recover
     refused = real_run.start("group")
     assert refused.wait(300) == 2
     assert "rollstream group recover" in real_run.log_of(refused)
-    # A static member counts as one until its session times out.
+    # A static member stays in the group until its session times out.
     positions = eventually(
         lambda: recover(real_run.kafka, real_run.name, real_run.grouper), 60, "the group to be without members"
     )
@@ -269,7 +269,7 @@ def test_losing_the_longest_is_reported_while_it_happens_and_in_the_ledger(
 
 
 def test_a_dead_letter_that_would_not_fit_keeps_headers_digest_and_source_offset(real_run: RealRun) -> None:
-    """zstd made it small enough for rollouts; as it is, key or value is larger than any record may be."""
+    """zstd makes a record small enough for `rollouts`; uncompressed, its key or value exceeds the record limit."""
     real_run.topics = type(real_run.topics)(partitions=1)
     real_run.prepare()
     limit = real_run.kafka.max_record_bytes
@@ -308,14 +308,14 @@ def test_a_dead_letter_that_would_not_fit_keeps_headers_digest_and_source_offset
 
 @pytest.mark.long
 def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(real_run: RealRun) -> None:
-    """The smallest record limit there may be; ten thousand drops at once take twice that, in one record."""
+    """The record limit is the smallest allowed; one record of ten thousand drops would take twice as much."""
     real_run.topics = type(real_run.topics)(partitions=1)
     real_run.kafka = replace(real_run.kafka, max_record_bytes=1024 * 1024)
     real_run.grouping = replace(real_run.grouping, batch_bytes=100_000)
     real_run.prepare()
     settings = {"kafka__max_record_bytes": 1024 * 1024, "learner__weights__chunk_bytes": 500_000}
     process = real_run.start("group", **settings)
-    # Sealed, they wait for the policy clock, and for whoever excludes their environment.
+    # These groups are sealed, and wait for the policy clock until their environment is excluded.
     waiting = [
         rollout(f"an example of a name of some length {n}", m, policy_version=1, highest_version=1, lowest_version=1)
         for n in range(2_500)
@@ -345,7 +345,7 @@ def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(re
 
 
 class PonderingMaker(FifoBatchMaker):
-    """Takes its time with each rollout, where it is told to."""
+    """Takes as long with each rollout as ROLLSTREAM_TEST_PONDER_S says."""
 
     def add_rollout(self, rollout: RLExample, group: SealedGroup) -> None:
         end = time.monotonic() + float(os.environ.get("ROLLSTREAM_TEST_PONDER_S", "0"))
@@ -419,7 +419,7 @@ def test_figures_of_grouping_are_on_the_metrics_topic_and_add_up(real_run: RealR
             latest[record.labels.get("partition", record.labels.get("environment", ""))] = record
         return latest
 
-    # Those of one moment are several records.
+    # The positions of one moment are in several records.
     def positions_fit() -> bool:
         latest = newest()
         return latest["0"].values["position"] + latest["1"].values["position"] == len(real_run.read("rollouts"))

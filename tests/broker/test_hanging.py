@@ -1,4 +1,4 @@
-"""A transaction that nobody ends any more is named by whoever waits for it, and mended; then the run goes on."""
+"""A transaction that nobody ends is named by every process that waits for it, and mended; then the run goes on."""
 
 import json
 import subprocess
@@ -37,7 +37,7 @@ class Hurried(KafkaConfig):
 
 @pytest.fixture(scope="module")
 def trusting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    """A broker that does not ask who writes in a transaction."""
+    """A broker that does not verify who writes in a transaction."""
     config = BrokerConfig(data_dir=tmp_path_factory.mktemp("trusting"), properties=NO_VERIFICATION)
     with LocalBroker.start(config=config, bound_to_parent=True) as broker:
         yield broker
@@ -60,7 +60,7 @@ def mend(run: RealRun, *flags: str) -> tuple[int, str]:
 
 
 def grouper(run: RealRun) -> subprocess.Popen[bytes]:
-    """Its own transactions may take as long as they do on a busy machine."""
+    """Start a grouping process with the default transaction timeout, which is enough on a busy machine."""
     return run.start("group")
 
 
@@ -69,7 +69,7 @@ def await_batches(run: RealRun, count: int) -> None:
 
 
 def end_of(run: RealRun, partition: int) -> int:
-    """End offset of a partition of the journal that hangs."""
+    """End offset of a journal partition on which a transaction hangs."""
     return undecided(run.kafka, run.topic("journal"))[partition].end
 
 
@@ -86,7 +86,7 @@ def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun
     [batch] = run.read("batches")
     place = batch.partition  # type: ignore[attr-defined]
     start = hang(run.kafka, run.topic("journal"), place)
-    # It writes on, beyond what hangs, until it is started again.
+    # The process writes on, after the hanging transaction, until it is started again.
     run.send(rollout("before", member, uid=f"again-{member}", policy_version=1) for member in range(4))
     run.publish_version(1)
     # A journal record and its marker at least: one transaction may take all that was sent.
@@ -131,7 +131,7 @@ def test_a_run_whose_journal_and_offsets_hang_is_mended_and_goes_on(run: RealRun
 
 
 def commit_one(run: RealRun, topic: str, name: str) -> Any:
-    """Commit a transaction of one record under a transactional id; what its coordinator says of it then."""
+    """Commit a transaction of one record under a transactional id; return its coordinator's description of it."""
     producer = clients.transactional_producer(run.kafka, name)
     producer.init_transactions(120)
     producer.begin_transaction()
@@ -145,7 +145,7 @@ def commit_one(run: RealRun, topic: str, name: str) -> Any:
 def test_what_its_coordinator_counts_as_committed_is_committed(run: RealRun) -> None:
     topic, name = run.topic("batches"), f"{run.name}/grouper/0"
     committed = commit_one(run, topic, name)
-    # As if the marker of the transaction had been lost on this partition.
+    # This partition looks as if the marker of the transaction had been lost on it.
     producer = (committed.producer_id, committed.producer_epoch)
     began_s = committed.transaction_start_time_ms / 1000
     hang(run.kafka, topic, 1, producer=producer, value=b"hidden", written_at_s=began_s + 0.002)
@@ -178,7 +178,7 @@ def test_a_transaction_that_somebody_may_still_end_is_left_alone(run: RealRun) -
         assert text.startswith(f"a transaction is open: {run.topic('journal')}[0] from offset 2 on, of producer ")
         assert f"({run.name}-foreign, Ongoing)" in text
         assert "after its timeout (300 s)" in text
-        # However long it has been silent: its coordinator ends it.
+        # Its coordinator will end it, however long it has been silent.
         impatient = replace(run.kafka, transaction_timeout_s=0.0)
         assert hanging_transactions.hanging(impatient, run.name) == []
         assert mend(run, "--yes")[0] == 0

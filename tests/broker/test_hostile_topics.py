@@ -1,5 +1,5 @@
-"""Every command that reads a log, on a run with hostile records in every topic: none ends on one, what is printed for
-programs is JSON, and what was passed over is named with how many and which was the first.
+"""Every command that reads a log, on a run with hostile records in every topic: none fails on them, output for programs
+is JSON, and each command reports how many records it passed over and which was the first.
 """
 
 import json
@@ -53,7 +53,7 @@ def call(run: Planted, *words: str) -> int:
 
 
 def strict(text: str) -> Any:
-    """JSON as the standard has it: NaN and infinities are none."""
+    """Parse JSON by its standard, which has no NaN and no infinities."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
@@ -62,7 +62,7 @@ def strict(text: str) -> Any:
 
 
 def passed_over(err: str) -> dict[str, tuple[int, int]]:
-    """By topic, what a command said on stderr: how many it passed over, and the offset of the first."""
+    """How many records of each topic a command passed over, and the offset of the first, from its stderr."""
     matches = re.findall(
         rf"skipped ([\d,]+) of the records of {RUN}\.([a-z-]+), the first: {RUN}\.\2\[0\] offset (\d+): ", err
     )
@@ -149,7 +149,7 @@ def test_a_command_answers_and_names_what_it_passed_over(
     assert text.keys() == set(topics)
     for topic, (count, first) in text.items():
         assert count >= 3
-        # The very offset is one that holds nothing of ours.
+        # The record at this offset is of no kind that the topic should hold.
         message = record_at(run.run.kafka, run.run.topic(topic), 0, first)
         assert message is not None
         assert kind_of(message.value) not in spec_of(topic).values

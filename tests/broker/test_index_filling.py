@@ -1,4 +1,4 @@
-"""The index behind the page goes on when the process that fills it is killed, and has each rollout once."""
+"""The page's index goes on after the process that fills it is killed, and has each rollout once."""
 
 import os
 import signal

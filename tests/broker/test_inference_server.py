@@ -1,6 +1,6 @@
 """`rollstream infer` as it is started, over a small model with random weights, asked by the official openai client.
 
-Such a model says noise: bytes that are no text, tokens that no tokenizer would choose, ends at any place. Its tokens
+Such a model emits noise: bytes that are no text, tokens that no tokenizer would choose, ends at any place. Its tokens
 must come through all the same.
 """
 
@@ -53,7 +53,7 @@ def run(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -
 
 
 def publish(run: RealRun, model: DecoderConfig, step: int) -> None:
-    """Publish the weights of a step, each step's unlike the others'."""
+    """Publish the weights of a step, which differ from those of all other steps."""
     log = StepLog(run.kafka, run.name, "default")
     publisher = WeightsPublisher(run.kafka, run.name, "default", json.dumps(asdict(model)), WeightsConfig())
     parameters = {name: array * 0.8**step for name, array in random_parameters(model).items()}
@@ -102,7 +102,7 @@ def test_three_turns_with_a_tool_are_one_sequence_of_the_engines_own_tokens(
         # The tokens that were rendered are those of the new messages only.
         new = tokenizer.decode(answer.prompt_token_ids[len(sequence) :])
         assert new.count("<|im_start|>") == (3 if turn == 0 else 2), new
-        # The engine itself, asked for tokens after tokens: the same bits.
+        # The endpoint that takes and returns tokens gives the same bits.
         body = {
             "token_ids": answer.prompt_token_ids,
             "sampling_params": {"logprobs": 1, "max_tokens": 24, "seed": 5},
@@ -140,7 +140,7 @@ def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client,
         ThreadPoolExecutor(12) as pool,
     ):
-        # More than there is room for: some wait when the signal comes.
+        # These are more requests than there is room for, so some wait when the signal comes.
         asks = [
             pool.submit(client.completions.create, model="policy", prompt=[5, 6], max_tokens=500, n=2, seed=seed)
             for seed in range(12)
@@ -156,7 +156,7 @@ def test_sigterm_lets_it_answer_what_it_has_begun(run: RealRun) -> None:
 def test_a_server_that_splits_the_model_over_devices_answers_as_one_device_does_before_and_after_a_swap(
     run: RealRun, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A sum over devices occupies a thread of each; by default there are as many as processors.
+    # A sum over devices occupies one thread per device; by default there are only as many as processors.
     monkeypatch.setenv("NPROC", "16")
     monkeypatch.setenv("XLA_FLAGS", f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4")
     _, url = started(

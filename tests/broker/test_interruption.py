@@ -49,7 +49,7 @@ TOOLS: dict[str, tuple[tuple[str, ...], float]] = {
 
 @pytest.fixture(scope="module")
 def recorded(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
-    """A run with batches that is over."""
+    """A finished run with batches."""
     run = RealRun(KafkaConfig(bootstrap_servers=broker), "interrupted", tmp_path_factory.mktemp("run")).prepare()
     try:
         process = run.start("group")
@@ -63,7 +63,7 @@ def recorded(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def moments(few: int) -> list[object]:
-    """So many moments each time, and twenty where there is time."""
+    """`few` moments in each run of the tests, and twenty in the long form."""
     return [pytest.param(few, id="some"), pytest.param(20, id="20", marks=pytest.mark.long)]
 
 
@@ -99,7 +99,7 @@ def test_a_worker_with_groups_in_flight_ends_at_once(real_run: RealRun, count: i
 
 @contextmanager
 def full_pipe() -> Iterator[int]:
-    """Nobody reads it, and it takes nothing more."""
+    """The write end of a full pipe that nobody reads."""
     read, write = os.pipe()
     os.set_blocking(write, False)
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
@@ -112,7 +112,7 @@ def full_pipe() -> Iterator[int]:
 
 @contextmanager
 def closed_pipe() -> Iterator[int]:
-    """Nobody is there to read it."""
+    """The write end of a pipe whose read end is closed."""
     read, write = os.pipe()
     os.close(read)
     yield write
@@ -173,7 +173,7 @@ def test_a_terminal_is_given_back_by_top(recorded: RealRun, tmp_path: Path) -> N
 
 
 class InterruptedTerminal(io.StringIO):
-    """Interrupts, once, whoever begins a screen of its own."""
+    """Raises KeyboardInterrupt once, when a command switches to a screen of its own."""
 
     interrupted = False
 

@@ -102,7 +102,7 @@ def put_step(writer: Producer, run: str, record: LearnerStep) -> None:
 
 
 def put_entries(kafka: KafkaConfig, run: str, first: int, end: int) -> None:
-    """Entries that lie at the offsets they are named for: without a transaction, whose marker would take one."""
+    """Write entries at the offsets they are named for, without a transaction, whose marker would take an offset."""
     producer = clients.producer(kafka)
     for offset in range(first, end):
         producer.produce(topic_name(run, "batch-index"), codec.encode(entry(offset)), b"key", 0)
@@ -181,7 +181,7 @@ def test_counts_are_those_since_the_last_snapshot_however_far_back_it_is(
 def test_after_a_prune_a_learner_of_a_new_name_makes_room_for_workers_again(
     kafka: KafkaConfig, run_name: str, writer: Producer
 ) -> None:
-    """Its totals begin at nothing, and never reach those of the learner before it."""
+    """The new learner's totals begin at zero, and never reach those of the learner before it."""
     put_entries(kafka, run_name, 0, 10)
     with transaction(writer):
         put_step(writer, run_name, step(1, 8, 8 * ROLLOUTS, learner="old"))

@@ -1,7 +1,7 @@
 """The model of Kafka in tests/simulation answers as a real broker does: one script on both, the same outcome.
 
-A script notes the facts that our code goes by: its decision on each error, what readers of either isolation level see,
-the ends and the committed offsets.
+A script notes the facts that our code relies on: its decision on each error, what readers of either isolation level
+see, the ends and the committed offsets.
 """
 
 import time
@@ -51,7 +51,7 @@ class Stage:
         producer.flush(60)
 
     def outsider(self) -> object:
-        """The metadata of no member."""
+        """Group metadata of a consumer that is no member."""
         with Reader(self.kafka, group=self.group) as reader:
             return reader.group_metadata()
 

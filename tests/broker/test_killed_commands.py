@@ -1,4 +1,4 @@
-"""Every command that a run takes holds although what follows it is killed at that moment, and no rollout is lost.
+"""Every command to a run takes effect even if its processes are killed at that moment, and no rollout is lost.
 
 A real `rollstream run` is commanded; then `kill -9` ends the overseer, which is started again and adopts its processes,
 or the processes of a role, which the overseer starts again, or all, as when a machine fails.
@@ -260,7 +260,7 @@ def roll_back(run: CommandedRun, strike: Strike) -> Proof:
 
 def exclude(run: CommandedRun, strike: Strike) -> Proof:
     await_played(run, "other", 1)
-    # Else workers would go on to play what is dropped at once, which nothing slows down.
+    # Otherwise workers would go on playing rollouts that are dropped at once, and nothing would slow them down.
     run.say("environment", "pause", "other", "--reason", "it is excluded")
     words = ["exclude", "--env", "other", "--timeout", "500", "--json", "--run", run.name]
     command = [sys.executable, "-P", "-m", "rollstream", *words, "-b", run.kafka.bootstrap_servers]
@@ -283,7 +283,7 @@ def exclude(run: CommandedRun, strike: Strike) -> Proof:
         later = [batch for batch in batches if batch.generation >= generation]
         assert later
         assert {group.environment for batch in later for group in batch.groups} == {"plain"}
-        # A step that was planned before the learner knew of them is trained.
+        # The learner may train one more step that it planned before it knew of the exclusion.
         steps = [step for step in records(run, "steps") if isinstance(step, LearnerStep) and step.step > seen + 1]
         trained = {use.batch_id for step in steps for use in step.uses if use.use == "trained"}
         assert trained

@@ -59,7 +59,7 @@ def test_a_labeler_killed_again_and_again_labels_everything_exactly_once(
             consumer.close()
         return sum(max(tp.offset, 0) for tp in committed) == total
 
-    # Killed at any moment before it is held, or while it is, of which it cannot come to the end.
+    # The labeler is killed at any moment before it hangs, or while it hangs and cannot finish.
     for least, hold_at in ((1, 60), (30, 140)):
         monkeypatch.setenv(HOLD_AT, str(hold_at))
         labeler = run.start("label", "tests.support.trajectories:held", labeling__max_poll_records=2)
@@ -145,7 +145,7 @@ def test_lost_positions_of_labeling_are_committed_again_from_what_was_labeled(ru
     with pytest.raises(StateRefused, match=r"label recover"):
         ensure_positions(run.kafka, run.name, group)
 
-    # A process that was paused in its transaction is fenced: what it would write later is no label any more.
+    # A process that was paused in its transaction is fenced: what it writes later does not become a label.
     paused = clients.transactional_producer(run.kafka, transactional_id(run.name, "labeller", 0))
     paused.init_transactions(120)
     paused.begin_transaction()
@@ -168,7 +168,7 @@ def test_lost_positions_of_labeling_are_committed_again_from_what_was_labeled(ru
 
 @pytest.mark.long
 def test_labelers_that_come_and_go_share_the_work_and_label_everything_exactly_once(run: RealRun) -> None:
-    """Partitions move while they are at work: one joins, one is killed and stays away, one is told to stop."""
+    """Partitions move while labelers are at work: one joins, one is killed and stays away, one is told to stop."""
     sent = [numbered(number, worker=f"w{number % 4}") for number in range(1000)]
     expected = sorted(t.uid for t in sent if number_of(t) % 100 != 55 and number_of(t) % 10)
     settings = {"labeling__max_poll_records": 1, "kafka__session_timeout_s": 6}

@@ -1,4 +1,4 @@
-"""The learner on a real broker: what kill -9 costs is time only, a name belongs to one, stale batches are on record."""
+"""The learner on a real broker: kill -9 costs only time, a name belongs to one learner, stale batches are on record."""
 
 import contextlib
 import json
@@ -204,7 +204,7 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
     assert manifest.digest == params_digest(arrays) != manifest.params_digest
     assert {array.dtype.name for array in arrays.values()} == {"bfloat16"}
 
-    # Without its checkpoints a learner begins again from the log, and what it then makes must be what is on record.
+    # Without its checkpoints a learner begins again from the log, and what it then makes must equal the record.
     elsewhere = {"learner__checkpoint__directory": run.directory / "elsewhere"}
     process = run.start("learn", **settings, **elsewhere, learner__optimizer__learning_rate=0.01)
     assert process.wait(300) == 2
@@ -245,7 +245,7 @@ def test_a_batch_that_is_too_stale_is_skipped_on_record_and_replaced(real_run: R
 def test_bad_rollouts_are_left_out_on_record_and_steps_made_again_leave_out_the_same(
     real_run: RealRun, tmp_path: Path
 ) -> None:
-    """Each of two steps holds bad ones; without its checkpoints a learner makes both again, with other settings too."""
+    """Two steps hold bad rollouts; without its checkpoints a learner makes both again, even with other settings."""
     batches = [random_batch(number, partition=number % 2) for number in range(4)]
     tokens, long = batches[0].tokens.copy(), random_batch(2, answers=(1, 40))
     tokens[batches[0].splits[3]] = 10**6
@@ -311,7 +311,7 @@ def exclude(run: RealRun, *batch_ids: str) -> None:
 
 @pytest.mark.long
 def test_excluded_batches_are_left_out_and_steps_on_record_stay_as_they_were(real_run: RealRun) -> None:
-    """Killed, it makes steps again that trained on what was excluded since, and left out what was excluded before."""
+    """A killed learner repeats its steps with the batches on record, whatever was excluded before or after them."""
     run, settings = with_batches(real_run, 10), {**SETTINGS, "learner__max_steps": 6}
     exclude(run, "0-2")
     process = run.start("learn", **settings)

@@ -16,7 +16,7 @@ SETTINGS: dict[str, object] = {
     "learner__checkpoint__every_steps": 2,
     "learner__checkpoint__keep": 5,
     "learner__mesh__sequence": 2,
-    # The batches of the tests are of no policy at all.
+    # No policy sampled the batches of the tests.
     "learner__loss__stale_mismatch_limit": 10.0,
     "learner__loss__mismatch_limit": 10.0,
 }

@@ -30,7 +30,7 @@ TEAM: dict[str, object] = {
     **SETTINGS,
     "learner__max_steps": STEPS,
     "learner__checkpoint__every_steps": 2,
-    # The batches of the tests are of no policy at all.
+    # No policy sampled the batches of the tests.
     "learner__loss__stale_mismatch_limit": 10.0,
     "learner__loss__mismatch_limit": 10.0,
 }
@@ -82,13 +82,13 @@ def kill_one(run: RealRun, team: list[subprocess.Popen[bytes]], number: int) -> 
     """Kill -9 a process of a team once step 3 is on record, with checkpoints every 2; the others end, too."""
     eventually(lambda: max(steps_of(run), default=-1) >= 3, 110, "step 3 of 6, checkpoints every 2")
     os.kill(team[number].pid, signal.SIGKILL)
-    # At once where they wait for its share of a sum, else when its heartbeat is missed.
+    # They end at once if they wait for its share of a sum, otherwise when its heartbeat is missed.
     for process in team:
         assert process.wait(300) != 0, "a process whose team is gone must not go on"
 
 
 def shards_sent(run: RealRun, process: subprocess.Popen[bytes]) -> dict[int, dict[str, int]]:
-    """The shards that a process which does not lead sent, by version, from its log."""
+    """The shards that a process other than the leader sent, by version, from its log."""
     events = [json.loads(line) for line in run.log_of(process).splitlines() if '"shard_sent"' in line]
     return {event["version"]: event for event in events}
 
@@ -121,7 +121,7 @@ def test_processes_train_together_and_after_kill_9_make_the_bits_on_record_again
     real_run: RealRun, processes: int
 ) -> None:
     run = with_batches(real_run, 2 * STEPS)
-    # The parameters lie on all processes, and are published as they are: a follower's must have the learner's digest.
+    # The parameters are spread over all processes and published in float32, so a follower's have the learner's digest.
     settings: dict[str, object] = {"learner__mesh__fsdp": processes, "learner__weights__dtype": "float32"}
     team = start(run, processes, **settings)
     kill_one(run, team, processes - 1)

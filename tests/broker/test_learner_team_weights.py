@@ -27,14 +27,14 @@ from tests.support.waiting import eventually
 SMALL_STEPS = {
     "learner__mesh__fsdp": 2,
     "learner__weights__keep_versions": 2 * STEPS,
-    # So small that few values change in bfloat16.
+    # These rates are so small that few values change in bfloat16.
     "learner__optimizer__learning_rate": 1e-6,
     "learner__optimizer__final_learning_rate": 1e-6,
 }
 
 
 def versions_of(run: RealRun) -> dict[int, Arrays]:
-    """Every version of a run, each fetched alone with what it builds on."""
+    """Every version of a run, each fetched alone with the versions it builds on."""
     manifests = read_manifests(run.kafka, run.name)
     with closing(ChunkFetcher(run.kafka, run.name)) as fetcher:
         return {version: load_version(fetcher, manifests, version) for version in sorted(manifests)}
@@ -44,7 +44,7 @@ def versions_of(run: RealRun) -> dict[int, Arrays]:
 def test_deltas_of_two_processes_have_the_bits_of_the_parameters_after_kill_9_and_in_an_engine_too(
     real_run: RealRun,
 ) -> None:
-    """A learner of the same steps, which no fault meets, publishes its parameters as they are: these are compared."""
+    """The versions are compared with those of a learner of the same steps that meets no fault, in float32."""
     run = with_batches(real_run, 2 * STEPS)
     undisturbed = with_batches(run.beside("u"), 2 * STEPS)
     engine = VllmStandIn()

@@ -1,6 +1,7 @@
 """Both forms of the ledger agree at each moment: the full reading, and the one that goes on from a file.
 
-The runs have all that has a place in it: exclusions, letters sent again, sessions, retired learners, splits, labels.
+The runs have everything that the ledger shows: exclusions, letters sent again, sessions, retired learners, splits and
+labels.
 """
 
 import json
@@ -44,14 +45,14 @@ class Readers:
         return cls(run, LiveLedger(run.kafka, run.name, run.directory / run.name / "kept" / "books"))
 
     def from_file(self) -> Ledger:
-        """A reading by a process that begins with the file that the one before left."""
+        """A reading that begins with the file of the one before, as in another process."""
         with LiveLedger(self.run.kafka, self.run.name, self.run.directory / self.run.name / "file" / "books") as reader:
             book = reader.poll()
             assert not self.moments or not reader.begun_anew, reader.begun_anew
             return book
 
     def agree(self) -> Ledger:
-        """The full reading, which the others equal, once the run has been at rest while all were made."""
+        """The full reading, which the others must equal, once the run was at rest while all were made."""
 
         def compared() -> Ledger | None:
             before = plain(self.kept.poll())
@@ -167,7 +168,7 @@ def in_sessions(run: RealRun, readers: Readers) -> None:
 
 
 def pruned(run: RealRun, *topics: str) -> None:
-    """Prune what may go, which must be something of each of these topics."""
+    """Prune the run, and check that it deletes something of each of these topics."""
     said(run, "prune", "--yes", "--keep-batches", "0", "--without-checkpoints")
     for topic in topics:
         bounds = topic_admin.bounds(run.kafka, run.topic(topic)).values()

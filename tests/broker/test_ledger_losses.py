@@ -1,4 +1,4 @@
-"""Losses that no count of records shows, planted in real runs: the ledger names each, and so does who reads on."""
+"""Losses that no count of records shows, planted in real runs: both forms of the ledger name each."""
 
 import json
 import math
@@ -58,7 +58,7 @@ def settled(run: RealRun) -> Ledger | None:
 
 
 def send(run: RealRun, name: str, groups: int) -> None:
-    """Whole groups of four, each in a record batch of its own."""
+    """Send whole groups of four, each in a record batch of its own."""
     for number in range(groups):
         run.send(rollout(f"{name}{number}", member) for member in range(4))
 
@@ -86,7 +86,7 @@ def put(run: RealRun, entry: BatchIndexEntry) -> None:
 
 
 def step(run: RealRun, number: int, entries: dict[int, BatchIndexEntry], position: int) -> None:
-    """A learner's step by hand, that trained on these entries of the index and stands at `position`."""
+    """Write a learner's step that trained on these entries of the index and has this `position`."""
     uses = tuple(
         BatchUse(batch_id=entry.batch_id, index_offset=offset, rows=entry.rollouts, use="trained")
         for offset, entry in entries.items()
@@ -199,7 +199,7 @@ def cut_off(segment: Path, offset: int) -> int:
     while int.from_bytes(data[at : at + 8], "big") < offset:
         at += 12 + int.from_bytes(data[at + 8 : at + 12], "big")
     segment.write_bytes(data[:at])
-    for suffix in (".index", ".timeindex"):  # They may name what is cut off; Kafka makes them again.
+    for suffix in (".index", ".timeindex"):  # They may name what is cut off; Kafka rebuilds them.
         segment.with_suffix(suffix).unlink()
     return int.from_bytes(data[at : at + 8], "big")
 
@@ -288,7 +288,7 @@ def test_records_that_make_no_sense_are_skipped_counted_and_named(run: RealRun) 
     assert done.returncode == 0, done.stdout + done.stderr
     book = json.loads(done.stdout, parse_constant=pytest.fail)
     assert book["problems"] == []
-    # Two each of six topics; control and policies are none of the ledger's.
+    # Two records of each of six topics; the ledger does not count those of control and policies.
     assert book["records_skipped"] == len(bad) + 2 + 2 * 6
     named = "\n".join(book["unreadable"])
     assert "prompts is 'many', which is not a number of prompts" in named

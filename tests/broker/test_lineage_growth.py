@@ -1,6 +1,6 @@
 """A question about one rollout costs as much on a long log as on a short one; the records are made, the broker is real.
 
-Reports what filling the index, a question by it, and one that reads the topics take.
+Reports the processor time of filling the index, of a question to it, and of one that reads the topics.
 """
 
 import statistics
@@ -46,7 +46,7 @@ def lineage_of(view: SearchableRun, uid: str) -> LineageNode:
 
 
 def uids(written: int) -> Iterator[str]:
-    """Some of the run, spread over all of it."""
+    """Some uids of the run, spread over all of it."""
     examples = written // 9
     for number in range(QUESTIONS):
         yield f"u{number * examples // QUESTIONS:09d}-{number % 8}"
@@ -85,5 +85,5 @@ def test_a_question_about_one_rollout_costs_the_same_on_a_longer_log(
         )
     with capsys.disabled():
         print("\nprocessor time:", *lines, sep="\n  ")
-    # Ten times the records, or a hundred times.
+    # The longest log has ten or a hundred times the records of the shortest.
     assert costs[-1] < 3 * costs[0]

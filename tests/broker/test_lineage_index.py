@@ -38,7 +38,7 @@ def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
 
 
 def answers(view: SearchableRun, questions: list[dict[str, Any]]) -> list[Any]:
-    """Answers of lineage to each question, an error's text where it refuses."""
+    """The answer of lineage to each question, or the text of its error."""
     report: list[Any] = []
     for question in questions:
         args = argparse.Namespace(**dict.fromkeys(SUBJECTS))
@@ -53,7 +53,7 @@ def answers(view: SearchableRun, questions: list[dict[str, Any]]) -> list[Any]:
 def questions_about(planted: Planted, every: int) -> list[dict[str, Any]]:
     """Records of `rollouts`, batches, steps and versions: those that are there, and some that are not.
 
-    All of them, or every so-many-th of the rollouts.
+    Questions about rollouts are about every `every`-th one.
     """
     run = planted.run
     bounds = topic_admin.bounds(run.kafka, run.topic("rollouts"))
@@ -97,7 +97,7 @@ def test_an_index_goes_on_with_what_is_new(real_run: RealRun, tmp_path: Path) ->
             tree["children"][-1]["name"] for tree in answers(LookedUpRun(index, topics), [{"rollout": "later-1"}])[0]
         ]
 
-    # Deleted from the beginning, as prune does it: both forms know what is left.
+    # Delete from the beginning, as prune does; both forms know what is left.
     low = {
         name: {p: begin + (end - begin) // 2 for p, (begin, end) in bounds(real_run, name).items()}
         for name in ("rollouts", "journal", "batch-index", "batches")

@@ -44,7 +44,7 @@ def settled(run: RealRun, batched: int) -> Ledger:
 
 
 def learn(run: RealRun, number: int, use: str, rows: int = 0) -> None:
-    """A step by hand that used all batches, or some rows of each."""
+    """Write a learner's step that used all batches, or the first rows of each."""
     batches = list(indexed_batches(run.kafka, run.name))
     uses = tuple(
         BatchUse(
@@ -114,14 +114,14 @@ def test_a_file_that_cannot_be_gone_on_from_is_thrown_away_and_told(run: RealRun
         assert why in report
         assert book == whole
         assert stored.poll() == ("", whole)
-    # The unfinished file of a writer that was killed is nobody's.
+    # The unfinished file of a killed writer is ignored.
     stored.path.with_name("file.1-x.unfinished").write_bytes(data[:50])
     assert stored.poll() == ("", whole)
     copied = Stored(run.beside("copy").prepare(), stored.path)
     report, book = copied.poll()
     assert f"it belongs to run {run.name} and groups" in report
     assert book == plain(ledger(run.kafka, copied.run.name))
-    # The same run, made again: nothing of what was read is there any more.
+    # The topics of the run are created anew, so nothing that was read is there any more.
     stored.poll()
     assert topic_admin.delete_topics(run.kafka, [d.topic for d in provisioning.describe(run.kafka, run.name)]) == {}
     run.prepare()
@@ -156,7 +156,7 @@ def test_readings_agree_while_a_run_goes_on_and_its_parts_are_killed(run: RealRu
     assert in_both_forms(run).trained == 2 * len(list(indexed_batches(run.kafka, run.name)))
     learn(run, 2, "skipped", 3)
     in_both_forms(run)
-    # A step that is taken again replaces the first record of it.
+    # A step that is made again replaces its first record.
     learn(run, 1, "skipped", 3)
     book = in_both_forms(run)
     assert (book.trained, book.learners["main"]["steps"]) == (0, 2)

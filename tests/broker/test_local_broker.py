@@ -104,7 +104,7 @@ def test_a_kill_and_a_stop_keep_the_data_and_the_port(tmp_path: Path, run_name: 
         assert values(broker, run_name) == [b"before the kill", b"before the stop"]
 
 
-@pytest.mark.long  # Tests of two files run beside each other, each on a broker of its own.
+@pytest.mark.long  # In the short form, test files run in parallel, each on a broker of its own.
 def test_two_brokers_run_side_by_side(running: LocalBroker, tmp_path: Path, run_name: str) -> None:
     with LocalBroker.start(tmp_path, bound_to_parent=True) as other:
         assert other.bootstrap_servers != running.bootstrap_servers
@@ -116,7 +116,7 @@ def test_two_brokers_run_side_by_side(running: LocalBroker, tmp_path: Path, run_
         assert values(other, run_name) == [b"there"]
 
 
-@pytest.mark.long  # It runs the broker where there is nothing but Python, too.
+@pytest.mark.long  # In the short form, another test runs this Java where there is nothing but Python.
 def test_the_packaged_java_runs_a_broker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     java = packaged_java()
     assert java is not None

@@ -1,4 +1,4 @@
-"""Batch makers and estimators of the user's in a run: named in the configuration, imported by grouping and verify."""
+"""A user's batch makers and estimators in a run: named in the configuration, imported by grouping and verify."""
 
 import json
 import signal
@@ -55,7 +55,7 @@ def test_a_run_is_grouped_with_an_estimator_of_the_user_s_and_is_verified_with_i
         rollout(f"x{example}", member, reward=4.0 * (member == 1)) for example in range(8) for member in range(4)
     )
     eventually(lambda: sum(map(len, batches(real_run))) == 32, 60, "every rollout in a batch")
-    # The median is 0, and the deviation of most members too, so that it counts as 1.
+    # The median is 0, and so is the deviation of most members, so that the scale counts as 1.
     actual = {float(a) for batch in batches(real_run) for a in batch.advantages[batch.loss_mask]}
     assert actual == {0.0, 4.0}
     assert verify(real_run.kafka, real_run.name, estimators=[name]).mismatches == []

@@ -62,7 +62,7 @@ def test_old_files_and_an_old_topic_become_rollouts_of_a_run_once_and_are_traine
         "written": 16,
         "in_target": 48,
     }
-    # Any topic will do as one of the old form: here that of evaluations, with something else in between.
+    # Any topic can hold the old form: here it is that of evaluations, with a bad record in between.
     for value in (encode(old_batch("d")), b"poison", encode(old_batch("e"))):
         real_run.send_bytes("evals", value, b"[]", 0)
     report = migrate(real_run, f"topic:{real_run.topic('evals')}", code=1)
@@ -81,7 +81,7 @@ def _a_store_follows_the_run(run: RealRun) -> None:
     with GroupStore(run.directory / "store") as store:
         assert store.fill(run.kafka, run.name) >= 80
         assert store.environments["env"].size() == 20
-    # Written by hand, as those of a task at the end of its partition.
+    # Write a mark by hand, as a grouping task does at the end of its partition.
     run.send_bytes("rollouts", encode(Mark(kind="deadline")), b"[]", 0)
     run.send(rollout("late", m) for m in range(4))
     again = GroupStore(run.directory / "store")

@@ -22,7 +22,7 @@ POISON = b"\xc3\x01 not a record"
 
 
 def dead_letter(run: RealRun, partition: int = 0) -> None:
-    """A dead letter at offset 0 of a partition that may be sent again as it is."""
+    """Write a dead letter of offset 0 of a partition, which can be sent again unchanged."""
     producer = clients.producer(run.kafka)
     headers: dict[str, str | bytes | None] = {
         "__streams.errors.topic": run.topic("rollouts"),
@@ -34,7 +34,7 @@ def dead_letter(run: RealRun, partition: int = 0) -> None:
 
 
 def redriving(run: RealRun) -> subprocess.Popen[bytes]:
-    """`dlq redrive` that waits, or is over."""
+    """Start `dlq redrive`, and return it once it waits or has ended."""
     process = run.start("dlq", "redrive", "0:0")
     eventually(lambda: process.poll() is not None or "transaction_open" in run.log_of(process), 60, "it waits or ends")
     return process
@@ -45,7 +45,7 @@ def test_a_letter_is_sent_again_once_while_a_foreign_transaction_stands_open(rea
     dead_letter(run)
     with run.open_transaction("dead-letters"):
         processes = [redriving(run) for _ in range(3)]
-    # The last to start has its turn. Those before it are told so, by the coordinator or by the note of the last.
+    # The process that started last sends the letter; the coordinator or its note tells the others.
     assert processes[-1].wait(300) == 0
     assert {process.wait(300) for process in processes[:-1]} <= {1, 2}
     again = run.start("dlq", "redrive", "0:0")

@@ -45,7 +45,7 @@ CHANGE = {"X-Rollstream": "1"}
 
 @pytest.fixture(scope="module")
 def planted(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Planted]:
-    """A run that is over, with one of each kind of facts."""
+    """A finished run with one fact of each kind."""
     run = RealRun(KafkaConfig(bootstrap_servers=broker), "paged", tmp_path_factory.mktemp("paged"))
     try:
         planted = plant(run)
@@ -236,7 +236,7 @@ def test_dead_letters_are_listed_and_sent_again_once(run: RealRun, page: PageCli
 
 
 def dead_letter(run: RealRun) -> str:
-    """A dead letter that holds a sound rollout, as after an error that is mended; return its place."""
+    """Write a dead letter that holds a sound rollout, as if its error were fixed; return its place."""
     places: list[str] = []
     headers = {
         "__streams.errors.topic": run.topic("rollouts"),

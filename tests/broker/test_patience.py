@@ -23,7 +23,7 @@ from tests.support.waiting import eventually
 
 
 class Impatient(KafkaConfig):
-    """A configuration by which transactions end soon."""
+    """A configuration that expects transactions to end soon."""
 
     patience_s = 1.0  # type: ignore[assignment]
 
@@ -97,7 +97,7 @@ def test_batches_whose_index_entries_an_open_transaction_hides_are_no_mismatch(r
         process.terminate()
         assert process.wait(300) == 0
         verifying = run.start("verify")
-        # Longer than it takes where nothing is hidden.
+        # This is longer than it would take if nothing were hidden.
         with pytest.raises(subprocess.TimeoutExpired):
             verifying.wait(6)
     assert verifying.wait(300) == 0, run.log_of(verifying)

@@ -32,7 +32,7 @@ def lag(run: RealRun) -> int:
 
 
 def started(run: RealRun, processes: int) -> RealRun:
-    """The run with so many processes, each with its share of the partitions."""
+    """Start the run with so many processes, each with its share of the partitions."""
     run.prepare()
     for ordinal in range(processes):
         run.start("group", "--ordinal", str(ordinal), grouper__records_per_s=HELD_TO, grouper__commit_interval_s=1.0)

@@ -1,4 +1,4 @@
-"""Pruning a small real run: what goes is what nobody needs, and everything that is kept stays consistent."""
+"""Pruning a small real run: only what nobody needs is deleted, and everything that is kept stays consistent."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def settled(run: RealRun, in_flight: int = 0) -> Ledger:
 
 
 def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
-    """A learner's step by hand: it trained on the first `read` entries of the index."""
+    """Write a learner's step that trained on the first `read` entries of the index."""
     entries = list(index_of(run.kafka, run.name).values())[:read]
     messages = list(read_to_end(run.kafka, run.topic("batch-index")))[:read]
     uses = tuple(
@@ -87,7 +87,7 @@ def checkpoint(run: RealRun, learner: str, position: int) -> Path:
 
 
 def planned(run: RealRun, checkpoints: Path, keep: int) -> dict[tuple[str, int], Deletion]:
-    """The plan, without a process of its own."""
+    """The plan of a prune, computed in this process."""
     positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), checkpoints)
     return {(d.topic, d.partition): d for d in plan(positions, keep_batches=keep)}
 
@@ -169,7 +169,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
     assert (learners["gone"]["retired"], "waiting" in learners["gone"]) == (True, False)
     assert ("retired" in learners["main"], learners["main"]["waiting"]) == (False, 2)
     assert "(retired)" in rollstream(run, "ledger").stdout
-    # The other takes its place without being told to.
+    # The other learner can open its log without `take_over`.
     StepLog(run.kafka, run.name, "main").close()
 
     assert rollstream(run, "learner", "resume", "gone").returncode == 0
@@ -178,7 +178,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
 
 
 def figures_of(book: Ledger) -> dict[str, Any]:
-    """The figures of a ledger, without the offsets since when configurations are known: those move with pruning."""
+    """The figures of a ledger, without the offsets of its configurations, which pruning moves."""
     figures = book.as_dict()
     configurations = [{name: value for name, value in each.items() if name != "since"} for each in book.configurations]
     return figures | {"configurations": configurations}
@@ -198,7 +198,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     run.send([rollout("open", 0)])
     settled(run, in_flight=1)
 
-    # Nobody has read a batch: nothing of them goes, and nothing of what the ledger needs beside them.
+    # Nobody has read a batch, so no batch is deleted, and nothing that the ledger needs with the batches.
     untouched = planned(run, run.directory, 0)
     assert {d.offsets for d in untouched.values() if d.topic in ("batches", "batch-index")} == {0}
     assert untouched["batch-index", 0].why == "no learner on record"
@@ -212,7 +212,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     checkpoints = checkpoint(run, "main", position)
     where = ("--checkpoints", str(checkpoints), "--keep-batches", "6")
 
-    # A group of somebody else's holds back what it has yet to read.
+    # A foreign consumer group holds back the records that it has yet to read.
     stranger = clients.reader(run.kafka, group=f"{run.name}-stranger")
     stranger.commit(offsets=[TopicPartition(run.topic("rollouts"), 0, 3)], asynchronous=False)
     held = planned(run, checkpoints, 6)["rollouts", 0]
@@ -229,7 +229,7 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
         assert sum(row["offsets"] for row in done.values() if row["topic"] == topic) > 0, topic
     assert done["batch-index", 0]["to"] <= position
 
-    # The books are what they were, by counts where the records are gone.
+    # The books are unchanged; counts stand in for the deleted records.
     after = in_both_forms(run)
     assert after.balanced, after.problems
     figures, known = figures_of(before), figures_of(after)
@@ -258,8 +258,8 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
     assert other.replayed.batches >= 6
     assert planned(run, checkpoints, 6)["batch-index", 0].to <= position
 
-    # Once more, further, from a journal whose beginning is gone already. A snapshot is due every ten commits, and a
-    # busy process commits several batches at once.
+    # Prune again, and further, from a journal whose beginning is gone already. A snapshot is due every ten commits, and
+    # a busy process commits several batches at once.
     for _ in range(20):
         deletions = further(run, checkpoints)
         kept = {"rollouts", "batch-index", "batches"} - {d.topic for d in deletions if d.offsets > 0}
@@ -283,7 +283,7 @@ def further(run: RealRun, checkpoints: Path) -> list[Deletion]:
 
 
 def check_window(run: RealRun) -> None:
-    """The newest six are still verifiable, what a learner alone still needs is not, and nothing differs anywhere."""
+    """The newest six batches are verifiable, what only a learner still needs is not, and nothing differs anywhere."""
     names = list(index_of(run.kafka, run.name))
     some = verify(run.kafka, run.name, only=[names[0], *names[-6:]])
     assert (some.batches, some.unverifiable, some.mismatches) == (6, 1, [])

@@ -31,7 +31,7 @@ SMALL = {
 def test_a_checkpoint_learns_on_the_log_with_its_own_tokenizer(real_run: RealRun) -> None:
     run, directory = real_run, real_run.directory
     write_model(directory / "model", **SMALL)
-    # To say 3 whatever is asked pays three times in four: a preference that few steps can teach.
+    # Always answering 3 is right three times in four, a preference that a few steps can teach.
     write_problems(directory / "problems.jsonl", [3, 3, 1, 3] * 10)
     settings = {
         "tasks__gsm8k__train_file": directory / "problems.jsonl",
@@ -62,7 +62,7 @@ def test_a_checkpoint_learns_on_the_log_with_its_own_tokenizer(real_run: RealRun
     flags = [word.removeprefix("--set=") for word in run.command("run", **settings) if word.startswith("--set=")]
     config = load(RECIPE, flags=flags)
     prompts = create_task(config.task, config.tasks).prompts("train")
-    # The format with numbers of other problems: how to answer, not what.
+    # Random numbers in the right format teach how to answer, but not what.
     shuffled = random.Random(0)
     with (directory / "warm-start.jsonl").open("w") as file:
         for _ in range(256):

@@ -231,5 +231,5 @@ def test_a_grouping_process_that_is_refused_ends_and_names_the_missing_rule(guar
     assert process.returncode == 2
     last = log.read_text().splitlines()[-1]
     assert last.startswith(f"rollstream: transaction {RUN}/grouper/0 is refused: "), last
-    # The records of other tests here are dead letters, which may lie in the same transaction.
+    # Records of other tests here become dead letters, which may be in the same transaction.
     assert refused(last, "group", topic) or refused(last, "group", f"{RUN}.dead-letters or {topic}"), last

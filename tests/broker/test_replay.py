@@ -1,4 +1,4 @@
-"""A learner that draws from a rollout buffer, on a real broker: kill -9 costs time only, and the record says it all."""
+"""A learner that draws from a rollout buffer, on a real broker: kill -9 costs only time, and all is on record."""
 
 import json
 import os
@@ -60,7 +60,7 @@ def test_a_learner_with_a_buffer_killed_between_checkpoints_ends_with_the_bits_o
     later = [random_batch(number, partition=number % 2) for number in range(8, 12)]
     try:
         uninterrupted, process = whole.start("learn", **SETTINGS), killed.start("learn", **SETTINGS)
-        # Twice 80 rollouts, no more than 24 of them at once: by these draws it is six steps, then too few are left.
+        # 80 rollouts, each drawn at most twice, 24 a step: these draws give six steps, and then too few are left.
         eventually(lambda: saved.exists() and max(steps_of(killed)) == 6, 240, "step 6 of 8, and checkpoint 4")
         os.kill(process.pid, signal.SIGKILL)
         process.wait()
@@ -110,7 +110,7 @@ def test_skips_that_are_heard_of_too_late_do_not_replace_the_step_they_belong_to
 
 @pytest.mark.long
 def test_rollouts_that_come_while_it_is_killed_again_and_again_are_drawn_as_the_record_says(real_run: RealRun) -> None:
-    """Its draws depend on the time; but the record alone gives the same parameters, step by step."""
+    """The learner's draws depend on timing, but the record alone gives the same parameters, step by step."""
     settings = {**SETTINGS, "learner__max_steps": 14, "learner__buffer__max_rollout_step_delay": 6}
     run = with_batches(real_run, 4)
     for kill in range(4):

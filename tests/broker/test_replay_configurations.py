@@ -18,7 +18,7 @@ from tests.support.waiting import eventually
 
 
 def generations(run: RealRun) -> list[int]:
-    """Generations that marks of the log name."""
+    """The generations of the marks on the log."""
     return [record.generation for record in run.read("rollouts") if isinstance(record, Mark)]
 
 

@@ -58,7 +58,7 @@ def test_a_step_with_other_bits_is_refused_without_a_tolerance_and_goes_on_recor
     for step in differing:
         assert 0 < steps[step].metrics["replay/difference"] <= 1e-3
         assert steps[step].uses == before[step].uses
-        # Both are published: nobody has two sets of weights of one version.
+        # Both sets of weights are published, each under a version of its own.
         assert steps[step].policy_version > max(record.policy_version for record in before.values())
     assert all("replay/difference" not in steps[step].metrics for step in steps if step not in differing)
     assert '"step_differs"' in run.log_of(tolerant)

@@ -149,7 +149,7 @@ def trained(broker: str, run_name: str, tmp_path: Path) -> TrainedRun:
 
 
 def rloo(rewards: np.ndarray) -> np.ndarray:
-    """Each reward less the mean of the others; nothing is learned from equal ones."""
+    """Each reward minus the mean of the others; zeros if all are equal."""
     if rewards.min() == rewards.max():
         return np.zeros(len(rewards), "<f4")
     others = (rewards.sum() - rewards) / (len(rewards) - 1)
@@ -187,7 +187,7 @@ def test_wrong_rewards_lead_to_the_steps_that_trained_on_them_and_to_a_fork_with
     new = {(r.partition, r.offset): r.reward_before if r.failure else r.reward for r in again}
     check_rewards(report, again, rollouts)
 
-    # The advantages, independently.
+    # Compute the advantages independently.
     batches = {b.batch_id: b for _place, b in run.records("batches")}
     before, after = {}, {}
     for name, batch in batches.items():
@@ -217,7 +217,7 @@ def test_wrong_rewards_lead_to_the_steps_that_trained_on_them_and_to_a_fork_with
     assert learner["last_clean_version"] == max(s.policy_version for s in steps.values() if s.step < dirty)
     assert min(learner["touched_versions"]) == learner["last_clean_version"] + 1
 
-    # Training goes on from there, by the command as it was printed.
+    # Training goes on from there, with the command as it was printed.
     assert report["fork_step"] == dirty - 1
     taken = {
         (batches[use.batch_id].partition, offset)
@@ -330,7 +330,7 @@ def check_step(
 
 
 def check_batches(run: TrainedRun, into: str, new: dict[Place, float], taken: set[Place]) -> None:
-    """The batches by the right rewards: each rollout once, none that a clean step has taken."""
+    """The batches have the right rewards, and each rollout once, but none that a clean step took."""
     seen: Counter[Place] = Counter()
     for _place, batch in run.records("batches", into):
         places = [(batch.partition, offset) for offset in batch.source_offsets.tolist()]
@@ -406,6 +406,6 @@ def test_a_pruned_log_is_compared_from_where_it_still_tells_everything(real_run:
 
 
 def batches_of(run: RealRun, rollouts: int) -> list[TrainingBatch]:
-    """Batches of a run, once they hold so many rollouts."""
+    """Batches of a run if they hold so many rollouts, otherwise none."""
     batches = [record for record in run.read("batches") if isinstance(record, TrainingBatch)]
     return batches if sum(map(len, batches)) == rollouts else []

@@ -33,7 +33,7 @@ SETTINGS = {
     "learner__checkpoint__every_steps": 3,
     "learner__checkpoint__keep": 2,
     "learner__threads": 1,
-    # So that its reference has to be found again, too.
+    # With a reference, the commands must find that again as well.
     "learner__reference": "initial",
     "learner__loss__kl_coefficient": 0.1,
     "learner__model__num_hidden_layers": 1,
@@ -232,7 +232,7 @@ def test_a_fork_that_is_started_becomes_the_learner(source: RealRun) -> None:
 
 
 def recorded_step(run: RealRun, number: int, *uses: tuple[str, int, str]) -> LearnerStep:
-    """A step that used these batches (id, offset in the index, use), as if 16 rows each."""
+    """A step that used these batches (id, offset in the index, use), as if each had 16 rows."""
     named = tuple(BatchUse(batch_id=name, index_offset=at, rows=16, use=use) for name, at, use in uses)  # type: ignore[arg-type]
     return LearnerStep(
         learner="default",
@@ -251,7 +251,7 @@ def test_batches_that_are_gone_or_are_others_are_named_before_anything_is_traine
     run = real_run
     provisioning.apply(run.kafka, run.topics, run.name)
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(6)])
-    # A transaction's end takes an offset of the index, too.
+    # The end of a transaction also takes an offset of the index.
     first = recorded_step(run, 1, ("0-0", 0, "trained"), ("1-1", 2, "skipped"))
     second = recorded_step(run, 2, ("0-2", 4, "trained"), ("1-3", 6, "trained"))
     batches = batches_of(run.kafka, 0, [first, second])

@@ -178,7 +178,7 @@ def test_a_delivery_that_fails_is_raised_on_the_next_call_and_names_the_rollout(
     producer.send(make_rollout(7))
     with pytest.raises(DeliveryError, match=rf"rollout w\.1\.7 was not delivered to {topic}"):
         producer.flush(120)
-    # Raised once: what follows is judged anew.
+    # The error is raised only once.
     producer.flush(0)
 
 

@@ -53,7 +53,7 @@ def test_fates_are_those_of_the_ledger(planted: Planted, index: RunIndex) -> Non
         reason: index.rollouts(RolloutFilter(fate="dropped", reason=reason))["matching"] for reason in book.dropped
     }
     assert dropped == dict(book.dropped)
-    # A learner skips batches for reasons of the same names.
+    # A learner skips batches for reasons with the same names, and the index adds these.
     assert facets["reasons"] == dropped | {"stale_version": dropped["stale_version"] + book.skipped}
     assert facets["environments"] == ["env"]
     assert facets["workers"] == ["w0"]

@@ -48,7 +48,7 @@ def carried_out(run: RealRun, line: str, **other: str) -> str:
     if program != "rollstream":
         return kafka_tools.output_of(shlex.join([program, *words]), run.directory)
     done = answer_of(run.directory, *run.command(*words)[4:])
-    # 1 is an answer, too: there is no letter that could be sent again.
+    # Exit code 1 is an answer as well: no letter could be sent again.
     assert done.returncode in ((0, 1) if "redrive" in words else (0,)), f"{line}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -84,7 +84,7 @@ def test_every_command_of_the_page_is_in_a_section_that_a_test_carries_out() -> 
     assert {title for title, lines in SECTIONS.items() if lines} == {*of_one_broker, *ON_A_CLUSTER}
 
 
-@pytest.mark.long  # A run's troubles one after the other.
+@pytest.mark.long  # It takes a run through one trouble after the other.
 def test_the_commands_help_as_the_page_says(real_run: RealRun) -> None:
     run = real_run
     run.grouping = GroupingConfig(batch_rollouts=4, max_batch_age_s=2.0)
@@ -158,7 +158,7 @@ def reset_by_hand(run: RealRun) -> None:
     assert "group recover" in run.log_of(refused)
 
 
-@pytest.mark.long  # Four brokers.
+@pytest.mark.long  # It starts four brokers.
 def test_a_run_moves_to_other_brokers_under_load_and_outlives_the_old_one(tmp_path: Path, run_name: str) -> None:
     with LocalCluster.start(tmp_path / "brokers", 4, bound_to_parent=True) as cluster:
         kafka = KafkaConfig(bootstrap_servers=cluster.bootstrap_servers)

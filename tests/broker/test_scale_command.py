@@ -31,7 +31,7 @@ PARTITIONS = 3
 @pytest.fixture
 def run(real_run: RealRun) -> RealRun:
     real_run.topics = TopicsConfig(partitions=PARTITIONS)
-    # Longer than any wait here: partitions move because a process left, not because it expired.
+    # This is longer than any wait here, so partitions move because a process left, not because it expired.
     client = {"heartbeat.interval.ms": "500"}
     real_run.kafka = replace(real_run.kafka, session_timeout_s=60.0, client=client)
     return real_run.prepare()
@@ -93,7 +93,7 @@ class Grouping:
         self._steered = SteeredProcesses(config, running, path, supervisor, ports, scaler=None, say=self.said.append)
 
     def await_processes(self, processes: int) -> None:
-        """Wait until so many run and are ready, and no others are members of their group."""
+        """Wait until so many processes run and are ready, and no others are members of their group."""
         wanted = [f"group-{ordinal}" for ordinal in range(processes)]
 
         def there() -> bool:

@@ -45,7 +45,7 @@ def test_processes_go_up_and_down_again_and_nothing_is_read_twice(tmp_path: Path
     assert report["handovers"]
     assert {len(change["taker"].split("/")) for change in report["handovers"]} == {3}
     check_picture(report)
-    # It tells what it does where there is no terminal, a line at a time.
+    # Without a terminal, it reports its progress line by line.
     assert "1 -> " in done.stderr
     assert "processes 1 of 1 wanted" in done.stderr
     left = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(arguments_of(process))]

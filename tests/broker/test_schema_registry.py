@@ -53,13 +53,13 @@ def mortal(tmp_path: Path) -> Iterator[SchemaRegistry]:
 
 
 def framings(kafka: KafkaConfig, run: str, topic: str) -> set[bool]:
-    """Whether records of a topic carry an id: both, if some do and some do not."""
+    """Whether records of a topic carry an id; both values if some do and some do not."""
     messages = read_to_end(kafka, topic_name(run, topic))
     return {(message.value or b"").startswith(REGISTRY_MAGIC) for message in messages if kind_of(message.value)}
 
 
 def stock_readings(kafka: KafkaConfig, run: str, url: str) -> dict[str, int]:
-    """Read all that carries an id with the stock deserializer, compare it with ours, and return counts by record."""
+    """Read all that carries an id with the stock deserializer, compare it with ours; return counts by record type."""
     # By default it waits for an answer for ever.
     read = AvroDeserializer(SchemaRegistryClient({"url": url, "timeout": 120}))
     counts: dict[str, int] = {}
@@ -153,12 +153,12 @@ def test_a_run_switched_on_half_way_whose_registry_dies_loses_nothing_and_outliv
     assert stock_readings(plain, run.name, mortal.url)["TrainingBatch"] >= 2
 
     mortal.kill()
-    # A process that runs has its ids.
+    # A running process keeps its ids.
     run.send(rollout(f"c{n}", member) for n in range(4) for member in range(4))
     eventually(lambda: settled(run, 80), 60, "batches of a process that has its ids", every_s=0.3)
     group.send_signal(signal.SIGKILL)
     group.wait()
-    # One that starts now has none.
+    # A process that starts now gets none.
     group = run.start("group")
     run.send(rollout(f"d{n}", member) for n in range(4) for member in range(4))
     eventually(lambda: settled(run, 96), 60, "batches of a process without ids", every_s=0.3)
@@ -263,7 +263,7 @@ def test_ids_come_by_themselves_once_the_registry_does(
     provisioning.apply(run.kafka, run.topics, run.name)
     eventually(lambda: ids.framed(topic, value) != value, 60, "an id")
     assert same(decode(ids.framed(topic, value)), decode(value))
-    # Now it has ids, so what is missing no longer stops it.
+    # Once it has ids, a value whose id is missing is written without one.
     other = f"{run.name}-other.evals"
     assert ids.framed(other, value) == value
 

@@ -93,7 +93,7 @@ workers = 1
 
 @dataclass
 class DiscreetRun:
-    """A run with secrets of every kind, each of which is a text that is nowhere by chance."""
+    """A run with secrets of every kind, each a text that occurs nowhere by chance."""
 
     broker: SecuredBroker
     store: str

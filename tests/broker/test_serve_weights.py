@@ -88,7 +88,7 @@ def test_engines_follow_a_run_and_one_that_fails_is_drained_and_named(run: RealR
         [drained, *_] = events(run.log_of(process), "replica_drained")
         assert drained["url"] == other.removesuffix("/v1")
 
-        # It is started again, and gets the newest version.
+        # The broken engine is started again, and gets the newest version.
         broken.refuses.clear()
         broken.restart()
         eventually(lambda: serves(broken, 3), 300, "the engine is back")
@@ -96,7 +96,7 @@ def test_engines_follow_a_run_and_one_that_fails_is_drained_and_named(run: RealR
         assert process.wait(300) == 0, run.log_of(process)
     assert not healthy.sampled_torn
     assert not broken.sampled_torn
-    # The newest two, and the one that the broken engine had, until another version comes.
+    # The newest two are kept, and the one that the broken engine had, until another version comes.
     kept = (run.directory / "runs" / run.name / "serving").glob("version-*")
     assert sorted(path.name for path in kept) == ["version-1", "version-2", "version-3"]
 

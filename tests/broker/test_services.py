@@ -185,7 +185,7 @@ def test_every_process_of_a_run_serves_its_catalogued_metrics_and_drains_without
 
 
 def batched(url: str) -> float:
-    """Rollouts of which a grouping process has observed how long they took into a batch."""
+    """The number of rollouts whose time into a batch a grouping process has observed."""
     return scrape(url)[0]["rollstream_grouping_rollout_to_batch_seconds_count"][()]
 
 

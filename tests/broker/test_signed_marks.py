@@ -35,7 +35,7 @@ def new_key(folder: Path, name: str) -> str:
 
 
 def forge(run: RealRun) -> int:
-    """Write what a red team wrote, to every partition, with a plain client; return how many records."""
+    """Write forged records to every partition with a plain client; return their number."""
     config = replace(run.grouping, generation=1)
     marks = [
         Mark(kind="policy_version", policy_version=2**19),

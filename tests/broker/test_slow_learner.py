@@ -1,4 +1,4 @@
-"""Four workers of two environments beside a learner slower than any: hardly a rollout is stale, nothing grows for ever.
+"""Four workers of two environments and a learner slower than any: hardly a rollout is stale, nothing grows for ever.
 
 The learner makes a step only once every worker waits for capacity, so producers are always as far ahead as they may be.
 """

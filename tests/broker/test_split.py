@@ -163,7 +163,7 @@ def test_a_split_that_is_killed_at_any_point_and_run_again_moves_every_record_on
 
 
 class Producer:
-    """Sends members of groups one after another, on in the successor once the broker refuses them."""
+    """Sends members of groups one after another, and to the successor once the broker refuses them."""
 
     def __init__(self, run: RealRun, wide: RealRun) -> None:
         self.stop = threading.Event()
@@ -209,7 +209,7 @@ def test_producers_that_write_until_they_are_refused_go_on_in_the_successor_and_
     wide = successor(run, f"{run.name}-5", 5)
     for ordinal in range(2):
         run.start("group", "--ordinal", str(ordinal))
-    # Topics that do not exist yet are waited for by the client.
+    # The client waits for topics that do not exist yet.
     producer = Producer(run, wide)
     try:
         eventually(lambda: sum(batched(run).values()) >= 100, 120, "batches under load")

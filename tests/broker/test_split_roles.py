@@ -1,4 +1,4 @@
-"""Roles of a run that is split: which end with it and when, and a run with all of them that goes on as another."""
+"""Roles of a run that is split: which end with it and when, and a run with all roles that goes on as another."""
 
 import json
 import os
@@ -58,7 +58,7 @@ def steps(run: RealRun) -> list[int]:
 
 
 def asked(url: str, **body: object) -> dict[str, Any]:
-    """Ask a gateway, again as long as it has no room."""
+    """Ask a gateway, and ask again while it has no room."""
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def answer() -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""A version in temporary files has the bits of one in memory, and is refused where that is."""
+"""A version in temporary files has the bits of one in memory, and is refused where that one is."""
 
 import hashlib
 from contextlib import closing
@@ -23,7 +23,7 @@ VERSIONS = 4
 
 @pytest.fixture
 def manifests(run: RealRun) -> dict[int, PolicyManifest]:
-    """A full version and the changes of three more."""
+    """The manifests of a full version and of three deltas."""
     with closing(StepLog(run.kafka, run.name, "default")) as log, closing(publisher(run)) as source:
         for step in range(VERSIONS):
             publish(source, log, step)

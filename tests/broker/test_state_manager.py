@@ -1,4 +1,4 @@
-"""The state manager over a real broker: one trains, others ask, each with a version of its own."""
+"""The state manager over a real broker: one trains, and others ask for versions newer than their own."""
 
 import numpy as np
 import pytest

@@ -70,7 +70,7 @@ def test_a_run_ends_after_the_step_that_is_asked_for_and_one_that_begins_later_k
 
 
 def unread_rollouts(run: SteeredRun) -> int:
-    """Rollouts that grouping has not read; marks of its own may come after its end."""
+    """The number of rollouts that grouping has not read, without the marks that it may write at its end."""
     topic = topic_name(run.name, "rollouts")
     group = GrouperConfig().group_id(run.name)
     partitions = topic_admin.partitions_of(run.kafka, topic)

@@ -1,4 +1,4 @@
-"""Kafka's own tools on a run's topics, as docs/stock-tools.md shows them, beside `rollstream cat`."""
+"""Kafka's own tools on a run's topics, as docs/stock-tools.md shows them, compared with `rollstream cat`."""
 
 import json
 import re
@@ -35,7 +35,7 @@ def kafkas(run: RealRun, line: str) -> str:
 
 
 def consumed(run: RealRun, line: str) -> str:
-    """Output of a consumer that ends when nothing arrives for a while: on a busy machine, before the first record."""
+    """Output of a consumer that ends when nothing arrives for a while, run until it has seen a record."""
     return eventually(lambda: out if "Offset:" in (out := kafkas(run, line)) else "", 120, "a record")
 
 
@@ -58,7 +58,7 @@ def test_the_commands_of_the_page_show_what_it_says(real_run: RealRun) -> None:
         return book.batched == batched and not book.unread and not book.in_flight
 
     eventually(lambda: settled(32), 60, "every rollout in a batch", every_s=0.3)
-    # As a labeler writes: in a transaction.
+    # Write in a transaction, as a labeler does.
     producer = TransactionalProducer(run.kafka, f"{run.name}/test")
     producer.start()
     with producer.transaction() as transaction:

@@ -1,4 +1,4 @@
-"""Demos of tasks with recipes of their own, whole: each keeps the promise that its recipe states. They take minutes."""
+"""Demos of tasks with recipes of their own, in full: each keeps the promise of its recipe. They take minutes."""
 
 import json
 import subprocess
@@ -14,7 +14,7 @@ HOUR_S = 3600
 
 
 def demo(task: str, compiled: Path, directory: Path, broker: str) -> dict[str, Any]:
-    """The report of the demo of a task that passed."""
+    """Run the demo of a task, which must pass, and return its report."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "rollstream", "demo", "--task", task, "--json", "--keep", "--data", directory],
         env=environment(compiled, KAFKA_BOOTSTRAP_SERVERS=broker),
@@ -43,6 +43,6 @@ def test_a_dataset_of_reasoning_gym_is_learned(compiled: Path, tmp_path: Path, b
 def test_an_agent_learns_to_call_a_tool(compiled: Path, tmp_path: Path, broker: str) -> None:
     report = demo("tools", compiled, tmp_path, broker)
     assert report["demonstrated"] == 0.5
-    # Two calls of the policy in most episodes, each in a rollout or with what became of it.
+    # Most episodes call the policy twice, and these calls are in rollouts.
     calls = report["ledger"]["calls"]
     assert calls["in_rollouts"] > 1.5 * report["rollouts"]

@@ -35,7 +35,7 @@ def test_a_run_with_processes_of_a_learner_goes_on_after_kill_9_and_its_steps_ha
         run.say("stop", "--at-step", str(last))
         assert run.process.wait(600) == 0, run.output
         run.check()
-        last = run.top()["step"]  # It may have passed the step before it was told.
+        last = run.top()["step"]  # The learner may have passed the step before it was told.
     finally:
         run.close()
     settings = str(tmp_path / "runs" / run_name / "run.toml")

@@ -29,7 +29,7 @@ from tests.support.runs import RealRun
 
 @pytest.fixture(scope="module")
 def tools_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    """A broker of this module's own, as the last test stops it."""
+    """A broker of this module's own, because the last test stops it."""
     config = BrokerConfig(data_dir=tmp_path_factory.mktemp("tools"))
     with LocalBroker.start(config=config, bound_to_parent=True) as broker:
         yield broker
@@ -97,7 +97,7 @@ def test_the_ledger_tells_tokens_and_each_environment_apart(planted: Planted) ->
     assert book["tokens"]["batched"] == 6 * good
     assert book["produced"] == good + 7 + 1 + book["control"]
     assert (book["evals"], book["pruned"]) == (0, 0)
-    # Lost are two of groups too small, four stale ones, and the batch that the learner skipped.
+    # Lost are two rollouts of too small groups, four stale ones, and the batch that the learner skipped.
     assert book["skipped_as"] == {"stale_version": book["skipped"]}
     assert book["selection"]["env"]["lost"]["rollouts"] == 6 + book["skipped"]
     assert book["selection"]["env"]["batched"]["rollouts"] == good - book["skipped"]
@@ -301,7 +301,7 @@ def test_lineage_of_a_policy_reads_all_batches_by_one_client(planted: Planted, m
         assert view.index
         assert view.steps
         assert len(planted.batches) > 2
-        # Index, steps and policies are read once each; what the batches hold, by one client more.
+        # Index, steps and policies are read by one client each, and the batches by one more.
         assert whole == 3 + 1
         assert policy_lineage(view, view.policies[0]).as_dict() == tree.as_dict()
         assert len(made) == whole
@@ -355,7 +355,7 @@ def test_a_replay_that_forgives_age_keeps_the_stale_group(planted: Planted) -> N
     reply = answer(planted, "replay", "--set", "grouping.max_policy_lag=9", "--set", "grouping.min_group_size=2")
     assert "stale_version" not in reply["replayed"]["dropped"]
     assert "group_too_small" not in reply["replayed"]["dropped"]
-    # The slow group is batched; the stale one has come and waits, where the log ends.
+    # The slow group is batched; the stale one is complete and still waits where the log ends.
     assert reply["replayed"]["rollouts"] == reply["recorded"]["rollouts"] + 2
     assert (reply["recorded"]["in_flight"], reply["replayed"]["in_flight"]) == (0, 4)
     text = "\n".join(lines(planted, "replay", "--set", "grouping.max_policy_lag=9"))
@@ -438,7 +438,7 @@ def test_dead_letters_are_listed_and_shown(planted: Planted) -> None:
 
 def test_groups_of_a_run_are_files_each_once(planted: Planted, tmp_path: Path) -> None:
     reply = answer(planted, "groups", str(tmp_path / "store"), "--batches")
-    # Half of the slow group never came; the producer's size rules, so that it waits.
+    # Half of the slow group never came; the store waits for as many members as the producer stated.
     stats = reply["environments"]["env"]
     assert (stats["groups"], stats["open_groups"], stats["open_rollouts"]) == (len(GOOD) + 3, 1, 2)
     assert reply["left_out"] == 1

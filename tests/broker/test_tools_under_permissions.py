@@ -1,5 +1,5 @@
-"""Command line tools as the users `audit` and `operate` of a secured broker: what each is for succeeds, what it may not
-do is refused in one clear line. Every command is a process that connects with TLS and a password, as a user's does.
+"""Command line tools as the users `audit` and `operate` of a secured broker: what each is for succeeds, and what it may
+not do is refused in one clear line. Every command is a process that connects with TLS and a password, as a user's does.
 """
 
 import re

@@ -33,7 +33,7 @@ def test_provisioning_twice_changes_nothing_the_second_time(real_run: RealRun) -
     assert rollouts.settings["message.timestamp.type"] == "LogAppendTime"
     for spec in CATALOGUE:
         settings = described[topic_name(run, spec.name)].settings
-        # cleanup "none" is delete with endless retention: any other spelling refuses DeleteRecords.
+        # Cleanup "none" is `delete` with endless retention, because other policies refuse DeleteRecords.
         assert settings["cleanup.policy"] == ("compact" if spec.cleanup == "compact" else "delete")
         if spec.cleanup == "none":
             assert (settings["retention.ms"], settings["retention.bytes"]) == ("-1", "-1")
@@ -129,5 +129,5 @@ def test_the_first_record_of_a_producer_does_not_wait_for_a_timer(real_run: Real
         real_run.send_bytes("evals", b"value", b"key")
         return time.perf_counter() - begun
 
-    # One of some: where processors are shared any of them may take long, and each would wait for the timer.
+    # One fast write suffices: on shared processors any may be slow, but with the timer all would be.
     assert any(seconds() < 0.4 for _ in range(50)), "librdkafka's timer has half a second"

@@ -1,4 +1,4 @@
-"""Trajectories on a real broker: sent in order, filled into buffers from where these stand, pruned once they are
+"""Trajectories on a real broker: sent in order, filled into buffers from their positions on, pruned once they are
 read, and all of them in the ledger."""
 
 import json
@@ -75,7 +75,7 @@ def test_what_cannot_be_read_again_is_not_sent(run: RealRun) -> None:
 
 
 class Kept:
-    """A buffer that keeps uids, and its position beside them."""
+    """A buffer that keeps uids and its position."""
 
     def __init__(self, position: Mapping[int, int] | None = None) -> None:
         self._position = dict(position or {})
@@ -230,7 +230,7 @@ def test_the_ledger_names_a_labeled_trajectory_that_is_lost(run: RealRun) -> Non
     labeler.wait()
     filler = TrajectoryFiller(run.kafka, run.name, [Kept()])
     partition = partition_of(encode_key("cart", "w0"), run.topics.partitions)
-    # Between them lie the markers of as many transactions as it took.
+    # Transaction markers lie between them, and their number varies.
     third = [message.offset for message in messages(run, "trajectories")][2]
     client = clients.admin(run.kafka)
     for future in client.delete_records([TopicPartition(run.topic("trajectories"), partition, third)]).values():
@@ -316,7 +316,7 @@ def filled(bootstrap_servers: str, run: str, directory: Path) -> dict[str, Any]:
 def test_buffers_killed_while_they_are_filled_are_in_the_end_as_if_they_had_not_been(
     run: RealRun, tmp_path: Path
 ) -> None:
-    # All are of one worker: records of several partitions are read in an order that differs each time.
+    # All are of one worker, so in one partition: several would be read in an order that differs each time.
     send(run, [numbered(number, arrays=full(number)) for number in range(1500)])
     killed, whole = tmp_path / "killed", tmp_path / "whole"
 

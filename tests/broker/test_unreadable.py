@@ -23,12 +23,12 @@ def kafka(broker: str, run_name: str) -> KafkaConfig:
 
 
 def send(kafka: KafkaConfig, topic: str, values: list[bytes], compression: str = "zstd") -> None:
-    """One batch: some kilobytes on the wire, whatever they are when decompressed."""
+    """Send one record batch, of some kilobytes on the wire however large it is when decompressed."""
     producer = clients.producer(
         kafka,
         **{
             "compression.type": compression,
-            "linger.ms": "60000",  # flush waits for none of it
+            "linger.ms": "60000",  # flush does not wait for it
             "batch.size": 100_000_000,
             "message.max.bytes": 100_000_000,
             "queue.buffering.max.kbytes": 200_000,
@@ -82,7 +82,7 @@ def test_reading_from_the_middle_of_such_a_batch_begins_there(kafka: KafkaConfig
 
 
 def test_whatever_a_record_may_be_can_be_read_however_it_compresses(kafka: KafkaConfig, run_name: str) -> None:
-    """The client doubles what came and triples that until it fits: a third of its limit is all it is sure to read."""
+    """The client triples its buffer until a record fits, so it is sure to read only a third of its limit."""
     noise = np.random.default_rng(0).bytes(6_200_000)
     values = [
         noise[:size] + bytes(7_500_000 - size) for size in (0, 350_000, 1_040_000, 2_000_000, 3_100_000, 6_200_000)
@@ -90,7 +90,7 @@ def test_whatever_a_record_may_be_can_be_read_however_it_compresses(kafka: Kafka
     send(kafka, run_name, values[:1])
     for value in values[1:]:
         send(kafka, run_name, [value])
-    # Not compared whole: a difference would be shown, megabytes of it.
+    # Compare hashes, because pytest would show megabytes of a difference.
     assert [hash(message.value) for message in read_to_end(kafka, run_name)] == [hash(v) for v in values]
 
 

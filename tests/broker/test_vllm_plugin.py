@@ -143,7 +143,7 @@ def test_engines_that_fetch_themselves_follow_a_run_and_are_paused_for_no_damage
         trainer.publish_version(parameters(0))
         process = run.start("serve-weights", "--engine", "vllm-plugin", "--url", url, **QUICK)
         eventually(lambda: serves(engine, 0), 300, "the engine has version 0")
-        # An update that a serve-weights which was killed has left open.
+        # A serve-weights process that was killed has left this update open.
         engine.updating = True
         trainer.publish_version(parameters(1))
         eventually(lambda: serves(engine, 1), 300, "the engine has version 1")

@@ -263,7 +263,7 @@ def test_a_version_whose_chunks_are_not_there_is_skipped_for_a_newer_one(
 
 
 def test_a_version_that_does_not_come_in_time_is_tried_again_until_it_is_held(run: RealRun, log: StepLog) -> None:
-    """Its manifest names a chunk where `weights` ends, as of a broker that lags; then that comes."""
+    """Its manifest names a chunk at the end of `weights`, as if a broker lagged; the chunk comes later."""
     source = publisher(run)
     publish(source, log, 0)
     early = source.stage(1, arrays(1))

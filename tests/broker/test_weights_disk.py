@@ -37,7 +37,7 @@ def test_the_log_of_versions_takes_at_most_twice_the_bytes_that_are_kept(tmp_pat
                 manifest = source.stage(step, {"noise": noise.integers(0, 255, VERSION_BYTES, np.uint8)})
                 log.commit([source.record(manifest)])
                 source.committed(manifest)
-        # Beside what is kept and as much again: the newest segments, in which nothing is removed.
+        # Twice what is kept, and the newest segments, from which nothing is removed.
         limit = 2 * KEPT * VERSION_BYTES + 2 * SEGMENT_BYTES
         assert limit < VERSIONS * VERSION_BYTES / 2
         eventually(lambda: taken() <= limit, 120, f"the log to shrink to {limit} bytes")

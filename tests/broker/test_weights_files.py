@@ -118,7 +118,7 @@ def test_a_small_version_stays_on_the_log_and_a_large_one_goes_to_files(run: Rea
 
 
 def killed(run: RealRun, url: str, last: int, moment: str = "commit") -> None:
-    """A publisher dies; by default when all files of a version are there and its manifest is not."""
+    """Run a publisher that dies; by default when all files of a version are there and its manifest is not."""
     words = [run.kafka.bootstrap_servers, run.name, str(last), moment, url]
     command = [sys.executable, "-m", "tests.support.weights_child", *words]
     assert subprocess.run(command, cwd=ROOT, timeout=600).returncode == -signal.SIGKILL
@@ -172,7 +172,7 @@ def test_prune_removes_exactly_the_old_files_that_no_kept_version_needs(run: Rea
     with writer(run, url, anchor_every=1) as source:
         for version in range(4):
             source.publish_version(params_of(version))
-        # As after a publisher that died before it removed them, and one that died before its manifest.
+        # A publisher that died before it removed them, or before its manifest, leaves such files.
         root = Path(url) / run.name
         for version, digest in ((0, "a"), (3, "b"), (4, "c"), (4, "d")):
             path = root / f"{version:08d}" / f"000000-{digest * 64}"

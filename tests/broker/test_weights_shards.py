@@ -114,7 +114,7 @@ def test_each_process_publishes_its_tensors_and_followers_have_every_version(tea
     for version, manifest in manifests.items():
         assert manifest.digest == params_digest(params_of(version))
         assert manifest.params_digest == "of all"
-        # Two tensors of six each: no process, the lead neither, has more on its host.
+        # Each process has two of six tensors on its host; not even the lead has more.
         assert [of_one[version] for of_one in held] == [whole / 3] * 3
         assert manifest.figures["largest_shard_bytes"] == whole / 3
         assert manifest.figures["full_bytes"] == whole
@@ -134,7 +134,7 @@ def test_each_process_publishes_its_tensors_and_followers_have_every_version(tea
 def test_a_version_of_which_a_process_dies_does_not_exist_and_the_next_team_publishes_it(
     team: Team, run: RealRun, moment: str
 ) -> None:
-    """It dies between its chunks, or after the last one and before it reports them."""
+    """The process dies between its chunks, or after the last one and before it reports them."""
     team.start(2, 0)
     team.answer(0)
     before = followed(run, 0)
@@ -163,7 +163,7 @@ def test_a_version_whose_lead_dies_after_the_barrier_does_not_exist(team: Team, 
 
 
 def test_a_process_of_an_earlier_lead_adds_nothing_to_a_version(run: RealRun) -> None:
-    """It sends its chunks, and reports them, while its successor sends those of the same version."""
+    """The earlier process sends its chunks, and reports them, while its successor sends those of the same version."""
     config = WeightsConfig(chunk_bytes=1000, shards_timeout_s=LONG_S)
     of_lead, of_member = memory_channels(2)
     mine, theirs = ({name: np.full(1000, value, "<f4")} for name, value in (("a", 1), ("b", 2)))

@@ -112,7 +112,7 @@ def test_whole_groups_with_consistent_fields_reach_the_log(kafka: KafkaConfig, r
 
 
 def test_while_old_readers_remain_every_group_is_written_in_the_old_form_too(kafka: KafkaConfig, run_name: str) -> None:
-    # Any topic will do as one of the old form: here that of evaluations.
+    # Any topic can hold the old form: here it is that of evaluations.
     old_topic = topic_name(run_name, "evals")
     with serving(SortingGenerator(versions=(3,))) as server:
         play(kafka, run_name, config_for(server.base_url, groups=3, dual_write_topic=old_topic))
@@ -144,7 +144,7 @@ def test_workers_share_an_epoch_and_a_restarted_one_goes_on_in_it(kafka: KafkaCo
 
 def test_a_group_whose_generation_fails_is_cancelled_by_name(kafka: KafkaConfig, run_name: str) -> None:
     async def play_without_server(base_url: str) -> WorkerReport:
-        # The version is assumed, so that the worker starts groups though nobody answers.
+        # The version is assumed, so that the worker starts groups although nobody answers.
         config = config_for(base_url, groups=2, request_timeout_s=0.3, assume_version=4)
         return await run_worker(
             [with_settings(TASK, config)], kafka, run_name, config, incarnation="1", stop=asyncio.Event()
@@ -178,7 +178,7 @@ class Few(SingleTurn):
 
 
 class Flaky:
-    """The second member of each group scores what no record may hold."""
+    """The second member of each group gets a score that no record may hold."""
 
     name = "flaky"
     max_tokens = 8
@@ -198,7 +198,7 @@ class Flaky:
 
 
 class AsksTwice(Flaky):
-    """Two turns: the second is said on top of the first."""
+    """Two turns, of which the second continues the first."""
 
     async def run(self, prompt: Prompt, generate: Generate) -> Episode:
         turns = (Message(role="user", text="42>"), await generate("42>"), Message(role="user", text="3>"))
@@ -218,7 +218,7 @@ def test_a_second_turn_goes_on_from_the_tokens_of_the_first(kafka: KafkaConfig, 
         assert rollout.tokens[more.start : more.stop].tolist() == TOKENIZER.encode("3>")
         assert rollout.tokens[second.start : second.stop].tolist() == [*TOKENIZER.encode(second.text), end]
         assert rollout.loss_mask.tolist() == [False] * 3 + [True] * 3 + [False] * 2 + [True] * (second.stop - 8)
-    # Members are sampled each on their own in later turns too.
+    # In later turns, too, each member is sampled on its own.
     assert len({rollout.turns[3].text for rollout in rollouts}) > 1
 
 
@@ -354,7 +354,7 @@ def journal(partition: int, position: int, produced: int, dropped: int = 0) -> J
 
 
 class Downstream:
-    """Stands for grouping and the learner: writes journal and steps records as they do, in transactions."""
+    """Stands in for grouping and the learner: writes journal and steps records as they do, in transactions."""
 
     def __init__(self, kafka: KafkaConfig, run_name: str) -> None:
         self._run = run_name
@@ -442,19 +442,19 @@ def test_the_worker_waits_for_grouping_and_the_learner_as_the_journal_tells(kafk
             written(16)
             group_all()
             written(32)
-            # S = 32 leaves room for four more groups, to the limit.
+            # 32 outstanding leave room for four more groups, up to the limit.
             group_all()
             written(48)
             group_all()
             read = ends(kafka, run_name)
             assert sum(read) == 48
-            # A step takes 16: four groups more, then four rollouts of room that the share does not give.
+            # A step takes 16: there is room for four groups, and for four rollouts more that the share does not allow.
             for number in range(4):
                 downstream.batch(number, 4)
             downstream.learn(1, trained=12, skipped=4)
             downstream.group(0, position=read[0], produced=read[0], dropped=4)
             written(64)
-            # S = 64 - 16 - 4: one group more.
+            # 64 - 16 - 4 outstanding leave room for one more group.
             group_all(dropped=4)
             written(68)
         finally:

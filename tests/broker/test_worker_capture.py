@@ -74,7 +74,7 @@ def test_episodes_played_over_http_become_rollouts(
         return rollouts, tokens
 
     with http_front(server) as front:
-        # It is unknown what the server takes when the worker begins, and at its first request.
+        # The server refuses to say what it accepts, when the worker begins and at its first request.
         front.faults["GET"].extend([BUSY] * looks_refused)
         (rollout,), tokens = asyncio.run(play(f"{front.url}/v1"))
         assert front.struck["GET", BUSY] == looks_refused

@@ -1,6 +1,6 @@
-"""A Chromium for tests: the one that is here, else installed by apt; and what a page of it did wrong.
+"""A Chromium for tests, installed by apt if there is none, and the errors that its pages made.
 
-Nothing is skipped where no browser can be had: the test that asked fails, with the remedy.
+No test is skipped if no browser can be had: the test that asked for it fails with the remedy.
 """
 
 import os
@@ -120,7 +120,7 @@ class Visit:
 
 
 def visit(browser: Browser, url: str, *, dark: bool = False, phone: bool = False) -> Visit:
-    """A page of its own in a context of its own: nothing is stored from visits before."""
+    """A page of its own in a context of its own: nothing is stored from earlier visits."""
     context = browser.new_context(
         viewport=PHONE if phone else DESK,  # type: ignore[arg-type]
         color_scheme="dark" if dark else "light",

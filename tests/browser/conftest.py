@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    # Not for the session: while it runs, so does an event loop, and tests of other files run their own.
+    # Not for the session: a running browser has an event loop, and tests of other files run their own.
     with chromium.started() as browser:
         yield browser
 
@@ -24,7 +24,7 @@ def browser() -> Iterator[Browser]:
 def served(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedRun]:
     """A run with batches, drops, a dead letter and hostile texts, its grouping process, and its page."""
     directory = tmp_path_factory.mktemp("browsed")
-    # Files that share a broker have a run each.
+    # Test files that share a broker have a run each.
     run = RealRun(KafkaConfig(bootstrap_servers=broker), directory.name, directory).prepare()
     try:
         run.start("group")

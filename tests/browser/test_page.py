@@ -10,7 +10,7 @@ from tests.browser.served_run import ServedRun, command
 
 
 def test_the_run_is_shown_as_the_command_line_has_it(served: ServedRun, browser: Browser) -> None:
-    """Also: nothing is refused by the policy, and axe finds nothing serious, by day and on a phone at night."""
+    """The policy refuses nothing either, and axe finds nothing serious, by day and on a phone at night."""
     for dark in (False, True):
         seen = visit(browser, served.url, dark=dark, phone=dark)
         seen.open(f"#/{served.run.name}/run")

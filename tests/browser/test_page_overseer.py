@@ -1,4 +1,4 @@
-"""The page beside a real `rollstream run`: it is open while the overseer is killed and started again, and steers it."""
+"""The page of a real `rollstream run`: it is open while the overseer is killed and started again, and steers it."""
 
 import re
 from collections.abc import Iterator

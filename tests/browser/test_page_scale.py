@@ -76,7 +76,7 @@ def made(request: pytest.FixtureRequest, broker: str, tmp_path_factory: pytest.T
 
 @pytest.fixture(autouse=True)
 def reported(made: ServedMany, capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
-    """Print what was measured, with the aims, where it is of very many rollouts."""
+    """Print what was measured, with the aims, if the run has very many rollouts."""
     made.times.clear()
     yield
     if made.many.rollouts > 100_000:
@@ -172,7 +172,7 @@ def test_the_list_is_scrolled_to_any_of_its_rows(made: ServedMany, browser: Brow
     expect(seen.page.locator(f"#row-{total - 1}")).to_contain_text(oldest, timeout=PATIENCE_MS)
     timed(made, "to the last row", 1000 * (time.perf_counter() - began))
     seen.page.evaluate("const list = document.querySelector('.long-list'); list.scrollTop = list.scrollHeight / 3")
-    # Until they are fetched, the rows of before are shown.
+    # Until the new rows are fetched, the previous ones are shown.
     seen.page.wait_for_function(
         "total => (row => row > total / 4 && row < total / 2)"
         "(Number(document.querySelectorAll('.list-body .list-row')[20]?.id.slice('row-'.length)))",

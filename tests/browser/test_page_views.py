@@ -37,7 +37,7 @@ def opened(browser: Browser, served: ServedRun, route: str, **how: bool) -> Visi
 def test_a_view_shows_its_answers_to_everybody(
     view: str, how: dict[str, bool], served: ServedRun, browser: Browser
 ) -> None:
-    """Without errors, without anything refused by the policy, without serious findings of axe, within the window."""
+    """Each view has no error, nothing refused by the policy and no serious finding of axe, and fits the window."""
     seen = opened(browser, served, view, **how)
     heading = VIEWS[view]
     if heading:

@@ -1,4 +1,4 @@
-"""A run in containers, written and started as users do, in the hands of docker-compose, and what its containers say.
+"""A run in containers, written and started by docker-compose as users do it, and what its containers say.
 
 Containers are asked at their own addresses, so the Docker engine must be one of this machine.
 """
@@ -48,7 +48,7 @@ class ContainedRun:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """Services that run until they are stopped, or their work is done."""
+        """Services that run until they are stopped or their work is done."""
         return tuple(name for name in self.services if name not in (*self.brokers, "topics"))
 
     def compose(self, *words: str, timeout_s: float = 1800.0) -> str:
@@ -58,7 +58,7 @@ class ContainedRun:
         return answer.stdout
 
     def tool(self, *words: str) -> str:
-        """Output of a command of rollstream in the container for them, as a page shows it to users."""
+        """Output of a command of rollstream in the container for tools, as a page shows it to users."""
         return self.compose("run", "--rm", "-T", "tools", *words, "--config", CONFIG)
 
     def evidence(self) -> dict[str, Any]:
@@ -73,7 +73,7 @@ class ContainedRun:
         return decoded
 
     def inspect(self, service: str) -> dict[str, Any]:
-        """State of a service's container, running or not, as the engine has it."""
+        """State of a service's container, running or not, as the engine reports it."""
         labels = {"project": self.name, "service": service, "oneoff": "False"}
         filters = [f"--filter=label=com.docker.compose.{key}={value}" for key, value in labels.items()]
         [container] = docker("ps", "--all", "--quiet", "--no-trunc", *filters).split()
@@ -154,7 +154,7 @@ def contained_run(
 ) -> Iterator[ContainedRun]:
     """A run of the demo's settings that is up, with its first policy version; nothing of it is left afterwards.
 
-    `override` is a compose file that is put over that of the run.
+    `override` is the content of a compose file that overrides the one of the run.
     """
     shutil.copy(ROOT / "pipeline" / "demo.toml", folder / "run.toml")
     (folder / "run.toml").chmod(0o644)

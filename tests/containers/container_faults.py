@@ -19,7 +19,7 @@ SLOW = ("tbf", "rate", "512kbit", "burst", "16kb", "latency", "200ms")
 
 
 def running(run: ContainedRun, service: str) -> dict[str, Any]:
-    """State of a service's container once it runs: one that failed for another's fault is about to be started again."""
+    """State of a service's container once it runs; it may just be restarting because of another one's fault."""
 
     def state() -> dict[str, Any] | None:
         now = run.inspect(service)
@@ -30,7 +30,7 @@ def running(run: ContainedRun, service: str) -> dict[str, Any]:
 
 @contextmanager
 def killed(run: ContainedRun, service: str) -> Iterator[None]:
-    """Killed by the engine, which then leaves it; started again after the block."""
+    """The engine kills the container, does not restart it, and starts it after the block."""
     container = running(run, service)["Id"]
     docker("kill", container)
     yield
@@ -39,7 +39,7 @@ def killed(run: ContainedRun, service: str) -> Iterator[None]:
 
 @contextmanager
 def crashed(run: ContainedRun, service: str) -> Iterator[None]:
-    """Its process is killed by the host; the engine starts the container again by its policy."""
+    """The host kills the container's process; the engine starts the container again by its policy."""
     state = running(run, service)
     os.kill(state["State"]["Pid"], signal.SIGKILL)
     yield
@@ -48,7 +48,7 @@ def crashed(run: ContainedRun, service: str) -> Iterator[None]:
 
 @contextmanager
 def paused(run: ContainedRun, service: str) -> Iterator[None]:
-    """Its processes stand still."""
+    """The container's processes are paused."""
     container = running(run, service)["Id"]
     docker("pause", container)
     yield
@@ -57,14 +57,14 @@ def paused(run: ContainedRun, service: str) -> Iterator[None]:
 
 @contextmanager
 def restarted(run: ContainedRun, service: str) -> Iterator[None]:
-    """Stopped within its grace period, and started again."""
+    """The container is stopped within its grace period, and started again."""
     docker("restart", running(run, service)["Id"])
     yield
 
 
 @contextmanager
 def cut(run: ContainedRun, service: str) -> Iterator[None]:
-    """Has no network; then it has its name again, and another address perhaps."""
+    """The container has no network; after the block it has its name again, perhaps at another address."""
     state = running(run, service)
     [network] = state["NetworkSettings"]["Networks"]
     docker("network", "disconnect", network, state["Id"])
@@ -74,7 +74,7 @@ def cut(run: ContainedRun, service: str) -> Iterator[None]:
 
 @contextmanager
 def slowed(run: ContainedRun, service: str) -> Iterator[None]:
-    """Sends little, and loses some of it."""
+    """The container can send little, and loses some of it."""
     pid = running(run, service)["State"]["Pid"]
     _in_network(pid, "tc", "qdisc", "add", "dev", "eth0", "root", *SLOW)
     yield
@@ -111,7 +111,7 @@ def small_disk(folder: Path, size_mib: int) -> Iterator[Path]:
     subprocess.run(["mkfs.ext4", "-q", *options, file], check=True)
     subprocess.run(["mount", "-o", "loop", file, place], check=True)
     try:
-        # Kafka refuses a directory that is named like no partition.
+        # Kafka refuses a directory whose name is not that of a partition.
         shutil.rmtree(place / "lost+found")
         yield place
     finally:
@@ -120,7 +120,7 @@ def small_disk(folder: Path, size_mib: int) -> Iterator[Path]:
 
 @contextmanager
 def full(disk: Path) -> Iterator[None]:
-    """Something else fills a disk but for 256 KiB; it is gone after the block."""
+    """A file fills a disk except for 256 KiB; it is gone after the block."""
     ballast = disk / "ballast"
     room = os.statvfs(disk)
     with ballast.open("wb") as file:

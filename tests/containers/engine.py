@@ -1,6 +1,6 @@
-"""A Docker engine for tests, and an image of Kafka in it: what is there, else started or built, and gone afterwards.
+"""A Docker engine for tests, and an image of Kafka in it: found, or started and built, and ended afterwards.
 
-Nothing is skipped where no engine can be had: the test that asked fails, with the remedy.
+No test is skipped if no engine can be had: the test that asked for it fails with the remedy.
 """
 
 import json
@@ -47,7 +47,7 @@ def answers(host: str | None = None) -> bool:
 
 @contextmanager
 def docker_engine(folder: Path) -> Iterator[None]:
-    """An engine at DOCKER_HOST: the one that answers, else one of our own, its data in `folder`, ended on leaving."""
+    """An engine at DOCKER_HOST: the one that answers, or a new one with its data in `folder`, ended on leaving."""
     if answers():
         yield
         return
@@ -105,15 +105,15 @@ def _decided(engine: "subprocess.Popen[bytes]", host: str) -> bool:
 
 
 def _unmount_below(folder: Path) -> None:
-    """An engine leaves its network's namespace mounted, and the folder could never be removed."""
+    """Unmount what an engine leaves mounted, such as its network's namespace, so that the folder can be removed."""
     mounted = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
     for path in sorted((path for path in mounted if path.startswith(f"{folder}/")), reverse=True):
         subprocess.run(["umount", "--lazy", path], check=True, timeout=60)
 
 
 def kafka_image() -> str:
-    """An image with the official contract: ROLLSTREAM_KAFKA_IMAGE, the official one where the engine has it, else ours,
-    which asks no registry; where that cannot be built, the official one is pulled.
+    """An image with the official contract: ROLLSTREAM_KAFKA_IMAGE, the official one if the engine has it, or ours,
+    which needs no registry; if that cannot be built, the official one is pulled.
     """
     given = os.environ.get("ROLLSTREAM_KAFKA_IMAGE")
     if given:
@@ -121,7 +121,7 @@ def kafka_image() -> str:
     official = BrokerConfig().image
     if subprocess.run(["docker", "image", "inspect", official], capture_output=True, timeout=300).returncode == 0:
         return official
-    _installed("busybox", "busybox-static")  # Our image needs it; without it, the build names it.
+    _installed("busybox", "busybox-static")  # Our image needs busybox; the build names it if it is missing.
     try:
         build()
     except BrokerUnavailable as error:
@@ -134,7 +134,7 @@ def kafka_image() -> str:
 
 
 def docker_compose() -> list[str]:
-    """The command of compose: what is there, else docker-compose by apt."""
+    """The command of compose: docker-compose, found or installed by apt, or else the plug-in of docker."""
     if not _installed("docker-compose", "docker-compose"):
         return ["docker-compose"]
     plugin = shutil.which("docker") and subprocess.run(
@@ -146,10 +146,10 @@ def docker_compose() -> list[str]:
 
 
 def _install() -> None:
-    """docker.io by apt, where there is apt."""
+    """Install Docker by apt, or fail the test."""
     if shutil.which("apt-get") is None:
         pytest.fail(f"Docker is not installed: {REMEDY}", pytrace=False)
-    # Newer releases of Debian have its command line apart.
+    # Newer releases of Debian package its command line separately.
     for program, package in (("dockerd", "docker.io"), ("docker", "docker-cli")):
         problem = _installed(program, package)
         if problem:
@@ -157,7 +157,7 @@ def _install() -> None:
 
 
 def _installed(program: str, package: str) -> str:
-    """Install the package of a program that is missing, where apt and root are; what is wrong if it still is."""
+    """Install the package of a missing program if apt and root are there; return why it is still missing, if so."""
     environment = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
     install = ["apt-get", "install", "--quiet", "--yes", "--no-install-recommends", package]
     problem = f"{program} is not installed"

@@ -1,4 +1,4 @@
-"""An agent outside of a run, at the published port of its gateway: it plays on whatever becomes of the containers, and
+"""An agent outside of a run, at the published port of its gateway: it plays on whatever happens to the containers, and
 remembers what it was told.
 """
 
@@ -41,7 +41,7 @@ class OutsideAgent:
     def _play(self) -> None:
         number = 0
         while not self._stop.is_set():
-            # With a name of its own a group that was asked for twice is one.
+            # The group has an id, so that a repeated request does not make another group.
             group = {"task_id": f"t{number % 8}", "group_id": f"outside-{number}", "group_size": MEMBERS}
             started = self._insist("/rl/start_session", {"environment": "outside", **group})
             for session in (started or {}).get("sessions", ()):

@@ -94,7 +94,7 @@ def test_two_builds_of_the_image_are_one_image(core_image: str, tmp_path: Path) 
 
 @pytest.mark.long
 def test_the_dockerfile_builds_the_same_versions(kafka_image: str, core_image: str) -> None:
-    """Its base is this machine's Python, as where no registry is reachable; the packages come from an index."""
+    """Its base is this machine's Python, as if no registry were reachable; the packages come from an index."""
     assert kafka_image
     build_python("rollstream/test:python")
     docker(

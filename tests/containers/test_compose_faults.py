@@ -1,4 +1,4 @@
-"""Faults of the containers of a run, by the real engine, ended by the auditor that shares no code with the run."""
+"""Faults of a run's containers, made by the real engine and judged by the auditor, which shares no code with it."""
 
 import random
 import time
@@ -41,7 +41,7 @@ def played(
 
 
 def await_work(run: ContainedRun, agent: OutsideAgent, what: str) -> None:
-    """Everything takes part: the agent gets rollouts on record, and the learner makes steps of what is grouped now."""
+    """Everything takes part: the agent gets rollouts on record, and the learner makes further steps."""
     before = len(agent.finished)
     eventually(lambda: len(agent.finished) >= before + 8, 600, f"{what}: 8 rollouts of the agent", every_s=1.0)
     run.await_steps(2, what)
@@ -62,7 +62,7 @@ def assert_promises(run: ContainedRun, agent: OutsideAgent) -> None:
 
 
 def test_faults_of_every_container_lose_and_repeat_nothing(local_images: str, run_name: str, tmp_path: Path) -> None:
-    """In each round every role has another fault, all at once; over the rounds each role has each."""
+    """In each round all roles have different faults at once; over the rounds each role has each fault."""
     assert local_images
     rng = random.Random(SEED)
     kinds, roles = rng.sample(sorted(FAULTS), len(FAULTS)), rng.sample(ROLES, len(ROLES))

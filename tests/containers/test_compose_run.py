@@ -14,7 +14,7 @@ def end(run: ContainedRun) -> None:
     """The learner ends by itself, the books close, and everything stops within its grace period."""
     eventually(lambda: run.ended("learn") is not None, 1800, "the learner to have made its last step", every_s=1.0)
     assert run.ended("learn") == 0
-    # An open transaction may still hide a record; nobody writes once the producers are stopped.
+    # An open transaction may still hide a record, so stop everything that writes records for grouping first.
     run.stop(*(name for name in run.roles if name.startswith(("env", "group"))))
     run.tool("ledger")
     run.tool("verify")

@@ -48,8 +48,8 @@ class Vllm:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen2 of 0.4 million parameters with a tokenizer of Qwen's kind and a ChatML template: random, but that it
-    begins its turns in a chat with a call of a tool."""
+    """A Qwen2 of 0.4 million parameters with a tokenizer of Qwen's kind and a ChatML template: random, except that
+    it begins its turns in a chat with a call of a tool."""
     directory = tmp_path_factory.mktemp("checkpoint")
     begin, numbers, end = TOOL_CALL
     write_tokenizer(directory, ["1 + 1 = 2, sure? really?"], VOCABULARY - 4)
@@ -87,7 +87,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def follow(parameters: dict[str, NDArray[np.float32]], before: int, after: Sequence[int]) -> None:
-    """Make the tokens `after` all but certain behind the token `before`, each as likely as the others."""
+    """Make it all but certain that one of the tokens `after`, equally likely, follows the token `before`."""
     embedding = parameters["model.embed_tokens.weight"][before]
     # Large, so that what attention adds to it changes its direction little.
     embedding *= 100
@@ -117,7 +117,7 @@ async def update(vllm: Vllm, directory: Path, label: str) -> None:
 
 @pytest.fixture
 def served(vllm: Vllm) -> Iterator[Vllm]:
-    """The vLLM of the session; other tests find it with the weights they know."""
+    """The vLLM of the session; it gets its first weights back for other tests."""
     yield vllm
     asyncio.run(update(vllm, vllm.directory, "default"))
 

@@ -21,7 +21,7 @@ PYTHON = ROOT / ".venv" / "trl" / "bin" / "python"
 
 
 class Trainer:
-    """The example, from its start to its end, which may be a kill."""
+    """Runs the example to its end, or kills it."""
 
     def __init__(self, run: RealRun) -> None:
         self.run = run
@@ -39,7 +39,7 @@ class Trainer:
         )
 
     def until(self, line: str, process: subprocess.Popen[str]) -> None:
-        """Read what it prints up to a line that begins so, and kill it there."""
+        """Read the output of a process up to a line that begins with `line`, and kill it there."""
         assert process.stdout is not None
         for printed in process.stdout:
             if printed.startswith(line):
@@ -68,7 +68,7 @@ def test_a_loop_of_torch_is_killed_and_resumed_and_trains_on_each_batch_once(run
         check=True,
         timeout=120,
     )
-    # Before any checkpoint, and one step after one: both steps are on record and in no checkpoint.
+    # Kill it before any checkpoint, and one step after one: both steps are on record and in no checkpoint.
     for line in ("step 1", "step 3"):
         trainer.until(line, trainer.start(STEPS))
     first = {step.step: step for step in run.read("steps") if isinstance(step, LearnerStep)}

@@ -29,7 +29,7 @@ SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "i
 
 
 class Trainer:
-    """The example, from its start to its end, which may be a kill."""
+    """Runs the example to its end, or kills it."""
 
     def __init__(self, run: RealRun) -> None:
         self.run = run
@@ -50,7 +50,7 @@ class Trainer:
         return process, log
 
     def is_killed(self, steps: int, line: str) -> str:
-        """Start it, and kill it once it has printed a line that begins so; returns its output."""
+        """Start the trainer, kill it once it has printed a line that begins with `line`, and return its output."""
         process, log = self.start(steps)
 
         def printed() -> bool:
@@ -86,7 +86,7 @@ def test_trl_is_killed_and_resumed_and_trains_on_each_batch_of_a_run_of_ours_onc
     assert url
     worker = run.start("env", "--ordinal", "0", *settings, worker__inference_urls=f'["{url[1]}"]')
 
-    # As the first checkpoint begins; a step after one; and as the next one begins.
+    # Kill it as the first checkpoint begins, a step after one, and as the next one begins.
     output = trainer.is_killed(STEPS, "step 2:")
     assert "'clip_ratio/region_mean': '0'" in output, "TRL finds the log-probabilities that our servers recorded"
     trainer.is_killed(STEPS, "step 3:")

@@ -1,4 +1,4 @@
-"""A real vLLM is given adapters alone: it samples as each version's adapters say, beside a base that stays."""
+"""A real vLLM is given adapters alone: it samples as each version's adapters say, on top of a base that stays."""
 
 import asyncio
 import json
@@ -64,7 +64,7 @@ class Evens(SingleTurn):
 
 
 def with_adapters(config: DecoderConfig, base: Parameters, version: int) -> Parameters:
-    """The base, beside which each version has other adapters, large enough to change what is sampled."""
+    """The base and the adapters of a version, which are large enough to change what is sampled."""
     random = np.random.default_rng(version)
     adapters = {
         name: (random.standard_normal(shape) * (1.0 if name.endswith(ADAPTER_A) else 0.2)).astype(np.float32)
@@ -90,7 +90,7 @@ def sample(vllm: Vllm) -> Completion:
 
 
 def logprobs_of(completion: Completion, config: DecoderConfig, parameters: Parameters) -> NDArray[np.float32]:
-    """Logprobs of an answer to the long prompt, by our decoder, which computes adapters beside the projections."""
+    """Logprobs of an answer to the long prompt, by our decoder, which does not merge adapters into the projections."""
     return logprobs([*LONG_PROMPT, *completion.tokens.tolist()], config, parameters)[len(LONG_PROMPT) - 1 :]
 
 

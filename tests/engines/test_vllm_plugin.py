@@ -86,7 +86,7 @@ def test_vllm_fetches_full_versions_and_deltas_itself_and_is_healed_after_a_dama
     assert "differs from its manifest" in failed["error"]
     assert_sampled_by(sampled_with(served, 3), config, few_changed(parameters, 3))
 
-    # A full version heals it, here of another publisher.
+    # A full version, here of another publisher, heals it.
     assert publish_version(run.kafka, run.name, few_changed(parameters, 5), model=model) == 5
     assert read_manifests(run.kafka, run.name)[5].kind == "full"
     assert_sampled_by(sampled_with(served, 5), config, few_changed(parameters, 5))

@@ -94,7 +94,7 @@ def test_vllm_gets_the_last_good_version_back_before_it_samples_again(served: Vl
                 await until(updater, 4, 0)
                 await checkpoints.add(manifest(5), version_of(parameters, 5))
                 await until(updater, 4, 1)
-                # An update in progress is finished: the engine resumes.
+                # An update in progress is finished, so the engine resumes.
                 running.cancel()
                 await asyncio.gather(running, return_exceptions=True)
 

@@ -31,13 +31,13 @@ def original(vllm: Vllm) -> Parameters:
 
 
 def version_of(parameters: Parameters, version: int) -> Parameters:
-    """Parameters of which each version answers otherwise: its head is another permutation of the same rows."""
+    """Parameters with which each version gives another answer: its head is another permutation of the same rows."""
     return {**parameters, HEAD: np.roll(parameters[HEAD], 7 * version, axis=0)}
 
 
 def few_changed(parameters: Parameters, version: int) -> Parameters:
-    """Parameters of which each version answers otherwise, and differs from any other in few elements: it prefers
-    another eight tokens."""
+    """Parameters with which each version gives another answer, although they differ in few elements: each version
+    prefers another eight tokens."""
     head = parameters[HEAD].copy()
     head[100 + 8 * version : 108 + 8 * version] *= 64
     return {**parameters, HEAD: head}
@@ -74,7 +74,7 @@ def _spans(answer: dict[str, Any]) -> list[tuple[str, int, int]]:
 
 
 class LongRequest(threading.Thread):
-    """Greedy requests for 900 tokens, as many as vLLM takes, one after the other until a version changes within one."""
+    """Greedy requests for 900 tokens, one after the other, up to a limit or until a version changes within one."""
 
     def __init__(self, vllm: Vllm) -> None:
         super().__init__(daemon=True)
@@ -93,15 +93,15 @@ class LongRequest(threading.Thread):
                 self.answers.append(json.loads(answer.read()))
 
     def in_flight(self) -> bool:
-        """Whether the engine has sampled tokens of it."""
+        """Whether the engine reports a running request."""
         with urllib.request.urlopen(f"{self._vllm.root}/metrics", timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         [running] = [float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{")]
         return running >= 1
 
     def assert_changed(self, config: DecoderConfig, before: Parameters, after: Parameters) -> None:
-        """Assert that it is answered in full, and that its tokens carry version 2 and then 3, with the logprobs of the
-        parameters of each."""
+        """Assert that all requests are answered in full, and that the tokens of the last carry version 2 and then 3,
+        with the logprobs of the parameters of each."""
         self.join(1200)
         for answer in self.answers:
             [choice] = answer["choices"]

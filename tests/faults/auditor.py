@@ -119,7 +119,7 @@ def _batches(evidence: Evidence, result: Audit) -> list[Batch]:
 
 
 def digest_of(batch: dict[str, Any]) -> str:
-    """Over a batch's fields: name, dtype, shape and bytes of arrays, name and sorted JSON of the rest."""
+    """Digest over a batch's fields: name, dtype, shape and bytes of arrays, name and sorted JSON of the rest."""
     # Core version 1 had another algorithm.
     sha: Any = hashlib.sha256() if batch["core_version"] == 1 else hashlib.blake2b(digest_size=32)
     for name in _DIGESTED:
@@ -180,7 +180,7 @@ def _journal(number: int, records: list[Raw], result: Audit) -> _Journal:
 
 
 def _transaction(number: int, parts: list[Decoded], journal: _Journal, result: Audit) -> None:
-    """Add what one transaction changed; its lists may go on over several records."""
+    """Add what one transaction changed; its lists may extend over several records."""
     for record in parts:
         journal.in_flight.update(_offsets(record["admitted"]))
     for record in parts:
@@ -231,7 +231,7 @@ def _dead_letters(evidence: Evidence, result: Audit) -> dict[int, list[int]]:
 
 
 def _is_what_was_sent(letter: Raw, source: Raw) -> bool:
-    """The same bytes; of one too large their digest; of one that is too large decompressed nothing."""
+    """The same bytes, or their digest if they are too large, or nothing if they are too large when decompressed."""
     if _unreadable(letter):
         return letter.value is None and letter.key is None and len(source.value or b"") > READABLE_BYTES
     digest = letter.headers.get("rollstream.value.sha256")
@@ -248,7 +248,7 @@ def _unreadable(letter: Raw) -> bool:
 
 
 def _check_index(evidence: Evidence, batches: list[Batch], result: Audit) -> None:
-    """The index has one entry a batch, and says of it what is so."""
+    """The index has one entry for each batch, and what the entry says is true."""
     lying = {(batch.raw.partition, batch.raw.offset): batch for batch in batches}
     indexed: Counter[tuple[int, int]] = Counter()
     last: dict[int, int] = {}
@@ -346,7 +346,7 @@ def _check_counts(number: int, records: list[Raw], journal: _Journal, result: Au
             continue
         reason = journal.drops.get(raw.offset)
         if record.name != "Rollout":
-            # Other records that are dropped count as one each; only a cancellation is of an environment.
+            # Other records that are dropped count as one each; only a cancellation has an environment.
             environment = record["environment"] if record.name == "GroupCancelled" else ""
             true[_short(environment), f"{fate}:{reason}"][0] += 1
             continue

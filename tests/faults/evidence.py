@@ -78,11 +78,11 @@ def collect(bootstrap_servers: str, run: str, *, group: str = "grouper", timeout
             "enable.partition.eof": "true",
             "isolation.level": "read_committed",
             "auto.offset.reset": "error",
-            # The ends of quiet topics are what is waited for.
+            # The reader waits only for the ends of quiet topics.
             "fetch.wait.max.ms": 10,
             "fetch.queue.backoff.ms": 10,
             "fetch.max.bytes": 64 * 1024 * 1024,
-            # Also what a batch may hold decompressed: this reader sees what the application's must pass over.
+            # This also bounds decompressed data: this reader can read what the application's must pass over.
             "receive.message.max.bytes": 1024 * 1024 * 1024,
             "max.partition.fetch.bytes": 32 * 1024 * 1024,
         }
@@ -134,7 +134,7 @@ def _read(consumer: Consumer, topic: str, timeout_s: float) -> Iterator[Raw]:
 @lru_cache(512)
 def decode(value: bytes | None) -> Decoded | None:
     """The record in an Avro single-object frame, with or without a registry's prefix before and a signature behind it;
-    None for whatever is none."""
+    None for anything else."""
     if value is not None and value[:1] == b"\0" and value[5:7] == b"\xc3\x01":
         value = value[5:]
     if value is None or value[:2] != b"\xc3\x01" or value[2:10] not in _schemas():
@@ -195,7 +195,7 @@ def _table() -> list[int]:
 
 
 def _plain(schema: Any) -> Any:
-    """The schema without logical types, so that no reader registered elsewhere has a say."""
+    """The schema without logical types, so that readers registered elsewhere change nothing."""
     if isinstance(schema, dict):
         return {key: _plain(value) for key, value in schema.items() if key not in ("logicalType", "dtype")}
     return [_plain(item) for item in schema] if isinstance(schema, list) else schema

@@ -16,14 +16,14 @@ TRANSACTION_S = 30.0
 def grouper(
     run: RealRun, ordinal: int, settings: Mapping[str, object] | None = None, **kafka: object
 ) -> subprocess.Popen[bytes]:
-    """Start one; `settings` are others than those of its clients, with __ for the dot."""
+    """Start a grouper; `settings` are settings other than those of its clients, with __ for the dot."""
     values = {"session_timeout_s": SESSION_S, "transaction_timeout_s": TRANSACTION_S, **kafka}
     of_clients = {f"kafka__{name}": value for name, value in values.items()}
     return run.start("group", f"--ordinal={ordinal}", **{**of_clients, **(settings or {})})
 
 
 def await_logged(run: RealRun, process: subprocess.Popen[bytes], text: str, timeout_s: float = 60.0) -> None:
-    """Wait until a process has logged something; fails at once where it ends without."""
+    """Wait until a process has logged something; fails at once if it ends without logging it."""
 
     def said() -> bool:
         return text in run.log_of(process)
@@ -38,10 +38,10 @@ def await_restored(run: RealRun, *processes: subprocess.Popen[bytes]) -> None:
 
 
 class Supervised:
-    """Groupers with sessions and transactions much as they are by default, started again where one says it must be.
+    """Groupers with nearly the default timeouts; one that says that it must be started again is started again.
 
-    A broker's restart fits into those, on most machines. If it does not, a transaction outlives its timeout, which
-    looks to its owner as if another had taken over; or nobody tells it whether one has. It says so and ends.
+    On most machines a broker restarts within these timeouts. If it does not, a transaction outlives its timeout, and
+    its owner cannot tell this from another process taking over, or hears nothing at all. It says so and ends.
     """
 
     def __init__(self, run: RealRun, ordinals: Sequence[int] = (0, 1), **settings: object) -> None:
@@ -64,7 +64,7 @@ class Supervised:
         return grouper(self._run, ordinal, self._settings, session_timeout_s=6.0)
 
     def restart(self, ordinal: int, how: signal.Signals) -> None:
-        """End one with SIGTERM or SIGKILL, start it again, and wait until it works."""
+        """End a grouper with SIGTERM or SIGKILL, start it again, and wait until it works."""
         process = self._running[ordinal]
         # One that was just started again could not stop in order yet.
         await_restored(self._run, process)

@@ -26,7 +26,7 @@ behind more of them, a record would wait for longer than delivery.timeout.ms."""
 
 
 class Load:
-    """Sends groups of four from a thread of its own until it is left; then every group is complete and acknowledged."""
+    """Sends groups of four from its own thread until its block is left; then all groups are whole and acknowledged."""
 
     def __init__(self, run: RealRun, seed: int, *, rollouts_per_s: float = 200.0, window: int = 12) -> None:
         """`window`: groups under way at a time, whose members mix."""

@@ -13,7 +13,7 @@ from tests.support.waiting import eventually
 
 
 class ManyProducers:
-    """Writes groups of four from a few threads until it is left; then every group is complete and acknowledged."""
+    """Writes groups of four from a few threads until its block is left; then all groups are whole and acknowledged."""
 
     def __init__(self, run: RealRun, *, workers: int, threads: int, rollouts_per_s: float) -> None:
         self._run, self._rate = run, rollouts_per_s / threads
@@ -57,7 +57,7 @@ class ManyProducers:
             self._written[number] += 1
 
         try:
-            # While a broker is away, what it leads waits.
+            # While a broker is away, records of the partitions that it leads wait.
             with RolloutProducer(self._run.kafka, self._run.name, on_delivery=count, send_timeout_s=120.0) as producer:
                 self._write(producer, workers)
                 producer.flush(120.0)

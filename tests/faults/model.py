@@ -22,7 +22,7 @@ _OPEN, _FUTURE, _BATCH_AGE = 0, 1, 3
 
 
 class NotModelled(Exception):
-    """The log holds something this model has no idea of."""
+    """The log holds something that this model does not cover."""
 
 
 @dataclass
@@ -219,7 +219,7 @@ def episode(rollout: Decoded) -> str:
 
 
 def mean(values: Sequence[float]) -> float:
-    """Mean, correctly rounded before the division; of equal values that value."""
+    """Mean, of a correctly rounded sum; if all values are equal, that value."""
     return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
 
 
@@ -232,14 +232,14 @@ def refold(
 ) -> Expected:
     """Fates that must be those of the records below `position`, which began under `config` and policy version `clock`.
 
-    Raises NotModelled for a log this model has no idea of.
+    Raises NotModelled for a log that this model does not cover.
     """
     partition = _Partition(config, clock, given)
     times = [raw.timestamp_ms for raw in records if raw.timestamp_ms >= 0]
     if times and max(times) - min(times) > config["horizon_s"] * 1000:
         raise NotModelled("groups older than the horizon are forgotten")
     rollouts = [raw for raw in records if raw.offset not in given and decode(raw.value) is not None]
-    # More than any of them counts for, in whatever group.
+    # This is more than they can count for, however they are grouped.
     if sum(2 * len(raw.value or b"") + 7_000 for raw in rollouts) > config["capacity_bytes"]:
         raise NotModelled("more bytes than the partition may hold")
     if 1_800 * len(rollouts) > config.get("remembered_bytes", math.inf):

@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 
 
 def settle(run: RealRun, timeout_s: float = 150.0, *, meanwhile: Callable[[], None] = lambda: None) -> Ledger:
-    """Wait until everything is read and nothing is in flight; groups are complete, their age gets them batched."""
+    """Wait until everything is read and nothing is in flight; groups are complete, so age gets them batched."""
 
     def settled() -> Ledger | None:
         meanwhile()
@@ -26,14 +26,14 @@ def settle(run: RealRun, timeout_s: float = 150.0, *, meanwhile: Callable[[], No
 
 
 def stop(*processes: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and an orderly end."""
+    """Send SIGTERM, and check that the processes end in order."""
     for process in processes:
         process.send_signal(signal.SIGTERM)
     assert [process.wait(300) for process in processes] == [0] * len(processes)
 
 
 def assert_promises(run: RealRun, load: Load | None = None, *, modelled: bool = True, cut_off: bool = False) -> Audit:
-    """Judge a run whose processes have ended; `modelled`: the auditor must have an idea of all that is in its log.
+    """Judge a run whose processes have ended; `modelled`: the auditor's model must cover its whole log.
 
     `cut_off`: the load lost its brokers meanwhile, and its client may have sent again what one of them had taken.
     """

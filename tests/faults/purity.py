@@ -63,7 +63,7 @@ def check_groups(
 
 
 def _check_whole(where: str, sent: list[Decoded], may_lack: bool, result: Audit) -> None:
-    """As many episodes as each member declares, each with all of its branches."""
+    """There are as many episodes as each member declares, each with all of its branches."""
     branches: dict[str, list[int]] = defaultdict(list)
     for rollout in sent:
         branches[episode(rollout)].append(rollout["branch"])
@@ -160,8 +160,8 @@ class _Compared:
 
 
 def _compared(sent: list[Decoded], core_version: int) -> _Compared:
-    """Since core version 2 episodes are compared: the reward is the mean of its branches', which share the advantage.
-    Before it every branch was compared by itself.
+    """Since core version 2, episodes are compared: a reward is the mean over the branches, which share the advantage.
+    Before, every branch was compared by itself.
     """
     by_episode = core_version > 1
     names = [episode(rollout) if by_episode else rollout["uid"] for rollout in sent]

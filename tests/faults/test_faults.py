@@ -37,7 +37,7 @@ ALL = '"event": "assigned", "partitions": [0, 1, 2, 3]'
 
 @contextmanager
 def taking_all_partitions(run: RealRun, process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The block inside leaves every partition to `process`: waits until it has been given them."""
+    """Wait, after the block, until `process` has got every partition."""
     before = run.log_of(process).count(ALL)
     yield
     eventually(lambda: run.log_of(process).count(ALL) > before, 60, f"every partition assigned to {process.pid}")
@@ -56,7 +56,7 @@ def kill_at_random(run: RealRun, kills: int, seed: int, protocol: str) -> None:
         await_restored(run, *running.values())
         for _ in range(kills):
             ordinal = rng.choice((0, 1))
-            # Half of them while it is starting, restoring or joining, half while it works.
+            # Half of the kills come while it starts, restores or joins, the other half while it works.
             if rng.random() < 0.5:
                 await_logged(run, running[ordinal], '"event": "batch"')
             load.await_more(rng.randrange(10, 150))
@@ -102,7 +102,7 @@ def test_a_grouper_stopped_past_its_session_is_fenced_by_its_replacement(fault_r
     with Load(run, SEED) as load:
         await_restored(run, zombie, other)
         await_logged(run, zombie, '"event": "batch"')
-        # Its session ends, the other takes over, and somebody starts it anew.
+        # The session of the zombie ends, the other takes over, and somebody starts a replacement.
         with taking_all_partitions(run, other):
             zombie.send_signal(signal.SIGSTOP)
         replacement = grouper(run, 0)
@@ -187,7 +187,7 @@ def test_a_grouper_stopped_past_its_session_and_not_replaced_doubles_nothing(fau
         load.await_more(50)
         before = run.log_of(zombie).count('"event": "task_restored"')
         zombie.send_signal(signal.SIGCONT)
-        # It was stopped between transactions and takes part again, or in one, which has run out: then it says so.
+        # If it was stopped between transactions, it takes part again; if within one, that has timed out, and it ends.
         eventually(
             lambda: zombie.poll() == 3 or run.log_of(zombie).count('"event": "task_restored"') > before,
             60,
@@ -312,7 +312,7 @@ def test_a_grouper_expelled_in_the_middle_of_a_commit_aborts_and_restores(fault_
     with Load(run, SEED) as load:
         with grouper_in_here(run, lose_everything, **EXPELLED_SOON) as interposed:
             assert interposed.happened.wait(300)
-            # It comes back, and the partitions are shared.
+            # The expelled member comes back, and the partitions are shared.
             await_logged(run, taking_over[0], '"event": "revoked"')
             load.await_more(50)
         assert interposed.errors
@@ -343,7 +343,7 @@ def kill_the_broker(run: RealRun, broker: LocalBroker, times: int) -> None:
 
 
 def nothing_hangs(run: RealRun) -> None:
-    """No record of the run, nor an offset of its group, waits for the end of a transaction."""
+    """Wait until no record of the run, nor an offset of its group, waits for the end of a transaction."""
     places = hanging_transactions.places_of(run.kafka, run.name)
     eventually(
         lambda: not hanging_transactions.open_transactions(run.kafka, places),
@@ -370,7 +370,7 @@ def cluster_run(run_name: str, tmp_path: Path) -> Iterator[tuple[LocalCluster, R
         run = make_run(cluster.bootstrap_servers, run_name, tmp_path, replication_factor=3, min_insync_replicas=2)
         yield cluster, run.prepare()
         run.stop()
-        # Nobody needs what they would put in order before they end.
+        # Nobody needs an orderly end of the nodes.
         for index in cluster.running:
             cluster.kill(index)
 
@@ -471,5 +471,5 @@ def test_poison_bombs_and_oversized_records_between_good_ones_stop_nobody(fault_
     kept = [len(m.value) for m in letters if m.value is not None and len(m.value) > 100]
     digests = [dict(m.headers).get("rollstream.value.size_bytes") for m in letters if m.value is None]
     assert kept == [8_000_000]
-    # Larger than a record may be: its digest. More than a client decompresses: nobody read it, its place is on record.
+    # A value larger than a record may be has a digest; one that no client decompresses has only its place on record.
     assert set(digests) == {b"%d" % (limit + 1), None}

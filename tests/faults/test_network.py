@@ -139,7 +139,7 @@ def test_grouping_that_hears_nothing_of_the_broker_loses_and_repeats_nothing(
         for _ in range(2):
             load.await_more(100)
             with linked.links["grouping"].during(SILENT[weather]):
-                # Sessions end, and then transactions, in the middle of which some of the processes are.
+                # Sessions end, and then transactions time out, in the middle of which some of the processes are.
                 eventually(lambda: members(run) == 0, 60, "every session ended", every_s=0.2)
                 eventually(passed(TRANSACTION_S), 60, "transactions ran out", every_s=0.2)
             await_both(run, groupers)
@@ -225,7 +225,7 @@ def test_a_learner_behind_a_link_that_fails_ends_with_the_bits_of_an_undisturbed
             eventually(lambda after=after: max(steps_of(cut), default=-1) >= after, 300, f"step {after}", every_s=0.1)
             with linked.links["learner"].during(SILENT[weather]):
                 eventually(passed(2 * TRANSACTION_S), 60, "its transactions ran out", every_s=0.2)
-            # It goes on by itself, or says that it must be started again.
+            # The learner goes on by itself, or says that it must be started again.
             eventually(
                 lambda after=after, p=process: p.poll() is not None or max(steps_of(cut)) > after, 300, "it goes on"
             )
@@ -259,7 +259,7 @@ def test_a_broker_that_stands_still_past_all_timeouts_loses_and_repeats_nothing(
 
 
 def test_a_broker_whose_clock_jumps_loses_and_repeats_nothing(run_name: str, tmp_path: Path) -> None:
-    """Forward, back beyond where it was, and right again."""
+    """The clock jumps ahead, then behind the true time, and then to the true time."""
     (tmp_path / "clock").mkdir()
     clock = ShiftedClock(tmp_path / "clock")
     environment = {**os.environ, **clock.environment}

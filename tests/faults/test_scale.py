@@ -48,7 +48,7 @@ def test_every_process_and_every_broker_of_a_wide_run_is_restarted_and_nothing_i
     rng = random.Random(seed)
     turns = [("grouper", ordinal) for ordinal in range(PROCESSES)] + [("broker", index) for index in range(BROKERS)]
     rng.shuffle(turns)
-    # Half of each kind in order, the others as crashes.
+    # Half of each kind end in order, and the others crash.
     hard = {turn: number % 2 == 0 for kind in ("grouper", "broker") for number, turn in enumerate(_of(turns, kind))}
     # No learner takes part; one that did would have to let more versions lie between sampling and training.
     groupers = Supervised(run, range(PROCESSES), learner__max_policy_lag=1000)

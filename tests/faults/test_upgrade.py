@@ -34,7 +34,7 @@ def old_run(breakable: LocalBroker, run_name: str, tmp_path: Path) -> Iterator[R
 
 
 def await_read(run: RealRun) -> None:
-    """Wait until every record is in a place, be it in flight."""
+    """Wait until every record is in a place, even if that is in flight."""
 
     def read() -> bool:
         result = ledger(run.kafka, run.name)
@@ -62,7 +62,7 @@ def test_a_run_of_core_version_1_goes_on_through_upgrade_crash_and_the_raise_of_
     before = recorded.position
     half_way = (before + len(recorded.log)) // 2
 
-    # Other processes: the same batches as its own would have cut, though one is killed between.
+    # New processes cut the same batches as the old ones would have, although one is killed in between.
     upgraded = run.start("group", "--ordinal=0", **KAFKA)
     feed(run, recorded, before, half_way)
     await_read(run)
@@ -78,7 +78,7 @@ def test_a_run_of_core_version_1_goes_on_through_upgrade_crash_and_the_raise_of_
     assert drops == recorded.drops
     stop(upgraded)
 
-    # Then a higher generation: episodes are compared.
+    # In a higher generation, episodes are compared.
     stamp(run, "LogAppendTime")
     old = GroupingConfig.from_json(recorded.journal_records()[-1].watermark_configuration)
     generation = recorded.journal_records()[-1].generation + 1

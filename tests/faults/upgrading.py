@@ -1,5 +1,5 @@
 """The recorded work of an earlier core version, put on a broker as its own processes would have left it there: log,
-batches, journal under the schema of then, and the committed offset with its metadata, in one transaction.
+batches, journal under the schema of that time, and the committed offset with its metadata, in one transaction.
 """
 
 import json
@@ -19,7 +19,7 @@ _TIMEOUT_S = 60.0
 
 
 def leave(run: RealRun, recorded: Recorded) -> None:
-    """Put everything before the recorded position on the broker; nothing of today's code has run then."""
+    """Put everything before the recorded position on the broker, as if none of today's code had run."""
     provisioning.apply(run.kafka, run.topics, run.name)
     # Append times are part of what was recorded.
     stamp(run, "CreateTime")

@@ -37,7 +37,7 @@ def main() -> int:
 def flooded(names: Sequence[str], inputs: int, seed: int, processes: int, folder: Path) -> Iterator[Outcome]:
     """Give each target its share of so many inputs, in pieces of one seed each, so many pieces at a time."""
     context = multiprocessing.get_context("spawn")
-    # Readers tell of what they pass over.
+    # Readers would log all that they pass over, so logging is off in the processes.
     with ProcessPoolExecutor(processes, context, logging.disable) as pool:
         parts = [
             [

@@ -123,7 +123,7 @@ def damaged_archive(hostile: HostileInput, count: int, folder: Path) -> Fates:
 
 
 def _agree(root: Path, path: Path) -> None:
-    """Have the newest manifest name a file by its present bytes."""
+    """Make the newest manifest agree with the present bytes of a file."""
     [newest] = sorted((root / "run=main" / "_manifests").glob("*.json"))[-1:]
     current, data = ArchiveManifest.from_json(newest.read_bytes()), path.read_bytes()
     name = str(path.relative_to(root))

@@ -1,6 +1,6 @@
 """Targets of hostile input: each takes so many inputs of one seed and says what became of every one of them.
 
-Targets refuse input by an error of ours; any other error is a fault, and is not caught here.
+Targets refuse input with one of our errors; any other error is a fault, and is not caught here.
 """
 
 import resource
@@ -20,7 +20,7 @@ Run = Callable[[HostileInput, int, Path], Fates]
 
 @dataclass(frozen=True)
 class Target:
-    """Something of ours that takes input."""
+    """A part of our code that takes input."""
 
     name: str
     run: Run
@@ -46,7 +46,7 @@ class Outcome:
 
     @classmethod
     def together(cls, pieces: Iterable["Outcome"]) -> "Outcome":
-        """One outcome of all pieces of a target, in the order of their seeds."""
+        """Join the outcomes of all pieces of a target, in the order of their seeds, in the first one."""
         first, *others = pieces
         for piece in others:
             first.seeds = range(first.seeds.start, piece.seeds.stop)
@@ -70,7 +70,7 @@ def pieces(target: Target, inputs: int, seed: int) -> list[tuple[int, int]]:
 
 
 def flood(target: Target, inputs: int, seed: int, folder: Path) -> Outcome:
-    """Give a target so many inputs of one seed; a failure names it."""
+    """Give a target so many inputs of one seed; a failure names the seed."""
     outcome, began = Outcome(target.name, range(seed, seed + 1)), time.monotonic()
     place = folder / f"{target.name.replace(' ', '-')}-{seed}"
     place.mkdir()

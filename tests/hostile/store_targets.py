@@ -171,7 +171,7 @@ def _open_slices(folder: Path) -> None:
 
 
 def damaged(make: Callable[[Path], None], use: Callable[[Path], None]) -> Callable[[HostileInput, int, Path], Fates]:
-    """Damage one file of a store in each turn: whoever opens it has an error of ours, or what is not damaged."""
+    """Damage one file of a store in each turn; opening it raises one of our errors or gives what is not damaged."""
 
     def run(hostile: HostileInput, count: int, folder: Path) -> Fates:
         fates: Fates = Counter()

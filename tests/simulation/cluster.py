@@ -22,7 +22,7 @@ _OUTSIDE = Process("outside")
 
 
 class TimedOut(Exception):
-    """A request has no answer; it may have been done."""
+    """A request got no answer; it may have taken effect."""
 
 
 class Cluster:
@@ -110,7 +110,7 @@ class Cluster:
 
 
 class Link:
-    """The connection of a client to the cluster. A client of no process, as a test's own, has a perfect one."""
+    """The connection of a client to the cluster. The client of a test, which has no process, has a perfect one."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._scheduler = cluster, cluster.scheduler
@@ -130,7 +130,7 @@ class Link:
     def request(self, apply: Callable[[], T], deadline_s: float = float("inf")) -> T:
         """Send a request and return its answer. Raises Refusal, and TimedOut at the deadline.
 
-        A request whose answer was lost is sent again, as clients do: all of them may be repeated.
+        A request whose answer was lost is sent again, as clients do, so every request may be repeated.
         """
         if self._scheduler.current is None:
             return apply()
@@ -159,7 +159,7 @@ class Link:
         try:
             self._scheduler.pause()
         except Crashed:
-            # It was on its way already.
+            # The request may have been on its way already.
             if self._scheduler.rng.random() < 0.5:
                 self._scheduler.later(self._scheduler.rng.choice((0.0, 0.05, 1.0, 8.0)), lambda: self._quietly(apply))
             raise

@@ -70,7 +70,7 @@ class Group:
     # ------------------------------------------------------------------ members
 
     def join(self, instance: str, session_s: float, healthy: Callable[[], bool], now_s: float) -> str:
-        """JoinGroup of a member without a name: returns its name. It replaces the one of the same instance."""
+        """JoinGroup of a member without a name; returns its name. It replaces the member of the same instance."""
         self._count += 1
         member = Member(f"{instance}-{self._count}", instance, session_s, healthy, now_s)
         old = self.members.pop(self.by_instance.get(instance, ""), None)
@@ -93,7 +93,7 @@ class Group:
         self._complete()
 
     def validate(self, name: str, instance: str) -> Member:
-        """Return a member. Refuses one that was replaced, or that is none any more."""
+        """Return a member. Raises Refusal if it was replaced, or is no member any more."""
         if self.by_instance.get(instance, name) != name:
             raise Refusal(KafkaError.FENCED_INSTANCE_ID)
         if name not in self.members:
@@ -129,7 +129,7 @@ class Group:
             first += count
 
     def expire(self, now_s: float) -> float:
-        """Expel members whose session ended, or who did not join a rebalance; return when the next one may be."""
+        """Expel members whose session ended, or who did not join a rebalance; return when the next one may be due."""
         coming = float("inf")
         gone: list[Member] = []
         for member in self.members.values():

@@ -1,4 +1,4 @@
-"""Puts the model in the place of the Kafka clients, of threads and of the clock: all else is the code that ships."""
+"""Puts the model in the place of the Kafka clients, of threads and of the clock; all else is the code that ships."""
 
 import logging
 import random
@@ -60,7 +60,7 @@ class ModelFuture:
 
 @contextmanager
 def installed(world: World) -> Iterator[None]:
-    """Run what is inside over `world`, whose cluster the caller sets for each schedule."""
+    """Run the block over `world`, whose cluster the caller sets for each schedule."""
 
     class ModelCalls:
         """BoundedCalls on actors instead of threads."""

@@ -49,7 +49,7 @@ def _metadata(cluster: Cluster, name: str) -> TopicMetadata:
 
 
 class ModelAdmin:
-    """Answers at once: what it is asked about does not change."""
+    """Answers at once, without the network of the model."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

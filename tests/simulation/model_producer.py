@@ -1,7 +1,7 @@
 """A producer with the methods of confluent_kafka.Producer that our code calls, over the model of a cluster.
 
-It behaves as librdkafka: idempotent writes, transactions whose calls may time out and be called again, a fatal error
-after which nothing works, and what was queued but not sent is gone with the process.
+It behaves like librdkafka: writes are idempotent, calls for transactions may time out and be repeated, nothing works
+after a fatal error, and records that are queued but not sent are gone with the process.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -99,7 +99,7 @@ class ModelProducer:
 
     def poll(self, timeout: float = 0) -> int:
         self._link.check()
-        # The client sends on threads of its own: now or soon, and while it is waited for.
+        # The client sends on threads of its own: now or soon, and whenever the caller waits.
         if timeout > 0:
             self._send_all(self._until(timeout))
         elif self._queue:
@@ -114,7 +114,7 @@ class ModelProducer:
         return len(self._queue)
 
     def _send_all(self, deadline_s: float) -> None:
-        """Send what is queued, a batch of records for each partition, in any order of partitions."""
+        """Send what is queued, all records of a partition together, in any order of partitions."""
         while self._queue and self._fatal is None:
             places = list(dict.fromkeys(queued.place for queued in self._queue))
             place = self._scheduler.rng.choice(places)
@@ -230,7 +230,7 @@ class ModelProducer:
         self._raise_fatal()
         deadline_s = self._until(timeout)
         self._queue.clear()
-        # Records that were sent and are given up may be in the log, under numbers that the next ones would have.
+        # Records that were sent and then given up may be in the log, under the numbers that the next ones would get.
         self._doubtful = self._doubtful or bool(self._unanswered)
         self._unanswered.clear()
         self._end(False, deadline_s)
@@ -248,7 +248,7 @@ class ModelProducer:
         self._added = set()
 
     def _hang(self) -> None:
-        """Never return, some time after the process was chosen for that."""
+        """Never return, by chance at one of the calls after the process was chosen for that."""
         if self._link.process.hanging and self._scheduler.rng.random() < 0.5:
             self._link.process.hanging = False
             raise Hanging

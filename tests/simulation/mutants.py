@@ -66,7 +66,7 @@ def writes_the_index_after_the_commit(patch: Patch) -> None:
 
 
 def goes_on_after_an_abort(patch: Patch) -> None:
-    """Tasks are not restored where a transaction was aborted for a rebalance."""
+    """Tasks are not restored after a transaction was aborted for a rebalance."""
     patch.setattr(TaskManager, "_ownership_lost", lambda self, error: None)
 
 

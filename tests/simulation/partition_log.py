@@ -67,7 +67,7 @@ class PartitionLog:
         *,
         transactional: bool,
     ) -> int:
-        """Append a record unless its sequence number was; return its offset."""
+        """Append a record unless its sequence number is there already; return the offset."""
         written = self.sequences.setdefault(producer, [])
         if sequence < len(written):
             return written[sequence]

@@ -44,7 +44,7 @@ HORIZON = 700
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that happens to the process whose step it is."""
+    """A fault of the process that makes a step."""
 
     step: int
     kind: str
@@ -79,7 +79,7 @@ class Outcome:
 
 
 def as_it_is(cluster: Cluster) -> None:
-    """Leave a cluster as faithful as it is."""
+    """Leave a cluster as it is."""
 
 
 def run_schedule(
@@ -88,12 +88,12 @@ def run_schedule(
     faults: tuple[Fault, ...] | None = None,
     tamper: Callable[[Cluster], None] = as_it_is,
 ) -> Outcome:
-    """Run a schedule and judge it; `faults` are others than those of the seed, `tamper` breaks the cluster."""
+    """Run a schedule and judge it; `faults` replace those of the seed, `tamper` breaks the cluster."""
     return _Schedule(world, seed, drawn_faults(seed) if faults is None else faults, tamper).run()
 
 
 def shrunk(world: World, outcome: Outcome) -> Outcome:
-    """Return an outcome with findings of the same seed that needs no more faults than it has to."""
+    """Return an outcome of the same seed with findings, of whose faults none can be left out."""
     for fault in outcome.faults:
         fewer = run_schedule(world, outcome.seed, tuple(other for other in outcome.faults if other is not fault))
         if fewer.findings:
@@ -192,7 +192,7 @@ class _Schedule:
         if finding:
             self._unexpected.append(finding)
         elif not self._closing and not key.startswith("rival"):
-            # Sometimes at once, sometimes after its session.
+            # It restarts sometimes at once, sometimes after its session has ended.
             self._scheduler.later(self._scheduler.rng.choice((0.01, 0.5, 8.0)), lambda: self._restart(ordinal))
 
     def _restart(self, ordinal: int) -> None:
@@ -243,7 +243,7 @@ class _Schedule:
     # ------------------------------------------------------------------ the end
 
     def _at_rest(self) -> bool:
-        """Whether nothing was written for a while, though every partition has an owner that could have."""
+        """Whether nothing was written for a while, although every partition has an owner that could write."""
         if self._unexpected:
             return True
         publishing = any(

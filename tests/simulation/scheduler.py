@@ -71,7 +71,7 @@ class Scheduler:
     """Actors, virtual time and the one source of randomness."""
 
     def __init__(self, seed: int, most_steps: int = 60_000) -> None:
-        """A schedule that takes more steps has no end; two long outages, one after the other, take some 16,000."""
+        """A schedule of more than `most_steps` counts as endless; two long outages in a row take some 16,000."""
         self.rng = random.Random(seed)
         self.now_s = EPOCH_S
         self.steps = 0
@@ -140,14 +140,14 @@ class Scheduler:
         return actor
 
     def later(self, in_s: float, work: Callable[[], None]) -> None:
-        """Do something that is no process's own, such as a request under way, in a while."""
+        """Do something later that belongs to no process, such as a request under way."""
         self._count += 1
         self._later.append((self.now_s + in_s, self._count, work))
 
     # ------------------------------------------------------------------ the loop
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Let actors run until a condition holds. Raises Endless, and whatever ends an actor of the scenario's own."""
+        """Let actors run until a condition holds. Raises Endless if it takes too many steps or nobody can go on."""
         while not until():
             self._advance(STEP_S)
             self._due()
@@ -201,7 +201,7 @@ class Scheduler:
 
     def _jump(self) -> bool:
         """Move time to where something happens next; return whether anything will."""
-        # Timers first: they may have something done later.
+        # Ask the timers first, because they may schedule something.
         times = [timer(self.now_s) for timer in self.timers]
         times += [at for at, _count, _work in self._later]
         for actor in self._actors:

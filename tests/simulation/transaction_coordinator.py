@@ -37,7 +37,7 @@ class TransactionCoordinator:
     """Transactional ids of a cluster."""
 
     def __init__(self, send_marker: Callable[[TransactionState, Place | str, bool], None]) -> None:
-        """`send_marker` has a marker written to a partition or a group, some time; it calls `marked` then."""
+        """`send_marker` writes a marker to a partition or a group at some later time, and then calls `marked`."""
         self._send_marker = send_marker
         self.by_id: dict[str, TransactionState] = {}
         self.by_producer: dict[int, TransactionState] = {}
@@ -117,7 +117,7 @@ class TransactionCoordinator:
             raise Refusal(KafkaError.INVALID_TXN_STATE)
 
     def expire(self, now_s: float) -> float:
-        """Abort transactions that outlived their time-out, and fence their producers; return when the next one does."""
+        """Abort transactions that outlived their time-out, and fence their producers; return when the next is due."""
         coming = float("inf")
         for state in self.by_id.values():
             if state.state == ONGOING:

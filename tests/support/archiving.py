@@ -17,11 +17,11 @@ Merging = Literal["never", "at once", "gradually"]
 
 
 class Stopped(Exception):
-    """Stands for kill -9."""
+    """Stands in for kill -9."""
 
 
 class StoppingStore:
-    """A store in memory that stops for good after so many changes; the last one is done, or not."""
+    """A store in memory that stops for good at the last of so many changes, which is then done or not."""
 
     url = "test"
 

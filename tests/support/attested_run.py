@@ -27,7 +27,7 @@ STEPS = 2
 
 
 def trained_run(run: RealRun) -> RealRun:
-    """Group rollouts and train on them with the commands of a user; all processes have ended at the return."""
+    """Group rollouts and train on them with the commands of a user; all processes have ended on return."""
     provisioning.apply(run.kafka, run.topics, run.name)
     initialise(run.kafka, run.name, run.grouping, run.grouper)
     settings = {**SMALL_LEARNER, "learner__max_steps": STEPS}

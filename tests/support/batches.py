@@ -25,7 +25,7 @@ def random_batch(
     seed: int = 0,
     answers: tuple[int, int] = (1, 6),
 ) -> TrainingBatch:
-    """A batch of ragged rows (prompts of 3 to 5 tokens, answers of so many) with advantages around zero."""
+    """A batch of ragged rows (prompts of 3 to 5 tokens, answers of `answers`) with advantages around zero."""
     draw = np.random.default_rng((seed, number))
     prompts, completions = draw.integers(3, 6, rows), draw.integers(answers[0], answers[1] + 1, rows)
     lengths = prompts + completions
@@ -79,7 +79,7 @@ def indexed_batches(kafka: KafkaConfig, run: str, start: int = 0) -> list[ReadBa
 
 
 def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch], *, together: bool = False) -> None:
-    """Write each batch and its index entry in a transaction of its own, or in one of all, in the order given."""
+    """Write each batch and its index entry in a transaction of its own, or `together` in one, in the order given."""
     producer = clients.transactional_producer(kafka, f"test-batches-{run}")
     producer.init_transactions(120)
     for number, batch in enumerate(batches):

@@ -29,7 +29,7 @@ class Release:
     """The objects of a chart under some of its values."""
 
     def __init__(self, chart: Path, *files: str, over: Mapping[str, Any] | None = None) -> None:
-        """Render a chart with files of values beside it, and values of one's own."""
+        """Render a chart with further files of values in its directory, and with the values `over` them."""
         self.chart, self.values = chart, chart_values(chart, *files, over=over)
         self.objects = rendered_documents(chart, self.values)
 
@@ -64,7 +64,7 @@ class Release:
         return templates
 
     def settings(self, role: str) -> RunConfig:
-        """The settings that a pod of a role has: those of its file under its variables."""
+        """The settings of a pod of a role: those of its file, overridden by its variables."""
         pod = self.pods()[role]["spec"]
         [container] = pod["containers"]
         maps = self.of("ConfigMap")

@@ -93,7 +93,7 @@ def write_checkpoint(directory: Path, name: str) -> DecoderConfig:
 
 
 def random_parameters(config: DecoderConfig) -> dict[str, NDArray[np.float32]]:
-    """Parameters in which no part is silent, biases and norms neither, and large enough that logits differ by units."""
+    """Parameters that all have an effect, even biases and norms, and are so large that logits differ by units."""
     draw = np.random.Generator(np.random.Philox(key=7))
     collected = {}
     for name, shape in shapes(config).items():
@@ -105,7 +105,7 @@ def random_parameters(config: DecoderConfig) -> dict[str, NDArray[np.float32]]:
 def write_tokenizer(
     directory: Path, corpus: Iterable[str], size: int = 320, special_tokens: Sequence[str] = SPECIAL_TOKENS
 ) -> None:
-    """Write a tokenizer.json of Qwen's kind, merged from `corpus`: bytes, then special tokens at the end of it."""
+    """Write a tokenizer.json of Qwen's kind with merges of bytes from `corpus`; special tokens come last."""
     import tokenizers
 
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())

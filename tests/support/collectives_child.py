@@ -1,6 +1,6 @@
 """Prints the collective operations of compiled gradients: `python -m tests.support.collectives_child JSON`.
 
-Compiles for the CPU devices that XLA_FLAGS make, or for a TPU topology that is not here.
+Compiles for the CPU devices that XLA_FLAGS asks for, or for a TPU topology that this machine does not have.
 """
 
 import json

@@ -1,6 +1,7 @@
-"""Runs commands of `rollstream` within this process: most of what each takes in a process of its own is importing.
+"""Runs commands of `rollstream` within this process: in one of its own, a command mostly waits for imports.
 
-For commands that ask, print and return. Those that run until they are told to stop handle signals, and are processes.
+This is for commands that print an answer and return. Those that run until they are told to stop handle signals, so they
+need a process.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Schemas of the custom kinds that charts have, as far as ours use them: any other key is a mistake in a name.
+"""Schemas of the custom kinds that charts have, as far as ours use them; any other key counts as a misspelled name.
 
 They are narrower than those of the operators, which let misspelled keys pass in places, such as metadata of KEDA's
 triggers and the configuration of topics.

@@ -11,7 +11,7 @@ from tests.support.runs import RealRun
 
 
 def damaged_delta(run: RealRun, version: int) -> None:
-    """Put a delta of the version before on the log, in which one bit is not that of the manifest."""
+    """Put a delta to the version before on the log, one bit of which differs from its manifest."""
     before = read_manifests(run.kafka, run.name)[version - 1]
     assert before.kind == "delta"
     [chunk] = before.chunks

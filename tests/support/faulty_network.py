@@ -68,7 +68,7 @@ class Link:
 
     @contextmanager
     def during(self, weather: Weather) -> Iterator[None]:
-        """Have the link in a state while the block runs."""
+        """Put the link into a state while the block runs."""
         self.become(weather)
         try:
             yield
@@ -76,7 +76,7 @@ class Link:
             self.become(FINE)
 
     def close(self) -> None:
-        """End every connection."""
+        """Stop listening, and end every connection."""
         self._wait_for(self._close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
@@ -157,7 +157,7 @@ class Link:
                 await writer.drain()
 
     def _lateness(self, size: int) -> float:
-        """Time that losses and the width of the link cost."""
+        """Time that losses and the bandwidth of the link cost."""
         weather = self._weather
         late_s = size / weather.bytes_per_s
         for _packet in range(0, size, _PACKET_BYTES):

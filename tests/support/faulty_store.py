@@ -14,7 +14,7 @@ SLOW_DOWN, SHORT, HANG, OTHER_BYTES = "slow down", "short", "hang", "other bytes
 
 
 class FaultyFiles(AbstractFileSystem):  # type: ignore[misc]
-    """Objects by path. A fault is used up by the call that it strikes; the last of a path stays if it is kept."""
+    """Objects by path. A fault of `faults` strikes one call, and a fault of `always` every call that matches."""
 
     protocol = "faulty"
     objects: ClassVar[dict[str, tuple[bytes, float]]] = {}
@@ -27,7 +27,7 @@ class FaultyFiles(AbstractFileSystem):  # type: ignore[misc]
     """Ends calls that hang."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """There are no folders."""
+        """Do nothing, as there are no folders."""
 
     def find(
         self, path: str, maxdepth: int | None = None, withdirs: bool = False, detail: bool = False, **_: Any
@@ -85,7 +85,7 @@ class FaultyFiles(AbstractFileSystem):  # type: ignore[misc]
 
 @contextmanager
 def faulty_store() -> Iterator[type[FaultyFiles]]:
-    """Have faulty:// in this process, empty and without faults."""
+    """Register faulty:// in this process, empty and without faults."""
     fsspec.register_implementation("faulty", FaultyFiles, clobber=True)
     for held in (FaultyFiles.objects, FaultyFiles.faults, FaultyFiles.always, FaultyFiles.calls):
         held.clear()

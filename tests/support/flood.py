@@ -29,7 +29,7 @@ class FloodRecord(NamedTuple):
 
 
 class Flood:
-    """So many records by one seed; the same seed gives the same records."""
+    """So many records of one seed, and the rest of the last honest group; the same seed gives the same records."""
 
     def __init__(self, seed: int, records: int) -> None:
         self._input = HostileInput(seed)
@@ -63,7 +63,7 @@ class Flood:
 
     def _hostile(self) -> FloodRecord:
         if self._random.random() < 0.3:
-            # Under its own key, as some damage leaves it a sound rollout: of a group that is never whole, or repeated.
+            # It keeps its key: some damage leaves a sound rollout, repeated or of a group that is never whole.
             number = self._random.randrange(len(self._sound))
             return FloodRecord(encode_key("env", f"seed{number}"), self._input.damaged(self._sound[number]), False)
         return FloodRecord(self._key(), self._value(), False)

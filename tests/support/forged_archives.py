@@ -100,7 +100,7 @@ def without_step(step: int) -> Forge:
 
 
 def with_uses_of_first_step(step: int) -> Forge:
-    """Have a step use what step 1 used."""
+    """Make a step use what step 1 used."""
     uses = []
 
     def forge(entry: ArchivedRecord) -> list[ArchivedRecord]:
@@ -130,7 +130,7 @@ def forgeries(trained: str, dropped: str) -> Mapping[str, Forgery]:
 
 
 def _record(entry: ArchivedRecord, topic: str) -> object:
-    """The record of an entry of a topic; None for other entries and for what is no record."""
+    """The record of an entry of a topic; None for entries of other topics and for bytes that are no record."""
     with contextlib.suppress(RecordError):
         return decode(entry.value) if entry.topic == topic else None
     return None

@@ -1,7 +1,7 @@
 """Transactions that hang for real: written with a producer id whose coordinator will not end them.
 
-Brokers ask the coordinator about whoever writes since Kafka 3.6 (KIP-890): one that takes these is started without
-(`transaction.partition.verification.enable`). The partition is then as a lost marker leaves it.
+Since Kafka 3.6 (KIP-890) brokers ask the coordinator about every transactional write, so a broker that accepts these is
+started without that (`transaction.partition.verification.enable`). The partition is then as a lost marker leaves it.
 """
 
 import time
@@ -27,9 +27,9 @@ def hang(
     value: bytes = b"foreign",
     written_at_s: float | None = None,
 ) -> int:
-    """Leave a record in an open transaction of a producer, id and epoch; returns its offset.
+    """Leave a record in an open transaction of `producer`, an id and an epoch; returns the offset.
 
-    It was written a minute ago, or when `written_at_s` says, in seconds since 1970.
+    The record's timestamp is a minute ago or, if given, `written_at_s` in seconds since 1970.
     """
     batch = DefaultRecordBatchBuilder(2, 0, True, *producer, 0, 1 << 20)
     at_s = time.time() - 60 if written_at_s is None else written_at_s
@@ -49,7 +49,7 @@ def hang(
 
 
 def hang_offsets(kafka: KafkaConfig, group: str, topic: str, partition: int, partitions: int) -> None:
-    """Leave an offset of a group pending; the offsets topic has that many partitions."""
+    """Leave an offset of a group pending; `partitions` is the number of partitions of the offsets topic."""
     Topic = TxnOffsetCommitRequest.TxnOffsetCommitRequestTopic
     offset = Topic.TxnOffsetCommitRequestPartition(
         partition_index=partition, committed_offset=0, committed_leader_epoch=-1, committed_metadata=""

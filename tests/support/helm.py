@@ -1,4 +1,4 @@
-"""The real helm: the one on PATH, else one that Go compiles once, beside the other files that tests fetch."""
+"""The real helm: the one on PATH, else one that Go compiles once, next to the other files that tests fetch."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ _COMPILE_S = 3600.0
 
 
 def helm() -> Path:
-    """The program helm."""
+    """Path of the program helm."""
     path_found = shutil.which("helm")
     if path_found:
         return Path(path_found)

@@ -18,13 +18,13 @@ LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Values under those of a later file, as helm merges them."""
+    """Values of a file overridden by those of a later one, as helm merges them."""
     both = {key: merged(base[key], over[key]) for key in base.keys() & over.keys() if isinstance(over[key], Mapping)}
     return {**base, **over, **both}
 
 
 def chart_values(chart: Path, *files: str, over: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The values of a chart with those of further files, and of a table."""
+    """The values of a chart, overridden by further files and by `over`."""
     values: dict[str, Any] = {}
     for name in ("values.yaml", *files):
         values = merged(values, yaml.load((chart / name).read_text(), LOADER))
@@ -41,7 +41,7 @@ def rendered_documents(chart: Path, values: Mapping[str, Any]) -> list[dict[str,
 
 
 def render(text: str, chart: Path, values: Mapping[str, Any]) -> str:
-    """The text of a template."""
+    """Return the rendered text of a template."""
     lines = iter(text.splitlines())
     return "\n".join(_block(lines, chart, values, None)) + "\n"
 
@@ -106,7 +106,7 @@ def _operand(tokens: list[str], chart: Path, values: Mapping[str, Any], item: An
     if token.startswith(".Values."):
         actual: Any = values
         for part in token.removeprefix(".Values.").split("."):
-            actual = actual[part]  # a KeyError: no template names a value that there is not
+            actual = actual[part]  # a KeyError if a template names a value that does not exist
         return actual
     return _FUNCTIONS[token]
 
@@ -120,7 +120,7 @@ def _applied(words: list[Any], chart: Path) -> Any:
 
 def _json(value: Any) -> str:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    # As Go's encoder writes them.
+    # Go's encoder escapes these.
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 
 

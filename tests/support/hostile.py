@@ -48,7 +48,7 @@ FOREIGN = (b"junk", b"", b"\xc3\x01", encode(rollout())[:40], encode(Mark(kind="
 
 
 def plant(run: RealRun) -> dict[str, int]:
-    """Write hostile records into every topic but rollouts; returns how many of each topic are none of its kind."""
+    """Write hostile records into every topic but rollouts; returns how many foreign values each topic got."""
     foreign = {}
     send = _Sender(run)
     for topic, records in RECORDS.items():
@@ -98,10 +98,10 @@ class _Sender:
 
 
 def _send_oddly(send: _Sender, topic: str, value: bytes) -> None:
-    """The same record with every key, time and header that is none."""
+    """Send a record with senseless keys, times and headers in turn."""
     for key in (b"\xff\xfe", b"[" * 5000, b'{"a":1}'):
         send(topic, value, key)
-    if spec_of(topic).cleanup != "compact":  # which takes no record without a key
+    if spec_of(topic).cleanup != "compact":  # a compacted topic refuses a record without a key
         send(topic, value, None)
     for timestamp in (-1, -5, EARLY_MS, FAR_MS):
         send(topic, value, uuid.uuid4().bytes, timestamp=timestamp)
@@ -112,12 +112,12 @@ def _send_oddly(send: _Sender, topic: str, value: bytes) -> None:
 
 
 def _any_time(run: RealRun, topic: str) -> None:
-    """Have the broker take records of any time, as one that is configured so does."""
+    """Configure the broker to take records of any time."""
     change_settings(run.kafka, run.topic(topic), message__timestamp__after__max__ms=2**63 - 1)
 
 
 def send_with_header(run: RealRun, topic: str, value: bytes, name: bytes, content: bytes) -> None:
-    """Produce a record whose header is named by any bytes, which Python's client does not."""
+    """Produce a record whose header has any bytes as its name, which Python's client does not allow."""
     [path] = Path(confluent_kafka.__file__).parents[1].glob("confluent_kafka.libs/librdkafka*")
     library, pointer, text = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_char_p
     for function, result, arguments in (

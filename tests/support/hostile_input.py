@@ -66,7 +66,7 @@ class HostileInput:
     # ------------------------------------------------------------------ bytes
 
     def damaged(self, value: bytes) -> bytes:
-        """Some bytes with one to three damages: a bit, bytes that are more or fewer, a run of ones."""
+        """Some bytes with one to three damages: a flipped bit, bytes added or removed, a run of ones."""
         data = bytearray(value)
         for _ in range(self.random.randint(1, 3)):
             at = self.random.randrange(len(data)) if data else 0
@@ -82,7 +82,7 @@ class HostileInput:
         return bytes(data)
 
     def junk(self) -> bytes:
-        """Bytes of no kind."""
+        """Random bytes."""
         return self.random.randbytes(self.random.choice((0, 1, 5, 60, 2000)))
 
     # ------------------------------------------------------------------ records
@@ -109,7 +109,7 @@ class HostileInput:
         return self.random.choice(held)
 
     def record(self, kind: str) -> bytes:
-        """A record of a kind, well encoded: a sound one with a few senseless values, or one of no sense at all."""
+        """A record of a kind, well encoded: a sound one with a few senseless values, or one made up from its schema."""
         schema = codec.schemas()[kind][-1]
         values = self._values(kind)
         out = io.BytesIO()
@@ -118,7 +118,7 @@ class HostileInput:
         return out.getvalue()
 
     def key(self, *parts: object) -> bytes | None:
-        """A key of a record: one of these parts, or one that is none."""
+        """A key of a record: the one of these parts, or bytes that are no key."""
         sound = json.dumps(parts, separators=(",", ":"), default=str).encode()
         return self.random.choice((None, b"", b"\xff", b"[" * 100, self.random.randbytes(9), sound, sound, sound))
 
@@ -276,7 +276,7 @@ class HostileInput:
         if kind < 0.1:
             return self.random.randbytes(choose((1, 40, 3000)))
         if kind < 0.2:
-            # Half a request, as of a client that hung up.
+            # Half a request, as from a client that hung up.
             return f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: 500\r\n\r\n{{".encode("latin-1")
         body = self.body(names)
         headers = [f"Host: {choose(('x', 'localhost', '127.0.0.1', chr(255)))}", "Connection: close"]
@@ -286,7 +286,7 @@ class HostileInput:
 
 
 def _resolved(schema: Any, named: dict[str, Any]) -> Any:
-    """A schema whose name stands for it, and those of one word in an object."""
+    """The schema that a name or a wrapped schema refers to; any other schema is returned as it is."""
     if isinstance(schema, str):
         return named.get(schema, schema)
     if isinstance(schema, dict) and isinstance(schema["type"], dict | list):
@@ -306,7 +306,7 @@ def _parsed(kind: str) -> Any:
 
 @cache
 def _named(kind: str) -> dict[str, Any]:
-    """Schemas by name that a schema holds."""
+    """The named schemas within a schema, by name."""
     named: dict[str, Any] = {}
 
     def visit(schema: Any) -> None:

@@ -15,7 +15,7 @@ _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request r
 
 
 class HttpFront(ThreadingHTTPServer):
-    """Faults by method: those of the requests to come, and those of all."""
+    """The front; by method, `faults` strike the next requests, and `always` strikes every other one."""
 
     daemon_threads = True
 
@@ -75,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, *_: object) -> None:
-        """Nothing is printed."""
+        """Print nothing."""
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """An HTTPS server before a registry, as operators put one: its own authority, users with passwords, certificates of
-clients where asked for. It passes requests on to the registry behind it.
+clients if asked for. It passes requests on to the registry behind it.
 """
 
 import base64
@@ -61,7 +61,7 @@ def https_front(
 
 
 def _make_certificate(pem: Path, certificate: Path, name: str) -> None:
-    """Write key and certificate into one file, and the certificate, which signs itself, into another."""
+    """Write a key and its self-signed certificate into one file, and the certificate alone into another."""
     key = pem.with_suffix(".key")
     kind = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
     made = ["openssl", "req", "-x509", *kind, "-keyout", str(key), "-out", str(certificate)]
@@ -82,7 +82,7 @@ class _Front(BaseHTTPRequestHandler):
         try:
             super().handle()
         except (ssl.SSLError, ConnectionError):
-            self.close_connection = True  # A client that does not trust us says so, and goes.
+            self.close_connection = True  # A client that does not trust us says so, and hangs up.
 
     def do_GET(self) -> None:
         self._pass_on()

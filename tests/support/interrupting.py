@@ -1,6 +1,6 @@
 """Ctrl-C at random moments: a command must end in time, with one line, and leave no process behind.
 
-Tests share their machine: time is measured in what a thread that only computes gets of the processors meanwhile.
+Tests share their machine, so time is scaled by the processor time that a purely computing thread gets meanwhile.
 """
 
 import os
@@ -22,7 +22,7 @@ LINE = "rollstream: interrupted"
 
 
 class FairTime:
-    """Seconds as they would be on an idle machine: the clock's, by how much slower than alone a thread computes now."""
+    """Seconds as on an idle machine: the clock's, divided by how much slower than alone a thread computes."""
 
     seconds: float = 0.0
     """Between the begin and the end of the context."""
@@ -65,7 +65,7 @@ def await_listening(process: subprocess.Popen[bytes]) -> None:
 
 
 def interrupt(command: Sequence[str], log: Path, after_s: float, **environment: str) -> Interruption | None:
-    """Start a command, interrupt it, and wait until it and all it started have ended; None where it was done before.
+    """Start a command, interrupt it, and wait until it and all it started have ended; None if it ended before.
 
     A command that is done leaves Ctrl-C to the system, which ends it without a word.
     """
@@ -94,13 +94,13 @@ def interrupt(command: Sequence[str], log: Path, after_s: float, **environment: 
 
 
 def assert_ends_at_once(command: Sequence[str], directory: Path, moments: int, most_s: float, seed: int) -> None:
-    """Interrupt it at so many moments of its first `most_s` seconds, drawn from `seed`."""
+    """Interrupt a command at so many moments of its first `most_s` seconds, drawn from `seed`."""
     draw = random.Random(seed)
     ended = []
     while len(ended) < moments:
         outcome = interrupt(command, directory / "interrupted.log", draw.uniform(0.0, most_s))
         if outcome is None:
-            most_s *= 0.9  # it was done before
+            most_s *= 0.9  # it ended before
             continue
         what = f"{' '.join(command[3:])}, seed {seed}: {outcome}"
         assert outcome.code == 130, what

@@ -1,4 +1,4 @@
-"""The ledger in both forms, which must agree: one reads everything, the other what is new since it wrote its file."""
+"""The ledger in both forms, which must agree: one reads everything, the other what is new since its last file."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from tests.support.runs import RealRun
 
 
 def live(run: RealRun) -> LiveLedger:
-    """A reader of what is new that goes on from the file of the one before."""
+    """A ledger that reads only what is new, from the file of the one before."""
     return LiveLedger(run.kafka, run.name, run.directory / "books" / "live", run.grouper.group_id(run.name))
 
 

@@ -30,7 +30,7 @@ class LinkedBroker:
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Have the broker stopped while the block runs."""
+        """Stop the broker with SIGSTOP while the block runs."""
         self.process.send_signal(signal.SIGSTOP)
         try:
             yield
@@ -38,7 +38,7 @@ class LinkedBroker:
             self.process.send_signal(signal.SIGCONT)
 
     def await_answer(self) -> None:
-        """Wait until it answers."""
+        """Wait until the broker answers."""
         eventually(lambda: broker_answers(HOST, self.port), 180, "the broker to answer")
 
 

@@ -1,6 +1,6 @@
 """A learner's process for tests: `python -m tests.support.loading_child JSON` loads its share of a checkpoint.
 
-It prints what that took.
+It prints the memory that this took.
 """
 
 import json
@@ -32,7 +32,7 @@ class Job:
 
 
 def memory(name: str) -> int:
-    """Bytes of this process, by their name in its status."""
+    """Bytes that /proc/self/status gives under a name."""
     return next(int(line.split()[1]) * 1024 for line in _STATUS.read_text().splitlines() if line.startswith(name))
 
 

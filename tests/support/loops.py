@@ -11,8 +11,8 @@ _TIMEOUT_S = 300.0
 
 @contextmanager
 def loop_in_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
-    """A loop that turns. At the end it cancels the tasks that are left, as of connections that a client never ended: a
-    task that is destroyed while it is pending reports that whenever the interpreter collects it, in any later test."""
+    """A running loop. At the end it cancels the tasks that are left, such as those of connections that a client kept.
+    Otherwise a task that is destroyed while pending would report this when it is collected, in any later test."""
     turning: queue.Queue[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = queue.Queue()
 
     async def turn() -> None:

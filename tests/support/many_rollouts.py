@@ -1,4 +1,4 @@
-"""A run of very many rollouts: they are made, and all that becomes of them is real: grouping, and a trainer."""
+"""A run of very many rollouts, which are made up but go through real grouping and a real trainer."""
 
 import time
 from functools import partial
@@ -42,7 +42,7 @@ class ManyRollouts:
         """Create the topics, start grouping and write the rollouts, all of policy version 0."""
         self.run.prepare()
         self._grouping = self.run.start("group")
-        # Before it has marked the version, groups of it wait, and a million rollouts are more than may wait.
+        # Groups wait until grouping has marked their version, and a million rollouts are more than may wait.
         ends = partial(topic_admin.bounds, self.run.kafka, self.run.topic(ROLLOUTS))
         eventually(lambda: all(end > 0 for _low, end in ends().values()), 60, "marks of the version")
         began = time.monotonic()

@@ -15,7 +15,7 @@ _FETCH_S = 900.0
 
 
 def maven_file(coordinates: str, digest: str, environment: Mapping[str, str] = os.environ) -> Path:
-    """A file by group:artifact:version:packaging[:classifier] and SHA-256; by Maven, or by jgo where there is none."""
+    """A file by group:artifact:version:packaging[:classifier] and SHA-256; by Maven, or by jgo without it."""
     _group, artifact, version, packaging, *classifier = coordinates.split(":")
     name = "-".join((artifact, version, *classifier)) + f".{packaging}"
     cached = cache_dir(environment).with_name("test-files") / name

@@ -83,7 +83,7 @@ def rollouts(step: int) -> list[TrainingSequence]:
 
 
 def share(config: LearnerConfig, step: int, process: int) -> PackedStep:
-    """Rollouts that one process packs of a step: in turn, but the first process has all of the second step's first."""
+    """The share of a step that a process packs: rollouts in turn, but the first three of step 1 go to process 0."""
     everything = rollouts(step)
     numbers = [
         number

@@ -42,7 +42,7 @@ def microbatch(
     rubbish: float = 0.0,
     dtype: type = np.float32,
 ) -> dict[str, NDArray]:
-    """The arrays of a microbatch whose row r holds the samples layout[r]; `rubbish` stands where nothing is trained."""
+    """The arrays of a microbatch whose row r holds the samples layout[r]; `rubbish` fills what is not trained."""
     shape = (len(layout), length)
     arrays = {
         "tokens": np.zeros(shape, np.int32),
@@ -75,7 +75,7 @@ def microbatch(
 
 
 def row_by_row(samples: Sequence[Sample], length: int) -> list[list[int]]:
-    """A layout: each into the current row while it fits, else the next."""
+    """A layout that puts each sample into the current row if it fits, otherwise into the next."""
     layout: list[list[int]] = [[]]
     room = length
     for index, sample in enumerate(samples):

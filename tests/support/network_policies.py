@@ -26,7 +26,7 @@ def _selects(selector: Mapping[str, Any], labels: Labels) -> bool:
 
 
 def _covers(peers: list[Mapping[str, Any]] | None, labels: Labels) -> bool:
-    """Whether a pod of the same namespace is among the peers; none named are all."""
+    """Whether a pod of the same namespace is among the peers; no peers means all pods."""
     return not peers or any("podSelector" in peer and _selects(peer["podSelector"], labels) for peer in peers)
 
 

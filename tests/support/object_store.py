@@ -1,6 +1,6 @@
 """An object store for tests that want gs://: files of a folder, over HTTP as tensorstore asks Google for them.
 
-A process that calls `use` has gs:// there. A file system of fsspec's is in the place of gcsfs, and renames nothing.
+A process that calls `use` gets gs:// there. A file system of fsspec takes the place of gcsfs, and cannot rename.
 """
 
 import json
@@ -118,13 +118,13 @@ def _described(name: str, generation: str, size: int) -> bytes:
 
 
 def use(folder: Path, port: int) -> None:
-    """Have gs:// be that store in this process: for fsspec, for tensorstore, and for what orbax asks Google itself."""
+    """Make gs:// that store in this process: for fsspec, for tensorstore, and for what orbax asks Google itself."""
     import fsspec
     from fsspec.implementations.dirfs import DirFileSystem
     from fsspec.implementations.local import LocalFileSystem
 
     class Buckets(DirFileSystem):  # type: ignore[misc]
-        """Paths at gs:// as files of the folder; what it lists begins with the bucket, as gcsfs has it."""
+        """Paths at gs:// as files of the folder; what it lists begins with the bucket, as with gcsfs."""
 
         protocol = ("gcs", "gs")
 

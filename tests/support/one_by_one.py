@@ -7,7 +7,7 @@ from rollstream.topics.kafka.records import KafkaRecord
 
 
 def poll_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have every follower of this process return at most one record a poll."""
+    """Make every follower of this process return at most one record a poll."""
     poll = TopicFollower.poll
 
     def one(follower: TopicFollower, _most: int, wait_s: float) -> list[KafkaRecord]:

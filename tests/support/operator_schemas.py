@@ -49,14 +49,14 @@ def check_published(document: Mapping[str, Any], schema: Mapping[str, Any]) -> N
 
 
 def _strict(schema: Any) -> Any:
-    """The schema, with the keys of Kubernetes' own as JSON Schema has them, and no keys beside the known ones."""
+    """The schema, with Kubernetes' own keywords translated to JSON Schema, and without room for unknown keys."""
     if isinstance(schema, list):
         return [_strict(each) for each in schema]
     if not isinstance(schema, Mapping):
         return schema
     strict = {key: _strict(value) for key, value in schema.items() if key not in ("description", "default", "format")}
     if isinstance(schema.get("properties"), Mapping):
-        # A property may have the name of a word that was left out.
+        # A property may have the name of a keyword that is left out above.
         strict["properties"] = {key: _strict(value) for key, value in schema["properties"].items()}
         if not schema.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in schema:
             strict["additionalProperties"] = False

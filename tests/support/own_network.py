@@ -16,7 +16,7 @@ _HERE = "/proc/thread-self/ns/net"
 
 @contextmanager
 def own_network() -> Iterator[None]:
-    """Have this thread, and the threads and processes it starts, in a network that has nothing but loopback.
+    """Put this thread, and the threads and processes it starts, into a network that has nothing but loopback.
 
     Raises PermissionError for users other than root.
     """

@@ -1,4 +1,4 @@
-"""Small logs of groups of two, and what is asked of them."""
+"""Small logs of groups of two, and what tests read from them."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ def driver(policy_version: int = 0, **config: Any) -> GroupingTestDriver:
 
 
 def pair(d: GroupingTestDriver, example_id: str = "0", **fields: Any) -> None:
-    """A group of two with variance."""
+    """Append a group of two with variance."""
     d.pipe(example_rollout(f"{example_id}a", 1.0, example_id=example_id, **fields))
     d.pipe(example_rollout(f"{example_id}b", 0.0, example_id=example_id, **fields))
 

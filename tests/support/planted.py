@@ -1,4 +1,4 @@
-"""A small run with planted facts: what tools are asked about, each of them once, and nothing else out of the ordinary.
+"""A small run with planted facts: what tools report, each fact once, and nothing else out of the ordinary.
 
 Made by a real grouping process on a real broker; the learner's steps are written by hand, as no model is needed.
 """
@@ -92,7 +92,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _train(planted: Planted) -> None:
-    """A learner's step by hand: the first batch trained on, the second skipped; version 6 published after it."""
+    """Write a step that trained on the first batch and skipped the second, and publish version 6 after it."""
     first, second = planted.batches[:2]
     places = planted.index_offsets[:2]
     step = LearnerStep(

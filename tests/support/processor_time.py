@@ -5,9 +5,9 @@ import time
 
 
 class ProcessorTime:
-    """Processor seconds of this thread within the context, in which the garbage collector rests.
+    """Processor seconds of this thread within the context, in which the garbage collector is off.
 
-    A collection visits every object of the process, and all tests before have left some.
+    A collection visits every object of the process, and earlier tests have left many.
     """
 
     seconds: float = 0.0

@@ -27,8 +27,8 @@ class SortedRow(NamedTuple):
 
 
 class SortingGenerator:
-    """Answers `429>` with `249` and the end token where the row's seed is even or it is greedy, else with `429`.
-    In a longer conversation it takes the digits since the last `>` before.
+    """Answers `429>` with `249` and the end token if the row's seed is even or it is greedy, otherwise with `429`.
+    In a longer conversation it takes the digits between the last two `>`.
 
     The logprob of the token at index i is -(i + 1) / 8: exact in float32. `versions` holds what `refresh` returns, the
     last one for ever; `before_generate` runs whenever rows start. A call of `decode` gives `tokens_at_once` tokens of
@@ -145,7 +145,7 @@ def serving(generator: SortingGenerator, **config: Any) -> Iterator[InferenceSer
 
 @contextmanager
 def nobody_listening() -> Iterator[str]:
-    """A base_url at which connections are refused: its port is taken, so that nobody else comes to listen there."""
+    """A base_url at which connections are refused: its port is bound, so that nobody else can listen there."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
@@ -153,7 +153,7 @@ def nobody_listening() -> Iterator[str]:
 
 @contextmanager
 def serving_http(handler: Callable[[web.Request], Coroutine[Any, Any, web.Response]]) -> Iterator[str]:
-    """Some other HTTP server; `handler` answers every request. Yields the base_url of its /v1."""
+    """An HTTP server whose `handler` answers every request. Yields the base_url of its /v1."""
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", handler)
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)

@@ -120,8 +120,8 @@ def _taken(cluster: Cluster, broker: _Broker, size: float) -> Iterator[Request]:
 
 
 def bears(cluster: Cluster, rollouts_per_s: float, seconds: float = 20.0) -> bool:
-    """Whether rollouts of the last quarter wait no longer than those of the second, but for a twentieth of the time
-    between them."""
+    """Whether the wait of the last quarter's rollouts exceeds that of the second quarter's by less than a twentieth of
+    the time between them."""
     count = int(rollouts_per_s * seconds)
     waited = waits(cluster, rollouts_per_s, count)
     quarter = count // 4

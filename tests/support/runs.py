@@ -99,7 +99,7 @@ class RealRun:
 
     @contextmanager
     def open_transaction(self, topic: str) -> Iterator[Producer]:
-        """Somebody else's transaction that has written to partition 0 of a topic and outlives a test; aborted."""
+        """A foreign transaction that wrote to partition 0 of a topic and does not time out; aborted at the end."""
         settings = {"transaction.timeout.ms": 300_000, "delivery.timeout.ms": 300_000}
         producer = clients.transactional_producer(self.kafka, f"{self.name}-foreign", **settings)
         producer.init_transactions(120)
@@ -193,7 +193,7 @@ SMALL_LEARNER: dict[str, object] = {
 
 
 def with_batches(run: RealRun, batches: int) -> RealRun:
-    """Topics with so many batches on two partitions in turn; the first policy version is the learner's to publish."""
+    """Create topics with so many batches on two partitions in turn, but without the learner's first policy version."""
     provisioning.apply(run.kafka, run.topics, run.name)
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(batches)])
     return run

@@ -16,7 +16,7 @@ def s3_server(secret: str = "nothing") -> Iterator[str]:
     """Serve a bucket; this process and those it starts find server and credentials in the environment."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
-    # Clients of an earlier server, which know its address.
+    # Cached clients have the address of an earlier server.
     S3FileSystem.clear_instance_cache()
     host, port = server.get_host_and_port()
     with pytest.MonkeyPatch.context() as patch:

@@ -1,6 +1,7 @@
 """A real schema registry for tests: Apicurio, with the interface of Confluent's at a path of its own.
 
-158 MB from Maven once, kept beside the jars of Kafka. Its schemas lie in memory, so one that starts again has none.
+It is fetched once from Maven (158 MB) and kept next to the jars of Kafka. A restarted one has lost its schemas, which
+are in memory.
 """
 
 import os
@@ -49,12 +50,12 @@ class SchemaRegistry:
         self.url = f"http://{_HOST}:{self._port}/apis/ccompat/v7"
 
     def start(self) -> None:
-        """Start it, and return once it answers."""
+        """Start the registry, and return once it answers."""
         settings = {
             "APICURIO_STORAGE_KIND": "sql",
             "QUARKUS_HTTP_HOST": _HOST,
             "QUARKUS_HTTP_PORT": str(self._port),
-            # Else a second registry of this machine ends: both would serve their health on port 9000.
+            # Otherwise a second registry would end, because both would serve their health on port 9000.
             "QUARKUS_MANAGEMENT_PORT": str(self._management_port),
             "QUARKUS_MANAGEMENT_HOST": _HOST,
             "JAVA_TOOL_OPTIONS": "-Xmx384m -XX:TieredStopAtLevel=1",
@@ -69,7 +70,7 @@ class SchemaRegistry:
         assert not self._ended(), (self._folder / "registry.log").read_text()[-2000:]
 
     def kill(self) -> None:
-        """End it as kill -9 does."""
+        """kill -9 the registry."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -60,7 +60,7 @@ class SecuredBroker:
     log: Path
 
     def add_users(self, passwords: Mapping[str, str]) -> None:
-        """Make users with their passwords (SCRAM), or give them others."""
+        """Make users with their passwords (SCRAM), or change the passwords."""
         admin = AdminClient({"bootstrap.servers": self.open})
         info = ScramCredentialInfo(ScramMechanism.SCRAM_SHA_512, 4096)
         made = [UserScramCredentialUpsertion(name, info, word.encode(), None) for name, word in passwords.items()]
@@ -113,7 +113,7 @@ class SecuredBroker:
 
 @contextmanager
 def secured_broker(directory: Path) -> Iterator[SecuredBroker]:
-    """Run such a broker."""
+    """Run a secured broker."""
     layout = BrokerLayout(root=directory)
     directory.mkdir(parents=True)
     authority = Authority(directory)
@@ -148,7 +148,7 @@ def secured_broker(directory: Path) -> Iterator[SecuredBroker]:
     more = "".join(f",{name}://{HOST}:{own_port}" for name, (_, own_port) in listeners.items())
     for name in ("listeners", "advertised.listeners"):
         text = re.sub(rf"^({name}=.*)$", rf"\1{more}", text, flags=re.MULTILINE)
-    # The writer of properties has escaped what one line of PEM needs.
+    # The writer of properties has escaped the line ends that PEM in one line needs.
     layout.properties.write_text(text.replace("\\\\n", "\\n"))
     with layout.log.open("ab") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL)

@@ -44,7 +44,7 @@ def values_digest(arrays: Mapping[str, NDArray[Any]]) -> str:
 
 
 def published_exactly(arrays: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[np.float32]]:
-    """The arrays with values that bfloat16 holds, too."""
+    """The arrays in float32, rounded to values that bfloat16 can hold."""
     return {name: array.astype(ml_dtypes.bfloat16).astype(np.float32) for name, array in arrays.items()}
 
 
@@ -99,7 +99,7 @@ class EngineStandIn:
         return self.reported
 
     def restart(self) -> None:
-        """Lose everything, as a process that is started again."""
+        """Lose everything, as a restarted process does."""
         self.reported, self.digest, self.paused, self.torn = "default", "", False, False
 
     async def call(self, name: str) -> None:

@@ -51,7 +51,7 @@ def lead(kafka: KafkaConfig, run: str, config: Any, channel: Channel, last: int)
     with closing(StepLog(kafka, run, "default")) as log:
         publisher = WeightsPublisher(kafka, run, "default", "{}", config, channel=channel)
         with closing(publisher):
-            # Not part of a version: the time limit is for processes that are there.
+            # Wait for all processes first, because the time limit of a version is for processes that run.
             for process in range(1, channel.processes):
                 channel.receive(f"ready/{process}", 600)
             while publisher.latest_version < last:

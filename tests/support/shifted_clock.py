@@ -23,6 +23,6 @@ class ShiftedClock:
         """Variables of a process that goes by this clock."""
 
     def be(self, ahead_s: int) -> None:
-        """Have the clock so many seconds ahead of the machine's, or behind it."""
+        """Set the clock so many seconds ahead of the machine's, or behind it."""
         with self._shift.open("r+b") as file, mmap.mmap(file.fileno(), 8) as memory:
             memory[:] = struct.pack("<q", ahead_s)

@@ -1,4 +1,4 @@
-"""Slice buffers in directories, for tests: the record at each offset is known, and so is all that is held."""
+"""Slice buffers in directories, for tests: the record at each offset is known, and so is all that a buffer holds."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def feed(buffer: EpisodeSliceBuffer, offset: int) -> bool:
 
 
 def stored(directory: Path) -> SliceState:
-    """State of the ring in a directory, as a reader finds it beside the writer."""
+    """State of the ring in a directory, as a reader finds it while the writer is at work."""
     with closing(SliceStore(directory, None, read_only=True)) as store:
         return store.state
 

@@ -40,7 +40,7 @@ class SteeredRun:
     def __init__(
         self, broker: str, name: str, directory: Path, recipe: Path = DEMO, values: Mapping[str, object] = VALUES
     ) -> None:
-        """`recipe` is the file of its settings, and `values` are settings beside them."""
+        """`recipe` is the file of its settings, and `values` are further settings."""
         self.kafka, self.name, self.directory = KafkaConfig(bootstrap_servers=broker), name, directory
         self._recipe, self.values = recipe, dict(values)
         self._where = ["--run", name, "-b", broker]
@@ -80,8 +80,8 @@ class SteeredRun:
         return shown
 
     def pids(self, role: str = "") -> list[int]:
-        """Processes of a role, or of all, that run now, as the system has them: also those that a killed overseer
-        left."""
+        """Processes of a role, or of all, that run now, as the system reports them, with those that a killed
+        overseer left."""
         settings = str(self.directory / "runs" / self.name / "run.toml")
         collected = []
         for process in psutil.process_iter():

@@ -1,6 +1,6 @@
 """Changes settings of topics for tests, and returns once the broker obeys them.
 
-A broker answers an alteration when it is decided, and obeys it when it has read of it: later, on a busy machine.
+A broker answers a change once it is decided, but obeys it only once it has read it, later on a busy machine.
 """
 
 from confluent_kafka.admin import AlterConfigOpType, ConfigEntry, ConfigResource
@@ -17,8 +17,8 @@ _LAST = "file.delete.delay.ms"
 def change_settings(kafka: KafkaConfig, topic: str, **values: object) -> None:
     """Change settings of a topic; their names are written with __ for the dot.
 
-    A broker takes up changes one after the other, and describes each at its beginning: once it describes a later one,
-    it obeys those before.
+    A broker applies changes one after the other, and describes each when it begins to apply it. So once it describes a
+    later change, it obeys the earlier ones.
     """
     _change(kafka, topic, {name.replace("__", "."): str(value) for name, value in values.items()})
     _change(kafka, topic, {_LAST: str(int(_described(kafka, topic)[_LAST]) + 1)})

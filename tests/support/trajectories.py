@@ -44,12 +44,12 @@ HOLD_AT = "ROLLSTREAM_TEST_HOLD_AT"
 
 
 def held(trajectory: Trajectory) -> Trajectory | None:
-    """`double`, which comes back from no number of HOLD_AT or more: who is killed meanwhile is killed at work."""
+    """`double`, but for numbers of HOLD_AT or more it never returns, so that it is killed at work."""
     if number_of(trajectory) >= int(os.environ[HOLD_AT]):
         threading.Event().wait()
     return double(trajectory)
 
 
 def mended(trajectory: Trajectory) -> Trajectory | None:
-    """`double`, of which none is refused."""
+    """`double`, which refuses none."""
     return replace(trajectory, arrays={**trajectory.arrays, "rewards": 2.0 * trajectory.arrays["actions"]})

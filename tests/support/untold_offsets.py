@@ -28,12 +28,12 @@ sys.exit(main(sys.argv[1:]))
 
 
 def without_first_offsets(*topics: str) -> str:
-    """Return the script of such a role; a topic is named once for each record."""
+    """Return the script of a role without these offsets; a topic is named once for each record."""
     return _SCRIPT.format(topics=list(topics))
 
 
 def tell_no_offsets(monkeypatch: pytest.MonkeyPatch, topic: str, records: int = sys.maxsize) -> None:
-    """Have this process not be told the offsets of the next records that it sends to a topic."""
+    """Hide from this process the offsets of the next records that it sends to a topic."""
     left, delivery = records, sender.Delivery
 
     def untold(to: str, partition: int, offset: int | None, timestamp_ms: int, stamped: bool) -> sender.Delivery:

@@ -89,7 +89,7 @@ def load(core_version: int) -> Recorded:
 
 
 class _Recorder:
-    """A driver whose log has the times of day of a broker."""
+    """A driver whose log has times like a broker's."""
 
     def __init__(self, config: GroupingConfig) -> None:
         self.driver = GroupingTestDriver(config, policy_version=-1, now_ms=BEGAN_MS)
@@ -115,7 +115,7 @@ class _Recorder:
 
 
 def _before(recorder: _Recorder, wide: GroupingConfig) -> None:
-    """Everything a fold meets; at the end it holds open groups, sealed groups and groups with branches."""
+    """Add everything that a fold may meet; at the end it holds open groups, sealed groups and groups with branches."""
     r, driver = recorder, recorder.driver
     r.add(Mark(kind="policy_version", policy_version=0))
     r.pair("first")
@@ -154,7 +154,7 @@ def _before(recorder: _Recorder, wide: GroupingConfig) -> None:
 
 
 def _extremes(recorder: _Recorder) -> None:
-    """Records that core version 2 took, sensible or not."""
+    """Records that core version 2 accepted, sensible or not."""
     r, driver = recorder, recorder.driver
     deep = NamedArray(dtype="<f4", shape=(4, *(1,) * 69), data=bytes(16))
     hollow = NamedArray(dtype="<f4", shape=(4, 2**62, 0), data=b"")
@@ -200,7 +200,7 @@ def _beyond(recorder: _Recorder, last: GroupingConfig) -> None:
 
 
 def _after(recorder: _Recorder) -> None:
-    """Records that complete it all."""
+    """Records that complete what is open."""
     r = recorder
     r.rollout("open-b", 0.0, "open", policy_version=1)
     r.rollout("shrunk-d", 0.0, "shrunk", group_size=4, policy_version=1)  # cancelled

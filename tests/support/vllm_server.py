@@ -29,7 +29,7 @@ def is_installed() -> bool:
 def vllm_server(checkpoint: Path, log: Path, *flags: str, **variables: str) -> Iterator[str]:
     """URL of a vLLM in development mode that serves a checkpoint as `policy`; ended on leaving.
 
-    `variables`: of its environment.
+    `variables` are set in its environment.
     """
     port = free_port("127.0.0.1")
     with log.open("w") as output:
@@ -68,7 +68,7 @@ def vllm_server(checkpoint: Path, log: Path, *flags: str, **variables: str) -> I
 
 
 def healthy(url: str) -> bool:
-    """Whether a server answers that it is well."""
+    """Whether a server answers that it is healthy."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=60) as answer:
             return bool(answer.status == 200)

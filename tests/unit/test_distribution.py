@@ -1,4 +1,4 @@
-"""Shipped files: a wheel of the packages and their data alone, a lock with hashes, a Makefile that has a help."""
+"""Shipped files: a wheel of the packages and their data alone, a lock with hashes, a Makefile with help."""
 
 import os
 import re
@@ -67,7 +67,7 @@ def test_the_wheel_names_addresses_that_somebody_answers_at(wheel: zipfile.ZipFi
 
 
 def start_with_pip() -> list[list[str]]:
-    """The commands README has for people who use pip."""
+    """The commands that README gives to people who use pip."""
     section = (ROOT / "README.md").read_text().split("\n## With pip\n")[1].split("\n## ")[0]
     return [shlex.split(line) for line in section.split("```sh\n")[1].split("```")[0].splitlines()]
 
@@ -173,7 +173,7 @@ def test_the_long_requirements_agree_with_those_that_setup_installs_and_only_the
 
 
 def test_nothing_is_installed_without_a_digest() -> None:
-    """`make` and the image install from the locks alone; the project itself has no dependencies left by then."""
+    """`make` and the image install from the locks alone; when they install the project, no dependency is missing."""
     for name in ("Makefile", "infra/image/Dockerfile"):
         text = (ROOT / name).read_text().replace("\\\n", " ")
         commands = [line for line in text.splitlines() if re.search(r"\bpip install\b", line)]

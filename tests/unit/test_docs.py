@@ -66,7 +66,7 @@ def test_what_is_generated_says_what_the_code_says(name: str) -> None:
 
 @every_page
 def test_every_fence_stands_alone_and_every_block_is_closed(name: str) -> None:
-    """Else what follows is no block for a reader, and for these tests."""
+    """Otherwise readers and these tests would misread the blocks that follow."""
     fences = [line for line in PAGES[name].splitlines() if "```" in line]
     for opening, closing in itertools.zip_longest(fences[::2], fences[1::2]):
         assert re.fullmatch(r"```(sh|python|text|toml|json)", opening), opening
@@ -113,7 +113,7 @@ def test_every_page_is_linked_from_another() -> None:
 
 
 def joined(block: str) -> list[str]:
-    """The commands of a block, those that go on over several lines in one."""
+    """The commands of a block; a command that continues over several lines becomes one line."""
     return block.replace("\\\n", "").splitlines()
 
 

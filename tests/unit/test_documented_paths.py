@@ -11,7 +11,7 @@ from tests.support.paths import ROOT
 PAGES = sorted(
     path
     for path in (*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"))
-    # Lists of modules and of where names lie.
+    # These pages list modules and the places of names.
     if path.name not in ("api.md", "code-map.md")
 )
 DEEP = re.compile(r"\brollstream\.\w+\.[\w.]*?\.?(\w+)\b(?![./])")

@@ -1,4 +1,4 @@
-"""Hostile input into everything that takes input and needs no broker: each has one fate, and none ends anything.
+"""Hostile input into everything that takes input and needs no broker: each has one fate, and none ends a process.
 
 `HOSTILE_INPUTS` is the length of the long form, over all targets; `HOSTILE_SEED` its first seed.
 """

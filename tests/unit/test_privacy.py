@@ -49,7 +49,7 @@ def private_names(tree: ast.Module) -> set[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
-            # Codes of the client's own errors begin so, as do a process's exits without cleaning up.
+            # The client's own error codes begin with an underscore, and so does os._exit.
             if owner not in ("self", "cls", "KafkaError", "os"):
                 names.add(node.attr)
         elif isinstance(node, ast.ImportFrom):

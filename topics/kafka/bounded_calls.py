@@ -30,7 +30,7 @@ class BoundedCalls:
         threading.Thread(target=self._serve, name="bounded-calls", daemon=True).start()
 
     def run(self, call: Callable[[], Any], name: str, timeout_s: float) -> Any:
-        """Return or raise what `call` does. Raises Stalled if it runs for more than `timeout_s`.
+        """Return what `call` returns, or raise its exception. Raises Stalled if it runs for more than `timeout_s`.
 
         Time during which the process was suspended does not count. A zombie that resumes must learn that it was
         replaced; it must not mistake the suspension for a call that stalled, and fence its replacement.

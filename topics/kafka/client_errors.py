@@ -102,8 +102,8 @@ def fatal_error(raised: BaseException) -> KafkaError | None:
 def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
     """Return the result of `call`, repeated while a coordinator or leader is starting, moving or out of reach.
 
-    Raises AccessDenied for a missing permission, and BrokerUnavailable for any other error, after `timeout_s`, or
-    earlier if a partition stays unknown.
+    Raises AccessDenied for a missing permission. Raises BrokerUnavailable if this takes longer than `timeout_s`,
+    earlier if a partition stays unknown, and at once for any other error.
     """
     began = time.monotonic()
     while True:

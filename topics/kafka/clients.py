@@ -156,10 +156,10 @@ def reader(
     group: str = READERS,
     **overrides: Any,
 ) -> Consumer:
-    """A consumer for `assign` that is not a group member, commits nothing, and reports the end of each partition.
+    """A consumer for `assign` that is not a group member, commits nothing by itself, and reports partitions' ends.
 
-    `group` only names the group whose offsets are read. `fetch_wait_ms` is how long the broker waits for a record
-    before it answers that there is none.
+    `group` only names the group whose offsets are read and committed. `fetch_wait_ms` is how long the broker waits for
+    a record before it answers that there is none.
     """
     return _built(
         Consumer,

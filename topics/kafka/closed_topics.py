@@ -25,7 +25,8 @@ def close(kafka: KafkaConfig, topic: str, probe: bytes, key: bytes, partitions: 
     """Close a topic; once this returns, every partition refuses records.
 
     `probe` is a harmless record of at least `CLOSED_BYTES`. It is sent to each partition until the partition refuses
-    it, because brokers apply the setting one after another. A broker also applies it before it becomes the leader.
+    it, because brokers apply the setting one after another. A broker applies the setting before it becomes a leader.
+    Raises DeadlineExceeded if a partition still accepts records after a minute.
     """
     _set(kafka, topic, CLOSED_BYTES)
     open_partitions = set(range(partitions))

@@ -1,6 +1,6 @@
 """A reader that follows topics until its owner closes it; no record stops it, whatever the record contains.
 
-It delivers every committed record from the start offset on that the topics still keep, in offset order within each
+From the start offset on, it delivers every committed record that the topics still keep, in offset order within each
 partition. It is not a group member and commits nothing.
 """
 
@@ -56,14 +56,14 @@ class TopicFollower(Closing):
             stack.pop_all()
 
     def _approach(self, place: Place, start: int, left_out: Collection[int]) -> _Approach | None:
-        """Return how to read up to the last offset of `left_out` on the log; None if no such offset is on the log."""
+        """Return how to read up to the last offset of `left_out` on the log; None if none of them is on the log."""
         begin, end = topic_admin.bounds(self._kafka, place[0], [place[1]])[place[1]]
         first = start if start >= 0 else begin
         offsets = sorted(offset for offset in left_out if first <= offset < end)
         return _Approach(self._around(place, first, offsets), offsets[-1] + 1) if offsets else None
 
     def _around(self, place: Place, at: int, left_out: list[int]) -> Generator[KafkaRecord | None]:
-        """Yield the records up to the last offset left out, and None while none arrives.
+        """Yield the records up to the last offset left out, and None between polls.
 
         Records to be left out are yielded as unreadable.
         """
@@ -95,7 +95,7 @@ class TopicFollower(Closing):
         return apart + records
 
     def _approached(self, most: int) -> list[KafkaRecord]:
-        """Return up to `most` records of the partitions that are read separately; when one is finished, follow it."""
+        """Return up to `most` records of partitions that are read separately; follow each once its part is read."""
         records: list[KafkaRecord] = []
         for place, approach in list(self._approaches.items()):
             for record in approach.records:

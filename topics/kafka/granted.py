@@ -44,8 +44,8 @@ def cluster_operations(kafka: KafkaConfig) -> frozenset[str]:
 def writable_ids(kafka: KafkaConfig, ids: Iterable[str]) -> dict[str, bool]:
     """Return whether the user may write under each transactional id.
 
-    Requests to abort a transaction of a producer that cannot exist; the reason for the refusal shows the permission.
-    Fences no producer. Raises BrokerUnavailable, and ConfigurationError if kafka-python lacks a kafka.client setting.
+    Asks a broker to abort a transaction of a producer that cannot exist; the reason for the refusal shows the
+    permission. Fences no producer. Raises as `admin_client` does, and BrokerUnavailable if the request fails.
     """
     from kafka.errors import KafkaError as OtherKafkaError
     from kafka.protocol.producer.transaction import EndTxnRequest

@@ -94,7 +94,7 @@ def hanging(kafka: KafkaConfig, run: str) -> list[OpenTransaction]:
 
 
 def places_of(kafka: KafkaConfig, run: str) -> dict[str, list[int]]:
-    """Partitions of a run's topics, and the offsets topic's partitions of its groups.
+    """Partitions of a run's topics, and the partitions of the offsets topic that hold the offsets of its groups.
 
     Raises TopicError if there is no such run, and BrokerUnavailable.
     """
@@ -178,7 +178,10 @@ def _identity(each: OpenTransaction) -> tuple[str, int, int, int]:
 
 @contextmanager
 def admin_client(kafka: KafkaConfig) -> Iterator["KafkaAdminClient"]:
-    """Open kafka-python's admin client, which has requests that librdkafka lacks. Raises BrokerUnavailable."""
+    """Open kafka-python's admin client, which has requests that librdkafka lacks.
+
+    Raises BrokerUnavailable if no broker answers, ConfigurationError as `settings_of` does.
+    """
     # Imported late: only these requests need it.
     from kafka.admin import KafkaAdminClient
 
@@ -195,7 +198,10 @@ def admin_client(kafka: KafkaConfig) -> Iterator["KafkaAdminClient"]:
 
 
 def settings_of(kafka: KafkaConfig) -> dict[str, Any]:
-    """The settings of kafka-python that correspond to `kafka.client`. Raises ConfigurationError."""
+    """The settings of kafka-python that correspond to `kafka.client`.
+
+    Raises ConfigurationError for a TLS or SASL key that kafka-python does not support, or a secret that cannot be read.
+    """
     settings: dict[str, Any] = {
         "bootstrap_servers": kafka.client.get("bootstrap.servers", kafka.bootstrap_servers).split(","),
         "client_id": "rollstream-mend",

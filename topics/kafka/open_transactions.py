@@ -34,7 +34,7 @@ class Undecided(NamedTuple):
 
 
 def undecided(kafka: KafkaConfig, topic: str, among: Collection[int] | None = None) -> dict[int, Undecided]:
-    """Undecided part of each partition whose last stable offset is below its end; of all partitions, or of `among`.
+    """Undecided part of each partition whose last stable offset is below its end; only partitions in `among`, if given.
 
     Raises as `topic_admin.partitions_of` does.
     """

@@ -150,8 +150,8 @@ class Poller(Closing):
     ) -> list[GroupPosition]:
         """Positions that the group has committed, with their metadata; the offset is negative if none is committed.
 
-        Waits for offsets in an open transaction; if its process died, they are pending until it times out. Raises
-        BrokerUnavailable after `timeout_s`, kafka.patience_s by default; `doing` begins the message.
+        Waits for offsets in an open transaction; if its process died, the offsets are pending until the transaction
+        times out. Raises BrokerUnavailable after `timeout_s`, kafka.patience_s by default; `doing` begins the message.
         """
         timeout_s = self._kafka.patience_s if timeout_s is None else timeout_s
         wanted = [TopicPartition(topic, partition) for partition in partitions]
@@ -293,7 +293,9 @@ def record_at(
 
 
 def record_before(config: KafkaConfig, topic: str, partition: int, offset: int) -> KafkaRecord | None:
-    """Return the record right before an offset; None if the log begins at the offset or ends before it.
+    """Return the record right before an offset; None if there is no visible record.
+
+    That is the case if the log begins at the offset, ends before it, or has a transaction marker there.
 
     Raises as `read_to_end` does.
     """

@@ -41,7 +41,7 @@ def records_between(
     isolation: str = "read_committed",
     reader: Reader | None = None,
 ) -> Generator[KafkaRecord | None]:
-    """Yield the records at offsets start to stop - 1 except those in `left_out`, and None while none arrives.
+    """Yield the records at offsets start to stop - 1 except those in `left_out`, and None between polls.
 
     Offsets of `left_out` from `stop` on are not fetched either. A transaction becomes visible on its partitions at
     different times, so the reader waits if the partition ends before `stop`. It raises DeadlineExceeded if nothing
@@ -69,7 +69,8 @@ def records_around(
     """Yield the records of these partitions up to their present ends, except those left out.
 
     `left_out` has an entry for each partition to read. `start` gives first offsets; a partition without one is read
-    from its beginning. Records are in offset order within each partition. Raises as `read_to_end` does.
+    from its beginning. Records are in offset order within each partition. Raises as `read_to_end` and
+    `records_between` do.
     """
     start = start or {}
     whole = [number for number, offsets in left_out.items() if not offsets]
@@ -106,7 +107,7 @@ def _read(
     isolation: str,
     shared: Reader | None = None,
 ) -> Iterator[KafkaRecord | None]:
-    """Yield the records of a range without offsets to be left out; nothing after the range's last record is fetched."""
+    """Yield the records of a range without offsets to be left out; `settings` limit how far the client reads ahead."""
     if start >= stop:
         return
     timeout_s, place = kafka.patience_s, (topic, partition)
@@ -140,8 +141,8 @@ def _read(
 
 
 def _polled(reader: Reader, singly: bool) -> Polled:
-    """Return records that the client holds. With `singly`, do not wait for records: they are then still queued when the
-    client decides on its next fetch, which it does as records arrive, so it pauses before it fetches more."""
+    """Return records that the client holds. With `singly`, do not wait for records: the client decides on its next
+    fetch when records arrive, and pauses before it fetches more if these are still queued then."""
     if not singly:
         return reader.poll(_AT_ONCE, 0.05)
     time.sleep(_REST_S)

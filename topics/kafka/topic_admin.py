@@ -101,7 +101,7 @@ def positions_kept_s(config: KafkaConfig) -> float:
 
 
 def _setting(client: "AdminClient", resource: "ConfigResource", name: str) -> int | None:
-    """A number among the settings of a topic or a broker; None if this user may not see it, or there is no such one."""
+    """A number among the settings of a topic or a broker; None if this user may not see it, or if it does not exist."""
     try:
         settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
     except (KafkaException, TimeoutError):  # a user who may not see settings can still work

@@ -29,7 +29,7 @@ NO_TIMES: Float64 = _empty("<f8")
 
 @dataclass(frozen=True, kw_only=True)
 class NamedArray:
-    """An array of any dtype and shape that travels with a rollout."""
+    """An array of any dtype and shape within a record."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -37,7 +37,7 @@ class NamedArray:
 
     @classmethod
     def of(cls, array: NDArray[Any]) -> "NamedArray":
-        """Wrap an array; its bytes become little-endian and C-contiguous. Raises RecordError for an object array."""
+        """Wrap an array; its bytes become little-endian and C-contiguous. Raises RecordError as `dtype_name` does."""
         return cls(dtype=dtype_name(array.dtype), shape=array.shape, data=little_endian_bytes(array))
 
     def array(self) -> NDArray[Any]:

@@ -1,4 +1,4 @@
-"""Equality of records that hold arrays: the comparison of numpy arrays has no truth value."""
+"""Equality of records that hold arrays, for which == fails: a comparison of numpy arrays has no single truth value."""
 
 from dataclasses import fields, is_dataclass
 

@@ -57,7 +57,7 @@ class FateCount:
 
 @dataclass(frozen=True, kw_only=True)
 class RateLevel:
-    """Share of a rate that an environment has left, in thousandths."""
+    """Remainder of the rates of an environment, in thousandths of a rollout and of a byte."""
 
     environment: str
     rollouts: int

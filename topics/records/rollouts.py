@@ -123,7 +123,7 @@ class GroupCancelled:
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A message of a grouping task to itself on its own partition."""
+    """A message to a grouping task on the partition that it reads, from the task itself or from a tool."""
 
     kind: Literal["deadline", "policy_version", "drain", "configuration"]
     policy_version: int = -1

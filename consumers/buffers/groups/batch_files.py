@@ -44,7 +44,7 @@ class StoredBatch:
 
     batch_id: str
     number: int
-    """Number of earlier batches in the store."""
+    """Number of earlier batches in the store; for a batch of the log, its number on its partition."""
     timestamp: float
     examples: tuple[RLExample, ...]
     metadata: Mapping[str, Any]

@@ -1,5 +1,5 @@
-"""Forwarding of sealed groups to a batch maker: each group is offered once, whole, with its advantages. It leaves the
-maker when it is superseded, or when there are too many groups.
+"""Forwarding of sealed groups to a batch maker: each group is offered once, with its advantages. A group leaves the
+maker without a batch when it is superseded, or when there are too many groups.
 
 A rollout that a batch has delivered is never offered again.
 """
@@ -64,7 +64,7 @@ class Forwarding:
             self._discard(next(iter(self._held)), "capacity")
 
     def _is_latest(self, entry: GroupEntry) -> bool:
-        """Whether no newer version of the example has sealed; if so, discard its older versions."""
+        """Whether this is the newest version of the example that has sealed; if it is, discard older versions."""
         latest = self._latest.get(entry.example_id, entry.policy_version)
         if entry.policy_version < latest:
             return False
@@ -105,7 +105,7 @@ class Forwarding:
         return batch, self._maker.get_batch_metadata(batch)
 
     def stats(self) -> dict[str, int]:
-        """Return the number of rollouts that the maker holds (`held`), and that left it without a batch, by reason."""
+        """Return the number of rollouts that the maker holds (`held`), and those left without a batch, by reason."""
         return {"held": self._maker.held, **self._counts}
 
 

@@ -357,8 +357,8 @@ class GroupReplayBuffer(Closing):
             return len(self._index)
 
     def stats(self) -> dict[str, int]:
-        """Return the numbers of groups and batches, and counts of rollouts since the store was opened: added, and by
-        reason refused or dropped."""
+        """Return the numbers of groups and batches, and, since the store was opened, the number of rollouts added and
+        the numbers of rollouts refused or dropped, by reason."""
         with self._lock:
             forwarding = {} if self._forwarding is None else self._forwarding.stats()
             return {

@@ -133,8 +133,8 @@ class GroupStore(Closing):
         """Read one record of the log with append time `at_ms`; a record below the position of its topic is skipped.
 
         A rollout joins its group, a cancellation ends the wait for its members, and a training batch is written to
-        `batches/` below the root. Other, undecodable and invalid records are only counted, and advance time. After a
-        StoreError, pass the same record again.
+        `batches/` below the root. Records of other kinds, and undecodable or invalid records, are only counted, and
+        advance time. After a StoreError, pass the same record again.
         """
         with self._lock:
             self._check_writable()

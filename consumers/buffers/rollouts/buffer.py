@@ -238,7 +238,7 @@ class RolloutReplayBuffer:
         return self._put_batch(read.batch, read)
 
     def fill(self, reader: SequentialReader, position: int, *, timeout_s: float = 60.0) -> None:
-        """Read batches up to a position of the index, for example to rebuild a buffer that lost its disk.
+        """Read batches up to a position of the index, for example to rebuild a buffer whose file was lost.
 
         Raises DeadlineExceeded if the reader returns nothing for `timeout_s`.
         """
@@ -254,8 +254,8 @@ class RolloutReplayBuffer:
     # ------------------------------------------------------------------ out
 
     def sample(self, batch_size: int | None = None) -> list[RolloutWithCount] | None:
-        """Draw `batch_size` rollouts for this process, by default `local_batch_size`; None if the
-        buffer has fewer for each process.
+        """Draw `batch_size` rollouts for this process, by default `local_batch_size`; None if the buffer has fewer than
+        that for each process.
 
         Processes with the same content, seed and number of draws get disjoint shares of one draw.
         """

@@ -51,8 +51,8 @@ def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
     """Convert a record to a Rollout, whose tokens are those of the turns; tokens with log-probabilities are trained on.
 
     worker_id and weight_step in its metadata become fields; all metadata are also copied to `extra`, as JSON unless
-    they are strings. Raises RecordError for a version that does not end in a number, or a turn with more or fewer
-    log-probabilities than tokens.
+    they are strings. Raises RecordError for a version that does not end in a number, inference metadata of the wrong
+    type, or a turn with more or fewer log-probabilities than tokens.
     """
     version = _version(record.policy_version)
     turns, length = [], 0

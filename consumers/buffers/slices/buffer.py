@@ -112,8 +112,8 @@ class EpisodeSliceBuffer(Closing):
         may alternate. A trajectory is cut by its spans, or else each column is cut by ids or done flags.
 
         `at` is the (partition, offset) of the item's record. A record below the position was stored or skipped
-        before, so False is returned. Raises RecordError if the item is invalid or differs from the stored arrays,
-        StoreError if it cannot be written; then nothing is added, and the position stays.
+        before, so False is returned. Raises RecordError if the item is invalid or its arrays differ from the stored
+        arrays, StoreError if it cannot be written; then nothing is added, and the position stays.
         """
         with self._lock:
             if self._has(at):
@@ -147,7 +147,7 @@ class EpisodeSliceBuffer(Closing):
             return True
 
     def skip(self, at: tuple[int, int]) -> bool:
-        """Move the position past a refused record; return False if it is already past it."""
+        """Move the position past a refused record; return False if it is already past the record."""
         return self.add_parts((), at=at)
 
     # ------------------------------------------------------------------ out

@@ -60,7 +60,7 @@ class EpisodeIndex:
     # ------------------------------------------------------------------ changes
 
     def extend(self, episode: int, at: int, count: int) -> None:
-        """Give an episode `count` more steps, written from counter `at` on; a number above all others starts it."""
+        """Give an episode `count` more steps, from counter `at` on; a number above all others starts a new episode."""
         episodes, runs = self._episodes, self._runs
         row = self._row_of(episode)
         if row < 0:
@@ -120,7 +120,7 @@ class EpisodeIndex:
         return self._episodes.array("length")[rows]
 
     def ranges(self, row: int, start: int, count: int) -> list[StepRange]:
-        """Ranges of `count` steps of a row's episode, from its `start`-th remaining step; it must have that many."""
+        """Ranges of `count` steps of a row's episode, from its `start`-th remaining step; all of them must exist."""
         episodes, runs = self._episodes, self._runs
         step = episodes["begin"][row] + start
         serials: Sequence[int] = self._more.get(episodes["number"][row], (episodes["last_run"][row],))

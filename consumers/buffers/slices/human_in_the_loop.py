@@ -51,7 +51,7 @@ def open_episode_buffer(
 class HilEpisodeBuffer(Closing):
     """Two slice buffers with the methods of one EpisodeSliceBuffer; each side has the full capacity.
 
-    The position is the lower of the two sides' positions. After a kill between the writes to both sides, a record is
+    The position is the lower of the two sides' positions. After a kill between the writes to the two sides, a record is
     added only to the side that lacks it.
     """
 
@@ -103,7 +103,7 @@ class HilEpisodeBuffer(Closing):
     def add(
         self, item: Tree | Trajectory, /, *, at: tuple[int, int] | None = None, **episode: Unpack[EpisodeOptions]
     ) -> bool:
-        """Like EpisodeSliceBuffer.add; the control mode of its first step decides the side of an episode.
+        """Like EpisodeSliceBuffer.add; the control mode of an episode's first step decides its side.
 
         The mode is read from the span, or else from the array `control_mode` [T, ...]. Also raises RecordError if
         neither exists, or the mode is neither 0 nor 1. If the disk fails, one side may have its part already; with
@@ -122,7 +122,7 @@ class HilEpisodeBuffer(Closing):
             return added
 
     def skip(self, at: tuple[int, int]) -> bool:
-        """Move the position past a refused record; return False if it is already past it."""
+        """Move the position past a refused record; return False if it is already past the record."""
         with self._threads:
             return any([self._auto.skip(at), self._human.skip(at)])
 

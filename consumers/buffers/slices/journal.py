@@ -44,7 +44,7 @@ class ReserveRecord(msgspec.Struct, array_like=True, frozen=True, tag="r"):
 
 
 class ReserveOnDiskRecord(msgspec.Struct, array_like=True, frozen=True, tag="s"):
-    """Like ReserveRecord, but on disk before any step below `stop` is written, in case the machine stops."""
+    """Like ReserveRecord, but on disk before any step below `stop` is written, in case the machine crashes."""
 
     stop: int
 
@@ -56,7 +56,7 @@ class FlushRecord(msgspec.Struct, array_like=True, frozen=True, tag="f"):
 
 
 class CloseRecord(msgspec.Struct, array_like=True, frozen=True, tag="c"):
-    """All earlier records were on disk before this one, so damage before it is not due to a stop of the machine."""
+    """All earlier records were on disk before this one, so damage before it is not due to a crash of the machine."""
 
 
 class OpenRecord(msgspec.Struct, array_like=True, frozen=True, tag="o"):
@@ -100,7 +100,7 @@ class JournalReading(NamedTuple):
 
 
 def read_journal(path: Path, start: int = 0) -> JournalReading:
-    """Read the complete records from byte `start` on. Raises StoreError if this program did not write the file."""
+    """Read the complete records from byte `start` on. Raises StoreError if the file is unreadable or not a journal."""
     try:
         with path.open("rb") as file:
             file.seek(start)

@@ -10,7 +10,7 @@ _LEAST_LEAVES = 1024
 
 
 class RankedSet:
-    """A set of non-negative integers; it takes 8 bytes for each integer up to the largest ever added."""
+    """A set of non-negative integers; it takes 8 to 16 bytes for each integer up to the largest ever added."""
 
     def __init__(self, members: NDArray[np.bool_] | None = None) -> None:
         """Start with the numbers n for which `members[n]` is True; by default, with an empty set."""

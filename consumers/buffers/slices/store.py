@@ -1,7 +1,7 @@
 """The store of a slice buffer: arrays, a journal and a manifest in a directory, written by one process at a time.
 
 After a kill at any instruction, it contains everything for which `add` had returned, and nothing from other calls.
-After a stop of the machine, it contains everything that was flushed, except steps that were being overwritten.
+After a crash of the machine, it contains everything that was flushed, except steps that were being overwritten.
 """
 
 import os
@@ -214,7 +214,7 @@ class SliceStore:
         return manifest
 
     def _recover(self) -> None:
-        """Read the journal; if the machine has restarted since a writer opened it, drop records that may be lost."""
+        """Read the journal, but only up to the last flush if the machine has restarted since a writer opened it."""
         boot = slice_directory.boot_id()
         self._journal_inode = self._journal_path.stat().st_ino if self._journal_path.exists() else -1
         reading = read_journal(self._journal_path)
@@ -271,7 +271,7 @@ class SliceStore:
         remove_all_but(self._directory, self._manifest)
 
     def _make_room(self, journal: SliceJournal, stop: int) -> None:
-        """Forget the steps that steps below counter `stop` overwrite, first in the journal and then in memory."""
+        """Forget the steps that writing up to counter `stop` overwrites, first in the journal and then in memory."""
         if stop <= self.capacity:
             return
         if stop > self._ahead:

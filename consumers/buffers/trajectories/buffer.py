@@ -50,8 +50,8 @@ class TrajectoryReplayBuffer(Closing):
     """Trajectories in memory or files; samples are single steps from a window of the newest trajectories.
 
     With `auto_save` every trajectory is a file below `auto_save_path`, written by a background thread (or, with
-    `synchronous`, before `add` returns), and a cache keeps the newest `cache_size` in memory. Everything
-    before a `flush` survives any crash. Reopens a directory that already holds trajectories.
+    `synchronous`, before `add` returns), and a cache keeps the newest `cache_size` in memory. Everything added before a
+    `flush` survives any crash. A buffer opened on the trajectories of an earlier buffer continues with them.
 
     Without `auto_save` the cache holds all trajectories of the window; older ones are removed, as they cannot be drawn.
     `max_trajectories` and `max_bytes` (of arrays) limit memory and disk; 0 is no limit.
@@ -187,7 +187,7 @@ class TrajectoryReplayBuffer(Closing):
             self._store.put(SkipOperation(partition, offset + 1))
 
     def clear(self) -> None:
-        """Delete all trajectories, their files, and reset the next id; the position stays. Raises StoreError."""
+        """Delete all trajectories and their files, and reset the next id; the position stays. Raises StoreError."""
         with self._saving, self._lock:
             content = JournalContent(position=dict(self._position), seed=self.seed, draws=self._draws)
             self._store.open()
@@ -251,7 +251,7 @@ class TrajectoryReplayBuffer(Closing):
         return self.window_samples
 
     def is_ready(self, min_size: int) -> bool:
-        """Whether at least `min_size` trajectories are held. Raises ConfigurationError if it never can be."""
+        """Whether at least `min_size` trajectories are held. Raises ConfigurationError if the bounds exclude that."""
         if self._max_trajectories and min_size > self._max_trajectories:
             bound = "max_trajectories" if self.auto_save else "sample_window_size and max_trajectories"
             raise ConfigurationError(
@@ -270,8 +270,8 @@ class TrajectoryReplayBuffer(Closing):
             }
 
     def stats(self) -> dict[str, int]:
-        """Return get_stats, and the numbers of steps that can be drawn, bytes held, samples drawn, and trajectories
-        skipped because they have no rewards."""
+        """Return the values of get_stats, and the numbers of steps that can be drawn, bytes held, samples drawn, and
+        trajectories skipped because they have neither rewards nor prev_logprobs."""
         with self._lock:
             return {
                 **self.get_stats(),
@@ -301,7 +301,7 @@ class TrajectoryReplayBuffer(Closing):
                 raise
 
     def close(self) -> None:
-        """Flush, and release the directory. Drawing still works; adding opens it again. Raises StoreError."""
+        """Flush, and release the directory. Drawing still works; adding reopens the directory. Raises StoreError."""
         with self._saving, self._documenting, self._lock:
             if self._store.is_open:
                 self._write()
@@ -343,7 +343,7 @@ class TrajectoryReplayBuffer(Closing):
         """Replace the content by a checkpoint of this program or of RLinf. Settings stay, except the seed. If
         `is_distributed`, load the share of one rank; the shares are contiguous and disjoint, and cover the content.
 
-        The newest `cache_size` trajectories are read into the cache; the number that the bounds leave out is logged.
+        The newest `cache_size` trajectories are read into the cache; the number of trajectories not loaded is logged.
         Raises FileNotFoundError (also a StoreError) if there is no checkpoint, StoreError if it is damaged, ValueError
         (also a ConfigurationError) if the rank is out of range; the buffer is then unchanged.
         """

@@ -48,7 +48,7 @@ class NoCheckpoint(StoreError, FileNotFoundError):
 
 
 class RankOutOfRange(ConfigurationError, ValueError):
-    """A rank is not below the number of ranks."""
+    """A rank is negative, or not below the number of ranks."""
 
 
 def read_checkpoint(directory: Path, formats: Formats) -> SavedCheckpoint:
@@ -142,7 +142,7 @@ def _agree(before: JournalContent, content: JournalContent) -> bool:
     ]
 
 
-# ------------------------------------------------------------------ RLinf's
+# ------------------------------------------------------------------ directories of RLinf
 
 
 def _foreign(directory: Path, formats: Formats) -> JournalContent:

@@ -1,7 +1,7 @@
 """Fills buffers of trajectories from the log, each from its own position, by `poll` or in a thread.
 
-An invalid record is skipped, counted, and logged with its offset. A filler refuses a
-log that did not fill the buffer before, and never guesses an offset.
+An invalid record is skipped, counted, and logged with its offset. A filler refuses a buffer that another log has
+filled, and never guesses an offset.
 """
 
 import logging
@@ -218,7 +218,7 @@ class TrajectoryFiller:
         try:
             self.close()
         except Exception:
-            # The error of the block is more specific, or the same.
+            # The error of the `with` block is more specific, or the same.
             if error is None:
                 raise
 

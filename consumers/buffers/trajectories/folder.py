@@ -74,7 +74,7 @@ class SavedCheckpoint(NamedTuple):
         return path_of(self.directory, entry, self.formats)
 
     def newest(self, count: int) -> "SavedCheckpoint":
-        """Return the same checkpoint with only its newest trajectories."""
+        """Return the same checkpoint with only its `count` newest trajectories."""
         content = self.content
         return self._replace(content=content.part(max(0, len(content) - count), len(content)))
 

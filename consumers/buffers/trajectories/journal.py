@@ -163,7 +163,7 @@ def encode(content: JournalContent) -> bytes:
 
 
 def stamp(records: bytes, append: int) -> bytes:
-    """Fill the number of an append and the checksums into its records."""
+    """Write the number of an append and the checksums into its records."""
     rows = np.frombuffer(records, _RAW).copy()
     rows["append"], rows["last"][-1:] = append % _APPENDS, 1
     rows["crc"] = _checksums(rows.tobytes())

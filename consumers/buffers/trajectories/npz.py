@@ -42,7 +42,7 @@ class UnsoundFile(StoreError, RecordError):
 
 
 def check(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raise RecordError if arrays exceed the limits of a file: 4 GiB, and 65,534 arrays."""
+    """Raise RecordError if arrays exceed the limits of a file: 3.87 GiB, and 65,534 arrays."""
     size = sum(array.nbytes for array in arrays.values())
     if size > _LIMIT - _SPARE or len(arrays) > 2**16 - 2:
         raise RecordError(f"a trajectory of {size:,} bytes in {len(arrays)} arrays is too large for one file; split it")

@@ -85,7 +85,7 @@ def check_trajectory(trajectory: Trajectory) -> CheckedTrajectory | None:
 
 
 def layout_of(arrays: Rows) -> Layout:
-    """Return the layout of arrays [T, B, ...], which is independent of T and B. Raises RecordError for objects."""
+    """Return the layout of arrays [T, B, ...], independent of T and B. Raises RecordError for object arrays."""
     return tuple(LeafSpec(path, dtype_name(arrays[path].dtype), arrays[path].shape[2:]) for path in sorted(arrays))
 
 

@@ -1,6 +1,7 @@
 """Deadlines in stream time, in a heap, so that the cost of a record hardly grows with the number of open groups.
 
-Deadlines of groups that have moved on are ignored, and are removed before there are many. They hold no rollouts.
+Deadlines of groups that have moved on are ignored, and are removed before there are many. A deadline names its group by
+offset, so it keeps no rollouts in memory.
 """
 
 import heapq

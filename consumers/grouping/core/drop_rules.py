@@ -151,5 +151,5 @@ def deadline_rejection(kind: DeadlineKind, group: Group, clocks: Clocks) -> Reje
 
 
 def superseded_by(version: int, *, before: bool = False) -> Rejection:
-    """Return the rejection of a group because a newer version of its example seals now, or sealed `before` it."""
+    """Return the rejection of a group because a newer version of its example seals now or, if `before`, has sealed."""
     return Rejection("superseded_version", f"version {version} of it sealed{' before' if before else ''}")

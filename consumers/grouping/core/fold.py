@@ -41,8 +41,8 @@ class Fold:
     ) -> None:
         """Start from `state`. Call `replay` with the records from its watermark to its position, then `resume`.
 
-        `plug_ins` are the makers and estimators that a configuration may name. `skips` gives offsets to leave
-        out unread, and the reasons; it has no effect on offsets below the position. The journal names the offsets that
+        `plug_ins` are the makers and estimators that a configuration may name. `skips` gives offsets to leave out
+        unread, and the reasons; it has no effect on offsets below the position, because the journal names those that
         were left out. `change` alters the configurations that marks put in force. `rewards` replaces rewards, by
         offset.
         """
@@ -250,7 +250,7 @@ class Fold:
 
     @property
     def in_flight(self) -> int:
-        """Offsets that were read and are not finished."""
+        """Number of offsets that were read and are not finished."""
         return len(self._tracker)
 
     @property

@@ -190,7 +190,7 @@ class GroupLifecycle:
         self._shrink_finished()
 
     def _shrink_finished(self) -> None:
-        # Groups of a range that is read again were remembered, and forgotten, when it was first read.
+        # Not while restoring: groups over the limit were already forgotten when the records were first read.
         if self.clocks.config.core_version >= 3 and self._replay.ended:
             self._finished.shrink_to(self.clocks.config.remembered_bytes)
 
@@ -282,7 +282,7 @@ class GroupLifecycle:
 
     @property
     def open_groups(self) -> int:
-        """Groups that collect members."""
+        """Number of groups that collect members."""
         return len(self._live.open)
 
     @property

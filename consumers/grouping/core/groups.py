@@ -145,7 +145,7 @@ class Group:
 
     @property
     def expected(self) -> int:
-        """Episodes still expected: the declared size less the cancelled episodes."""
+        """Number of episodes still expected: the declared size less the cancelled episodes."""
         return self.declared_size - len(self.cancelled)
 
     @property

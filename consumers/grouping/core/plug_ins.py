@@ -32,7 +32,8 @@ BUILT_IN = PlugIns()
 def load_plug_ins(grouper: GrouperConfig) -> PlugIns:
     """Import the makers and estimators that the settings of a process name, and add them to the built-in ones.
 
-    Raises ConfigurationError for a malformed name, or for an object that is not a maker or an estimator.
+    Raises ConfigurationError for a malformed name, a module that cannot be imported, or an object that is not a maker
+    or an estimator.
     """
     return PlugIns(load_makers(grouper.makers), {**ESTIMATORS, **load_estimators(grouper.estimators)})
 

@@ -27,7 +27,7 @@ class Rates:
         return tuple(self._levels[environment] for environment in sorted(self._levels))
 
     def exceeded(self, environment: str, quota: Quota, size_bytes: int, now_ms: int) -> str:
-        """Use up the share of a record of `size_bytes`, or return the quota that it would exceed."""
+        """Use up the share of a record of `size_bytes` and return ""; if it would exceed a quota, return that quota."""
         if not quota.limits_rates:
             return ""
         last = self._levels.get(environment) or RateLevel(

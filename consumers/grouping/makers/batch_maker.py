@@ -88,8 +88,9 @@ class BatchMaker(ABC):
         A batch holds at least one example and at most `context.batch_bytes`: the sum of example_bytes of its examples
         and name_bytes of its groups. Rows keep the order of the list, and examples must be returned as they were added.
 
-        The fold calls this with the configured batch size after every sealing, and with the number of held rollouts if
-        all of them must be delivered because of their age or a drain.
+        The fold calls this with the configured batch size, until it returns None, whenever the held rollouts or the
+        configuration have changed, and with the number of held rollouts if all of them must be delivered because of
+        their age or a drain.
         """
 
     @abstractmethod

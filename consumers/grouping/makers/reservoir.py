@@ -23,7 +23,7 @@ class _Held(NamedTuple):
 class ReservoirBatchMaker(BatchMaker):
     """Shuffles rollouts whose advantage is not zero; the fold drops rollouts of superseded versions.
 
-    The cost of a rollout depends on the number of held rollouts only because a removal moves eight bytes for each.
+    The cost of a rollout depends on the number of held rollouts only because a removal moves 8 bytes for each of them.
     """
 
     latest_version_only = True

@@ -1,4 +1,4 @@
-"""Generation 0 of a run's grouping, and recovery of its committed offsets if they are lost.
+"""Start of a run's grouping with generation 0, and recovery of its committed offsets if they are lost.
 
 Both commit offsets in a transaction, either together with journal records or derived from them; neither ever guesses a
 position. They share one transactional id and so fence each other: only one of them at a time can change the state.
@@ -230,7 +230,7 @@ def in_turn(kafka: KafkaConfig, run: str, group: str, work: Callable[[Transactio
 def _assert_turn(producer: TransactionalProducer, kafka: KafkaConfig, run: str, group: str) -> None:
     """Raise TransactionFailed if another process fenced this one.
 
-    To find out, it sends offsets in a transaction, which it then aborts.
+    To find out, offsets are sent in a transaction that is then aborted.
     """
     nobodys = [GroupPosition(topic_name(run, "rollouts"), 0, 0)]
     with Reader(kafka, group=group) as reader:

@@ -129,7 +129,7 @@ class GroupingFigures:
         self._writer.write(values, self._labels)
 
     def close(self) -> None:
-        """Write a last record that the process has ended, and send all unsent metrics."""
+        """Write a last record, which says that the process has ended, and send all unsent metrics."""
         if self._last:
             # Without this record, the process would seem to hang.
             self._writer.write({**self._last, "running": 0.0}, self._labels)

@@ -48,7 +48,7 @@ def run_grouping(
     stop: threading.Event,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Group rollouts until `stop` is set; `on_ready` is called at the first assignment.
+    """Group rollouts until `stop` is set; `on_ready` is called once the tasks of the first assignment are restored.
 
     Raises Fenced if another process runs under the same ordinal, StateRefused if stored state and log disagree,
     TopicError if a topic is missing, and ConfigurationError for an estimator or maker that does not exist.

@@ -162,7 +162,7 @@ def _take(kafka: KafkaConfig, run: str, state: TaskState, limit_bytes: int) -> l
 
 
 def _headers(run: str, message: KafkaRecord) -> Headers:
-    """Headers of a copy: the headers of the record, its append time, and its run, partition and offset."""
+    """Headers of a copy: the headers of the record, its original append time, and its run, partition and offset."""
     kept = tuple(pair for pair in message.headers or () if pair[0] != MOVED_FROM)
     appended = () if message.header(MOVED_APPENDED) else ((MOVED_APPENDED, str(message.timestamp_ms).encode()),)
     place = f"{run}:{message.partition}:{message.offset}".encode()

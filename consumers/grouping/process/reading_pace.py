@@ -15,7 +15,7 @@ class ReadingPace:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """`records_per_s` of 0 sets no limit. Unused allowance accumulates for at most `turn_s`, so that no burst
+        """A `records_per_s` of 0 sets no limit. Unused allowance accumulates for at most `turn_s`, so that no burst
         follows idle time."""
         self._rate, self._clock, self._sleep = records_per_s, clock, sleep
         self._room = max(1.0, records_per_s * turn_s)

@@ -30,7 +30,7 @@ class Seeks:
         return partition in self._wanted
 
     def want(self, partition: int) -> None:
-        """Have `seek` seek in a partition."""
+        """Have the next `seek` include a partition."""
         self._wanted.add(partition)
 
     def forget(self, partitions: Iterable[int]) -> None:

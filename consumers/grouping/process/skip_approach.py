@@ -21,7 +21,7 @@ class Approach:
         self._reading = self._read()
 
     def step(self, for_s: float) -> bool:
-        """Continue for about `for_s` seconds; return whether it is done. Raises StateRefused as `apply` does."""
+        """Continue for about `for_s` seconds; return whether it is done. Raises the errors of GroupingTask.apply."""
         until = time.monotonic() + for_s
         return all(time.monotonic() < until for _ in self._reading)
 

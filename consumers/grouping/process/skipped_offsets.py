@@ -63,7 +63,7 @@ def never_fetched(kafka: KafkaConfig, run: str, *, ahead: bool = True) -> dict[i
 
 
 def requests_of(kafka: KafkaConfig, run: str, reader: Reader | None = None) -> dict[int, dict[int, OffsetSkip]]:
-    """Return the requests on `control`, by partition and offset. An existing `reader` may be passed."""
+    """Return the skip requests on `control`, by partition and offset. An existing `reader` may be passed."""
     requests: dict[int, dict[int, OffsetSkip]] = {}
     for message in read_to_end(kafka, topic_name(run, "control"), reader=reader):
         for partition, skips in note_request(message).items():
@@ -87,7 +87,7 @@ def ask(kafka: KafkaConfig, run: str, grouper: GrouperConfig, place: str, reason
     """Request that the task of a partition skips records after its next start.
 
     `place` is PARTITION:OFFSET or PARTITION:FIRST-LAST. Raises ConfigurationError for an invalid place or reason, and
-    StateRefused if a record was already read.
+    StateRefused if one of the records was already read.
     """
     partition, first, last = OffsetRange.parse(place)
     if last - first >= OFFSETS_LIMIT:

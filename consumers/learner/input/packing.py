@@ -150,7 +150,7 @@ def sequences_of(batch: TrainingBatch) -> list[TrainingSequence]:
 
 
 def rows_by_length(config: LearnerConfig) -> dict[int, int]:
-    """Rows of a microbatch over all processes, by row length, longest first; each shape has about as many tokens."""
+    """Rows of a microbatch over all processes, by row length, longest first; all shapes have similar token counts."""
     return _rows_by_length(config.microbatch_rows, config.sequence_length, config.length_buckets)
 
 

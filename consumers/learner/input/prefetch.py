@@ -13,7 +13,8 @@ T = TypeVar("T")
 class Prefetcher(Closing, Generic[T]):
     """Calls `produce` for consecutive numbers and keeps up to `depth` results ready, in order.
 
-    `produce` gets the number, and an event that is set once the result is no longer wanted; None ends the sequence.
+    `produce` gets the number, and an event that is set once the result is no longer wanted; a result of None
+    ends the sequence.
     """
 
     def __init__(

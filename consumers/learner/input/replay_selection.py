@@ -158,7 +158,7 @@ class ReplaySelection:
         self._now_ms = uses.stream_time_ms
         positions = sorted((record.position, record.step) for record in recorded)
         for read in entries:
-            # Steps made when the batch was read: the limit of weight steps, as another run's learner may be ahead.
+            # The number of steps made when the batch was read limits weight steps: another run's learner may be ahead.
             step = next((step - 1 for position, step in positions if position > read.index_offset), 0)
             rows = [BatchRow(read.index_offset, number) for number in range(read.entry.rollouts)]
             alive = {row for row in rows if row not in uses.gone and not self._used_up(uses.counts.get(row, 0))}

@@ -1,7 +1,7 @@
 """Finds the rows of a batch that a learner cannot train on, so that a bad rollout does not end its step.
 
-The rows left out depend on the batch and the settings alone, so a step executed again leaves out the same rows; a step
-on record follows its record.
+The rows left out depend on the batch and the settings alone, so they are the same in every process. A step on record
+leaves out the rows that its record names.
 """
 
 from typing import Any

@@ -67,7 +67,7 @@ class StepSource(Protocol):
     """Number of a step that waits for rollouts, and its skipped batches, which are to be recorded before the step."""
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
-        """Plan of the step after `step` steps; None if `stop` is set first."""
+        """Plan of the step after `step` steps; None if `stop` is set first, or if no step follows."""
 
     def load(self, plan: StepPlan) -> LoadedStep:
         """Fetch and pack what this process needs."""
@@ -187,7 +187,7 @@ class StepSelection(Protocol):
     """Selects the rollouts that a step trains on."""
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
-        """Plan of the step after `step` steps; None if `stop` is set first."""
+        """Plan of the step after `step` steps; None if `stop` is set first, or if no step follows."""
 
 
 S = TypeVar("S", bound=StepSelection)
@@ -229,7 +229,7 @@ class LogSource(ABC, Generic[S]):
         """Return the lead's selection, which calls `_skipped` with skipped batches whose step waits for rollouts."""
 
     def plan(self, step: int, stop: threading.Event) -> StepPlan | None:
-        """Plan of the step after `step` steps; None if `stop` is set first."""
+        """Plan of the step after `step` steps; None if `stop` is set first, or if no step follows."""
         self._step = step
         plan = self._selection.plan(step, stop)
         return None if plan is None else replace(plan, rules=rules_of(self._recorded(step + 1)))

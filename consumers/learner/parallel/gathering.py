@@ -1,8 +1,8 @@
 """Gathers parameters where they are used, and scatters their gradients: fully sharded training (arXiv:1910.02054).
 
-If the compiler decides, each device receives the summed gradient of a whole matrix and keeps its share. With this
-module, it receives only the sum of its share. A layer is whole on a device only while it is computed, in the forward
-and the backward pass.
+If the compiler decides how gradients are summed, each device receives the summed gradient of a whole matrix and keeps
+its share. With this module, each device receives only the sum of its share. A layer is whole on a device only while it
+is computed, in the forward and the backward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -78,7 +78,7 @@ class Gathering(NamedTuple):
 def gathering_of(
     config: LearnerConfig, rules: StepRules, mesh: Mesh, shardings: Mapping[str, NamedSharding]
 ) -> Gathering | None:
-    """How parameters of these shardings are gathered; None if rows are not split, or the compiler decides."""
+    """How parameters of these shardings are gathered; None if rows are not split, or the compiler decides this."""
     if row_shares(mesh) == 1 or rules.reduction == "compiler":
         return None
     # XLA's CPU compiler crashes on bfloat16 sums over only some of the axes of a mesh.
@@ -143,7 +143,7 @@ _gathered.defvjp(_forward, _backward)
 
 
 def _over_tensor(function: Callable[..., jax.Array], spec: PartitionSpec | None) -> Callable[..., jax.Array]:
-    """Return `function` computed on each part over `tensor`; by itself the compiler would gather the parts first."""
+    """Return `function` computed on each part over `tensor`; otherwise the compiler would gather the parts first."""
     if spec is None:
         return function
     parts: Callable[..., jax.Array] = jax.shard_map(

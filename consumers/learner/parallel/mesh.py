@@ -49,7 +49,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
 
 
 def check_parts(config: LearnerConfig, lengths: Iterable[int]) -> None:
-    """Raise ConfigurationError if rows cannot be split over learner.mesh.sequence."""
+    """Raise ConfigurationError if these rows, or their attention, cannot be split over learner.mesh.sequence."""
     parts = config.mesh.sequence
     uneven = sorted(length for length in lengths if length % parts)
     if uneven:
@@ -92,7 +92,7 @@ def of_params(mesh: Mesh, shapes: Mapping[str, Any]) -> dict[str, NamedSharding]
 
 
 def of_optimizer(mesh: Mesh, shapes: Mapping[str, Any], optimizer_shapes: Any) -> Any:
-    """Sharding of each leaf of an optimizer's state: as the parameter of its name and shape, or else replicated."""
+    """Sharding of each leaf of an optimizer's state: that of the parameter with its name and shape, or replicated."""
     params = of_params(mesh, shapes)
 
     def sharding_of(path: tuple[Any, ...], leaf: Any) -> NamedSharding:

@@ -101,7 +101,8 @@ class JaxTeam:
 def join(config: LearnerConfig, process: int) -> Team:
     """Join the other processes of the learner; call before anything else uses JAX.
 
-    Raises ConfigurationError if `process` is not below `learner.processes`, TeamLost if other processes do not join.
+    Raises ConfigurationError if `process` is not below `learner.processes`, or `learner.coordinator` is needed but not
+    set, and TeamLost if other processes do not join.
     """
     if not 0 <= process < config.processes:
         raise ConfigurationError(

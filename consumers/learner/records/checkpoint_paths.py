@@ -40,15 +40,15 @@ def check_learner_name(name: str) -> None:
 def learner_directory(directory: str, run: str, learner: str) -> Path:
     """Folder of one learner's checkpoints.
 
-    Raises ConfigurationError if the name leads out of the directory, the URL cannot be written to, or packages that
-    the URL needs are missing.
+    Raises ConfigurationError if the name cannot name a folder, the URL cannot be written to, or packages that the URL
+    needs are missing.
     """
     check_learner_name(learner)
     return directory_of(directory) / run / learner
 
 
 def directory_of(directory: str) -> Path:
-    """A checkpoint directory as an absolute path, or as a path at its URL. Raises as `learner_directory` does."""
+    """A checkpoint directory as an absolute path, or as a path at its URL. Raises ConfigurationError for a bad URL."""
     if not is_remote(directory):
         return Path(directory).absolute()
     try:

@@ -61,8 +61,8 @@ class Checkpoints:
     def save(self, state: TrainState, position: LearnerPosition, fingerprint: dict[str, str]) -> None:
         """Start to save; the arrays are copied before this returns. An existing checkpoint of the step is kept.
 
-        Several processes call it together; the position is the lead's. Raises CheckpointFailed, also if the
-        previous save failed.
+        All processes of a learner call this together; the lead's position is saved. Raises CheckpointFailed, also if
+        the previous save failed.
         """
         step = int(state.step)
         if step in self._manager.all_steps():
@@ -132,7 +132,7 @@ class Checkpoints:
     def save_reference(self, params: Mapping[str, jax.Array]) -> None:
         """Save reference parameters next to the checkpoints; the save is complete when this returns.
 
-        Several processes call it together. Raises CheckpointFailed.
+        All processes of a learner call this together. Raises CheckpointFailed.
         """
         with self._writing(), ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(self._reference, dict(params), force=True)

@@ -1,4 +1,4 @@
-"""Computes the digest of parameters on their devices: each sums its shards and returns 16 bytes per tensor.
+"""Computes the digest of parameters on their devices: each device sums its shards and returns 16 bytes per tensor.
 
 `topics.params_checksum` defines the digest.
 """

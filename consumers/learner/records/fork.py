@@ -18,7 +18,8 @@ from rollstream.topics.errors import ConfigurationError, StateRefused
 def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, int] = MappingProxyType({})) -> None:
     """Copy the checkpoint of a step, without its recent steps, and the reference parameters, if any.
 
-    If the copy reads another index, `places` gives its places in that index, by the names that `places_in` returns.
+    If the new learner reads another index, `places` holds its places in that index, under the names that `places_in`
+    returns.
 
     Copying twice has no further effect. Raises StateRefused, naming the available steps, if there is no checkpoint of
     this step, ConfigurationError if the target holds another checkpoint.

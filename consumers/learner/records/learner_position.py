@@ -21,7 +21,7 @@ class LearnerPosition:
     """Records of the steps since the previous checkpoint, which a resumed learner writes again."""
 
     def after(self, record: LearnerStep) -> "LearnerPosition":
-        """The position after a step is recorded."""
+        """Return the position after this step, with its record among the recent steps."""
         return LearnerPosition(
             position=record.position,
             trained_total=record.trained_total,
@@ -31,5 +31,5 @@ class LearnerPosition:
         )
 
     def saved(self) -> "LearnerPosition":
-        """The position after a checkpoint: without recent steps."""
+        """Return the position as it is after a checkpoint, without recent steps."""
         return replace(self, recent_steps=())

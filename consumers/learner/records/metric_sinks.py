@@ -1,7 +1,7 @@
 """Sinks for copies of a learner's metrics: JSON lines, TensorBoard, Weights & Biases, the `metrics` topic.
 
 The records on `steps` are complete. A step executed again is written once. A sink that fails is logged and no longer
-used; it never delays or ends the learner.
+used; it never ends the learner.
 """
 
 import hashlib

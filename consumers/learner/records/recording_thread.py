@@ -57,7 +57,7 @@ class RecordingThread(Closing):
             self.wait()
 
     def close(self) -> None:
-        """Wait until no step is in flight. Its error is only logged, to keep the error that ends the learner."""
+        """Wait until no step is in flight. If the step failed, its error is only logged."""
         try:
             self.wait()
         except Exception as error:  # of any kind: it must not hide the error that ends the learner

@@ -183,7 +183,7 @@ def _check_range(
 
 
 def _agreed(team: Team, last: int) -> int:
-    """Return the lead's `last` in every process: a learner may add steps before another process reads the log."""
+    """Return the lead's `last` in every process, because a learner may add steps before all processes read the log."""
     if team.process:
         return int(team.receive("retrain/last", _AGREEMENT_TIMEOUT_S))
     team.publish("retrain/last", str(last).encode())

@@ -77,7 +77,7 @@ class Snapshots:
 
 
 class _Copy:
-    """A rounded tensor in memory of JAX, which knows whether a numpy array still refers to it."""
+    """A rounded tensor in memory of JAX, with a record of whether a numpy array still refers to this memory."""
 
     def __init__(self, bits: jax.Array) -> None:
         self.bits = bits

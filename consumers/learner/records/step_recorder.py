@@ -122,7 +122,7 @@ class StepRecorder(Closing):
     def version_steps(self, version: int) -> dict[int, int]:
         """Learner step of every policy version of the input run, including `version` if it exists.
 
-        Reads the topic only if the versions of this learner do not include `version`.
+        Reads the topic only if the input run is another run, or `version` is not known yet.
         """
         if self.publishes_input_versions and version in (own := self._publisher.versions):
             return own
@@ -204,7 +204,7 @@ class StepRecorder(Closing):
     def _as_recorded(self, step: int, params: StepParams) -> str:
         """Digest of the parameters after a step, to be compared with the digest in the record of the step.
 
-        If the record has a digest of an earlier release, it is computed as in that release.
+        If the record has a digest of an earlier release, the digest is computed as in that release.
         """
         recorded = self._recorded.get(step)
         if recorded is None or recorded.params_digest.endswith(CHECKSUM) or params.compared is None:
@@ -253,7 +253,7 @@ class StepRecorder(Closing):
         self._log.commit([self._log.record(record)])
 
     def compare(self, step: int, params: StepParams, uses: tuple[BatchUse, ...]) -> None:
-        """Raise StateRefused if the parameters after a step differ from its record; publish nothing."""
+        """Raise StateRefused if the parameters after a step must equal those on record but differ; publish nothing."""
         self._compare(step, self._as_recorded(step, params), uses)
         self._skip(step)
 

@@ -71,7 +71,7 @@ def rejected(
 
 
 def returns(values: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Sum of `values` [rows, tokens] over the trained tokens of a sequence from each token on."""
+    """For each token, the sum of `values` [rows, tokens] over the trained tokens of its sequence from this token on."""
 
     def joined(later: tuple[jax.Array, jax.Array], earlier: tuple[jax.Array, jax.Array]) -> Any:
         (sum_later, ends_later), (sum_earlier, ends_earlier) = later, earlier
@@ -88,8 +88,8 @@ def off_policy_mask(
 ) -> jax.Array:
     """Tokens that off-policy sequence masking leaves out, bool [rows, tokens] (DeepSeek-V3.2, arXiv:2512.02556, 3.1).
 
-    They have a negative advantage, in sequences whose mean of -`log_ratios`, of the learner over the generator, is
-    above sequence_mask_limit: bad answers that the policy no longer gives teach it nothing.
+    These tokens have a negative advantage, and the mean of -`log_ratios` (learner over generator) over their sequence
+    is above sequence_mask_limit. The policy learns nothing from bad answers that it no longer gives.
     """
     means = sequence_means(jax.lax.stop_gradient(-log_ratios), mask, segment_ids)
     return (advantages < 0) & (means > config.sequence_mask_limit) & (mask > 0)

@@ -1,7 +1,7 @@
 """Check, from the metrics of a step, that recorded log-probabilities belong to the sampling policy; needs no JAX.
 
-Samplers of another precision or kernel differ a little. Wrongly declared values differ a lot, but they train without an
-error.
+Samplers with another precision or kernel differ a little. Wrongly declared values differ a lot, but they train without
+an error.
 """
 
 import math

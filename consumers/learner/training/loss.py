@@ -158,7 +158,7 @@ def _advantages(
     """Advantages [rows, tokens - 1] with the terms of reference and teacher; no gradient; 0 at untrained tokens.
 
     `before` holds log-probabilities of the policy before the step. REINFORCE++ (arXiv:2501.03262) subtracts the return
-    of the divergence; on-policy distillation adds the reverse divergence from the teacher, token by token
+    of the divergence; on-policy distillation subtracts the reverse divergence from the teacher, token by token
     (thinkingmachines.ai/blog/on-policy-distillation).
     """
     advantages = jnp.where(mask > 0, batch["advantages"][:, 1:], 0.0)

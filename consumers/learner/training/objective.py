@@ -1,7 +1,7 @@
 """Settings of the loss and of the optimizer, and values derived from them; imports no JAX.
 
-A loss is a surrogate with the defaults of its paper, its recipe; explicit settings override the recipe. Losses,
-schedules and optimizers of users are named here and imported in `user_objectives`.
+A loss is a surrogate with a recipe, which holds the defaults of its paper; explicit settings override the recipe.
+Users' losses, schedules and optimizers are named here and imported in `user_objectives`.
 """
 
 import math
@@ -55,7 +55,7 @@ class TokenArrays(NamedTuple):
 
 
 class TokenLoss(NamedTuple):
-    """Arrays [rows, tokens]: the loss, and the tokens at each bound."""
+    """Arrays [rows, tokens]: the loss of each token, and which tokens are beyond each bound."""
 
     loss: "jax.Array"
     low: "jax.Array"

@@ -55,8 +55,8 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
     """The optimizer, after global-norm clipping, for parameters by Hugging Face name; its state is a GuardedState.
 
     AdamW (arXiv:1711.05101), Adam (1412.6980), SGD, Lion (2302.06675), Muon (kellerjordan.github.io/posts/muon; scaled
-    as in 2502.16982) or Adafactor (1804.04235), or a user's function of the settings and the schedule. For all of
-    them, weight decay is the learning rate times weight_decay.
+    as in 2502.16982) or Adafactor (1804.04235), or a user's function of the settings and the schedule. Weight
+    decay, which Adam and SGD do not have, is the learning rate times weight_decay.
     """
     schedule = make_schedule(config, updates)
     direction = _direction(config, schedule)

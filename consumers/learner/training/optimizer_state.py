@@ -59,7 +59,7 @@ def keeping_shapes(name: str, inner: optax.GradientTransformation) -> optax.Grad
     """Refuse a user's optimizer that a compiled step cannot run, when its state is created.
 
     `init` raises ConfigurationError if an update changes the shape or dtype of a part of the state, or returns changes
-    of other shapes than the parameters.
+    whose shapes or dtypes are not those of the parameters.
     """
 
     def init(params: Any) -> Any:

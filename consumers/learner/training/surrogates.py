@@ -46,7 +46,7 @@ def reinforce(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
 def sequence_clipped(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
     """`clipped`, with each ratio replaced by the geometric mean s over its sequence (GSPO, arXiv:2507.18071).
 
-    This is GSPO-token of the paper: the ratio of token t is stop(s) p_t / stop(p_t). It has the gradient of GSPO if the
+    This is GSPO-token in the paper: the ratio of token t is stop(s) p_t / stop(p_t). It has the gradient of GSPO if the
     advantages of a sequence are equal, and is also defined if they are not.
     """
     stop = jax.lax.stop_gradient
@@ -92,12 +92,12 @@ SURROGATES: dict[str, Surrogate] = {
 
 
 def surrogate_of(name: str) -> Surrogate:
-    """Return the surrogate of a loss by name; a user's loss is imported. Raises ConfigurationError if there is none."""
+    """Return the surrogate of a loss by name; a user's loss is imported. Raises ConfigurationError for other names."""
     return SURROGATES[name] if name in SURROGATES else whole(user_loss(name))
 
 
 def whole(loss: UserLoss) -> Surrogate:
-    """Return a user's loss as a surrogate. Raises ConfigurationError for losses of another shape than the tokens."""
+    """Return a user's loss as a surrogate, which raises ConfigurationError unless there is one loss for each token."""
 
     def surrogate(tokens: TokenArrays, recipe: LossRecipe) -> TokenLoss:
         result = loss(tokens, recipe)
@@ -124,5 +124,5 @@ def sequence_sums(values: jax.Array, segment_ids: jax.Array) -> jax.Array:
 
 
 def sequence_means(values: jax.Array, mask: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """Mean of `values` over the trained tokens of each token's sequence; 0 if it has none."""
+    """Mean of `values` over the trained tokens of each token's sequence; 0 if none is trained."""
     return sequence_sums(values * mask, segment_ids) / jnp.maximum(sequence_sums(mask, segment_ids), 1.0)

@@ -27,8 +27,8 @@ def flops_per_token(model: DecoderConfig) -> float:
     """Operations of a forward and a backward pass for one token.
 
     Each value of a matrix takes two operations in the forward pass, two for the gradient of the input, and two for its
-    own gradient; the last two do not count for parameters that adapters replace in training. Experts count only where
-    they compute the token.
+    own gradient; the last two do not count for parameters that adapters replace in training. An expert counts
+    only for the share of tokens that it computes.
     """
     total = 0.0
     for name, shape in shapes(model).items():

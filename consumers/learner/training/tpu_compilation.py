@@ -1,6 +1,6 @@
 """Compiles a learner's training step for absent TPUs and reports the memory it takes on each device.
 
-It compiles the functions that `TrainStep` runs with libtpu; nothing is executed.
+libtpu compiles the functions that `TrainStep` runs; nothing is executed.
 """
 
 import importlib.util

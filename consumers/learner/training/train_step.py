@@ -187,7 +187,7 @@ class TrainStep:
             lowered.compile()
 
     def lower(self) -> dict[str, jax.stages.Lowered]:
-        """Lower the functions that `train` runs, without compiling them, for the devices of the mesh; by purpose."""
+        """Return the functions that `train` runs, lowered for the devices of the mesh but not compiled, by purpose."""
         state = self.abstract_state()
         scalar = _shape((), jnp.float32)
         zeros = self._policy.zeros.lower(state.params)
@@ -385,7 +385,7 @@ class TrainStep:
     def _gradient(
         self, loss: Callable[..., tuple[jax.Array, Metric]], names: Sequence[str], trained: Sequence[str]
     ) -> Gradient:
-        """Build functions that sum metrics, and gradients of the `trained` parameters, over microbatches."""
+        """Build functions that sum the metrics and the gradients of the `trained` parameters over microbatches."""
 
         def zeros(params: Params) -> tuple[Params, Metric]:
             return jax.tree.map(jnp.zeros_like, chosen(params, trained)), {

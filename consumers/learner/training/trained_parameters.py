@@ -15,7 +15,7 @@ def trained_in_steps(config: LearnerConfig, names: Iterable[str]) -> tuple[str, 
 
 
 def trained_in_warm_start(config: LearnerConfig, names: Iterable[str]) -> tuple[str, ...]:
-    """Return the parameters that the warm start trains: as in steps, but all except adapters in a random model.
+    """Return the parameters that the warm start trains: those of the steps, or all but adapters in a random model.
 
     Adapters cannot make up for random parameters, and need no training while all other parameters are trained.
     """
@@ -25,7 +25,7 @@ def trained_in_warm_start(config: LearnerConfig, names: Iterable[str]) -> tuple[
 
 
 def chosen(params: Mapping[str, Any], names: Sequence[str]) -> Any:
-    """Return the entries of these names; entries are parameters, or values kept for each parameter."""
+    """Return the entries with these names; entries are parameters, or values kept for each parameter."""
     return {name: params[name] for name in names}
 
 

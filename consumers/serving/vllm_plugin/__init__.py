@@ -1,1 +1,1 @@
-"""A plug-in for vLLM, whose processes then fetch policy versions from the log. Imports vLLM and torch when used."""
+"""A plug-in with which vLLM's processes fetch policy versions from the log. Imports vLLM and torch only when used."""

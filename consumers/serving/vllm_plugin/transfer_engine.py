@@ -1,8 +1,8 @@
 """LogTransferEngine: a weight transfer engine for vLLM that loads policy versions fetched from the log by this process.
 
-vLLM creates one for each worker, and calls the methods of its own class WeightTransferEngine. If vLLM keeps parameters
-as they are in a checkpoint, only the elements that changed are written, in place; otherwise every tensor is loaded. A
-failed update may leave the model torn, with weights of two versions; then the next update loads every tensor.
+vLLM creates one for each worker, and calls the methods that its class WeightTransferEngine declares. If vLLM keeps
+parameters as they are in a checkpoint, only the elements that changed are written, in place; otherwise every tensor is
+loaded. A failed update may leave the model torn, with weights of two versions; then the next update loads every tensor.
 """
 
 import logging
@@ -82,11 +82,11 @@ class LogTransferEngine:
         """Why no further version can be loaded into the model; empty if versions can be loaded."""
 
     def parse_init_info(self, values: Mapping[str, Any]) -> InitInfo:
-        """Return the body of /init_weight_transfer_engine. Raises ValueError."""
+        """Parse the body of /init_weight_transfer_engine. Raises ValueError for missing or unknown fields."""
         return _parsed(InitInfo, values)
 
     def parse_update_info(self, values: Mapping[str, Any]) -> UpdateInfo:
-        """Return the body of /update_weights. Raises ValueError."""
+        """Parse the body of /update_weights. Raises ValueError for missing or unknown fields."""
         return _parsed(UpdateInfo, values)
 
     def init_transfer_engine(self, info: InitInfo) -> None:

@@ -319,7 +319,8 @@ class _Reading:
         self._result.counts[name] += 1
 
     def _compare_places(self, part: _Partition) -> None:
-        """Report offsets with a fate but no record, a record but no fate, or a batch but another fate."""
+        """Report offsets with a fate but no record, or a record but no fate, or batched only in the journal or only in
+        a batch."""
         journal, problem = part.journal, self._result.problem
         runs = journal.table.runs().clipped(0, journal.position)
         has_fate, seen = runs.values & CODES != 0, runs.values & (SEEN | HOPPED) != 0

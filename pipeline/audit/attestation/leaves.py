@@ -28,7 +28,10 @@ def digest_of(data: bytes | None) -> str:
 
 
 def rollout_leaf(message: KafkaRecord, uid: str, fate: str, batch: str, row: int) -> Leaf:
-    """Return the entry of a record of `rollouts`. `uid` is empty if it is not a rollout, `batch` if no batch has it."""
+    """Return the entry of a record of `rollouts`.
+
+    `uid` is empty if the record is not a rollout, and `batch` is empty if no batch has it.
+    """
     return {
         "partition": message.partition,
         "offset": message.offset,

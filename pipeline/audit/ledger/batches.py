@@ -207,7 +207,7 @@ class RecordedBatches:
                 f"batch {batch.batch_id} has number {batch.number} and partition {batch.partition} in its other fields"
             )
         if batch.number >= journal.batches:
-            self._waiting[place] = numbers  # Committed after the journal was read.
+            self._waiting[place] = numbers  # The batch was committed after the journal was read.
             return
         if self.table.place(*numbers) is not None:
             self._problem(f"batch {batch.batch_id} is in batches twice")

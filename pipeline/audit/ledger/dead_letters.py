@@ -1,4 +1,4 @@
-"""Compares dead letters with the journal: each record that is dead-lettered in the journal must have exactly one."""
+"""Compares dead letters with the journal: each record that the journal calls dead-lettered has exactly one letter."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -131,7 +131,7 @@ def _letters(
         place = None
         with skipped.passing(message):
             headers: dict[str, Any] = dict(message.header_pairs())
-            # Skip notes that a letter was sent again as another record of rollouts, and letters about trajectories.
+            # Skip letters about trajectories, and notes that say that a letter was sent again as another record.
             if REDRIVEN not in headers and of_rollouts(headers):
                 place = _place(headers, journals)
         if place is not None:

@@ -93,7 +93,8 @@ class Journals:
 def committed_cut(kafka: KafkaConfig, run: str, group: str, partitions: int) -> dict[int, int]:
     """Return the offset of the newest journal record that the group committed for each partition.
 
-    Partitions with an open transaction, or without a commit, are absent: their journals are read to the end.
+    Partitions without a commit are absent, and all are if the offsets cannot be read, for example because an open
+    transaction hides one. The journals of absent partitions are read to the end.
     """
     offsets = {}
     with Reader(kafka, group=group) as reader:

@@ -127,7 +127,7 @@ class LiveLedger(Closing):
         return books
 
     def _store(self, books: Books) -> None:
-        """Write the file, unless it is up to date, or writing would take too much of the time."""
+        """Write the file if it is outdated, but so rarely that writing takes at most 1/`_SHARE` of the time."""
         due = time.monotonic() - self._written_at > _SHARE * self._cost_s
         if due and self._kept != books.positions:
             self._write(books)

@@ -25,7 +25,7 @@ Place = tuple[int, int]
 
 
 class SplitRecords:
-    """The comparisons of a run with the run that it was split into, and the run that was split into it.
+    """Compares a run with its successor, into which it was split, and its predecessor, which was split into it.
 
     While records move, each reading compares all of them. Once everything has moved and the two runs agree, they are
     compared again only after records of either were deleted.

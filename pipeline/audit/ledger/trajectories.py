@@ -155,7 +155,7 @@ class LabelingRecords:
 
     @property
     def labels(self) -> bool:
-        """Whether rollouts can have been labeled, because `unlabelled` has or had records."""
+        """Whether rollouts may have been labeled, because `unlabelled` has or had records."""
         return any(part.begin or len(part.table.runs().starts) for part in self._partitions.values())
 
     def state(self) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class RunChart:
 
     @cached_property
     def settings(self) -> dict[str, object]:
-        """Settings of pods in addition to the run's configuration file, by dotted key, with or without own brokers."""
+        """Settings of all pods in addition to the run's configuration file, whoever runs the brokers, by dotted key."""
         _secrets, references = container_secrets(secret_references(self.config))
         settings = {**container_settings(self.config, self.host), **references}
         for key in ("kafka.bootstrap_servers", "learner.coordinator"):

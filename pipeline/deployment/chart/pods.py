@@ -110,7 +110,8 @@ def _container(chart: RunChart, role: str, name: str, args: Sequence[str], resou
 
 
 def _variables(chart: RunChart, role: str) -> list[Any] | Enclosed:
-    """Return the variables of a role's pods alone: secrets, the role's user, and the address of the first learner."""
+    """Return the variables that only a role's pods have: secrets, its user, and the address of the first learner
+    process."""
     variables: list[Any] = [
         {"name": name, "valueFrom": {"secretKeyRef": {"name": value("secretName"), "key": name}}}
         for name in chart.secrets_of(role).variables

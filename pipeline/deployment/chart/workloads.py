@@ -187,7 +187,7 @@ def _waits(chart: RunChart, role: RoleDescription) -> tuple[str, ...]:
 
 
 def _service(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
-    """Return the service that gives each pod its own host name, also before the pod is ready."""
+    """Return the service that gives each pod its own host name, even before the pod is ready."""
     ports = [{"name": "service", "port": chart.service_port}]
     if role.name == INFER:
         ports.append({"name": "http", "port": _inference_port(chart)})
@@ -234,7 +234,7 @@ def _claim(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
 
 
 def _whole_team(chart: RunChart, role: RoleDescription) -> Any:
-    """Return the budget of a job, which allows no voluntary disruption, because the whole job would start again."""
+    """Return a job's disruption budget: it allows no voluntary disruption, because the whole job would start again."""
     # For a Job, a budget can only be a number of pods that must stay.
     whole = _budget(chart, role, {"minAvailable": chart.processes[role.name]})
     return when("and .Values.disruptionBudgets.enabled .Values.disruptionBudgets.protectJobs", whole.value)

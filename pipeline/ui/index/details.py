@@ -107,7 +107,7 @@ def _sampling(rollout: Rollout) -> dict[str, Any]:
 
 
 def _tokens(rollout: Rollout, batch: TrainingBatch | None, place: RolloutPlace, begin: int) -> dict[str, Any]:
-    """Return tokens from a position on, with what is known about each; only sampled tokens have log-probabilities."""
+    """Return tokens from a position on; only sampled tokens have log-probabilities, advantages, ratios and versions."""
     total = len(rollout.tokens)
     window = slice(begin, min(begin + TOKENS, total))
     count = max(window.stop - window.start, 0)
@@ -128,7 +128,7 @@ def _tokens(rollout: Rollout, batch: TrainingBatch | None, place: RolloutPlace, 
 
 
 def _over(values: list[Any], count: int) -> list[Any]:
-    """Return a value for each token, as arrays of an invalid rollout may be shorter or longer than its tokens."""
+    """Return a value for each token, because arrays of an invalid rollout may be shorter or longer than its tokens."""
     return [*values[:count], *[None] * (count - len(values))]
 
 
@@ -148,7 +148,7 @@ def _advantages(batch: TrainingBatch | None, place: RolloutPlace, total: int) ->
 
 
 def _versions(rollout: Rollout) -> list[int | None]:
-    """Return the version that sampled each token: as the rollout names it for the token, else for the turn."""
+    """Return the version that sampled each token: as named for the token, else for its turn, else for the rollout."""
     total = len(rollout.tokens)
     named = _array(rollout.token_arrays.get(VERSIONS), total)
     if named is not None:

@@ -40,7 +40,7 @@ class IndexedView(TabulatedRun):
         return self._read(name, partition, offset)
 
     def moved_to(self, place: RolloutPlace) -> dict[str, str]:
-        """Return the run that a moved record went to, and its place there."""
+        """Return the run to which a record was moved, and its place there if that run still holds it."""
         return self._moves(place)
 
     def fates(self, partition: int, offsets: set[int]) -> dict[int, Fate]:

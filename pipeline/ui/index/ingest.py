@@ -76,7 +76,7 @@ class Ingest:
         }
 
     def forget(self) -> None:
-        """Forget what a rolled-back transaction had written."""
+        """Forget the writes of a transaction that was rolled back."""
         self._names.clear()
         self._groups.clear()
         self._clocks.clear()

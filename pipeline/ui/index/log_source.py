@@ -59,7 +59,7 @@ class IndexSource(Protocol):
         ...
 
     def begin(self, positions: Positions) -> None:
-        """Read from these positions on, and partitions without a position from their beginning."""
+        """Read each partition from its position on, or from its beginning if it has no position."""
         ...
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:

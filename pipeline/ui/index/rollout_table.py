@@ -73,7 +73,7 @@ class RolloutTable:
         """Groups with a row that changed in this transaction."""
 
     def forget(self) -> None:
-        """Forget what a rolled-back transaction had changed."""
+        """Forget the changes of a transaction that was rolled back."""
         self._new.clear()
         self._names.clear()
         self._texts.clear()

@@ -99,7 +99,7 @@ def _by_version(db: sqlite3.Connection, learner: str | None) -> dict[str, Points
 
 
 def _of_components(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
-    """Return metrics summed over the components of each role, and averaged over the time when a step was newest."""
+    """Return metrics by role, summed over its components; the value at a step is the mean while it was the newest."""
     steps = db.execute(
         "select time_ms, step from steps where learner = ? order by time_ms, step", (learner,)
     ).fetchall()

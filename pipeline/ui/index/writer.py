@@ -61,7 +61,7 @@ class IndexWriter(Closing):
         cache_bytes: int = UiConfig.index_cache_bytes,
     ) -> None:
         """The writer commits after `commit_records` records, or when no more are available, and keeps `cache_bytes` of
-        the file in memory. Raises ConfigurationError if SQLite is too old, and the errors of the source."""
+        the file in memory."""
         self._path, self._source, self._commit_records = path, source, commit_records
         self._cache_bytes = cache_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +88,10 @@ class IndexWriter(Closing):
             self._lock = -1
 
     def begin(self) -> bool:
-        """Open the index for writing; return False while another process writes to it."""
+        """Open the index for writing; return False while another process writes to it.
+
+        Raises ConfigurationError if SQLite does not support the index, and the errors of the source.
+        """
         if self._ingest is not None:
             return True
         try:

@@ -25,7 +25,7 @@ class Access:
     """The rules of one server."""
 
     def __init__(self, config: UiConfig) -> None:
-        """Resolve the token, or generate it if required but unset. Raises ConfigurationError if resolving fails."""
+        """Resolve the token, or generate one if required but not set. Raises ConfigurationError if resolving fails."""
         self._host = config.host
         self.token = resolve("ui.token", config.token)
         self._drawn = not self.token and not config.is_loopback
@@ -75,7 +75,7 @@ class Access:
         return hmac.compare_digest(given.encode(errors="replace"), self.token.encode())
 
     def admits(self, cookie: str, authorization: str) -> bool:
-        """Whether a request may be answered, by the cookie of a browser or the token of a program."""
+        """Whether a request may be answered, by its cookie from a browser or its token from a program."""
         if not self.token:
             return True
         by_cookie = hmac.compare_digest(cookie.encode(errors="replace"), self.session.encode())

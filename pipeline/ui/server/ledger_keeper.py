@@ -27,7 +27,7 @@ class LedgerKeeper:
         self._running = False
 
     def answer(self) -> dict[str, Any]:
-        """Return the newest ledger, None before the first proof; start the next proof if one is due."""
+        """Return the newest ledger (None before the first proof) and its time; start the next proof if one is due."""
         if not self._running and time.monotonic() >= self._rest_until and self._revision() != self._proven:
             self._running = True
             threading.Thread(target=self._work, name="ledger", daemon=True).start()

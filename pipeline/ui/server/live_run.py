@@ -1,4 +1,4 @@
-"""Follows one run for the page, on a separate thread, whether the run goes on or is over.
+"""Follows one run, live or finished, for the page, on a separate thread.
 
 The page shows the history that has been read so far, while the thread reads on.
 """

@@ -76,7 +76,7 @@ def place(partition: str, offset: str) -> RolloutPlace:
 
 
 def page_of(rows: Sequence[T], names: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[T], str | None]:
-    """Return at most `limit` rows after the row that `after` names, and the name of the last if more rows follow."""
+    """Return at most `limit` rows after the row that `after` names, and the last row's name if more rows follow."""
     after, begin = text(query, "after"), 0
     if after is not None:
         if after not in names:

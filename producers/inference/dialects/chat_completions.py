@@ -184,7 +184,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         }
 
     def remember(self, request: ChatRequest, choice: SampledChoice) -> None:
-        """Keep the tokens of the turn for the next turn."""
+        """Remember the tokens of the turn, so that the next turn continues from them."""
         message = self._message(request, choice)
         answer = parse_messages([message])
         self._memory.add(

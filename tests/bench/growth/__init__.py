@@ -1,1 +1,1 @@
-"""How costs grow: open groups, partitions, processes and the size of the log, as slopes; none may exceed a bound."""
+"""Measures how costs grow with open groups, partitions, processes and the log: as slopes, each with an upper bound."""

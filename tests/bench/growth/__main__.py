@@ -1,4 +1,4 @@
-"""`python -m tests.bench.growth`: costs over sizes and their slopes, as tables or as JSON.
+"""`python -m tests.bench.growth`: measures costs at several sizes, and prints costs and slopes as tables or as JSON.
 
 Exit code 1 if a cost grows faster than it may.
 """
@@ -22,7 +22,7 @@ PARTS = ("open-groups", "partitions", "processes", "logs")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure the parts and print them."""
+    """Measure the parts and print their series; return 1 if a cost grows faster than it may."""
     args = build_parser().parse_args(arguments)
     load = os.getloadavg()[0]
     listed: list[Series] = []
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The command line of the measurement."""
+    """Return the parser of the measurement's command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.growth", description="Measure how costs grow.")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--only", action="append", choices=PARTS, help="measure this part only")
@@ -70,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _on_a_broker(measure: Callable[[KafkaConfig, Path], list[Series]]) -> list[Series]:
-    """Measure on a broker of its own."""
+    """Measure on a new broker."""
     with (
         tempfile.TemporaryDirectory(prefix="rollstream-growth-") as folder,
         LocalBroker.start(Path(folder) / "broker", bound_to_parent=True) as broker,

@@ -1,4 +1,6 @@
-"""Costs of work that several processes do: processor time of this one and all below it, a broker too, and wall time."""
+"""Costs of work by several processes: wall time, and processor time of this process and its descendants, which include
+the broker.
+"""
 
 import subprocess
 import sys
@@ -12,21 +14,21 @@ from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
 _LOOK_S = 0.2
-"""Time between looks: each costs processor time that counts."""
+"""Time between two checks of a condition; the processor time of each check is part of the measured cost."""
 
 
 class Costs:
-    """Costs of named work at sizes that rise; processor time is held to bounds, wall time is shown."""
+    """Costs of named work at increasing sizes; processor time has bounds, wall time is only shown."""
 
     def __init__(self, over: str) -> None:
-        """`over` is the thing that sizes count."""
+        """`over` names the thing that the sizes count."""
         self._over = over
         self._bounds: dict[str, float] = {}
         self._processor: dict[str, list[tuple[float, float]]] = {}
         self._wall: dict[str, list[tuple[float, float]]] = {}
 
     def measure(self, name: str, size: float, bound: float, work: Callable[[], object]) -> None:
-        """Do the work, and note and print what it costs; `bound` is the largest slope of its processor time."""
+        """Do the work; record and print its costs. `bound` is the largest slope that its processor time may have."""
         before, began = processor_s(), time.perf_counter()
         work()
         wall_s, spent_s = time.perf_counter() - began, processor_s() - before
@@ -36,7 +38,7 @@ class Costs:
         self._wall.setdefault(name, []).append((size, wall_s))
 
     def series(self) -> list[Series]:
-        """A series of processor time and one of wall time for each name."""
+        """Return a series of processor time and one of wall time for each name."""
         return [
             series
             for name, bound in self._bounds.items()
@@ -48,13 +50,13 @@ class Costs:
 
 
 def processor_s() -> float:
-    """Processor time of this process and of all below it, those that have ended included."""
+    """Return the processor time of this process and its descendants, including descendants that have ended."""
     me = psutil.Process()
     return sum(sum(each.cpu_times()[:4]) for each in (me, *me.children(recursive=True)))
 
 
 def wait(run: RealRun, reached: Callable[[], bool], what: str) -> None:
-    """Wait until something is reached. Raises AssertionError with the log of a process of the run that has ended."""
+    """Wait until `reached` returns true. Raises AssertionError, with the end of its log, if a process has ended."""
     eventually(lambda: _ended(run) or reached(), 0, what, every_s=_LOOK_S)
     for process in _ended(run):
         raise AssertionError(f"a process ended before {what}: {run.log_of(process)[-2000:]}")

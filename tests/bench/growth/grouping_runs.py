@@ -14,15 +14,16 @@ from tests.bench.growth.series import Series
 from tests.support.runs import RealRun, rollout
 
 _PARTITIONS = 16
-"""Partitions of the runs with more and more processes."""
+"""Partitions of each run that measures processes."""
 _GROUPS = 2500
-"""Groups of four that those processes share."""
+"""Groups of four rollouts that these processes share."""
 _LAG = 1000
 """Policy lag with which hundreds of partitions have room for their batches."""
 
 
 def measure_partitions(kafka: KafkaConfig, folder: Path, sizes: Sequence[int]) -> list[Series]:
-    """Costs of making a run, of its start, of its commits and of a second process, at each number of partitions."""
+    """Return the costs of making topics, of a process's start, of grouping, and of a second process that joins, at each
+    number of partitions."""
     costs = Costs("partitions")
     for size in sizes:
         with _run(kafka, folder, f"growth-partitions-{size}", size) as run:
@@ -34,7 +35,8 @@ def measure_partitions(kafka: KafkaConfig, folder: Path, sizes: Sequence[int]) -
 
 
 def measure_processes(kafka: KafkaConfig, folder: Path, sizes: Sequence[int]) -> list[Series]:
-    """Costs of grouping the same rollouts, at each number of processes; they share the work, so it may not grow."""
+    """Return the costs of grouping the same rollouts at each number of processes; the processes share the work, so the
+    costs may not grow."""
     costs = Costs("processes")
     for size in sizes:
         with _run(kafka, folder, f"growth-processes-{size}", _PARTITIONS) as run:
@@ -55,14 +57,14 @@ def _run(kafka: KafkaConfig, folder: Path, name: str, partitions: int) -> Iterat
     try:
         yield run
     finally:
-        with redirect_stdout(io.StringIO()):  # It prints the ends of logs, and our output may be JSON.
+        with redirect_stdout(io.StringIO()):  # `stop` prints the ends of logs, but our output may be JSON.
             run.stop()
         topics = [topic for topic in topic_admin.topic_names(kafka) if topic.startswith(f"{name}.")]
         topic_admin.delete_topics(kafka, topics)
 
 
 def _start(run: RealRun, number: int = 0) -> None:
-    """Start a process, and wait until there is a mark of the version on every partition."""
+    """Start a process, and wait until every partition has a mark of the version."""
     _start_process(run, number)
 
     def marked() -> bool:
@@ -76,7 +78,7 @@ def _start_process(run: RealRun, number: int) -> None:
 
 
 def _group(run: RealRun, names: str, count: int) -> None:
-    """Send so many groups, and wait until all of them are committed."""
+    """Send this many groups, and wait until all of them are committed."""
     run.send(rollout(f"{names}{number}", member) for number in range(count) for member in range(4))
     ends = topic_admin.bounds(run.kafka, run.topic("rollouts"))
     group = run.grouper.group_id(run.name)
@@ -89,7 +91,7 @@ def _group(run: RealRun, names: str, count: int) -> None:
 
 
 def _share(run: RealRun, count: int) -> None:
-    """Start a second process, and wait until both have committed what is sent from then on."""
+    """Start a second process; once it has joined, send groups, and wait until both processes have committed them."""
     _start_process(run, 1)
     _wait_for_members(run, 2)
     _group(run, "b", count)

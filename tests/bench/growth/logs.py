@@ -1,4 +1,4 @@
-"""Costs of the commands that ask a log, as the log grows: each is started as a user starts it."""
+"""Costs of the commands that read a log, as the log grows; each command is started as a user starts it."""
 
 import shutil
 import subprocess
@@ -30,7 +30,7 @@ _BATCHES_PER_STEP = 64
 _GONE_S = 600.0
 _RESTORED = "growth-restored"
 _ROOM = 6
-"""Bytes of disk for each byte of rollouts: they, their batches, an archive of both, and what it is restored into."""
+"""Bytes of disk for each byte of rollouts: the rollouts, their batches, an archive of both, and the restored run."""
 
 
 class _Question(NamedTuple):
@@ -42,7 +42,7 @@ class _Question(NamedTuple):
 
 
 class LogGrowth:
-    """One run that grows from size to size, and what is asked of it at each."""
+    """One run that grows from size to size, and the commands that are measured at each size."""
 
     def __init__(self, kafka: KafkaConfig, folder: Path, tokens: int) -> None:
         self._run = RealRun(kafka, "growth-log", folder, TopicsConfig(partitions=_PARTITIONS))
@@ -53,13 +53,13 @@ class LogGrowth:
         self._rollouts = 0
         self._trained = 0
         self._next = 0
-        """Offset of the index from which the trainer goes on."""
+        """Offset of the index from which training continues."""
         self._uid = ""
 
     def measure(self, megabytes: Sequence[int], archived: int) -> list[Series]:
-        """Costs over sizes of the rollouts; archives are written and restored up to `archived` megabytes.
+        """Return the costs at these sizes of the log; archives are written and restored up to `archived` megabytes.
 
-        Raises RuntimeError if the disk has no room for the largest.
+        Raises RuntimeError if the disk has no room for the largest size.
         """
         directory = self._run.directory
         free_mb, needed_mb = shutil.disk_usage(directory).free / 1e6, _ROOM * max(megabytes)
@@ -79,7 +79,7 @@ class LogGrowth:
         return self._costs.series()
 
     def _questions(self, *, archives: bool) -> Iterator[_Question]:
-        """The commands, in this order; some prepare what the next ones find."""
+        """Yield the commands in this order; some create files or topics that later commands need."""
         yield _Question("ledger", ("ledger",), 1)
         self._check("ledger", "--incremental")
         yield _Question("ledger, nothing new", ("ledger", "--incremental"), 1)
@@ -99,7 +99,7 @@ class LogGrowth:
             shutil.rmtree(folder)
 
     def _grow(self, rollouts: int) -> None:
-        """Add rollouts until there are so many, and have them grouped by a process and trained on."""
+        """Add rollouts until the run has this many; a process groups them, and steps are recorded for their batches."""
         group = self._run.start("group")
         kafka, topic = self._run.kafka, self._run.topic("rollouts")
         wait(self._run, lambda: all(end > 0 for _low, end in topic_admin.bounds(kafka, topic).values()), "marks")
@@ -133,14 +133,14 @@ class LogGrowth:
         self._run.processes.remove(group)
 
     def _new(self, count: int) -> Iterator[Rollout]:
-        """Rollouts in whole groups, whose names no rollout before has."""
+        """Yield rollouts in whole groups, with names that no earlier rollout has."""
         before = self._rollouts
         for rollout in material.rollouts(replace(self._settings, rollouts=count), before):
             example = f"{before}-{rollout.example_id}"
             yield replace(rollout, uid=f"{before}-{rollout.uid}", group_id=example, example_id=example)
 
     def _check(self, *words: str) -> None:
-        """Run a command. Raises RuntimeError if it ends with another code than 0."""
+        """Run a command. Raises RuntimeError if its exit code is not 0."""
         done = subprocess.run(
             self._run.command(*words),
             cwd=self._run.directory,

@@ -1,4 +1,4 @@
-"""Costs of the fold while many groups are open: a rollout, a transaction, a snapshot, a restore."""
+"""Costs of the fold while many groups are open: of a rollout, a commit, a snapshot and a restore."""
 
 import time
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _MADE_AT_ONCE = 5000
 
 
 def measure(sizes: Sequence[int]) -> list[Series]:
-    """Processor time at each number of open groups."""
+    """Return the processor time of each operation at each number of open groups."""
     points: dict[str, list[tuple[float, float]]] = {"rollout": [], "commit": [], "snapshot": [], "restore": []}
     for size in sizes:
         for name, seconds in _costs(size).items():

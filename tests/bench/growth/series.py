@@ -1,4 +1,4 @@
-"""Series of costs over sizes, their slopes on logarithmic axes, and the rule that none may exceed its bound. Pure."""
+"""Series of costs over sizes, their slopes on logarithmic axes, and the rule that no slope exceeds its bound. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,25 +6,25 @@ from dataclasses import dataclass
 from typing import Any
 
 TOLERANCE = 0.2
-"""By so much a slope may exceed its bound: costs of a second vary by a tenth or two on a machine that does more."""
+"""A slope may exceed its bound by this much, because costs of about a second vary by 10 to 20% on a busy machine."""
 _LAST = 3
-"""Points that a slope is of: those of small sizes are mostly what every size costs."""
+"""Number of points, those of the largest sizes, that give the slope; costs of small sizes are mostly fixed costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """Costs of one thing at sizes that rise."""
+    """Costs of one thing at increasing sizes."""
 
     name: str
     over: str
-    """The thing that sizes count."""
+    """The thing that the sizes count."""
     unit: str
     """The unit of costs."""
     points: tuple[tuple[float, float], ...]
     """Size and cost."""
     bound: float | None
-    """Largest slope: 1 if the cost may grow as the size does, 0 if it may not grow, None if it is shown only, as wall
-    time is, which other work on the machine changes."""
+    """Largest slope: 1 if the cost may grow in proportion to the size, 0 if it may not grow. None if the cost is only
+    shown: wall time depends on other work on the machine."""
 
     @property
     def slope(self) -> float:
@@ -42,7 +42,7 @@ class Series:
         return self.bound is not None and self.slope > self.bound + TOLERANCE
 
     def as_dict(self) -> dict[str, Any]:
-        """The series as programs read it."""
+        """Convert to plain values for JSON."""
         return {
             "name": self.name,
             "over": self.over,
@@ -55,7 +55,7 @@ class Series:
 
 
 def report(listed: Sequence[Series], machine: Iterable[str]) -> str:
-    """Tables of costs, a table for all series over the same sizes, and the names of the offenders."""
+    """Return tables of costs, one for consecutive series over the same sizes, and the names of series that offend."""
     lines = [*machine]
     heading = ""
     for series in listed:
@@ -73,5 +73,5 @@ def report(listed: Sequence[Series], machine: Iterable[str]) -> str:
 
 
 def collected(name: str, over: str, unit: str, bound: float | None, points: Iterable[tuple[float, float]]) -> Series:
-    """A series of measured points."""
+    """Return a series of measured points."""
     return Series(name=name, over=over, unit=unit, points=tuple(points), bound=bound)

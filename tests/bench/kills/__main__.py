@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="rollstream-kills-") as folder:
         for name in args.only or (rollstream_run.NAME, *peers.LOOPS):
             print(f"killing {name}", file=sys.stderr, flush=True)
-            with redirect_stdout(sys.stderr):  # for what a run prints
+            with redirect_stdout(sys.stderr):  # keeps what a run prints out of stdout
                 tallies.append(_tally(name, Path(folder) / name, args.kills, seed))
     if args.json:
         print(json.dumps({"seed": seed, "tallies": [dataclasses.asdict(tally) for tally in tallies]}))
@@ -48,7 +48,7 @@ def build_parser() -> argparse.ArgumentParser:
 def _tally(name: str, directory: Path, kills: int, seed: int) -> Tally:
     if name in peers.LOOPS:
         return peers.tally_of(peers.LOOPS[name], directory, kills, seed)
-    # Never KAFKA_BOOTSTRAP_SERVERS: this broker has nobody else's load.
+    # Never use KAFKA_BOOTSTRAP_SERVERS: this broker has no other load.
     broker = LocalBroker.start(directory.parent / "broker", bound_to_parent=True)
     try:
         return rollstream_run.tally_of(broker.bootstrap_servers, "kills", directory, kills, seed)

@@ -1,4 +1,4 @@
-"""Loops of the shape of others, reduced to what moves rollouts: `python -m tests.bench.kills.loops ROLE FOLDER ARGS`.
+"""Loops of other projects, reduced to what moves rollouts: `python -m tests.bench.kills.loops ROLE FOLDER ARGS`.
 
 Nothing is generated and nothing computed. Parameters are the list of uids they were trained on, in checkpoints that
 are replaced atomically every five steps. docs/comparison.md names the sources that each loop follows.
@@ -39,11 +39,11 @@ class Folder:
 
     @property
     def stopping(self) -> bool:
-        """Whether workers are to begin nothing more."""
+        """Whether workers must begin no further group."""
         return (self.path / "stop").exists()
 
     def produced(self) -> list[str]:
-        """Every uid that was handed over, as its worker noted after the call that took it had returned."""
+        """Every uid that was handed over; a worker notes a uid once the call that takes it has returned."""
         lines = (line for file in self.witness.glob("*") for line in file.read_text().splitlines(keepends=True))
         return [uid for line in lines if line.endswith("\n") for uid in line.split()]
 
@@ -92,7 +92,7 @@ class Trainer:
             self.step()
 
     def step(self) -> None:
-        """Train on what waits, and save a checkpoint after every fifth step."""
+        """Train on the waiting groups, and save a checkpoint after every fifth step."""
         self.state["lineage"] += [uid for group in self._waiting for uid in group]
         self.state["groups"] += len(self._waiting)
         self.state["step"] += 1
@@ -127,7 +127,7 @@ def append(path: Path) -> Callable[[object], None]:
 
 
 def lines(path: Path, since: int = 0) -> Iterator[Any]:
-    """Yield the lines of a stream from its beginning, or after so many; None while there is no further one."""
+    """Yield the values of a stream, without the first `since`; yield None while no further line is complete."""
     file = None
     position = number = 0
     while True:
@@ -154,7 +154,7 @@ def stream_worker(folder: Folder, name: str) -> None:
         write(group)
         written += 1
 
-    # The workers are equally fast: each may be ahead by its share.
+    # The workers are equally fast, so each may be ahead by its share.
     episodes(folder, hand_over, lambda: WORKERS * written - folder.trained_groups())
     write("end")
 
@@ -176,7 +176,7 @@ def preprocessor(folder: Folder) -> None:
 
 
 def stream_trainer(folder: Folder, kept: str) -> None:
-    """Train on a stream: from its beginning, or where it is kept, after the groups that the checkpoint holds."""
+    """Train on a stream from its beginning or, if it is kept, after the groups that the checkpoint holds."""
     trainer = Trainer(folder)
     since = trainer.state["groups"] if kept == "kept" else 0
     for group in lines(folder.streams / "training.jsonl", since):

@@ -1,4 +1,4 @@
-"""Loops of others as contenders: which processes each has, and what it does when one of them is gone."""
+"""Loops of other projects as contenders: which processes each has, and what it does when one of them dies."""
 
 import itertools
 import random
@@ -22,7 +22,7 @@ MORE = (200, 600)
 
 @dataclass(frozen=True)
 class Loop:
-    """A loop: the command of each of its processes, and how it begins again."""
+    """A loop: the command of each of its processes, and how it restarts."""
 
     name: str
     roles: Mapping[str, tuple[str, ...]]
@@ -54,7 +54,7 @@ LOOPS = {
 
 
 def victims(names: Collection[str], kills: int, rng: random.Random) -> Iterator[str]:
-    """Yield whom to kill: all in turn, in another order each time."""
+    """Yield the names of processes to kill, in rounds: each round has every name once, in a random order."""
     rounds = (rng.sample(sorted(names), len(names)) for _ in itertools.count())
     yield from itertools.islice(itertools.chain.from_iterable(rounds), kills)
 
@@ -117,7 +117,7 @@ def tally_of(loop: Loop, directory: Path, kills: int, seed: int) -> Tally:
             running.kill(name)
             killed[name] += 1
         (directory / "stop").touch()
-        # One that ends with an error leaves others waiting for it.
+        # A process that ends with an error leaves others waiting for it, so this does not wait for them.
         eventually(
             lambda: (
                 len(running.ended()) == len(running.processes)

@@ -28,7 +28,7 @@ _SETTINGS = {
     "supervisor.workers": 2,
     "grouper.processes": 2,
     "learner.checkpoint.every_steps": 5,
-    # By default three restarts of a process in ten minutes are enough; here they are the purpose.
+    # The default allows three restarts of a process in ten minutes; this run restarts processes on purpose.
     "supervisor.restarts": 1000,
 }
 
@@ -81,7 +81,7 @@ def counted(kafka: KafkaConfig, name: str, killed: Counter[str]) -> Tally:
 
     uid_at = {(p, offset): record.uid for p, offset, record in records("rollouts") if isinstance(record, Rollout)}
     batches = {record.batch_id: record for _p, _o, record in records("batches") if isinstance(record, TrainingBatch)}
-    # A step that was executed again replaces the record of the first time.
+    # The record of a step that was executed again replaces the first one.
     steps = {record.step: record for _p, _o, record in records("steps") if isinstance(record, LearnerStep)}
     trained, on_record = list[str](), list[str]()
     for step in steps.values():

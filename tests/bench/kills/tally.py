@@ -32,7 +32,7 @@ class Tally:
         trained: Iterable[str],
         on_record: Iterable[str],
     ) -> "Tally":
-        """Count uids: those produced, those trained on as often as they were, and those with another fate on record."""
+        """Count uids; `trained` has a uid as often as it was trained on, `on_record` has those with another fate."""
         uids, times, left = {*produced}, Counter(trained), {*on_record}
         return cls(
             loop=loop,

@@ -1,4 +1,4 @@
-"""Memory that was freed between blocks that stay goes back to the system, if the C library is one that keeps it."""
+"""Memory that was freed between blocks in use is returned to the system, if the C library would keep it."""
 
 import json
 import platform
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.paths import ROOT
 
-# A process of its own: what the tests before left in this one would count, too.
+# Run in a process of its own, because memory that earlier tests left in this one would count, too.
 FRAGMENTED = """
 import json
 from rollstream.consumers.freed_memory import FreedMemory, resident_bytes

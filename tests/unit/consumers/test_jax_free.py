@@ -1,4 +1,4 @@
-"""Modules of the consumers that tools and servers import bring no JAX in; threads are set before it comes."""
+"""Modules of the consumers that tools and servers import do not import JAX; threads are set before JAX is imported."""
 
 import os
 import subprocess

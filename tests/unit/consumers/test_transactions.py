@@ -1,4 +1,4 @@
-"""A process that writes in transactions ends with one line where no broker answers."""
+"""A process that writes in transactions ends with a one-line error if no broker answers."""
 
 from collections.abc import Sequence
 

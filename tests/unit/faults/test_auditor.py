@@ -60,7 +60,7 @@ def driven() -> GroupingTestDriver:
 
 
 def evidence_of(driver: GroupingTestDriver) -> Evidence:
-    """Records that a broker would hold of it."""
+    """The records that a broker would hold after this driver."""
     batches = driver.batches
     return Evidence(
         topics={
@@ -101,7 +101,7 @@ def change(evidence: Evidence, topic: str, at: int, alter: Callable[[object], ob
 
 
 def with_digest(batch: TrainingBatch, **changes: object) -> TrainingBatch:
-    """A batch that hashes to what it says, as one would that was cut wrongly."""
+    """The batch with changes and a digest that matches them, like a batch that was cut wrongly."""
     altered = replace(batch, **changes)  # type: ignore[arg-type]
     return replace(altered, digest=batch_digest(altered))
 
@@ -193,7 +193,7 @@ def test_an_advantage_the_formula_does_not_give_is_found(sound: Evidence) -> Non
 
 
 def test_a_group_without_its_last_member_is_found(sound: Evidence) -> None:
-    """Torn, and cut so cleanly that digest, index and columns agree."""
+    """The group is torn so cleanly that digest, index and columns agree."""
     batch = decode_as(TrainingBatch, sound.topics["batches"][0].value)
     rows, tokens = len(batch) - 1, int(batch.splits[-2])
     groups = (*batch.groups[:-1], replace(batch.groups[-1], size=batch.groups[-1].size - 1))
@@ -227,7 +227,7 @@ def test_content_that_does_not_match_its_digest_is_found(sound: Evidence) -> Non
 
 
 def test_another_cut_than_the_models_is_found(sound: Evidence) -> None:
-    """Two groups change places between batches: whole, pure, once, and not in the order they sealed."""
+    """Two groups change places between batches: both stay whole, pure and single, but not in the order of sealing."""
     first, second = (decode_as(TrainingBatch, sound.topics["batches"][at].value) for at in (0, 1))
     moved = recut(sound, 0, **{f: getattr(second, f) for f in _CONTENT})
     moved = recut(moved, 1, **{f: getattr(first, f) for f in _CONTENT})
@@ -270,7 +270,7 @@ def test_a_count_that_changed_and_was_not_written_is_found_though_a_snapshot_men
 
 @pytest.fixture
 def in_pieces(sound: Evidence) -> Evidence:
-    """The same run, whose transactions wrote several journal records each."""
+    """The evidence of the sound run, with several journal records for each transaction."""
     pieces: list[JournalRecord] = []
     for raw in sound.topics["journal"]:
         whole = decode_as(JournalRecord, raw.value)
@@ -302,8 +302,8 @@ def test_a_dead_letter_with_other_bytes_is_found(sound: Evidence) -> None:
 
 @pytest.fixture
 def branched() -> Evidence:
-    """Groups of two episodes with two branches each, their rewards far apart within an episode; one without variance
-    between its episodes, one that never completes."""
+    """Groups of two episodes with two branches each. The rewards within an episode are far apart; one group has no
+    variance between its episodes, and one group never completes."""
     driver = GroupingTestDriver(CONFIG)
     rewards = {"a": (1.0, 0.0, 0.25, 0.0), "b": (0.75, 0.25, 0.5, 0.0), "even": (1.0, 0.0, 0.25, 0.75), "open": (1.0,)}
     for branch, episode in ((0, "e"), (0, "f"), (1, "f"), (1, "e")):
@@ -349,7 +349,7 @@ def test_other_estimators_are_known(estimator: str) -> None:
 
 @pytest.fixture
 def of_core_1() -> Evidence:
-    """Log that core version 1 left behind: branches, cancellations, another configuration half-way."""
+    """A log that core version 1 left behind, with branches, cancellations, and another configuration half-way."""
     recorded = upgrade.load(1)
     letters = [
         Raw(

@@ -1,4 +1,4 @@
-"""The image of every role: it holds what rollstream requires; its bytecode and its bill are reproducible."""
+"""The image of every role holds what rollstream requires; its bytecode and its bill of materials are reproducible."""
 
 import json
 import os
@@ -101,7 +101,7 @@ def test_bytecode_is_the_same_for_the_same_sources_whenever_they_were_written(tm
     bytecode = first.source.read_bytes()
     assert bytecode == second.source.read_bytes()
     assert bytecode.startswith(MAGIC_NUMBER)
-    # Flags 1: valid by the digest of its source, which is not read again.
+    # Flags 1: the bytecode is valid by the digest of its source, which is not read again.
     assert bytecode[4:8] == b"\x01\x00\x00\x00"
     assert b"/opt/module.py" in bytecode
     assert os.fsencode(tmp_path) not in bytecode
@@ -116,6 +116,6 @@ def test_the_bill_names_every_distribution_with_its_version() -> None:
     assert bill["metadata"]["component"]["version"] == version("rollstream")
     actual = {part["name"]: part["purl"] for part in bill["components"]}
     assert actual["jax"] == f"pkg:pypi/jax@{version('jax')}"
-    assert len(actual) == len(parts)  # rollstream itself is above, Python is among them
+    assert len(actual) == len(parts)  # not rollstream itself, but Python
     licences = {part["name"]: part.get("licenses") for part in bill["components"]}
     assert licences["numpy"]

@@ -13,7 +13,7 @@ from tests.support.machine import Machine, script
 def test_data_that_a_newer_kafka_wrote_is_named_as_such(
     machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The line that Kafka 4.2 ends with on the data of 4.3.
+    # The last line of Kafka 4.2 when it starts on data of 4.3.
     line = (
         "Caused by: org.apache.kafka.common.errors.UnsupportedVersionException: Can't read version 4 of BrokerEndpoint"
     )

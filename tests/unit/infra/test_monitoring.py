@@ -1,4 +1,4 @@
-"""Dashboard and alert rules: every name and label in them is that of the catalogue, and both are files that load."""
+"""Dashboard and alert rules: every name and label in them is in the catalogue, and both files can be loaded."""
 
 import json
 import re
@@ -18,7 +18,7 @@ EXPRESSIONS = [*dashboard.expressions(), *alerts.expressions()]
 
 
 def named(expression: str) -> set[str]:
-    """Names of the metrics in an expression; those of a histogram without what its series add."""
+    """Names of the metrics in an expression; a histogram's name is without the suffixes of its series."""
     names = re.findall(r"rollstream_\w+", expression)
     return {name if name in SPECS else re.sub(r"_(bucket|sum|count)$", "", name) for name in names}
 

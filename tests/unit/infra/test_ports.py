@@ -1,4 +1,4 @@
-"""Ports for servers: no outgoing connection gets one between its choice and the server's start."""
+"""Ports for servers: no outgoing connection takes a port between its choice and the start of the server."""
 
 import socket
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The probe takes no open port for a broker. That it recognises a real one, the broker tests show."""
+"""The probe does not mistake an open port for a broker. The broker tests show that it recognises a real broker."""
 
 import socket
 import struct

@@ -21,7 +21,7 @@ def test_a_process_is_itself_until_it_ended() -> None:
         assert identify(child.pid) == process
         assert not await_end(process, 0.05)
         assert send(process, signal.SIGKILL)
-        # Before its parent collected it, it is a zombie: ended all the same.
+        # Until its parent collects it, the process is a zombie, which counts as ended.
         assert await_end(process, 60)
         assert identify(child.pid) is None
     assert not send(process, signal.SIGTERM)
@@ -48,7 +48,7 @@ def keeper_task(tmp_path: Path, command: list[str], stop_timeout_s: float = 10.0
 
 
 def kept_child_of_a_killed_asker(tmp_path: Path, command: list[str], stop_timeout_s: float) -> ProcessIdentity:
-    """The child of a keeper whose asker was killed with SIGKILL."""
+    """The child of a keeper after the process that asked for it was killed with SIGKILL."""
     asking = (
         "import subprocess, sys\n"
         "keeper = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"

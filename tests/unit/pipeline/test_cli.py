@@ -1,4 +1,4 @@
-"""The command line: what is wrong is one line and a code, help is immediate, a user's own files do not matter."""
+"""The command line: an error is one line and an exit code, help is immediate, a user's own files do not matter."""
 
 import os
 import shlex
@@ -139,7 +139,7 @@ def test_bash_completes_commands_flags_and_settings(typed: str, offered: set[str
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
 def test_other_shells_are_offered_the_same(shell: str, tmp_path: Path) -> None:
-    """As their scripts ask, which are printed too."""
+    """Ask as the scripts of these shells do, which are printed, too."""
     script, errors = start(["completion", shell], tmp_path).communicate(timeout=300)
     assert errors == ""
     assert f'_ARGCOMPLETE_SHELL="{shell}"' in script or f"_ARGCOMPLETE_SHELL {shell}" in script
@@ -197,7 +197,7 @@ print(sum(os.path.getsize(file) for file in files if file and os.path.exists(fil
 
 
 def bytes_loaded_by(code: str) -> int:
-    """Size of the modules that a fresh interpreter loads for this: its time depends on what else the machine does."""
+    """Size of the modules that a fresh interpreter loads for this code; the time would depend on the machine's load."""
     done = subprocess.run(
         [sys.executable, "-c", LOADING, code], cwd=ROOT, check=True, capture_output=True, text=True, timeout=300
     )

@@ -89,7 +89,7 @@ def test_clients_keys_of_several_origins_are_merged(tmp_path: Path) -> None:
         ({"flags": ["learner.model.head_dim=3"]}, "--set learner.model.head_dim: [learner.model] head_dim 3 is odd"),
         ({"flags": ["run=a/b"]}, "run name 'a/b' cannot be part of a topic name"),
         ({"flags": ["grouping.batch_bytes=9000000"]}, "leaves no room in kafka.max_record_bytes"),
-        # As a grouping process refuses it at its start.
+        # A grouping process would also refuse it at its start.
         ({"flags": ["kafka.max_record_bytes=4500000"]}, "batch_bytes 4194304 leaves no room in kafka.max_record_bytes"),
         ({"flags": ["grouping.batch_rollouts=1000"]}, "raise max_policy_lag to"),
         ({"client_flags": ["group.id="]}, "-X group.id: kafka.client sets group.id"),
@@ -165,7 +165,7 @@ optimizer.epsilon = 1e-9
 def test_the_error_for_a_bad_value_names_its_origin(
     tmp_path: Path, changed: tuple[str, str], how: dict[str, Any], origin: str | None
 ) -> None:
-    """The line of the file, the variable or the flag that gave it, whatever else is set beside it."""
+    """The error names the line of the file, the variable or the flag that gave the value, whatever else is set."""
     path = write(tmp_path, TWO_SECTIONS.replace(*changed))
     environment = {"ROLLSTREAM_GROUPING__SEED": "1", "ROLLSTREAM_LEARNER__SEED": "1", **how.pop("environment", {})}
     with pytest.raises(ConfigurationError) as raised:

@@ -40,7 +40,7 @@ def test_ctrl_c_ends_a_command_while_no_broker_answers(words: str, moments: int,
 
 
 def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path: Path) -> None:
-    """As one that waits in a library and was asked once."""
+    """The command waits in a library, and was asked to end once before."""
     script = tmp_path / "deaf.py"
     script.write_text(
         "import ctypes, sys\n"
@@ -146,11 +146,11 @@ def test_no_job_begins_after_ctrl_c_and_no_process_is_left(tmp_path: Path) -> No
     ) as process:
         eventually(lambda: len(list(tmp_path.glob("job-*"))) > 2, 60, "jobs")
         with FairTime() as passed:
-            os.killpg(process.pid, signal.SIGINT)  # all of them, as a terminal does
+            os.killpg(process.pid, signal.SIGINT)  # to all processes, as a terminal does
             output, errors = process.communicate(timeout=300)
         assert passed.seconds < LIMIT_S
     assert (process.returncode, output, errors) == (130, "", f"{LINE}\n")
-    # Only jobs that were begun before the signal are done: nobody is left to begin any.
+    # Only jobs that had begun before the signal are done, because no process is left to begin others.
     eventually(lambda: no_group(process.pid), 60, "the end of the processes that computed")
     assert len(list(tmp_path.glob("job-*"))) < 500
 

@@ -25,7 +25,7 @@ name = "sums"
 
 
 def defaults() -> Mapping[str, Any]:
-    """Every key with its default, and tables of free keys with one of theirs."""
+    """Every key with its default; a table of free keys has one such key."""
     return {key.removesuffix("*") + "word" * key.endswith("*"): default_of(key) for key in known_keys(RunConfig)}
 
 
@@ -65,7 +65,7 @@ def test_every_setting_is_set_alike_by_a_file_a_variable_and_a_flag(tmp_path: Pa
     compared, unlike = 0, []
     for key, value in defaults().items():
         if value is None or (key.startswith("environments.0.") and key.endswith((".use", ".name"))):
-            continue  # no text stands for none; the entry above has these two
+            continue  # None has no text form; the entry above has these two keys
         text = render({"value": value}).removeprefix("value = ").strip()
         text = value if isinstance(value, str) else text
         file.write_text(toml_of(key, value))

@@ -1,4 +1,4 @@
-"""The flow-control rule: never beyond the limit, never at rest for ever, whatever order things happen in."""
+"""The flow-control rule: never beyond the limit, and never stopped forever, whatever the order of events."""
 
 from dataclasses import replace
 
@@ -272,7 +272,7 @@ class Pipeline:
         return True
 
     def send(self, worker: int) -> None:
-        """The oldest group of a worker goes out whole."""
+        """Send the oldest group of a worker whole."""
         if self.generating[worker]:
             group = self.generating[worker].pop(0)
             self.flows[worker].note_end(self.consumed_at_start[group])
@@ -309,7 +309,7 @@ class Pipeline:
         self.publish()
 
     def learn(self) -> None:
-        """Steps of whole batches in order, while there are enough."""
+        """Make steps of whole batches in order, while there are enough rollouts."""
         while sum(self.batches) >= self.config.rollouts_per_step:
             rows = 0
             while rows < self.config.rollouts_per_step:

@@ -164,7 +164,7 @@ def capacity_of(workers: int, **changes: object) -> CapacityConfig:
 
 @pytest.mark.parametrize(("workers", "longest"), [(1, 10), (4, 10), (4, 40), (16, 10)])
 def test_by_default_less_than_one_in_a_hundred_is_stale_beside_a_slow_learner(workers: int, longest: int) -> None:
-    """Steps take 20 ticks, so some groups are played for two of them, of four that they may be behind."""
+    """Steps take 20 ticks, so some groups are played during two steps; they may be four steps behind."""
     capacity = CapacityConfig(workers=workers, group_size=GROUP, in_flight=32 * GROUP)
     simulation = Simulation(capacity, {FAST: (1, longest)}, step_every=20)
     simulation.run(2000)

@@ -1,4 +1,4 @@
-"""JSON of model calls: the values that the standard library reads and writes, whichever of the two did it."""
+"""JSON of model calls: our functions read and write the same values as the standard library."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A learner's consumption counts by index position: whoever learns, from wherever it began, workers go on with it."""
+"""A learner's consumption counts by index position, so workers continue with any learner, wherever it began."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def use(offset: int, rows: int = ROWS, *, again: bool = False) -> BatchUse:
 
 
 def index(first: int, end: int, *, pruned: bool) -> LearnerConsumption:
-    """An index that holds the entries `first` to `end`, one batch at each offset."""
+    """An index that holds the entries `first` to `end` - 1, one batch at each offset."""
     consumption = LearnerConsumption("main", pruned=pruned)
     for number in range(first, end):
         consumption.add_entry(number, entry(number))
@@ -58,7 +58,7 @@ def index(first: int, end: int, *, pruned: bool) -> LearnerConsumption:
 
 
 def test_after_a_prune_a_learner_of_a_new_name_consumes_what_it_reads() -> None:
-    """The one before it had trained on 80 rollouts, of which the index no longer holds 48."""
+    """The earlier learner had trained on 80 rollouts, 48 of which the index no longer holds."""
     run = index(6, 12, pruned=True)
     run.add_step(step("old", 5, position=10, total=80))
     assert run.consumed == 80
@@ -136,7 +136,7 @@ def test_steps_made_of_another_runs_batches_consume_nothing() -> None:
 def test_everything_before_the_position_is_consumed_for_any_learner_and_any_deletion(
     script: list[tuple[str, int]], deleted: int
 ) -> None:
-    """Learners take turns on whole batches; deleted is what all of them are past."""
+    """Learners take turns on whole batches; entries that all of them have passed are deleted."""
     entries = 100
     steps: list[LearnerStep] = []
     position: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""The order of prompts: whole epochs over all workers, whatever their number, and a restart that goes on."""
+"""The order of prompts: whole epochs over all workers, whatever their number, and a restart that continues."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Names of dtypes and bytes of arrays: what is written comes back, and what no reader could prove is refused."""
+"""Names of dtypes and bytes of arrays: what is written comes back, and what no reader could verify is refused."""
 
 import ml_dtypes
 import numpy as np

@@ -25,7 +25,7 @@ SCHEMA = {"type": "record", "name": "R", "fields": [{"name": "n", "type": "long"
 
 
 def container(count: int, codec: str = "null") -> bytes:
-    """Records 0 to `count` - 1, two a block."""
+    """Records 0 to `count` - 1, two per block."""
     out = io.BytesIO()
     rows = ({"n": n, "text": f"record {n}"} for n in range(count))
     fastavro.writer(out, SCHEMA, rows, codec=codec, sync_interval=20, sync_marker=b"0123456789abcdef")

@@ -125,7 +125,7 @@ def test_a_frame_of_an_unknown_release_is_told_from_foreign_bytes_in_either_form
 
 
 def refusal(value: bytes) -> str:
-    """The words of the RecordError, empty when the bytes decode; anything else raised fails the test."""
+    """The message of the RecordError, empty if the bytes decode; any other exception fails the test."""
     try:
         decode(value)
     except RecordError as error:

@@ -74,7 +74,7 @@ def tower(levels: int, leaf: Any) -> Any:
 
 
 def chain(length: int) -> list[Any]:
-    """Records that are defined beside each other and stand within each other, `length` deep."""
+    """Records that are defined side by side and nested, `length` deep."""
     return [record("R0", "int"), *(record(f"R{n}", f"R{n - 1}") for n in range(1, length))]
 
 

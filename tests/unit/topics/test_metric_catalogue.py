@@ -1,4 +1,4 @@
-"""The catalogue of metrics keeps to Prometheus' names, and values arrive under it as components write them."""
+"""The catalogue of metrics keeps to Prometheus' rules for names, and components' values arrive under its names."""
 
 import re
 from collections import Counter

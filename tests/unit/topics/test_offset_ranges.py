@@ -1,4 +1,4 @@
-"""Sets of offsets survive their form in the journal, and ranges are parsed or refused with their form."""
+"""Sets of offsets survive their form in the journal, and ranges are parsed, or refused with the expected form."""
 
 import itertools
 

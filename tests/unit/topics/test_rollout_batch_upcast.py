@@ -1,4 +1,4 @@
-"""The old form becomes Rollouts: what each inherits, what is refused, and names that a place gives for ever."""
+"""The old form becomes Rollouts: what each inherits, what is refused, and names that depend on the place alone."""
 
 import dataclasses
 from typing import Any

@@ -88,7 +88,7 @@ def test_frames_carry_the_fingerprint_of_the_canonical_form_little_endian(schema
 
 
 def readable(writer: Any, reader: Any, writers: dict[str, Any], readers: dict[str, Any]) -> str | None:
-    """Why a reader's schema cannot take what a writer's schema wrote, by the rules of resolution; None if it can.
+    """Why a reader's schema cannot read what a writer's schema wrote, by the rules of resolution; None if it can.
 
     Independent of fastavro, which finds out only when it meets the data.
     """

@@ -1,4 +1,4 @@
-"""Signatures behind records: who holds a key is obeyed, whatever else is tried."""
+"""Signatures after records: only the holder of a key is obeyed, whatever else is tried."""
 
 import stat
 import subprocess

@@ -1,4 +1,4 @@
-"""Codes of what learners skip: a field, and in records of earlier releases what their words say."""
+"""Codes of what learners skip: a field, which is derived from the text in records of earlier releases."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Trajectories: any tree of arrays comes back from the wire as it was, and what is unsound is refused in words."""
+"""Trajectories: any tree of arrays comes back from the wire as it was, and an invalid one is refused with a message."""
 
 from typing import Any
 

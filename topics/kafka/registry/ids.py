@@ -1,4 +1,4 @@
-"""Ids of our schemas in a registry, for writers. Each id is requested once, and a missing answer delays no record.
+"""Ids of our schemas in a registry, for writers. Only the first record that needs an id waits for the registry.
 
 A writer that has no id yet writes the record without one, which every reader of rollstream accepts; the id is requested
 again in the background. An unavailable registry therefore neither stops a process nor loses a record.
@@ -42,8 +42,8 @@ class SchemaIds:
     def framed(self, topic: str, value: bytes) -> bytes:
         """Return a value as it is written to a topic: a record gets the id of its schema, if the id is known.
 
-        Raises SchemaRefused if this process has no id yet and the registry lacks the schema or refuses the client; the
-        run is then not set up.
+        Raises SchemaRefused if this process has no id yet and the registry lacks the schema or refuses the client; this
+        means that the run is not set up.
         """
         frame = frame_of(value)
         known = self._ids.get((topic, frame[len(MAGIC) : HEADER_SIZE]))

@@ -83,7 +83,7 @@ def _is_rollout(e: ArchivedRecord) -> bool:
 @pytest.fixture(params=["directory", "file-url", "memory-url", "local-by-fsspec"])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "local-by-fsspec":
-        # As object stores are used, and with files one can look at.
+        # This store is used as object stores are, but leaves files to look at.
         yield FsspecStore(f"local://{tmp_path}/archive")
         return
     url = {
@@ -248,7 +248,7 @@ def test_a_manifest_of_other_values_is_refused(change: dict[str, object]) -> Non
 
 
 def test_thousands_of_environments_share_files_and_each_keeps_its_name() -> None:
-    """The commonest environments have files of their own, the others one a commit."""
+    """The most frequent environments have files of their own, and the others share one in each commit."""
     names = ["common"] * 5 + [f"rare{n}" for n in range(60)]
     entries = [entry(0, n)._replace(value=encode(rollout(f"u{n}", environment=name))) for n, name in enumerate(names)]
     store = archived(*entries)

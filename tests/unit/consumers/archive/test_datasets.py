@@ -1,4 +1,4 @@
-"""Files of archives and group stores, read by Hugging Face's `datasets` with no word about their columns."""
+"""Files of archives and group stores, read by Hugging Face's `datasets`, which is told nothing about their columns."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ def loaded(files: str, cache: Path, streaming: bool) -> Any:
 
 
 def subjects() -> list[Rollout]:
-    """Rollouts whose files differ in what is there: components of the reward, texts beside it, environments, days."""
+    """Rollouts whose files differ in their content: components of the reward, texts with it, environments, days."""
     return [
         rollout(
             f"e{n}",

@@ -26,7 +26,7 @@ def test_an_archive_that_grows_for_long_has_few_files_and_writes_a_row_again_a_f
         most = max(most, len(writer.manifest.files_of(LOG)))
     assert len(list(records(store, writer.manifest, "rollouts", 0))) == commits
     assert most < 2 * MOST_SMALL
-    # If each merge took all of them, it would be 13.
+    # If each merge took all files, this would be 13.
     assert again / commits < 8
 
 

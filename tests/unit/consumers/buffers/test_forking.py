@@ -78,7 +78,7 @@ def test_a_directory_can_be_opened_again_while_a_forked_child_lives(
 
 
 def test_a_forked_child_draws_and_never_writes_where_its_parent_did(tmp_path: Path) -> None:
-    """It would continue from the index at the time of the fork."""
+    """A child that wrote would continue from the index at the time of the fork."""
     buffer = trajectories(tmp_path / "b")
     buffer.add(trajectory(0))
     buffer.flush()

@@ -1,4 +1,4 @@
-"""Files of buffers: whole or not there, whoever is killed and whatever fails."""
+"""Files of buffers are whole or absent, whichever process is killed and whatever fails."""
 
 import os
 import signal

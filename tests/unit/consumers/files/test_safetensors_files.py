@@ -1,4 +1,4 @@
-"""Safetensors files of unknown origin: views within the file, or one kind of error."""
+"""Safetensors files of unknown origin are read as views within the file, or refused with one kind of error."""
 
 import contextlib
 import json

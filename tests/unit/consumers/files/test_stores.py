@@ -1,4 +1,4 @@
-"""Stores say how large and how old their objects are, and messages on them hold no secret."""
+"""Stores report the sizes and ages of their objects, and messages about stores hold no secret."""
 
 import time
 from pathlib import Path

@@ -192,7 +192,7 @@ def test_a_warning_names_environment_measure_and_both_means() -> None:
 
 
 def test_a_deadline_that_cuts_long_answers_off_shows_in_the_counts_of_the_fold() -> None:
-    """Members that take longer are longer: a short deadline drops their groups, which shows in the counts."""
+    """Longer members take more time, so a short deadline drops their groups, which shows in the counts."""
     random = Random(4)
     d = GroupingTestDriver(GroupingConfig(batch_rollouts=8, group_deadline_s=1.0, max_batch_age_s=5.0))
     for example in range(1_500):

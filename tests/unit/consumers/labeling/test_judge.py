@@ -1,4 +1,4 @@
-"""A judge over HTTP: what it is asked, how its answers are read, and what becomes of those that cannot be."""
+"""A judge over HTTP: what it is asked, how its answers are read, and what happens to unreadable answers."""
 
 import asyncio
 import contextlib
@@ -107,7 +107,7 @@ def test_calls_run_together_within_their_limit_and_what_may_pass_is_repeated(mon
         assert request.path == "/v1/chat/completions"
         now += 1
         most = max(most, now)
-        while most < 2:  # the first waits for company
+        while most < 2:  # the first request waits for a second
             await asyncio.sleep(0.01)
         now -= 1
         seen.append(await request.json())

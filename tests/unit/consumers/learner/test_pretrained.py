@@ -1,4 +1,4 @@
-"""Parameters a run starts from: those of the checkpoint, wherever their devices are."""
+"""The parameters that a run starts from are those of the checkpoint, wherever their devices are."""
 
 from pathlib import Path
 

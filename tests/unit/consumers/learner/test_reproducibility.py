@@ -1,4 +1,4 @@
-"""Flags that make a GPU repeat its bits, and what a step executed again may differ by."""
+"""Flags that make a GPU repeat its bits, and how much a step executed again may differ."""
 
 import importlib.util
 from dataclasses import replace
@@ -18,7 +18,7 @@ FLAGS = ("--xla_gpu_deterministic_ops=true", "--xla_gpu_autotune_level=0")
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch):
-    """Prepares an environment with these flags, and returns the flags in it."""
+    """A function that prepares an environment with these flags, and returns the flags in it."""
     monkeypatch.setenv("NPROC", "2")
 
     def prepare(flags: str, platforms: str, *, plugin: bool) -> list[str]:

@@ -31,7 +31,7 @@ MODEL = DecoderConfig(lora=LoraConfig(rank=4, alpha=12.0))
 
 
 def random_params(config: DecoderConfig) -> dict[str, NDArray[np.float32]]:
-    """Parameters whose adapters are none of them zero."""
+    """Parameters in which no adapter is zero."""
     draw = np.random.default_rng(4)
     params = {name: np.array(value) for name, value in decoder.init(jax.random.key(1), config).items()}
     for name in params:
@@ -153,7 +153,7 @@ def test_the_server_samples_with_merged_weights() -> None:
 
 
 def our_logits() -> NDArray[np.float32]:
-    """Logits [T, vocab_size] of the model whose logits by PEFT are recorded, its adapters beside the projections."""
+    """Logits [T, vocab_size] of the model whose PEFT logits are recorded, with unmerged adapters."""
     params = {name: jnp.asarray(value) for name, value in random_parameters(peft_logits.MODEL).items()}
     tokens = tokens_of_checkpoint(peft_logits.MODEL)
     positions = np.arange(tokens.shape[1], dtype=np.int32)[None]
@@ -169,7 +169,7 @@ def test_logits_are_those_recorded_from_peft_for_the_files_we_export() -> None:
 
 
 @pytest.mark.long
-@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT asks transformers by that name.
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # PEFT uses that name in transformers.
 def test_peft_loads_the_files_we_export_and_gives_our_logits(tmp_path: Path) -> None:
     peft_logits.write(tmp_path)
     theirs = peft_logits.logits_of_peft(tmp_path, tokens_of_checkpoint(peft_logits.MODEL))

@@ -1,4 +1,4 @@
-"""Attention of long rows: what the plain one gives, without its scores in memory."""
+"""Attention of long rows gives what plain attention gives, without its scores in memory."""
 
 from collections.abc import Callable
 from functools import partial
@@ -37,7 +37,7 @@ def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def output_and_gradients(function: Attend) -> tuple[jax.Array, ...]:
-    """The output, and the gradients of its weighted sum by queries, keys and values."""
+    """The output, and the gradients of its weighted sum with respect to queries, keys and values."""
 
     def total(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         output = function(q, k, v, SEGMENTS)
@@ -53,7 +53,7 @@ def plain() -> tuple[jax.Array, ...]:
 
 
 def reference(q: np.ndarray, k: np.ndarray, v: np.ndarray, segments: np.ndarray, window: int = LENGTH) -> np.ndarray:
-    """Float64 numpy, one query at a time: only keys it may see are looked at."""
+    """Attention in float64 numpy, one query at a time, over only the keys that the query may see."""
     output = np.zeros(q.shape)
     for row, t, head in np.ndindex(*q.shape[:3]):
         seen = np.flatnonzero(segments[row, : t + 1] == segments[row, t])
@@ -124,7 +124,7 @@ def test_blocks_look_at_no_keys_but_those_that_a_query_of_the_block_may_see() ->
 
     def total(v: jax.Array, implementation: str) -> tuple[jax.Array, jax.Array]:
         output = attention.attend(Q[:1], K[:1], v, segments, implementation)
-        # Not a sum of what may be NaN: the blocks of the other segments have no part in it.
+        # The sum leaves out the other segments, whose outputs may be NaN.
         return jnp.sum(output[:, 48:96]), output[:, 48:96]
 
     for implementation, finite in (("blocks", True), ("whole_rows", False)):

@@ -110,7 +110,7 @@ def test_a_later_token_does_not_change_earlier_logits() -> None:
 
 
 def test_moving_a_sequence_as_a_whole_changes_nothing() -> None:
-    """Rotary embeddings know distances only."""
+    """Rotary embeddings depend on distances only."""
     config = DecoderConfig()
     params = random_params(config)
     tokens, segments = np.arange(8, dtype=np.int32)[None], np.ones((1, 8), np.int32)

@@ -68,9 +68,9 @@ LAYOUTS = [(1, 1), (8, 1), (8, 4)]
 
 @pytest.fixture(scope="module")
 def sampled() -> dict[str, Any]:
-    """Answers of each layout, from a process of its own: this one has JAX already, with one device."""
+    """Answers of each layout, from a process of its own, because this one already has JAX with one device."""
     flags = f"{os.environ['XLA_FLAGS']} --xla_force_host_platform_device_count=8 {PATIENT}"
-    # A sum over devices occupies a thread of each; by default there are as many as processors.
+    # A sum over devices occupies a thread of each device; by default there are as many threads as processors.
     environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "NPROC": "32"}
     layouts = [(*layout, "float32") for layout in LAYOUTS] + [(1, 1, "bfloat16"), (8, 4, "bfloat16")]
     child = subprocess.run(

@@ -1,4 +1,4 @@
-"""Decoding in slots: a row's tokens are its own affair, its logprobs are the decoder's, and shapes never change."""
+"""Decoding in slots: a row's tokens depend on no other row, its logprobs are the decoder's, and shapes never change."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +23,7 @@ LENGTH = 40
 
 @pytest.fixture(scope="module")
 def params() -> decoder.Params:
-    """Sharper than at initialisation, so that greedy and sampled answers differ clearly."""
+    """Parameters with sharper logits than at initialisation, so that greedy and sampled answers differ clearly."""
     made = jax.jit(decoder.init, static_argnums=1)(jax.random.key(3), CONFIG)
     return {**made, decoder.EMBEDDING: made[decoder.EMBEDDING] * 6}
 
@@ -35,7 +35,7 @@ def shared() -> SlotDecoder:
 
 @pytest.fixture
 def slots(shared: SlotDecoder) -> SlotDecoder:
-    """Empty; shapes compiled for one test serve the others."""
+    """The shared decoder without rows; shapes compiled for one test serve the others."""
     shared.reset()
     return shared
 
@@ -105,7 +105,7 @@ def test_a_row_that_joins_while_others_decode_is_the_row_it_is_alone(
 def test_rows_that_come_and_go_in_any_order_are_the_rows_they_are_alone(
     shared: SlotDecoder, params: decoder.Params, arrivals: list[tuple[int, int, int, bool]]
 ) -> None:
-    """Each arrival: its prompt, its seed, its limit, and whether it is removed again at the next call."""
+    """Each arrival gives a prompt, a seed, a limit, and whether the row is removed again at the next call."""
     shared.reset()
     reference = {
         (prompt, seed): shared.sample(params, [Row(prompt=PROMPTS[prompt], seed=seed, max_tokens=12)])[0].tokens

@@ -1,4 +1,4 @@
-"""A model's own tokenizer: what it says of text, what ends, what is refused."""
+"""A model's own tokenizer: tokens of text, special tokens, end tokens, and refused directories."""
 
 import json
 from pathlib import Path

@@ -26,7 +26,7 @@ TO_CHOSEN, TO_ENTROPY = DRAW.standard_normal((2, *SHAPE)).astype(np.float32)
 def chosen_entropy_gradients(
     function: Callable[..., tuple[jax.Array, jax.Array]], states: jax.Array, weight: jax.Array, temperatures: jax.Array
 ) -> tuple[tuple[jax.Array, jax.Array], tuple[jax.Array, ...]]:
-    """Both results, and the gradients of their weighted sum by states, weight and temperatures."""
+    """Both results, and the gradients of their weighted sum with respect to states, weight and temperatures."""
 
     def total(*arguments: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         chosen, entropy = function(arguments[0], arguments[1], TARGETS, arguments[2])
@@ -37,7 +37,7 @@ def chosen_entropy_gradients(
 
 
 def reference(states: np.ndarray, weight: np.ndarray) -> tuple[tuple[np.ndarray, ...], tuple[np.ndarray, ...]]:
-    """The same in float64 numpy, by the derivatives of the softmax."""
+    """The same results and gradients in float64 numpy, by the derivatives of the softmax."""
     h, w, tau = (array.astype(np.float64) for array in (states, weight, TEMPERATURES))
     scaled = h @ w.T / tau[..., None]
     log_p = scaled - np.log(np.sum(np.exp(scaled), axis=-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Checkpoints of versions on disk: whole or not there, few, and written by one process."""
+"""Checkpoints of versions on disk: whole or absent, few, and written by one process."""
 
 import asyncio
 import json
@@ -141,7 +141,7 @@ def test_parameters_of_another_trainer_are_written_like_a_checkpoint_of_its_mode
         assert json.loads((written.directory / "config.json").read_text())["model_type"] == "of_another_architecture"
         assert (written.directory / "tokenizer.json").read_bytes() == (template / "tokenizer.json").read_bytes()
         assert params_digest(huggingface.load(written.directory, config)) == params_digest(arrays)
-        # An engine only warns of a tensor that is missing, and goes on with the old one.
+        # An engine only warns of a missing tensor, and keeps the old one.
         name = next(iter(arrays))
         with pytest.raises(CheckpointRefused, match=f"{name} is missing"):
             await checkpoints.add(manifest(4), {n: a for n, a in arrays.items() if n != name})

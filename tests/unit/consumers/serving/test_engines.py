@@ -1,4 +1,4 @@
-"""Routes of engines: what they are asked in which order, and what becomes of refusals and silence."""
+"""Routes of engines: which requests are sent in which order, and what happens after refusals and silence."""
 
 import asyncio
 import re

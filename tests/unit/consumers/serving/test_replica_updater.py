@@ -149,7 +149,7 @@ def test_an_engine_that_loads_nothing_stays_paused_is_named_and_holds_up_no_othe
         assert (healthy.paused, broken.paused) == (False, True)
         assert "resume" not in broken.calls[3:]
         assert fleet.updaters[1].version == -1
-        # Once it loads again, it comes back.
+        # Once the engine loads versions again, it serves again.
         broken.refuses.clear()
         await fleet.serves(1, 1)
         assert not broken.paused
@@ -189,7 +189,7 @@ def test_an_engine_that_does_not_pause_keeps_its_weights_and_is_asked_again(tmp_
         engine.refuses["pause"] = 2
         await fleet.publish(1)
         await fleet.serves(1)
-        # It may have paused although its answer did not arrive.
+        # The engine may have paused although its answer did not arrive.
         assert engine.calls[3:5] == ["pause", "resume"]
         assert engine.loads == 2
 

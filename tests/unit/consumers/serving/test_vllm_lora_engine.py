@@ -18,8 +18,8 @@ FILE = "adapter_model.safetensors"
 
 
 class VllmStandIn:
-    """Adapters as vLLM 0.32 keeps them: a request has a number and a path, and reads the path if the number is not
-    held, or, after a load in place, at each step."""
+    """Adapters as vLLM 0.32 keeps them: a request has a number and a path. It reads the path if the number is not held;
+    after a load in place, it reads the path at each step."""
 
     def __init__(self) -> None:
         self.names: dict[str, tuple[int, str, bool]] = {}
@@ -33,7 +33,7 @@ class VllmStandIn:
         return text
 
     def request(self) -> Callable[[], str]:
-        """A request for the policy, whose steps answer the adapter that they are computed with."""
+        """A request for the policy; each of its steps returns the adapter that the step is computed with."""
         number, path, in_place = self.names["policy"]
 
         def step() -> str:

@@ -26,7 +26,7 @@ def test_every_process_of_vllm_loads_the_entry_point_without_what_only_workers_n
     look = (
         "import sys; from importlib.metadata import entry_points;"
         "[entry] = [e for e in entry_points(group='vllm.general_plugins') if e.name == 'rollstream'];"
-        "entry.load()();"  # There is no vLLM here: it changes nothing.
+        "entry.load()();"  # Without vLLM, the plug-in changes nothing.
         "heavy = {'numpy', 'confluent_kafka', 'fastavro', 'jax', 'torch', 'pyarrow'} & sys.modules.keys();"
         "sys.exit(str(heavy) if heavy else 0)"
     )

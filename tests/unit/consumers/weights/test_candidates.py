@@ -1,4 +1,4 @@
-"""Policy version that a follower tries next: the newest that is due, and none for ever given up that may yet come."""
+"""The version that a follower tries next: the newest that is due. A version that may still come is not given up."""
 
 from rollstream.consumers.weights.candidates import VersionCandidates
 from rollstream.topics.records import PolicyManifest

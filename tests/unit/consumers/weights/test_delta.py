@@ -1,4 +1,4 @@
-"""Deltas: applied to what they were made from they give what they were made for, whatever the bits mean."""
+"""Deltas: applied to the version they were made from, they give the version they lead to, whatever the bits mean."""
 
 from dataclasses import replace
 from typing import Any

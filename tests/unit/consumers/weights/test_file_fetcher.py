@@ -1,4 +1,4 @@
-"""Chunks in files, over a file system of somebody else's: faults that pass are waited out, others are named."""
+"""Chunks in files on a foreign file system: temporary faults are waited out, and others are reported."""
 
 import hashlib
 import threading

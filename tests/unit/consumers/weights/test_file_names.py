@@ -1,4 +1,4 @@
-"""Names of files of versions say what they hold, and the rule that decides between log and files."""
+"""Names of files of versions, which say what the files hold, and the rule that decides between log and files."""
 
 import pytest
 from hypothesis import given

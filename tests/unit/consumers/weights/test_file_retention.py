@@ -1,4 +1,4 @@
-"""Files of versions that may go: none that a kept version builds on, none that is young, none that is not ours."""
+"""Files of versions that may be deleted: only our own, none that is young, and none that a kept version builds on."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Bytes of a policy version: what goes in comes out, and nothing else passes."""
+"""Bytes of a policy version are read as they were written, and any other bytes are refused."""
 
 import contextlib
 import hashlib
@@ -49,7 +49,7 @@ def published(params: dict[str, np.ndarray], chunk_bytes: int, codec: str = "") 
 
 
 def published_before(params: dict[str, np.ndarray], chunk_bytes: int) -> tuple[PolicyManifest, list[bytes]]:
-    """As earlier releases published: digests of chunks, and one pass over all bytes for the whole."""
+    """Publish as earlier releases did: with digests of chunks, and a digest made in one pass over all bytes."""
     manifest, pieces = published(params, chunk_bytes)
     chunks = tuple(
         replace(chunk, digest=hashlib.sha256(piece).hexdigest())
@@ -98,7 +98,7 @@ def test_any_bit_changed_in_compressed_chunks_is_refused_or_changes_nothing(data
     manifest, pieces = published(PARAMS, 16, "zstd")
     index = data.draw(st.integers(0, len(pieces) - 1))
     torn = flipped(pieces, index, data.draw(st.integers(0, len(pieces[index]) - 1)), bit)
-    # Some bits of a frame's header mean nothing to whoever knows the size.
+    # Some bits of a frame's header do not matter to a reader that knows the size.
     with contextlib.suppress(WeightsRefused):
         assert params_digest(assemble(manifest, torn)) == manifest.digest
 
@@ -181,7 +181,7 @@ def test_a_version_is_assembled_in_the_memory_that_it_takes_and_no_more() -> Non
     tracemalloc.start()
     try:
         buffer = ContentBuffer(manifest)
-        # In any order, as partitions give them; each chunk is another object, as a reader gets it.
+        # Chunks come in any order, as from several partitions; each one is a new object, as a reader gets it.
         for chunk, data in reversed(list(zip(manifest.chunks, stored, strict=True))):
             buffer.put(chunk, bytes(bytearray(data)))
         arrays = buffer.arrays()
@@ -204,7 +204,7 @@ def test_a_version_that_no_memory_holds_is_refused() -> None:
 def test_large_tensors_are_digested_as_they_arrive_and_any_bit_changed_is_refused(
     order: int, flipped_byte: int | None
 ) -> None:
-    """Shards have 16 MiB: the first tensor has two and a part, the second one begins within a chunk."""
+    """Shards have 16 MiB: the first tensor has two and a part, and the second tensor begins within a chunk."""
     large = np.arange(9_000_000, dtype="<u4")
     params = {"a": large, "b": large[:1_500_000], "c": np.zeros(0, "<f4"), "d": large[:3]}
     manifest, stored = published(params, 1_000_000)

@@ -1,4 +1,4 @@
-"""Work in parallel: bounded, in the order of its turns, and ended by any error without waiting for what hangs."""
+"""Work in parallel: items are taken as threads become free, and any error ends it without waiting for stuck work."""
 
 import threading
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from rollstream.consumers.weights.parallel import in_parallel
 
 
 def nothing() -> None:
-    """No reason to end."""
+    """A check that finds no reason to end."""
 
 
 def test_every_item_is_worked_on_once_whatever_the_number_of_threads() -> None:

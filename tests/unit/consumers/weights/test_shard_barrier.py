@@ -1,4 +1,4 @@
-"""The barrier: the lead has every shard or names who is missing, and hears nobody of another incarnation."""
+"""The barrier: the lead has every shard or names the missing processes, and ignores other incarnations."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -17,7 +17,7 @@ def shard(size: int) -> Shard:
 
 
 def take_part(channel: MemoryChannel, versions: int) -> list[int]:
-    """A process that takes part in so many versions; the ones it heard of."""
+    """Take part in so many versions as one process; return the versions that it heard of."""
     barrier = MemberBarrier(channel, LONG_S)
     heard = []
     for _ in range(versions):

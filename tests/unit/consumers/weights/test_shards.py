@@ -1,4 +1,4 @@
-"""Shards: whoever publishes which tensors, the version is the same, and nobody has much more of it than others."""
+"""Shards: the version is the same whichever process publishes which tensors, and the shares are of similar size."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""The state manager within one process: versions from 0, the newest wins, each asker has its own."""
+"""The state manager within one process: versions from 0, the newest wins, each caller is served its own version."""
 
 import threading
 

@@ -199,7 +199,7 @@ def test_an_archive_that_begins_later_or_lacks_the_run_is_refused(archive: Path,
 
 
 def changed_journal(archive: Path, into: Path, change: Callable[[JournalRecord], JournalRecord | None]) -> Path:
-    """An archive whose journal of partition 0 was changed, or left out in part."""
+    """An archive whose journal of partition 0 was changed, or partly left out."""
 
     def forge(entry: ArchivedRecord) -> list[ArchivedRecord]:
         if (entry.topic, entry.partition) != ("journal", 0):

@@ -1,4 +1,4 @@
-"""Parts of the ledger's books: fed in any portions, saved and loaded at any moment, they are those fed at once."""
+"""Parts of the ledger's books that are fed in portions, saved and loaded at any moment equal parts fed at once."""
 
 import json
 from collections import Counter
@@ -30,7 +30,7 @@ CUTS = st.sets(st.integers(0, 12))
 
 
 def saved(state: Any) -> Any:
-    """A state as a file gives it back."""
+    """A state after a round trip through a file."""
     return json.loads(json.dumps(state))
 
 
@@ -192,7 +192,7 @@ def test_batches_and_entries_are_loaded_as_they_were_saved() -> None:
 
 
 def test_batches_that_were_trained_on_whole_are_not_read_again() -> None:
-    """Each would be fetched by itself: a live ledger of thousands of steps would never come to its end."""
+    """Each batch would be fetched by itself, so a live ledger of thousands of steps would never finish."""
     nowhere = RecordedBatches(KafkaConfig(bootstrap_servers="127.0.0.1:9"), "main")
     nowhere.table.found(0, 7, (0, 12), rows=4)
     nowhere.measure_again({"0-7"}, lambda _batch_id: set())

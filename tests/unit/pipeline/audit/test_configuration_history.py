@@ -1,4 +1,4 @@
-"""The configurations that journals tell of: by partition, with what each changed as far as it is known."""
+"""The configurations in journals, by partition, with the changes of each as far as they are known."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The ledger's figures of evaluations do not depend on the order of reading; it counts the letters of its own run."""
+"""The ledger's figures of evaluations do not depend on the order of reading; a ledger counts its own run's letters."""
 
 import itertools
 
@@ -29,6 +29,6 @@ def test_an_evaluation_does_not_depend_on_the_order_of_reading() -> None:
     ],
 )
 def test_letters_of_rollouts_are_counted_those_of_trajectories_are_not(topic: bytes | None, counted: bool) -> None:
-    """A restored run has letters that name the run they were written in; letters once named no topic."""
+    """A restored run has letters that name the run they were written in; letters of early releases name no topic."""
     assert of_rollouts({"__streams.errors.topic": topic}) is counted
     assert of_rollouts({}) is True

@@ -1,4 +1,4 @@
-"""Steps against batches, row by row: each rollout once for the first time, whoever draws from a buffer."""
+"""Steps are checked against batches row by row: a rollout is new exactly once, whichever learner draws it."""
 
 from dataclasses import replace
 
@@ -48,7 +48,7 @@ def checked(*steps: tuple[BatchUse, ...]) -> Ledger:
 
 
 def judged(steps: list[LearnerStep], entries: Entries, end: int) -> Ledger:
-    """The ledger of a run with two batches, of which a learner has taken these steps."""
+    """The ledger of a run with two batches, after a learner has taken these steps."""
     journal, table, result = PartitionJournal(0), BatchTable(), Ledger()
     journal.batches = 2
     for number, rows in enumerate(ROWS.values()):
@@ -130,7 +130,7 @@ def entries(*offsets: int) -> Entries:
 
 
 def stands(number: int, position: int, *offsets: int, drawn: bool = False, batch: str = "") -> LearnerStep:
-    """A step that stands at a position and names batches 0-0, 0-1, ... of an index with an entry at 0, 2, 4, ..."""
+    """A step at a position that names batches 0-0, 0-1, ... of an index with an entry at 0, 2, 4, ..."""
     return LearnerStep(
         learner="l",
         step=number,
@@ -149,7 +149,7 @@ def stands(number: int, position: int, *offsets: int, drawn: bool = False, batch
     ("steps", "problems"),
     [
         ([stands(0, 0), stands(1, 3, 0, 2), stands(2, 5, 4)], []),
-        ([stands(7, 5, 4), stands(8, 7, 6)], []),  # A learner of which the first steps are another's.
+        ([stands(7, 5, 4), stands(8, 7, 6)], []),  # The first steps of this learner are another learner's.
         ([stands(0, 0), stands(1, 5, drawn=True), stands(2, 5, 0, drawn=True)], []),
         ([stands(0, 0), stands(1, 5, 4)], ["step 1 of learner l moved past 2 batches that no step names; the first i"]),
         (
@@ -161,7 +161,7 @@ def stands(number: int, position: int, *offsets: int, drawn: bool = False, batch
     ],
 )
 def test_a_position_is_as_far_as_the_steps_name_batches(steps: list[LearnerStep], problems: list[str]) -> None:
-    # Two of the four batches in the index are in batches; rows of the others are the matter of another test.
+    # Two of the four batches in the index are in `batches`; another test covers the rows of the others.
     result = judged(steps, entries(0, 2, 4, 6), 8)
     result.problems = [text for text in result.problems if "rows of batch" not in text]
     assert [actual[: len(wanted)] for actual, wanted in zip(result.problems, problems, strict=True)] == problems

@@ -1,4 +1,4 @@
-"""An index of places takes from records, without decoding them, what decoding them gives."""
+"""An index of places reads from undecoded records what decoding would give."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""The plan of what is pruned: never beyond what anybody needs, consistent whatever the positions are."""
+"""The plan of a prune: it removes nothing that anybody needs, and is consistent whatever the positions are."""
 
 import sys
 from dataclasses import replace
@@ -38,7 +38,7 @@ Plan = dict[tuple[str, int], Deletion]
 
 
 def snapshots(*numbers: int, journal_from: int | None = -1) -> tuple[JournalSnapshot, ...]:
-    """One at journal offset 10 n, before batch n, which is made of ten offsets of rollouts from 10 n on."""
+    """Snapshots at journal offsets 10 n, each before batch n, which is made of ten offsets of rollouts from 10 n on."""
     return tuple(
         JournalSnapshot(
             offset=10 * n,
@@ -51,7 +51,7 @@ def snapshots(*numbers: int, journal_from: int | None = -1) -> tuple[JournalSnap
 
 
 def one_partition(batches: int = 10, **changes: object) -> Positions:
-    """Each batch two offsets after the one before, in its topic and in the index, as transactions leave it."""
+    """One partition; each batch is two offsets after the last, in its topic and the index, as transactions leave it."""
     positions = Positions(
         tasks={0: CommittedTask(watermark=95, journal_from=85, snapshots=snapshots(*range(0, 10, 2)))},
         batches=tuple(
@@ -92,7 +92,7 @@ def test_recovery_keeps_what_a_restore_reads() -> None:
     late = CommittedTask(watermark=13, journal_from=17, snapshots=snapshots(0, 2, 4, 6))
     stopped = stops(planned(one_partition(tasks={0: late}), 0))
     assert (stopped["rollouts"], stopped["journal"]) == ((13, RECOVERY), (17, RECOVERY))
-    # The journal that is kept begins before snapshot 2: every batch from there on is told of.
+    # The journal that is kept begins before snapshot 2, so it covers every batch from there on.
     assert stopped["batches"] == (4, ACCOUNT)
 
 
@@ -189,7 +189,7 @@ def test_every_reader_keeps_the_records_it_needs(
         rollouts, journal = plans["rollouts", partition].to, plans["journal", partition].to
         assert rollouts <= task.watermark
         assert journal <= task.journal_from
-        # Each batch of the window can be folded again from a snapshot of which everything is kept.
+        # Each batch of the window can be folded again from a snapshot that is kept with everything it needs.
         foldable = [s for s in task.snapshots if (s.journal_from or 0) >= journal and s.watermark >= rollouts]
         assert all(
             any(s.batch_number <= batch.number for s in foldable) for batch in window if batch.partition == partition
@@ -342,7 +342,7 @@ def test_trajectories_stay_while_another_reader_keeps_their_sources() -> None:
 
 
 def with_calls(*groups: tuple[int, int, bool], **changes: object) -> Positions:
-    """Batches cut every second, and groups of sessions: offset, time of the last record, and whether it is over."""
+    """Batches cut every second, and groups of sessions: offset, time of the last record, and whether it has ended."""
     positions = one_partition(**changes)
     sessions = tuple(PrunableSessions(partition=0, offset=o, last_ms=ms, finished=over) for o, ms, over in groups)
     return replace(positions, begins={**positions.begins, (CALLS, 0): 0}, sessions=sessions, calls_read={0: 90})

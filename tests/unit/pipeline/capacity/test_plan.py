@@ -1,4 +1,4 @@
-"""A plan never shrinks with its load, and a simulation of queues bears the load with it and not with one unit fewer."""
+"""A plan never shrinks as the load grows; a simulation of queues bears the load with it, not with one unit less."""
 
 import json
 from dataclasses import replace
@@ -150,7 +150,7 @@ def test_the_simulation_bears_the_load_with_the_plan_and_not_with_one_unit_fewer
     planned = cluster(load, machines, rates, result)
     assert bears(planned, load.rollouts_per_s)
 
-    # At the load where the plan says that its first limit is all but met.
+    # At the load where the plan says that its first limit is almost reached.
     most = 0.97 * load.rollouts_per_s * result.growth
     even = replace(planned, partitions=60 * result.brokers * result.grouping_processes)
     assert bears(even, most)

@@ -1,4 +1,4 @@
-"""The chart of a run: its objects are valid, and what they name is in the catalogue, the description, the settings."""
+"""The chart of a run: its objects are valid, and the names they use are in catalogue, description or settings."""
 
 import json
 import re
@@ -233,7 +233,7 @@ def test_probes_ask_the_service_port_and_producers_wait_for_consumers(chart: Pat
         }
         for host in args.ready:
             service, _, port = host.partition(":")
-            network = service == "arithmetic-learn"  # the operator makes that of a JobSet
+            network = service == "arithmetic-learn"  # made by the operator of JobSets
             assert network or int(port) in [each["port"] for each in services[service]["spec"]["ports"]]
 
 

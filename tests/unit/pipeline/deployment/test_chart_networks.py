@@ -38,7 +38,7 @@ def test_pods_reach_what_they_use_and_nothing_else(chart: Path) -> None:
             assert allowed(policies, labels, theirs, service) == (waits or team), f"{name} to {other}"
             for port in (8000, 8001):
                 asks = name in callers and other in servers
-                # The engine of others listens at 8001, and whoever asks it may ask that port anywhere.
+                # Foreign engines listen at 8001; a role that asks them may connect to that port anywhere.
                 assert allowed(policies, labels, theirs, port) == (asks or team), f"{name} to {other}:{port}"
         assert not allowed(policies, STRANGER, labels, service)
         assert allowed(policies, STRANGER, labels, 8100) == (name == "gateway"), "agents of the namespace"

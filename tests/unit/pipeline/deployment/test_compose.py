@@ -41,7 +41,7 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def settings_of(service: dict[str, Any], folder: Path) -> RunConfig:
-    """The settings that a process of this service has: those of its file under its variables."""
+    """The settings that a process of this service has: those of its file, overridden by its variables."""
     environment = {name: value for name, value in service["environment"].items() if value is not None}
     assert all(isinstance(value, str) for value in environment.values())
     return load(folder / "run.toml", environment=environment)
@@ -194,7 +194,7 @@ def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
     config = settings_of(document["services"]["group-0"], tmp_path)
     assert (config.run, config.grouping.batch_rollouts, config.learner.max_steps) == ("other", 32, 7)
     assert config.kafka.client == {"linger.ms": "3"}
-    # Compose reads two of them as one.
+    # Compose reads two dollar signs as one.
     assert config.worker.worker_id == 'a$$b"c'
     with pytest.raises(ConfigurationError, match=r"environments\.0\.options\.Most has upper-case letters"):
         rendered(tmp_path, 'task = "add"\n', "--set=environments.0.use=add", "--set=environments.0.options.Most=1")

@@ -121,7 +121,7 @@ def test_no_role_waits_for_one_that_starts_later_and_the_plan_starts_them_in_thi
     order = [role.name for role in ROLES]
     for role in ROLES:
         assert all(order.index(name) < order.index(role.name) for name in role.after)
-        # No role that is waited for waits itself, so two rounds of starts are enough.
+        # A role that others wait for does not wait itself, so two rounds of starts are enough.
         assert all(role_of(name).after == () for name in role.after)
     config = load(flags=[*LABELED, "gateway.port=8100", "evaluation.every_versions=1"])
     roles = plan(config, tmp_path / "run.toml")

@@ -77,7 +77,7 @@ def test_constant_lag_comes_to_rest(rule: AutoscaleConfig, partitions: int, proc
     for second in range(1, 200):
         processes = scaler.decide(lag, processes, float(second))
         history.append(processes)
-    # Once up at most, then down at most, and never up again.
+    # The number never falls before its peak, and never rises after it.
     peak = max(history)
     assert history == sorted(history[: history.index(peak)]) + sorted(history[history.index(peak) :], reverse=True)
     settled = set(history[int(2 * rule.cooldown_s) :])

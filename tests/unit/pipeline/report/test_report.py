@@ -1,4 +1,4 @@
-"""`rollstream report` of an archive: values as the commands say them, and text of rollouts that does nothing."""
+"""`rollstream report` of an archive: values as the commands show them, and texts of rollouts that stay inert."""
 
 import json
 import re

@@ -61,7 +61,7 @@ def test_the_last_clean_step_is_the_one_before_the_first_that_trained_on_wrong_r
     steps = [
         step(0, version=0),
         step(1, use("0-0"), version=1),
-        # Rows of a batch with errors, and not the wrong ones.
+        # Rows of a batch with errors, but not the wrong rows.
         step(2, use("0-1", (2, 3))),
         step(3, use("0-1", (0, 1), "skipped"), use("0-2"), version=2),
         step(4, use("0-1", (0,)), use("0-0"), version=3),

@@ -1,4 +1,4 @@
-"""Equal verifiers make one rescoring, and another one makes another; rewards are summed by environment."""
+"""Equal verifiers make one rescoring, a different verifier makes another; rewards are summed by environment."""
 
 import math
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Processes that a killed supervisor leaves are adopted by the next one if it would start the same; else they end."""
+"""Processes that a killed supervisor leaves are adopted by the next if it would start the same; otherwise they end."""
 
 import json
 import os
@@ -146,7 +146,7 @@ def test_the_exit_code_of_an_adopted_process_is_known_if_it_left_one(by_itself: 
 
 def test_an_exit_code_that_was_left_for_nobody_is_no_other_process_s() -> None:
     pids = left(a_0=ROLE)
-    Path(f"processes/exit-{pids['a-0']}").write_text("0")  # by one that had the same id before
+    Path(f"processes/exit-{pids['a-0']}").write_text("0")  # by an earlier process with the same id
     with registry() as taken:
         process = taken.adopt("a-0", spec("a-0").command_digest)
         assert process is not None
@@ -194,7 +194,7 @@ def test_a_process_that_the_list_does_not_name_ends_by_itself() -> None:
     pids = left(a_0=ROLE, a_1=ROLE)
     path = Path("processes/processes.json")
     listed = json.loads(path.read_text())
-    del listed["processes"]["a-1"]  # as if the supervisor had been killed before it was listed
+    del listed["processes"]["a-1"]  # as if the supervisor had been killed before it listed the process
     write_json(path, listed)
     with registry() as taken:
         assert taken.orphans.keys() == {"a-0"}

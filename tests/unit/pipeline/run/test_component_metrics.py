@@ -1,4 +1,4 @@
-"""The tables of workers and servers: the newest record of each, in as many lines as there are."""
+"""The tables of workers and servers: the newest record of each, in no more lines than there is room for."""
 
 from math import inf, nan
 

@@ -1,4 +1,4 @@
-"""A role that exits again and again is told of, and so is its end."""
+"""A role that exits again and again is reported once for each cause, and so is the end of the loop."""
 
 from rollstream.pipeline.run.crash_loops import LoopWatch
 from rollstream.pipeline.run.supervisor import CrashLoop

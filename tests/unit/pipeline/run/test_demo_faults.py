@@ -67,7 +67,7 @@ def test_both_are_killed_at_once_and_each_comes_back_in_its_time() -> None:
     ]
     assert injector.pending
     world.now, world.ready = 105.0, {"group-1"}
-    injector.poll(7)  # a step of the learner that was killed, read late
+    injector.poll(7)  # a step of the killed learner, read late
     world.now, world.ready = 109.0, {"group-1", "learn"}
     injector.poll(7)
     assert injector.pending

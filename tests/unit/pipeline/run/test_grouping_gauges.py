@@ -15,7 +15,7 @@ def test_a_partition_keeps_its_lag_while_it_moves_and_counts_once() -> None:
         values = {"position": 10.0, "lag": 100.0}
         gauges.add(record("grouper-r-0", values, consumergroup="r.grouper", partition=partition))
     assert (gauges.partitions, gauges.lag, gauges.position) == (2, 200, 20)
-    # Restored elsewhere: first without a known end, then with one.
+    # Another process restored the partition: first without a known end, then with one.
     gauges.add(record("grouper-r-1", {"position": 30.0}, consumergroup="r.grouper", partition="1"))
     assert (gauges.lag, gauges.position) == (200, 40)
     gauges.add(record("grouper-r-1", {"position": 40.0, "lag": 5.0}, consumergroup="r.grouper", partition="1"))

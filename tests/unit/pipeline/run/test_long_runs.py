@@ -1,4 +1,4 @@
-"""Observers of a run stay small however long it is, and go on counting right."""
+"""Observers of a run stay small however long it is, and keep counting correctly."""
 
 import tracemalloc
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ LONG = 12_000
 
 
 def live(statistics: RunStatistics, numbers: range) -> None:
-    """A batch, its step and a rollout each second; each step takes a row of an older batch again, too."""
+    """A batch, its step and a rollout each second; each step also takes a row of an older batch again."""
     for number in numbers:
         at_ms = 1_700_000_000_000 + 1000 * number
         statistics.rollout(at_ms, 0, number % 2, 1.0)
@@ -53,7 +53,7 @@ def test_statistics_of_a_long_run_take_no_more_memory_than_those_of_a_shorter_on
     snapshot = statistics.snapshot(1_700_000_000_000 + 3000 * LONG)
     assert (snapshot.rollouts, snapshot.step) == (3 * LONG, 3 * LONG)
     assert sum(snapshot.staleness.values()) == 4 * 3 * LONG + 3 * LONG - 5
-    # New records take the place of older ones, whose memory was not traced: 1.7 MiB; 14 without limits.
+    # New records replace older ones, whose memory was not traced: 1.7 MiB; without limits, 14 MiB.
     assert after - before < 5 * 2**20
 
 

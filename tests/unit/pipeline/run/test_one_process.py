@@ -1,4 +1,4 @@
-"""The same recipe in one process: as many steps as asked, the same rewards for the same seed, beside those of a run."""
+"""The same recipe in one process: as many steps as asked, equal rewards for equal seeds, compared with a run."""
 
 import json
 import subprocess
@@ -30,9 +30,9 @@ print(found)
 """
 
 
-@pytest.mark.long  # it compiles everything thrice
+@pytest.mark.long  # it compiles everything three times
 def test_a_run_in_one_process_follows_from_its_seed(tmp_path: Path) -> None:
-    # A process of its own: this one may have JAX already, with another number of threads.
+    # In a process of its own, because this one may already have JAX with another number of threads.
     command = [sys.executable, "-c", TRAIN, str(DEMO), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=DEMO.parents[1])
     assert done.returncode == 0, done.stderr
@@ -54,7 +54,7 @@ def test_an_estimators_second_stage_is_taken_over_as_many_as_a_batch_holds() -> 
 
     given = [sequence(*row) for row in ((1.0, 1), (-1.0, 3), (5.0, 2), (2.0, 2), (3.0, 1))]
     actual = over_batches(given, ESTIMATORS["reinforce_pp"], 2)
-    # The mean of 1 and -1 with weights 1 and 3 is -0.5, the variance 0.75; one alone has no advantage.
+    # The mean of 1 and -1 with weights 1 and 3 is -0.5, the variance 0.75; a single rollout has no advantage.
     expected = [1.5 / 0.75**0.5, -0.5 / 0.75**0.5, 1.0, -1.0, 0.0]
     for row, advantage in zip(actual, expected, strict=True):
         np.testing.assert_allclose(row.advantages, np.full(4, advantage), rtol=1e-6)

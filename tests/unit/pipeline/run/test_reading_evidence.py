@@ -32,7 +32,7 @@ def test_a_handover_waits_since_the_last_transaction_or_since_there_was_somethin
     collected = [
         Reading(0, 0, 0, "r/grouper/bootstrap", 0),
         Reading(0, 0, 10, FIRST, 1_000),
-        Reading(0, 10, 10, FIRST, 2_000),  # its last words
+        Reading(0, 10, 10, FIRST, 2_000),  # its last transaction
         Reading(0, 10, 10, SECOND, 2_500),  # a snapshot, and nothing read
         Reading(0, 10, 20, SECOND, 3_500),
         Reading(1, 0, 5, SECOND, 1_000),

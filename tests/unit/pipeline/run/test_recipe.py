@@ -1,4 +1,4 @@
-"""The GSM8K recipe, short of Kafka and of its size: its settings, its model's configuration, one sample, one step."""
+"""The GSM8K recipe without Kafka and in small: its settings, its model's configuration, one sample, one step."""
 
 import dataclasses
 from pathlib import Path
@@ -24,7 +24,7 @@ RECIPE = EXAMPLES / "gsm8k-qwen2.5-0.5b.toml"
 
 @pytest.fixture
 def small(tmp_path: Path) -> RunConfig:
-    """The recipe with one layer of the model, few and short rows."""
+    """The recipe with one layer of the model, and few, short rows."""
     write_model(tmp_path / "model", num_hidden_layers=1)
     write_problems(tmp_path / "problems.jsonl", range(40))
     changes = {

@@ -41,7 +41,7 @@ def test_the_picture_shows_the_figures_it_was_given(drawn: ScaleSeries) -> None:
     for chart in charts(drawn):
         for line in chart.lines:
             values = shown[line.name]
-            # A line in steps has corners beside its points.
+            # A line in steps has corners in addition to its points.
             at = dict(values)
             near = pytest.approx([*expected[line.name]], abs=chart.top / 1000)
             assert [at[time] for time in sorted(at)][: len(drawn.points)] == near

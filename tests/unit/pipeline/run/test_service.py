@@ -1,4 +1,4 @@
-"""The service port over real HTTP: what probes read at each phase, and what a stuck loop turns it to."""
+"""The service port over real HTTP: what probes read at each phase, and when a loop is stuck."""
 
 import threading
 from collections.abc import Iterator

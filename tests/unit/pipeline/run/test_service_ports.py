@@ -1,4 +1,4 @@
-"""Service ports of a run's processes: each its own, the same at each start, and all in a list for Prometheus."""
+"""Service ports of a run's processes: each has its own, the same at each start, and all are listed for Prometheus."""
 
 import json
 from pathlib import Path

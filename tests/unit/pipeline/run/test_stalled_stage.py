@@ -1,4 +1,4 @@
-"""A run without a step for long names the stage that starves or blocks it, for each way in which one can."""
+"""A run that makes no step for long names the stage that starves or blocks it, in every way in which a stage can."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""The start of a run: lengths are compared before anything is trained, and who waits for the learner waits for it."""
+"""The start of a run: lengths are compared before anything is trained, and roles that need the learner wait for it."""
 
 import os
 
@@ -37,7 +37,7 @@ def test_who_says_what_becomes_of_long_ones_may_start(too_long: str, caplog: pyt
 
 
 class Follower:
-    """A first version that is there after so many waits."""
+    """A follower whose first version is there after so many waits."""
 
     def __init__(self, waits: int) -> None:
         self.waits = waits

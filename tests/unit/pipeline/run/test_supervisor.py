@@ -64,7 +64,7 @@ def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> 
 
 
 def await_finished(supervisor: Supervisor, name: str) -> None:
-    """Watch over the roles until this one has finished by itself."""
+    """Watch over the roles until this role has finished by itself."""
     deadline = time.monotonic() + 60
     while not supervisor.finished(name):
         assert time.monotonic() < deadline, f"{name} has not finished"
@@ -196,7 +196,7 @@ def test_roles_that_are_retired_end_while_others_are_watched_and_may_come_back(s
         assert gone(before["a-2"])
         supervisor.start(role("a-1", OBEDIENT))
         supervisor.wait_ready(["a-1"])
-        # Nothing is left of its end: it is started again like any other, and stops with its kin.
+        # Its end has left no trace: the role is restarted like any other, and stops with the others of its kind.
         os.kill(supervisor.pids["a-1"], signal.SIGKILL)
         poll_until(supervisor, lambda: supervisor.pids.get("a-1", 0) not in (0, before["a-1"]), "a restart")
 
@@ -229,7 +229,7 @@ def test_a_role_that_is_never_ready_fails_the_run(supervisor: Supervisor) -> Non
 
 
 class Hours:
-    """A clock that moves as told, so that what a test waits for takes as long as it takes."""
+    """A clock that moves only when a test moves it, so that real waits may take any time."""
 
     now_s = 0.0
 
@@ -252,7 +252,7 @@ def test_a_role_that_reports_progress_may_take_longer() -> None:
 
     def hear(name: str, progress: str) -> None:
         heard.append((name, progress))
-        clock.now_s += 50  # of the 60 it has from one to the next
+        clock.now_s += 50  # of the 60 s allowed between two updates
         Path(f"heard {progress}").touch()
 
     with Supervisor(Path("logs"), on_progress=hear, clock=clock) as supervisor:

@@ -55,6 +55,6 @@ def test_the_settings_of_the_demo_need_more_than_one_process_and_allow_enough() 
     scale, grouper = config.demo.scale, config.grouper
     assert grouper.autoscale.enabled
     assert scale.low_per_s < grouper.records_per_s < scale.high_per_s
-    # Four processes have two partitions each, and take the height.
+    # Four processes have two partitions each, and bear the highest rate.
     assert 4 * grouper.records_per_s > scale.high_per_s
     assert config.topics.partitions == 8

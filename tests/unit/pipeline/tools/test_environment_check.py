@@ -1,4 +1,4 @@
-"""`rollstream env new` and `env check`: what is written passes as written, and what is checked is shown as it is."""
+"""`rollstream env new` and `env check`: a new environment passes as written, and a check shows what it saw."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""`rollstream fit`: the real step, compiled for TPUs that are not here."""
+"""`rollstream fit`: the real step, compiled for TPUs that this machine does not have."""
 
 import importlib.util
 import json
@@ -27,7 +27,7 @@ QWEN_05B = {
     "rope_theta": 1000000.0,
     "qk_norm": "false",
     "qkv_bias": "true",
-    # The model has 24: every layer is compiled by itself, in about ten seconds each.
+    # The model has 24 layers; each layer is compiled by itself, which takes about ten seconds.
     "num_hidden_layers": 2,
 }
 LEARNER = {
@@ -69,7 +69,7 @@ def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
     assert [f"gradient {devices}x2048", f"gradient {2 * devices}x1024"] == [
         n for n in names if n.startswith("gradient")
     ]
-    # Parameters in float32 and both moments, each device its share but for the norms and biases.
+    # Parameters in float32 and both moments; each device holds its share, and all norms and biases.
     share = (12 if moments == "float32" else 8) * fit["parameters"] / (mesh["fsdp"] * mesh["tensor"])
     assert share <= fit["state_bytes"] < 1.01 * share
     # A checkpoint is written from a copy of all that, while the next gradient is computed.
@@ -89,7 +89,7 @@ def test_devices_that_share_the_tokens_of_rows_hold_less_of_each() -> None:
     learner = LearnerConfig(model=model, sequence_length=8192, compute_dtype="bfloat16", remat=True, attention="blocks")
     temporaries = {}
     for sequence in (1, 4):
-        # With copies of the parameters (data) in place of shares libtpu aborts, with sequence 1 as with 4.
+        # With copies of the parameters (data) in place of shares, libtpu aborts, whether sequence is 1 or 4.
         mesh = MeshConfig(fsdp=8 // sequence, sequence=sequence)
         fit = compile_for(replace(learner, mesh=mesh, microbatch_rows=8 // sequence), "v5e:2x4", quick=True)
         assert fit.mesh == {"data": 1, "fsdp": 8 // sequence, "sequence": sequence, "tensor": 1}

@@ -1,4 +1,4 @@
-"""`rollstream migrate` between files: counted, restartable, and what is damaged costs nothing else."""
+"""`rollstream migrate` between files counts records, can be restarted, and loses only what is damaged."""
 
 import io
 import json

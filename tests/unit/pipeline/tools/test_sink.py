@@ -40,7 +40,7 @@ class Lines:
 
 
 def sink(directory: Path, archive: Path, *words: str) -> "subprocess.CompletedProcess[str]":
-    """The command as a process of its own, as trackers keep state in theirs."""
+    """Run the command in a process of its own, because trackers keep state in their process."""
     command = [sys.executable, "-P", "-m", "rollstream", "sink", "--archive", str(archive), "--run", "main"]
     return subprocess.run([*command, *words], cwd=directory, capture_output=True, text=True, timeout=300, check=False)
 

@@ -228,7 +228,7 @@ def test_every_record_is_somewhere_before_and_after_grouping_read_it() -> None:
     snapshot = flow.snapshot(2000)
     assert (snapshot.produced, snapshot.unread, snapshot.in_flight) == (10, 4, 2)
     assert (snapshot.batched, snapshot.dropped) == (3, {"late": 1})
-    # The journal may be read ahead of what it is about.
+    # The journal may be read before the records that it describes.
     finished = (FinishedOffsets(fate="batched", runs=runs(*range(4, 12))),)
     flow.journal(journal(6, 12, finished=finished, counts={"batched": 11, "dropped:late": 1}), 1200)
     flow.record(0, 10, 1250)
@@ -255,7 +255,7 @@ def test_lag_is_counted_from_the_version_a_step_began_with(index_first: bool) ->
     if index_first:
         for e in entries:
             flow.entry(e, 1000)
-    for s in (*steps, steps[2]):  # the last one made again after a crash
+    for s in (*steps, steps[2]):  # the last step is made again after a crash
         flow.step(s, 2000)
     if not index_first:
         for e in entries:

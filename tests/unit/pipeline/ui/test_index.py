@@ -1,4 +1,4 @@
-"""An index says the same however its records were portioned, and nothing in a query or a record is more than data."""
+"""An index gives the same answers however its records were portioned, and treats queries and records as mere data."""
 
 import itertools
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def made(chunks: int, seed: int = 0, groups: int = 3) -> Chunk:
 
 
 def fill(path: Path, log: ListedLog, interruptions: Iterator[int], commit_records: int = 1000) -> None:
-    """Fill an index; after so many polls, its writer ends and another one goes on."""
+    """Fill an index; after as many polls as `interruptions` gives, its writer ends and another one continues."""
     while True:
         with IndexWriter(path, log, commit_records=commit_records) as writer:
             for _ in range(next(interruptions)):
@@ -51,7 +51,7 @@ def fill(path: Path, log: ListedLog, interruptions: Iterator[int], commit_record
 
 
 def content(path: Path) -> dict[str, Any]:
-    """Everything that queries say of an index."""
+    """Everything that queries return from an index."""
     with closing(sqlite_files.reader(path)) as db:
         listed = rollout_query.page(db, RolloutFilter(), limit=1000)
         return {
@@ -234,7 +234,7 @@ def test_pages_of_a_search_follow_one_another(filled: Path, order: str) -> None:
 
 
 def test_an_invalid_rollout_stops_no_index_and_is_shown_as_far_as_it_makes_sense(tmp_path: Path) -> None:
-    """A worker may write rewards whose squares are beyond all numbers, and arrays shorter than its tokens."""
+    """A worker may write rewards whose squares overflow, and arrays shorter than its tokens."""
     odd: list[Rollout] = [
         rollout("x", 0, reward=1e300),
         rollout("x", 1, reward=-1e300),
@@ -263,7 +263,7 @@ def test_an_invalid_rollout_stops_no_index_and_is_shown_as_far_as_it_makes_sense
 
 
 class SlowWriter(IndexWriter):
-    """It reads nothing in the call that writes what waited, which took long."""
+    """A writer whose polls return 0, as a slow poll does that only writes waiting records."""
 
     def poll(self, wait_s: float = 0.0) -> int:
         super().poll(wait_s)
@@ -298,7 +298,7 @@ def test_records_that_do_not_decode_are_counted_and_stop_nothing(tmp_path: Path)
 
 
 def test_who_still_asks_an_index_that_is_closed_gets_an_answer(tmp_path: Path) -> None:
-    """The page opens an index again once the process that fills it is another; requests may be on their way."""
+    """The page opens an index again once another process fills it; requests may still be in progress."""
     archive = ArchiveWriter(open_store(str(tmp_path / "archive")), "again")
     archive.begin("rollouts", "id", {0: 0})
     for offset in range(3):

@@ -1,4 +1,4 @@
-"""Times of an index over many rollouts: how fast it is filled, and how long each kind of filter takes. It reports."""
+"""Times of an index over many rollouts: how fast it is filled, and how long each filter takes; only reported."""
 
 import time
 from collections.abc import Iterator
@@ -62,7 +62,7 @@ def test_times_of_filters_are_reported(count: int, tmp_path: Path, capsys: pytes
 
 
 def chunks(made: MadeRun, count: int) -> Iterator[Chunk]:
-    """Chunks with so many records that are listed: all of `rollouts` but a mark on each partition."""
+    """Chunks with at least `count` records that are listed: all of `rollouts` except a mark on each partition."""
     sent = 0
     while sent < count:
         chunk = made.chunk()

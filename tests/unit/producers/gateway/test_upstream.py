@@ -18,7 +18,7 @@ TURN = {"prompt_token_ids": [1], "token_ids": [2]}
 
 
 class OnePolicy:
-    """Policies with one version on record, 4, which its digest names, too."""
+    """Policies with one version on record: version 4, which its digest names, too."""
 
     def __init__(self) -> None:
         self.versions = PolicyVersions()
@@ -34,7 +34,7 @@ class OnePolicy:
 
 
 class Server:
-    """Answers lists of models, labels and calls; refuses the first requests of some paths as a busy one does."""
+    """Answers lists of models, labels and calls; refuses the first requests of some paths as a busy server does."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Server:
         metadata: Any = None,
         **busy: int,
     ) -> None:
-        """It is paused for so many looks, and has version 4 from then on; requests of `silent` get no answer."""
+        """It is paused at the first `paused` queries, and then has version 4; requests of `silent` get no answer."""
         self.silent, self.answer = silent, {"choices": []} | ({} if metadata is None else {"metadata": metadata})
         self.owner, self.label, self.label_route, self.paused = owner, label, label_route, paused
         self.busy = busy
@@ -78,7 +78,7 @@ class Server:
 
 
 def asked(server: Server, *, calls: int = 1, stream: bool = False, timeout_s: float = 60.0) -> tuple[Upstream, Any]:
-    """Make calls through an upstream that has just begun; the upstream, and the last answer or its events."""
+    """Make calls through a new upstream; return the upstream, and the last answer or its events."""
 
     async def ask(url: str) -> tuple[Upstream, Any]:
         policies = OnePolicy()

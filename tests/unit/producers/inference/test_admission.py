@@ -23,7 +23,7 @@ BODY = json.dumps({"prompt": "21>", "temperature": 0}).encode()
 
 @pytest.fixture
 def held() -> Iterator[tuple[SortingGenerator, threading.Event, threading.Event]]:
-    """A generator whose first call waits: the event that it began, and the one that lets it go on."""
+    """A generator whose first call waits, the event that the call began, and the event that lets it continue."""
     began, go_on = threading.Event(), threading.Event()
 
     def wait(_prompts: list[str]) -> None:

@@ -71,7 +71,7 @@ def test_a_first_turn_is_rendered_with_its_tools_and_answered_in_every_dialects_
 
 
 def tool_loop(client: openai.OpenAI, **extra: Any) -> list[Any]:
-    """Play three turns with tools, and a fourth of the user's; return the answers."""
+    """Play three turns with tools, and a fourth turn by the user; return the answers."""
     messages: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "20+22?"}]
     answers = []
     for _ in range(3):
@@ -88,7 +88,7 @@ def tool_loop(client: openai.OpenAI, **extra: Any) -> list[Any]:
 
 
 def test_a_loop_of_tools_is_one_sequence_of_tokens(client: openai.OpenAI) -> None:
-    # Rendered again, the second answer would lose the line break between its calls.
+    # If it were rendered again, the second answer would lose the line break between its calls.
     answers = tool_loop(client)
     assert [answer.choices[0].finish_reason for answer in answers] == ["tool_calls", "tool_calls", "stop", "stop"]
     assert answers[1].choices[0].message.content is None
@@ -179,7 +179,7 @@ def test_a_stream_holds_what_the_whole_answer_does(client: openai.OpenAI, turn: 
             choice.logprobs.content
         )
         assert [part.finish_reason for part in own if part.finish_reason] == [choice.finish_reason]
-        # Three tokens at a time, then the end.
+        # Each part has three tokens at most; one more part is the end.
         assert len(own) == -(-len(choice.token_ids) // 3) + 1
         assert own[-1].weight_versions == choice.weight_versions
 
@@ -264,7 +264,7 @@ def test_each_token_of_an_answer_names_the_version_that_sampled_it() -> None:
 
 
 class EndlessGenerator(ScriptedGenerator):
-    """Its rows have no end of their own."""
+    """A generator whose rows never end by themselves."""
 
     def decode(self) -> list[SortedRow]:
         whole = dict(self.decoding)
@@ -280,7 +280,7 @@ def test_a_stream_whose_client_is_gone_frees_its_slot() -> None:
         with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=300) as client:
             messages: list[Any] = [{"role": "user", "content": "x"}]
             stream = client.chat.completions.create(model="policy", messages=messages, stream=True)
-            # Tokens come one by one, and each is the first.
+            # Tokens come one by one, and each is the first token of the answer again.
             assert [next(stream).choices[0].delta.content for _ in range(2)] == ["h", "h"]
             assert generator.decoding
             stream.close()

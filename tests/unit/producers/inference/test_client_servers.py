@@ -217,7 +217,7 @@ def test_many_failing_requests_make_no_storm_of_retries() -> None:
         for timeout_s in (2.0, 20.0, 120.0):
             began = time.monotonic()
             asyncio.run(run(base_url, timeout_s))
-            if len(seen) > 64:  # Else the machine is too busy for so many requests in that time.
+            if len(seen) > 64:  # Otherwise the machine is too busy for so many requests in that time.
                 break
             seen.clear()
     # First attempts, a burst of 64 retries, then 10 a second.

@@ -67,7 +67,7 @@ def request(prompt: str = "654321>", n: int = 1, max_tokens: int = 10, **more: A
 
 
 def step(engine: Engine, generator: SteppedGenerator, calls: int = 1) -> None:
-    """Let the engine decode so often, and wait until it has."""
+    """Let the engine make so many decode calls, and wait until it has."""
     calls += generator.calls
     generator.allowed.release(calls - generator.calls)
     eventually(lambda: engine.statistics.decode_calls >= calls, 60, f"{calls} calls")
@@ -84,7 +84,7 @@ def test_a_request_joins_and_leaves_while_another_decodes() -> None:
         eventually(started(generator, 1), 60, "the long request decodes")
         step(engine, generator, 2)
         short = engine.submit(request("21>", n=2, max_tokens=2))
-        # The call that is waiting has begun without it.
+        # The call that is waiting began before this request.
         step(engine, generator, 3)
         assert [row.tokens for row in short.result(300).rows] == [TOKENIZER.encode("12")] * 2
         assert not long.done()

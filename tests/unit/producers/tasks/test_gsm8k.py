@@ -1,4 +1,4 @@
-"""Arithmetic in words: what is asked, and that one right number after #### pays and nothing else does."""
+"""Arithmetic in words: what is asked, and that only one right number after #### is rewarded."""
 
 import json
 from decimal import Decimal

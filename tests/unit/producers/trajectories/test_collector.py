@@ -100,7 +100,7 @@ def test_the_control_mode_of_an_episode_is_that_of_its_first_step() -> None:
     collecting = collector(steps=4)
     [trajectory] = collect(collecting, *(step(n, (n == 1, 0), control_modes=np.array(m)) for n, m in enumerate(modes)))
     assert [(s.column, s.start, s.control_mode) for s in trajectory.episodes] == [(0, 0, 0), (0, 2, 1), (1, 0, 1)]
-    # It stays what it was where the episode goes on.
+    # The control mode stays the same while the episode continues.
     [following] = collect(collecting, *(step(n, control_modes=0) for n in range(4)))
     assert [(s.column, s.control_mode, s.first) for s in following.episodes] == [(0, 1, False), (1, 1, False)]
 

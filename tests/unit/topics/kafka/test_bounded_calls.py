@@ -1,4 +1,4 @@
-"""Calls that may never come back: what they return or raise comes through, and nobody waits for them for ever."""
+"""Calls that may never return: their results and errors come through, and no caller waits for them forever."""
 
 import signal
 import subprocess

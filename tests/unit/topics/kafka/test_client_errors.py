@@ -1,4 +1,4 @@
-"""Errors of a client: those of a broker that went away are over once another one leads, the others are told at once."""
+"""Errors of a client: those of a lost broker end once another broker leads; all others are raised at once."""
 
 import time
 

@@ -9,12 +9,12 @@ from rollstream.topics.kafka.hanging_transactions import offsets_partition, sett
 
 @pytest.mark.parametrize(
     ("group", "java_hash"),
-    # "Aa" and "BB" are one hash; the last is that of the smallest integer, whose absolute value is 0 for Kafka.
+    # "Aa" and "BB" have one hash; the last name's hash is the smallest integer, whose absolute value is 0 for Kafka.
     [("", 0), ("abc", 96354), ("Aa", 2112), ("BB", 2112), ("main.grouper", -1), ("polygenelubricants", 0)],
 )
 def test_the_partition_of_a_group_is_that_of_javas_hash(group: str, java_hash: int) -> None:
     if java_hash == -1:
-        # Worked out one character after the other, with the sign that Java's int has.
+        # Computed character by character, with the sign of Java's int.
         java_hash = 0
         for character in group:
             java_hash = (31 * java_hash + ord(character) + 2**31) % 2**32 - 2**31

@@ -11,7 +11,7 @@ FATAL, ABORT, RETRY = {"fatal": True}, {"txn_requires_abort": True}, {"retriable
 @pytest.mark.parametrize(
     ("code", "flags", "decision"),
     [
-        # A zombie, or a transaction past its timeout, in each of the ways it is told.
+        # A zombie, or a transaction past its timeout, in each of the ways in which it is reported.
         (KafkaError._FENCED, FATAL, Decision.LEAVE),
         (KafkaError.PRODUCER_FENCED, FATAL, Decision.LEAVE),
         (KafkaError.INVALID_PRODUCER_EPOCH, ABORT, Decision.LEAVE),
@@ -20,10 +20,10 @@ FATAL, ABORT, RETRY = {"fatal": True}, {"txn_requires_abort": True}, {"retriable
         (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, FATAL, Decision.GIVE_UP),
         (KafkaError.CLUSTER_AUTHORIZATION_FAILED, FATAL | ABORT, Decision.GIVE_UP),
         (KafkaError.OUT_OF_ORDER_SEQUENCE_NUMBER, FATAL | RETRY, Decision.GIVE_UP),
-        # An abort of what the coordinator never heard of: a broker restarted, no rival came.
+        # An abort of a transaction that the coordinator does not know: a broker restarted, and no rival came.
         (KafkaError.INVALID_TXN_STATE, FATAL, Decision.RENEW),
         (KafkaError.INVALID_TXN_STATE, ABORT, Decision.RESEND),
-        # The call after a fatal error; it calls itself retriable, and never ends.
+        # The call after a fatal error; its error is marked retriable, but a retry never succeeds.
         (KafkaError._CONFLICT, RETRY, Decision.RESEND),
         # A rebalance came first.
         (KafkaError.ILLEGAL_GENERATION, ABORT, Decision.RESTORE),
@@ -32,7 +32,7 @@ FATAL, ABORT, RETRY = {"fatal": True}, {"txn_requires_abort": True}, {"retriable
         (KafkaError.FENCED_INSTANCE_ID, ABORT, Decision.RESTORE),
         (KafkaError.FENCED_MEMBER_EPOCH, {}, Decision.RESTORE),
         (KafkaError._ASSIGNMENT_LOST, ABORT | RETRY, Decision.RESTORE),
-        # The consumer protocol: metadata asked for again may know the new epoch.
+        # The consumer protocol: metadata that is requested again may have the new epoch.
         (KafkaError.STALE_MEMBER_EPOCH, RETRY, Decision.CALL_AGAIN),
         (KafkaError.STALE_MEMBER_EPOCH, ABORT, Decision.RESTORE),
         # Below quorum past the transaction's timeout; a delivery that was denied, and the commit after it.

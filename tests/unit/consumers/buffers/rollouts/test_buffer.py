@@ -70,7 +70,7 @@ def test_groups_without_variance_are_dropped_when_asked() -> None:
 
 
 def test_a_batch_is_not_judged_by_its_first_rollout() -> None:
-    """The own metadata of each rollout decide, by step and by time, on arrival and later."""
+    """Each rollout's own metadata decide whether it is fresh, by step and by time, on arrival and later."""
     replay = buffer(max_rollout_step_delay=2, max_rollout_timestamp_delay=100.0, local_batch_size=1)
     replay.set_current_step(10)
     mixed = [
@@ -189,7 +189,7 @@ def test_processes_get_disjoint_shares_of_one_draw() -> None:
         shares = [uids(replay.sample()) for replay in parts]
         assert len({uid for share in shares for uid in share}) == 15
         assert [uid for share in shares for uid in share] == uids(whole.sample())
-    assert [replay.sample() for replay in parts] == [None] * 3  # 10 are left, for 15
+    assert [replay.sample() for replay in parts] == [None] * 3  # 10 are left, and 15 are needed
     with pytest.raises(ConfigurationError, match="process 3 of 3"):
         buffer(process_id=3, total_processes=3)
 

@@ -1,4 +1,4 @@
-"""Readers beside the writer of a slice buffer, and copies that are saved and loaded."""
+"""Readers of a slice buffer while it is written, and copies that are saved and loaded."""
 
 import os
 import threading

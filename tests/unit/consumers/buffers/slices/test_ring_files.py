@@ -51,7 +51,7 @@ def test_arrays_of_any_dtype_come_back_as_they_were(tmp_path: Path) -> None:
     }
     with EpisodeSliceBuffer(tmp_path, 8, 6) as buffer:
         buffer.add(tree)
-        buffer.add(tree)  # Over the end of the ring.
+        buffer.add(tree)  # It wraps around the end of the ring.
     with EpisodeSliceBuffer(tmp_path, 8, 6) as buffer:
         drawn = buffer.sample(1)
     for name, leaf in tree.items():

@@ -99,7 +99,7 @@ def test_a_directory_that_loaded_a_checkpoint_opens_again_without_it(tmp_path: P
 
 
 def test_an_interrupted_load_leaves_the_buffer_unchanged(tmp_path: Path) -> None:
-    """Its files exist and the journal does not name them, or it does and the replaced files are left."""
+    """The loaded files exist but the journal does not name them, or it names them and the replaced files are left."""
     with buffer(tmp_path, True) as replay:
         replay.add_trajectories([trajectory(n) for n in range(2)])
     directory = tmp_path / "buffer"

@@ -1,4 +1,4 @@
-"""One record of the log and several buffers: each gets what it lacks, and refused records hold up none."""
+"""One record of the log fills several buffers: each takes what it lacks, and a refused record holds up no buffer."""
 
 from collections.abc import Mapping
 from tempfile import TemporaryDirectory

@@ -1,4 +1,4 @@
-"""A writer of trajectories is killed while it writes; acknowledged trajectories survive, the others come again."""
+"""A writer of trajectories is killed while it writes: acknowledged trajectories survive, others are added again."""
 
 import subprocess
 import sys
@@ -74,7 +74,7 @@ def test_a_killed_writer_loses_nothing_it_acknowledged_and_continues_as_if_never
     directory = tmp_path / "killed"
     for acknowledgements in moments:
         position = whole(directory, killed_after(directory, acknowledgements))
-    # Filled on from that position, the buffer equals one that was never killed.
+    # After more additions from that position on, the buffer equals one that was never killed.
     plain = TrajectoryReplayBuffer(sample_window_size=12)
     for offset in range(position + 3):
         plain.add(trajectory(offset, steps=1 + offset % 4), at=(0, offset))

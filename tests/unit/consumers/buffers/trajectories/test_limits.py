@@ -1,4 +1,4 @@
-"""A trajectory buffer where disk or memory does not suffice, and under many threads at once."""
+"""A trajectory buffer when disk or memory runs out, and when many threads use it at once."""
 
 import contextlib
 import os
@@ -60,7 +60,7 @@ def test_bytes_are_bounded_too(tmp_path: Path, auto_save: bool) -> None:
 
 
 def test_a_failed_write_raises_at_the_next_call_and_is_tried_again(tmp_path: Path) -> None:
-    replay = buffer(tmp_path, True, max_pending_bytes=1)  # so that an addition waits for what was tried before
+    replay = buffer(tmp_path, True, max_pending_bytes=1)  # so that an addition waits for earlier writes
     replay.add(trajectory(0))
     replay.flush()
     obstacle = tmp_path / "buffer" / "trajectory_1_w.npz"
@@ -68,7 +68,7 @@ def test_a_failed_write_raises_at_the_next_call_and_is_tried_again(tmp_path: Pat
     replay.add(trajectory(1), at=(0, 0))
     with pytest.raises(StoreError, match="cannot be written"):
         replay.flush()
-    # It can be drawn, because it is in memory.
+    # The new trajectory can be drawn, because it is in memory.
     assert 1 in {row // 1000 for row in untorn(replay.sample(16), 16)}
     with pytest.raises(StoreError, match="cannot be written"):
         replay.add(trajectory(2), at=(0, 1))
@@ -166,7 +166,7 @@ def test_adding_waits_while_too_much_is_pending(tmp_path: Path) -> None:
 
 @contextlib.contextmanager
 def files_of_at_most(size_bytes: int) -> Iterator[None]:
-    """Make the system refuse to extend any file of this process."""
+    """Make the system refuse to extend any file of this process beyond a size."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
     try:
@@ -176,7 +176,7 @@ def files_of_at_most(size_bytes: int) -> Iterator[None]:
 
 
 def copied(tmp_path: Path) -> bool:
-    """Copy the buffer's directory; raises where a file goes meanwhile."""
+    """Copy the buffer's directory; raises an error if a file is removed meanwhile."""
     shutil.rmtree(tmp_path / "copy", ignore_errors=True)
     shutil.copytree(tmp_path / "buffer", tmp_path / "copy")
     return True
@@ -233,7 +233,7 @@ assert len(buffer) == held + 1 and held in buffer.sample(500)["rewards"]
 
 
 def test_a_wide_window_allocates_memory_as_it_fills_and_survives_a_trajectory_that_does_not_fit() -> None:
-    """A window of 20,000 of these would take 146 GiB; the process may have 256 MiB more."""
+    """A window of 20,000 such trajectories would take 146 GiB; the process may allocate 256 MiB more."""
     subprocess.run([sys.executable, "-c", MEMORY], cwd=ROOT, check=True)
 
 

@@ -1,4 +1,4 @@
-"""Marks and rollouts that no key in force signed are dropped with a reason, and change nothing."""
+"""Marks and rollouts that are not signed by a key in force are dropped with a reason, and change nothing."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -144,7 +144,7 @@ def test_a_rollout_signed_as_a_mark_is_none(ours: Signer) -> None:
 
 
 def replayed(d: GroupingTestDriver, change: Callable[[GroupingConfig], GroupingConfig]) -> list[Any]:
-    """Configurations that a replay of a driver's log under changed ones has in force, record by record."""
+    """Replay a driver's log under changed configurations; return the configuration in force after each record."""
     fold = Fold(task_state.restored_state(d.journal[:1]), change=change)
     in_force = []
     for record in d.log:

@@ -1,4 +1,4 @@
-"""Rewards are compared by episode: its branches have one reward and share one advantage."""
+"""Rewards are compared by episode: the branches of an episode have one reward and share one advantage."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def branch(episode: str, index: int, branches: int, reward: float, sampled: int 
 
 
 def advantages(batch: TrainingBatch) -> dict[str, float]:
-    """One number a row; every position of a row has the same."""
+    """One advantage per row, by uid; every position of a row has the same advantage."""
     advantages = {}
     for row, uid in enumerate(batch.uids):
         (advantages[uid],) = set(batch.advantages[batch.splits[row] : batch.splits[row + 1]].tolist())
@@ -100,7 +100,7 @@ groups = st.lists(st.lists(rewards, min_size=1, max_size=4), min_size=2, max_siz
 
 
 def folded(group: Sequence[Sequence[float]], estimator: str) -> dict[str, float]:
-    """Advantages of a group of episodes, each given by the rewards of its branches; none without variance."""
+    """Advantages of a group of episodes, each given by the rewards of its branches; empty if no batch is cut."""
     d = GroupingTestDriver(GroupingConfig(batch_rollouts=1, estimator=estimator))
     for e, branches in enumerate(group):
         for i, reward in enumerate(branches):

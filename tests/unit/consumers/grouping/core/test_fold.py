@@ -1,4 +1,4 @@
-"""Groups complete, seal at deadlines and shrink by cancellation, and batches are cut; one small log each."""
+"""Groups complete, seal at deadlines and shrink by cancellation, and batches are cut; one small log per test."""
 
 from typing import Any
 

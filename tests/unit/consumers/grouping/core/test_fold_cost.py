@@ -1,5 +1,5 @@
-"""Work per record is constant: a hundred times the open groups must not cost more than noise, nor a uid more in a
-group of many members than in one of few.
+"""Work per record is constant: a hundred times the open groups must not cost more than noise does, and a uid must not
+cost more in a group of many members than in a group of few.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ def record(offset: int, group: int, member: int) -> InputRecord:
 
 
 def seconds_with(open_groups: int) -> float:
-    """Processor time of EVENTS records, each second one closing the oldest group, the others opening new ones."""
+    """Least processor time of three parts of EVENTS records, which in turn close the oldest group and open another."""
     first = task_state.initial_record(0, 1, "test", GroupingConfig(capacity_bytes=10**12))
     fold = Fold(task_state.restored_state([replace(first, policy_version=0, watermark_policy_version=0)]))
     for group in range(open_groups):
@@ -106,5 +106,5 @@ def test_a_member_costs_the_same_in_a_group_of_eight_times_the_size(end: Callabl
             best = min(best, spent.seconds)
         return best
 
-    # 8 where it is linear, 64 where it is quadratic.
+    # The ratio is 8 if the time is linear, and 64 if it is quadratic.
     assert seconds(4_000) < 20 * seconds(500)

@@ -1,4 +1,4 @@
-"""Every reason to drop a record or a group, one small log each; staleness, age and capacity among them."""
+"""Every reason to drop a record or a group, one small log per test; staleness, age and capacity among them."""
 
 from dataclasses import replace
 from typing import Any

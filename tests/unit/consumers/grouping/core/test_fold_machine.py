@@ -1,6 +1,6 @@
-"""A task and its uncrashed twin read the same log, step by step; transactions, snapshots and crashes fall anywhere.
+"""A task and its uncrashed twin read the same log, step by step; transactions, snapshots and crashes occur anywhere.
 
-Hypothesis shrinks its findings here to the few steps that matter; test_fold_properties has the same on long logs.
+Hypothesis shrinks its findings here to the few steps that matter; test_fold_properties checks the same on long logs.
 """
 
 from collections import Counter

@@ -33,7 +33,7 @@ logs = draw.logs(tuple(MAKERS))
 
 
 def fold(log: Log, then: Sequence[Then] | None = None) -> GroupingTestDriver:
-    """The driver after the log, with `then` after each record (default: the log's own)."""
+    """The driver after the log; an action of `then` follows each record (default: the log's own actions)."""
     driver = GroupingTestDriver(log.config, draw.PARTITION, draw.PARTITIONS, policy_version=log.policy_version)
     for record, act in zip(log.records(), log.then if then is None else then, strict=True):
         driver.pipe(record)
@@ -111,7 +111,7 @@ def test_the_prefix_of_a_registry_changes_nothing(log: Log) -> None:
     for record in log.records():
         plain.pipe(record)
         framed = record.value is not None and codec.is_frame(record.value) and random.random() < 0.5
-        # The fold holds an id to be nothing: two registries may give the same schema different ones.
+        # The fold ignores the id: two registries may give the same schema different ids.
         value = codec.framed_for_registry(record.value or b"", random.randrange(2**32)) if framed else record.value
         mixed.pipe(record._replace(value=value))
     reached, expected = outcome(mixed), outcome(plain)
@@ -123,7 +123,7 @@ def test_the_prefix_of_a_registry_changes_nothing(log: Log) -> None:
 def test_logs_of_these_tables_meet_every_fate() -> None:
     random = Random(0)
     missing = {*DROP_REASONS, "batched", "dead_lettered", "control", "delivered in parts"}
-    missing -= {"skipped"}  # Not by the log: by an operator (test_skips).
+    missing -= {"skipped"}  # An operator causes it, not the log (test_skipped_offsets).
     for _ in range(400):
         steps = random.choices(draw.step_table(tuple(MAKERS)), k=50)
         log = Log.of(random.choice(draw.config_table(tuple(MAKERS))), [(events, "") for events in steps])

@@ -1,4 +1,4 @@
-"""Configurations from the log, crashes, the journal and the digest; one small log each."""
+"""Configurations from the log, crashes, the journal and the digest; one small log per test."""
 
 from dataclasses import replace
 from typing import Any

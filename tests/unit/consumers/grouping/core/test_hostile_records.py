@@ -113,7 +113,7 @@ def values(draw: st.DrawFn) -> tuple[bytes | None, bytes | None]:
     )
     try:
         value = bytearray(encode(record))
-    except RecordError:  # numbers no field holds
+    except RecordError:  # numbers that no field can hold
         return None, draw(st.one_of(st.none(), st.binary(max_size=40)))
     if draw(st.integers(0, 3)) == 0:
         value[draw(st.integers(10, len(value) - 1))] = draw(st.integers(0, 255))
@@ -135,7 +135,7 @@ def test_no_record_ends_a_task_and_valid_ones_are_grouped(
         try:
             driver.pipe(InputRecord(driver.end, 0, key, value))
         except ForeignConfiguration:
-            return  # A record that other code may run stops the task, with the remedy.
+            return  # A configuration that other code may run stops the task; the error names the remedy.
     driver.commit(snapshot=snapshot)
     config, clock, read = driver.fold.config, driver.fold.policy_version, driver.end
     driver.crash_and_restore()

@@ -239,7 +239,7 @@ def test_the_parts_of_a_record_hold_its_lists_within_their_limit(record: Journal
     for part in parts:
         items = len(part.drops) + len(part.finished_groups) + len(part.batch_ids) + len(part.finished)
         alone = items + sum(len(getattr(part, name)) > 0 for name in ("admitted", "unfinished", "delivered")) == 1
-        # A few bytes for counts of entries, which grow from one byte to three.
+        # The 30 bytes are for the counts of entries, which grow from one byte to three.
         assert alone or len(encode(part)) <= empty + limit + 30
 
 

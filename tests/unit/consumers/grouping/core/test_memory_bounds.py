@@ -60,7 +60,7 @@ def filled(events: Iterable[Rollout | GroupCancelled], **config: object) -> Fold
 
 
 def members(groups: int, size: int, *, seal: bool = False, tokens: int = 4, **fields: Any) -> Iterator[Rollout]:
-    """Rollouts of groups that lack a member each, unless they are to seal."""
+    """Rollouts of groups; with `seal` the groups are complete, otherwise each lacks one member."""
     for group in range(groups):
         for member in range(size):
             yield example_rollout(
@@ -148,7 +148,7 @@ def test_the_documentation_gives_the_costs_that_are_counted() -> None:
 
 def traced(fill: Callable[[], T]) -> tuple[T, int]:
     """Return the result of `fill` and the bytes that it takes."""
-    fill()  # Objects that are made once do not count for the entries.
+    fill()  # Objects that are made only once are not counted.
     gc.collect()
     tracemalloc.start()
     try:
@@ -213,7 +213,7 @@ def test_one_group_that_stays_open_keeps_nothing_of_others_in_memory() -> None:
 
 
 def pressed(tested: Fold, rollouts: int, seed: int) -> list[int]:
-    """Apply rollouts of groups that never complete, mostly, or wait for the policy clock; held bytes after each."""
+    """Apply rollouts whose groups mostly never complete, or wait for the policy clock; return held bytes after each."""
     random = Random(seed)
     held = []
     for offset in range(tested.position, tested.position + rollouts):
@@ -222,7 +222,7 @@ def pressed(tested: Fold, rollouts: int, seed: int) -> list[int]:
         rollout = example_rollout(
             f"{group}.{version}.{member}",
             random.random(),
-            # A cache outside the task keeps keys of examples, so there are few.
+            # There are few examples, because a cache outside the task keeps their keys.
             example_id=str(offset % 50),
             group_id=group,
             group_size=random.choice((1, 4)) if version else 4,
@@ -268,7 +268,7 @@ def test_memory_under_pressure_reaches_a_limit() -> None:
         grown = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    # Everything held, and the groups that are remembered, came after tracing began.
+    # Everything held, and every remembered group, was allocated after tracing began.
     assert grown < PRESSED["capacity_bytes"] + PRESSED["remembered_bytes"] + 100_000
 
 
@@ -279,7 +279,7 @@ def test_resident_memory_is_flat_under_keys_that_never_repeat() -> None:
     resident = []
     for part in range(10):
         for number in range(part * 10_000, (part + 1) * 10_000):
-            # Three of four never complete.
+            # Three of four groups never complete.
             for uid in "ab" if number % 4 == 0 else "a":
                 rollout = example_rollout(uid, float(uid == "a"), example_id=f"example-{number}", tokens=SHORT)
                 tested.apply(record(tested.position, rollout, tested.position // 10))
@@ -287,7 +287,8 @@ def test_resident_memory_is_flat_under_keys_that_never_repeat() -> None:
                 tested.prepare_commit(snapshot=number % 1000 == 0)
         resident.append(resident_bytes())
     print([size >> 20 for size in resident])
-    # Everything is full within the first parts; then the allocator moves it. 320 bytes leaked a key are 16 MiB.
+    # Every limit is reached within the first parts; later changes come from the allocator. A leak of 320 bytes per key
+    # would add 16 MiB.
     assert max(resident[5:]) < resident[4] + (16 << 20)
 
 

@@ -1,4 +1,4 @@
-"""An environment beyond its quotas loses groups of its own, oldest first, and no other environment any."""
+"""An environment beyond its quotas loses its own groups, oldest first; no other environment loses any."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Batches carry the stamps of rollouts, and the arrays that grouping.token_arrays names, to whoever trains."""
+"""Batches carry the stamps of rollouts, and the arrays that grouping.token_arrays names, to the learner."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def stamped(weight_step: int, timestamp: float) -> RolloutMetadata:
 
 
 def arrays(*values: int, experts: int = 0) -> dict[str, NamedArray]:
-    """Versions of four tokens and, where asked for, experts of each."""
+    """Weight versions of four tokens and, if `experts` is not 0, that many experts of each token."""
     named = {WEIGHT_VERSION: NamedArray.of(np.array(values, "<i8"))}
     if experts:
         named[EXPERTS] = NamedArray.of(np.arange(4 * experts, dtype="|u1").reshape(4, experts))
@@ -36,7 +36,7 @@ def arrays(*values: int, experts: int = 0) -> dict[str, NamedArray]:
 
 
 def mixed() -> tuple[GroupingTestDriver, TrainingBatch]:
-    """A batch of four rows: with versions, with versions and experts of two widths, and with nothing."""
+    """A batch of four rows: one with versions, two with versions and experts (of two widths), and one with nothing."""
     d = driver(batch_rollouts=4, token_arrays=(WEIGHT_VERSION, EXPERTS))
     unnamed = {"entropy": NamedArray.of(np.zeros(4, "<f4"))}
     rows: list[dict[str, NamedArray]] = [

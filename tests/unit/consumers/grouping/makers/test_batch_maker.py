@@ -1,4 +1,4 @@
-"""Promises of the fold to batch makers and its checks on them, also for a maker that takes groups apart."""
+"""Promises of the fold to batch makers, and its checks on makers, including a maker that splits groups."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -86,7 +86,7 @@ def test_a_maker_has_the_partition_the_seed_and_the_number_of_the_next_batch() -
 
 
 class Wrong(FifoBatchMaker):
-    """Does one thing wrong."""
+    """Base of makers that do one thing wrong."""
 
     def __init__(self, context: MakerContext) -> None:
         super().__init__(context)
@@ -192,7 +192,7 @@ def test_a_maker_that_loses_repeats_or_invents_rollouts_stops_the_task(maker: ty
 
 
 class Picky(Wrong):
-    """Discards the second member of every group, and fails if it shall forget a rollout that it does not hold."""
+    """Discards the second member of every group, and fails if it is told to forget a rollout that it does not hold."""
 
     def discard(self, sources: Iterable[Source]) -> None:
         held = self.held
@@ -354,7 +354,7 @@ def test_a_batch_beyond_batch_bytes_stops_the_task() -> None:
 
 
 def seconds_to_drop(groups: int) -> float:
-    """Return the processor time that a group takes to become stale among that many waiting ones."""
+    """Return the processor time per group to drop that many waiting groups as stale."""
     d = GroupingTestDriver(GroupingConfig(batch_rollouts=10**6, batch_bytes=10**9, max_policy_lag=0))
     for i in range(groups):
         pair(d, str(i))

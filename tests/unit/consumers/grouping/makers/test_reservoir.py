@@ -1,6 +1,6 @@
-"""The reservoir: what it draws and keeps, and the defects known of such makers, each as a variant that has it.
+"""The reservoir: what it draws and keeps, and known defects of such makers, each as a variant that has the defect.
 
-A variant is the plausible way to write it that goes wrong; the same log shows the defect there and none here.
+A variant is a plausible but wrong way to write the maker; the same log shows the defect in the variant, not in ours.
 """
 
 import json
@@ -170,7 +170,7 @@ def test_a_rollout_costs_the_same_with_a_hundred_times_as_many_held() -> None:
 
 
 class ReappendsTheGroup(FifoBatchMaker):
-    """With each member, computes advantages again and adds the whole group to the reservoir again."""
+    """Computes advantages again for each member, and adds the whole group to the reservoir again."""
 
     def __init__(self, context: MakerContext) -> None:
         super().__init__(context)
@@ -234,7 +234,7 @@ def test_version_10_is_newer_than_version_9() -> None:
 
 
 class ForgetsOldVersions(ReservoirBatchMaker):
-    """Keeps groups of the newest version in a table and ignores the error of a look-up of a late one."""
+    """Keeps groups of the newest version in a table, and ignores the error when a late version is looked up."""
 
     latest_version_only = False
 

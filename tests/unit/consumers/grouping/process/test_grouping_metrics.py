@@ -1,4 +1,4 @@
-"""Figures of a grouping process: sums over its partitions, counts since its start, latencies since the last time."""
+"""Figures of a grouping process: sums over its partitions, counts since its start, latencies since the last report."""
 
 import logging
 import time
@@ -147,7 +147,7 @@ def test_environments_are_reported_when_they_change_and_warned_of_once(caplog: p
     assert [values["lost_mean_reward"] for values in written] == [50.0]
     [warned] = [r for r in caplog.records if r.getMessage() == "selection_biased"]
     assert warned.rollstream_fields["figure"] == "reward"  # type: ignore[attr-defined]
-    # The partition moves to another process, which reports it at once, and comes back.
+    # The partition leaves this process and comes back, and is then reported again at once.
     for owned, times in (([], 1), ([d.fold], 2)):
         figures.write(owned, {}, {})
         assert len([labels for _, labels in writer.written if "environment" in labels]) == times

@@ -1,4 +1,4 @@
-"""The journal record of a move: what moved has its fate and is counted, what is left stays unfinished."""
+"""The journal record of a move: moved records get their fate and are counted, and the others stay unfinished."""
 
 from dataclasses import replace
 

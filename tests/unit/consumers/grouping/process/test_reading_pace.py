@@ -6,7 +6,7 @@ from rollstream.consumers.grouping.process.reading_pace import ReadingPace
 
 
 class Time:
-    """A clock that goes on while somebody sleeps."""
+    """A clock that advances only when `sleep` is called."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,6 +1,6 @@
-"""Grouping processes over a model of Kafka: schedule after schedule of faults, each drawn and repeated by its seed.
+"""Grouping processes over a model of Kafka under many schedules of faults; a seed draws and repeats each schedule.
 
-`python -m tests.simulation --seed N --schedules 1` repeats one that failed.
+`python -m tests.simulation --seed N --schedules 1` repeats a schedule that failed.
 """
 
 import os
@@ -30,7 +30,7 @@ def world() -> Iterator[World]:
 
 
 def failures(world: World, schedules: int) -> list[Outcome]:
-    """Run schedules, on CI always the same, and return those with findings, shrunk."""
+    """Run schedules, always the same ones on CI, and return those with findings, shrunk."""
     first = 0 if os.environ.get("CI") else random.randrange(2**32)
     print(f"{schedules} schedules from seed {first} on")
     outcomes = (run_schedule(world, seed) for seed in range(first, first + schedules))

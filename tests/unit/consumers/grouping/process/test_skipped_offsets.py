@@ -30,7 +30,7 @@ NEWER = Mark(
 
 
 def with_a_skipped_mark() -> GroupingTestDriver:
-    """Return an open group, a mark of newer code that was left out, and records after it, all committed."""
+    """Return a driver with an open group, a left-out mark of newer code, and records after it, all committed."""
     d = driver()
     d.pipe(example_rollout("open-a", 1.0, example_id="open"))
     d.skip(1, "nobody here wrote it")
@@ -92,7 +92,7 @@ def test_a_record_is_skipped_under_every_core_version() -> None:
 
 
 def hopped(stop: int = 3) -> GroupingTestDriver:
-    """Return an open group and offsets 1 to `stop` - 1 left out without their records, all committed."""
+    """Return a driver with an open group and offsets 1 to `stop` - 1 left out without their records, all committed."""
     d = driver(group_deadline_s=10.0)
     d.pipe(example_rollout("open-a", 1.0, example_id="open"))
     for offset in range(1, stop):
@@ -187,7 +187,7 @@ def test_a_configuration_without_room_in_this_process_s_records_names_both_remed
 
 
 class Dividing(FifoBatchMaker):
-    """A maker with a mistake in it."""
+    """A maker with a bug."""
 
     def add_rollout(self, rollout: RLExample, group: SealedGroup) -> None:
         raise ZeroDivisionError

@@ -1,4 +1,4 @@
-"""Batches that make a step: whole ones in index order, stale ones on record, and nothing by the clock."""
+"""Batches that make a step: whole batches in index order, with stale ones on record, independent of the clock."""
 
 import itertools
 import threading
@@ -40,7 +40,7 @@ ENTRY = BatchIndexEntry(
 
 
 class ScriptedReader:
-    """Gives the batches of a list, None where it says so, then sets `stop`."""
+    """Returns the batches of a list, None where the list has None, and then sets `stop`."""
 
     def __init__(self, versions: list[int | None], stop: threading.Event) -> None:
         self._script = list(enumerate(versions))
@@ -284,14 +284,14 @@ def test_what_processes_trained_on_adds_up_to_what_one_would_have() -> None:
 
 
 class DrainedReader(ScriptedReader):
-    """Gives the batches of a list, then None for ever; `position` is after the last one given."""
+    """Returns the batches of a list, then None forever; `position` is after the last batch returned."""
 
     def poll(self, timeout_s: float) -> IndexedBatch | None:
         return super().poll(timeout_s) if self._script else None
 
 
 def last_steps(versions: list[int | None], **more: Any) -> tuple[list[StepPlan], list[tuple[BatchUse, ...]]]:
-    """The steps of a run that is drained behind these batches, and the skips reported meanwhile."""
+    """The steps of a run that is drained after these batches, and the skips reported meanwhile."""
     stop, reported = threading.Event(), []
     reader = DrainedReader(versions, stop)
     end = 10 * (len(versions) - 1) + 1

@@ -29,7 +29,7 @@ lengths = st.lists(st.integers(1, LENGTH), max_size=40)
 
 
 def sequence(length: int, first_token: int = 1) -> TrainingSequence:
-    """Tokens that tell where they come from; everything under the mask but what `pack` must clear."""
+    """A sequence whose tokens tell their place; the mask includes the first token, where `pack` must clear it."""
     tokens = np.arange(first_token, first_token + length, dtype=np.int32)
     return TrainingSequence(
         tokens=tokens,
@@ -69,7 +69,7 @@ def same(once: PackedStep, again: PackedStep) -> bool:
 
 
 def first_fit_plainly(lengths: Sequence[int], room: Sequence[int]) -> list[int]:
-    """Each item into the first bin with room, as the textbook has it."""
+    """The bin of each item as in the textbook: the first bin with room, -1 if there is none."""
     free, collected = list(room), []
     for length in lengths:
         collected.append(next((index for index, left in enumerate(free) if left >= length), -1))
@@ -144,14 +144,15 @@ def test_rows_are_within_the_known_bound_of_first_fit_decreasing(lengths: list[i
     ((items, bins),) = layout(np.array(lengths, np.int64), {LENGTH: ROWS})
     assert sorted(items.tolist()) == list(range(len(lengths)))
     assert all(sum(np.array(lengths)[items[bins == row]]) <= LENGTH for row in set(bins.tolist()))
-    # 11/9 of the optimum plus 6/9 (Dosa 2007); the optimum is at least the total over the capacity, or the large items.
+    # At most 11/9 of the optimum plus 6/9 rows (Dosa 2007). The optimum is at least the total divided by the capacity,
+    # and at least the number of large items.
     optimum = max(-(-sum(lengths) // LENGTH), sum(length > LENGTH // 2 for length in lengths))
     rows = int(bins.max(initial=-1)) + 1
     assert rows <= 11 / 9 * max(optimum, 1) + 6 / 9 or optimum < rows <= optimum + 2
 
 
 def test_rollouts_go_to_the_shortest_rows_that_hold_them_once_longer_microbatches_are_full() -> None:
-    # Three rows of 16: 16, 12 + 4, 9 + 7; the last microbatch of 16 has no room left, so six of 8 begin one of theirs.
+    # Three rows of 16 hold 16, 12 + 4 and 9 + 7. The last microbatch of 16 is full, so six rows of 8 begin another.
     step = pack(sequences([16, 12, 9, 4, 7, *[8] * 5, 3]), rows=3, sequence_length=16, length_buckets=(8,))
     assert [microbatch.tokens.shape for microbatch in step.microbatches] == [(3, 16), (6, 8)]
     assert first_tokens(step.microbatches[:1]) == [1, 101, 201, 301, 401]

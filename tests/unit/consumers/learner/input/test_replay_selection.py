@@ -1,4 +1,4 @@
-"""Rollouts that make a step that draws from a buffer: the same again from the record alone, none unaccounted for."""
+"""Steps that draw rollouts from a buffer: the record alone repeats the draws, and every rollout is accounted for."""
 
 import random
 import threading
@@ -26,14 +26,14 @@ ROWS = 4
 
 
 def batch(number: int, version: int = 0, environment: str = "env") -> TrainingBatch:
-    """A batch cut at so many seconds, of a group that was opened half a second before."""
+    """A batch cut at `number` seconds, of a group that was opened half a second before."""
     made = random_batch(number, rows=ROWS, version=version)
     group = replace(made.groups[0], opened_ms=1000 * number - 500, environment=environment)
     return replace(made, groups=(group,), cut_ms=1000 * number)
 
 
 class Log:
-    """Batches at every second offset of an index, and readers of it, which show so many at a time."""
+    """Batches at every second offset of an index."""
 
     def __init__(self) -> None:
         self.batches: dict[int, TrainingBatch] = {}
@@ -65,7 +65,7 @@ def _entry(made: TrainingBatch) -> BatchIndexEntry:
 
 
 class Reader:
-    """Follows a Log; `stutter` has it return nothing now and then before the end."""
+    """Follows a Log; with `stutter`, a poll sometimes returns nothing before the end."""
 
     def __init__(self, log: Log, position: int = 0, stutter: random.Random | None = None) -> None:
         self._log, self.position, self._stutter = log, position, stutter
@@ -84,7 +84,7 @@ class Reader:
 
 
 class Patience(threading.Event):
-    """Set once it was asked so often that whoever waits has read all there is, however slow the machine is."""
+    """Set once it was queried so often that the waiting code has read everything, however slow the machine is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Learner:
         self.start(0)
 
     def start(self, step: int) -> None:
-        """From the log alone, as it was after `step` steps."""
+        """Start from the log alone, as it was after `step` steps."""
         self.step = step
         past = [self.steps[number] for number in sorted(self.steps) if number <= step]
         position = past[-1].position if past else 0
@@ -127,7 +127,7 @@ class Learner:
         self.replay.restore(uses, self.log.entries(uses.first, uses.position), past)
 
     def plan(self) -> StepPlan | None:
-        """The next step, recorded; None where there are too few rollouts."""
+        """Plan and record the next step; None if there are too few rollouts."""
         plan = self.replay.plan(self.step, Patience())
         if plan is None:
             return None
@@ -174,7 +174,7 @@ def test_a_step_draws_rows_of_many_batches_and_names_them() -> None:
     for read, rows in zip(plan.trained, plan.rows, strict=True):
         assert (tuple(range(ROWS)) if rows is None else rows) == trained_rows(plan.uses)[read.index_offset]
     assert plan.lags == (0,) * 6
-    # So the lead tells the other processes of a learner.
+    # The lead sends the plan to the other processes of a learner in this form.
     assert msgspec.json.decode(msgspec.json.encode(plan), type=StepPlan) == plan
 
 
@@ -223,7 +223,7 @@ def test_time_is_the_newest_cut_that_was_read() -> None:
     learner = Learner(log, config(max_rollout_timestamp_delay=3.0))
     plan = learner.plan()
     assert plan is not None
-    # Opened half a second before they were cut: those of 7, 8 and 9 s are fresh at 9 s.
+    # Groups open half a second before their batch is cut, so those of 7, 8 and 9 s are fresh at 9 s.
     assert {at for at, _row in names(plan)} <= {14, 16, 18}
     assert rows_of(plan.uses, "skipped") == 28
 
@@ -329,7 +329,7 @@ def test_killed_at_any_step_it_draws_on_as_if_it_had_not_been(
             )
             for i in range(draw.choice([0, 2, 5]))
         ]
-        # Enough for the step in any case: fresh ones, more than a step takes.
+        # Enough for the step in any case: more fresh rollouts than a step takes.
         new += [batch(len(logs[0].batches) + len(new) + i, version=number, environment="ab"[i % 2]) for i in range(4)]
         for log in logs:
             log.append(*new)
@@ -390,7 +390,7 @@ def test_a_rollout_that_cannot_be_trained_on_is_never_drawn_and_is_on_record_wit
 
 
 def test_what_a_step_on_record_drew_it_draws_again_and_no_later_step_does() -> None:
-    """A record of before such rollouts were left out: the draws are those of sound ones."""
+    """The record is older than the rule that leaves such rollouts out, so its draws are those of sound rollouts."""
     log, sound = Log(), Log()
     sound.append(batch(0), batch(1))
     log.append(replace(batch(0), temperatures=np.full(ROWS, 1e-40)), batch(1))

@@ -1,4 +1,4 @@
-"""Memory of arrays that ended is used again, and that of arrays that are still there is not."""
+"""Memory of freed arrays is used again; memory of arrays that still exist is not."""
 
 import threading
 
@@ -11,7 +11,7 @@ from rollstream.consumers.learner.input.reused_memory import ReusedMemory
 
 
 def address(memory: ReusedMemory, count: int = 3, size_bytes: int = 100) -> int:
-    """Address of the first of some arrays, which end at once."""
+    """Address of the first of some arrays, which are freed at once."""
     return int(memory.lanes(count, size_bytes)[0].ctypes.data)
 
 

@@ -1,4 +1,4 @@
-"""One bad rollout costs itself: it is left out by name, and its step trains as if it had not been there."""
+"""One bad rollout costs only itself: it is left out by name, and its step trains as if it had not been there."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ ROW = 5
 
 
 def last_token(value: float, name: str) -> Callable[[TrainingBatch], TrainingBatch]:
-    """Another value for the last token of the row, which is trained."""
+    """Return a change that gives another value to the last token of the row, which is trained on."""
 
     def changed(batch: TrainingBatch) -> TrainingBatch:
         array = getattr(batch, name).copy()
@@ -69,7 +69,7 @@ def train_step() -> TrainStep:
 
 
 def change(train_step: TrainStep, batch: TrainingBatch) -> np.ndarray:
-    """Change of the parameters by a step on the rows that are left: with plain SGD, along the gradient."""
+    """Change of the parameters by a step on the rows that are not left out; with plain SGD, along the gradient."""
     left_out = {row for rows in unfit_rows(batch, CONFIG).values() for row in rows}
     fit = chosen_rows(batch, [row for row in range(len(batch)) if row not in left_out])
     before = jax.device_get(train_step.initial_state().params)
@@ -81,7 +81,7 @@ def change(train_step: TrainStep, batch: TrainingBatch) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def honest(train_step: TrainStep) -> np.ndarray:
-    """The same of the other rows alone."""
+    """The change of the parameters by a step on the other rows alone."""
     return change(train_step, chosen_rows(BATCH, [row for row in range(len(BATCH)) if row != ROW]))
 
 

@@ -70,7 +70,7 @@ def batches_of(lengths: Lengths, batches: int, rows: int) -> list[TrainingBatch]
 
 
 def plan_of(batches: Sequence[TrainingBatch], rules: StepRules = NEWEST) -> StepPlan:
-    """A step of these batches, whole."""
+    """A step that trains on all rows of these batches."""
     trained = tuple(IndexedBatch(BatchIndexEntry.of(batch, at), at) for at, batch in enumerate(batches))
     return StepPlan(uses=(), trained=trained, lags=(0,) * len(trained), position=len(trained), wait_s=0.0, rules=rules)
 
@@ -83,7 +83,7 @@ def packed_by(process: int, processes: int, plan: StepPlan, batches: Sequence[Tr
 
 
 def useful(steps: Sequence[PackedStep], plan: StepPlan) -> float:
-    """Share of the positions that a team computes which hold a token; every process runs as many microbatches."""
+    """Share of the computed positions that hold a token; all processes of a team run equally many microbatches."""
     rows = rows_by_length(CONFIG)
     counts = [
         max(sum(batch.tokens.shape[1] == length for batch in step.microbatches) for step in steps) for length in rows
@@ -98,7 +98,7 @@ def test_useful_positions_are_those_of_one_process_at_any_number_of_processes(na
     by_rows, by_batches = plan_of(batches), plan_of(batches, StepRules(sharing="batches"))
     alone = useful([packed_by(0, 1, by_rows, batches)], by_rows)
     for processes in PROCESSES:
-        # The first and the last stand for all: the next test has that all processes lay out the same.
+        # The first and the last process suffice: the next test checks that all processes have the same layout.
         some = [packed_by(process, processes, by_rows, batches) for process in {0, processes - 1}]
         shares = useful(some, by_rows)
         print(f"{name}, {processes} processes: {shares:.3f} useful, one process {alone:.3f}")

@@ -1,4 +1,4 @@
-"""Gradients are scattered where parameters are shared: each device receives the sum of its share, in the set dtype."""
+"""Gradients are scattered where parameters are shared: each device receives its share's sum in the configured dtype."""
 
 import json
 import math
@@ -24,7 +24,7 @@ def compiled(job: Job, devices: int = 8) -> list[dict[str, Any]]:
             "JAX_PLATFORMS": "cpu",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0" if job.topology else "1",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}",
-            # For compiling without a TPU; of no effect on a CPU.
+            # Needed to compile without a TPU; these have no effect on a CPU.
             "TPU_SKIP_MDS_QUERY": "1",
             "TPU_ACCELERATOR_TYPE": "v5litepod-8",
             "TPU_WORKER_HOSTNAMES": "localhost",
@@ -40,7 +40,7 @@ def compiled(job: Job, devices: int = 8) -> list[dict[str, Any]]:
 
 
 def sizes(program: dict[str, Any], operation: str) -> list[int]:
-    """Sizes of the matrices that an operation of a gradient results in."""
+    """Sizes of the matrices that result from one kind of operation on the gradients."""
     shapes = [shape for name, _dtype, shape in program["reductions"] if name == operation]
     return sorted(size for size in map(math.prod, shapes) if size > LARGEST_SMALL)
 
@@ -52,7 +52,7 @@ MATRICES = (512 * 512, 512 * 512, 256 * 512, 256 * 512, 512 * 512, 512 * 1024, 5
 def test_each_device_receives_the_sum_of_its_share_alone() -> None:
     (shared,) = compiled(Job(meshes=[[2, 4, 1]]))
     assert sizes(shared, "reduce-scatter") == sorted(size // 4 for size in MATRICES)
-    # Copies of a share are summed once, at the end; no sum is of a whole matrix.
+    # Copies of a share are summed once, at the end; no whole matrix is summed.
     assert max(sizes(shared, "all-reduce")) == max(MATRICES) // 4
     assert shared["scattered"] == ["bf16"]
 

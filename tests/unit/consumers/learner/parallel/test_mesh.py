@@ -1,6 +1,6 @@
-"""On however many devices and processes, a step trains the same: parameters agree within 5e-6 after three steps.
+"""A step trains the same on any number of devices and processes: parameters agree within 5e-6 after three steps.
 
-Their values are about 0.1 and three steps of Adam move each by about 0.03; differences are rounding alone.
+Parameters are about 0.1, and three steps of Adam move each by about 0.03; the differences are rounding alone.
 """
 
 import json
@@ -108,7 +108,7 @@ def test_two_processes_of_two_devices_train_what_one_does_with_a_share_of_paddin
         assert_same(actual, "2x2x1", eight_devices)
         assert actual["2x2x1/held/model.layers.0.mlp.up_proj.weight"] == 1 / 2
         assert_same(actual, "2x2x1 by rows", eight_devices)
-        # Rows of the whole step: as much padding as one process has, not a half-empty share for each.
+        # Rows are packed over the whole step, with as much padding as in one process, not a half-empty share for each.
         for own, alone in zip(metrics(actual, "2x2x1 by rows"), metrics(eight_devices, "1x1x1"), strict=True):
             assert own["packing/padding_fraction"] == alone["packing/padding_fraction"]
 
@@ -216,7 +216,7 @@ def test_a_mesh_of_another_size_than_there_are_devices_says_both() -> None:
 
 def test_rows_that_cannot_be_split_over_the_devices_are_refused() -> None:
     class Four:
-        """A mesh of which only the shape is asked."""
+        """A stand-in for a mesh, of which only the shape is read."""
 
         axis_names = ("data", "fsdp", "tensor")
         devices = np.empty((4, 1, 1))

@@ -1,4 +1,4 @@
-"""A checkpoint gives back every bit, its position and its steps, and a save cut short is no checkpoint."""
+"""A checkpoint restores every bit, its position and its steps; an interrupted save is not a checkpoint."""
 
 import multiprocessing
 import resource
@@ -103,7 +103,7 @@ def test_learners_and_runs_do_not_share_checkpoints(fresh: TrainState, tmp_path:
 
 
 def save_with_a_full_disk(directory: Path) -> None:
-    """Save one checkpoint, and another one after the system has begun to refuse to write."""
+    """Save one checkpoint, and another one after the system has begun to refuse writes."""
     fresh = TrainStep(CONFIG).initial_state()
     with pytest.raises(CheckpointFailed, match=r"no checkpoint could be written to .*make room there"):  # noqa: PT012, SIM117
         with Checkpoints(CheckpointConfig(directory=str(directory)), "run", "default") as checkpoints:
@@ -117,7 +117,7 @@ def save_with_a_full_disk(directory: Path) -> None:
 def test_a_save_that_the_disk_refuses_is_one_line_and_the_checkpoint_before_it_is_restored(
     fresh: TrainState, tmp_path: Path
 ) -> None:
-    # In a process of its own, because the limit is that of a process.
+    # In a process of its own, because the limit applies to the whole process.
     process = multiprocessing.get_context("spawn").Process(target=save_with_a_full_disk, args=(tmp_path,))
     process.start()
     process.join(600)

@@ -1,4 +1,4 @@
-"""The digest of parameters computed on devices is that of the definition, whatever their sharding."""
+"""The digest of parameters that devices compute equals the digest by definition, whatever the sharding."""
 
 import json
 import os

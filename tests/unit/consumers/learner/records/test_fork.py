@@ -1,4 +1,4 @@
-"""A checkpoint is carried over whole or not at all, without steps that are the other learner's."""
+"""A checkpoint is copied whole or not at all, without the steps of the other learner."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def source(tmp_path: Path) -> Path:
         checkpoint(directory, step)
     (directory.parent / "main.reference").mkdir()
     (directory.parent / "main.reference" / "a").write_text("0")
-    # A save under way, and one that lacks its end.
+    # A save in progress, and a save without its end.
     (directory / "15.orbax-checkpoint-tmp-7").mkdir()
     (directory / "9").mkdir()
     return directory

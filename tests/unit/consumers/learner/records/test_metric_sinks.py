@@ -39,7 +39,7 @@ def step_of(number: int) -> LearnerStep:
 
 
 class Elsewhere:
-    """Stands for the topic `metrics`, which tests/broker/test_sinks.py writes to."""
+    """A stand-in for the sink of the topic `metrics`, which tests/broker/test_sinks.py tests."""
 
     last = -1
 
@@ -65,7 +65,7 @@ def opened(config: SinksConfig, recorded: int) -> MetricSinks:
 
 
 def write(config: SinksConfig, recorded: int, *steps: int) -> MetricSinks:
-    """A learner that resumes with `recorded` steps on record, makes these steps and is killed."""
+    """The sinks of a learner that resumes after step `recorded` (-1: none), makes these steps and is killed."""
     sinks = opened(config, recorded)
     _killed.append(sinks)
     for step in steps:
@@ -129,7 +129,7 @@ def test_what_an_earlier_run_of_the_name_left_is_put_aside(tmp_path: Path) -> No
 
 
 def scalars(directory: Path) -> list[tuple[str, int, float]]:
-    """Figures that TensorBoard shows of a directory: scalars in order, without those purged by a later start."""
+    """Scalars that TensorBoard shows for a directory, in order, without those that a later start purged."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
     shown: list[tuple[str, int, float]] = []
@@ -148,7 +148,7 @@ def scalars(directory: Path) -> list[tuple[str, int, float]]:
 def test_tensorboard_shows_each_step_once(tmp_path: Path) -> None:
     config, directory = SinksConfig(tensorboard=str(tmp_path)), tmp_path / "r" / "a"
     write(config, -1, 0, 1, 2)
-    # As a kill between an event and its memory leaves it: step 2 is there, and not remembered.
+    # As a kill between an event and its note leaves it: step 2 is written, but not noted.
     (directory / "rollstream.json").write_text('{"last": 1}')
     write(config, 2, 1, 2, 3)
 

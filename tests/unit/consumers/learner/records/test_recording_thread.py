@@ -1,4 +1,4 @@
-"""The thread that puts steps on record: one at a time and in order, and no error of it is lost."""
+"""The thread that records steps: one at a time and in order, and none of its errors is lost."""
 
 import threading
 from collections.abc import Callable

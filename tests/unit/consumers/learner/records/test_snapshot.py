@@ -41,7 +41,7 @@ def every_kind_of_float() -> np.ndarray:
 
 def test_it_rounds_as_the_host_does_in_every_bit() -> None:
     values = every_kind_of_float()
-    with np.errstate(invalid="ignore"):  # of signalling NaNs
+    with np.errstate(invalid="ignore"):  # signalling NaNs would warn
         expected = converted({"w": values}, "bfloat16")["w"]
     copied = snapshot({"w": jnp.asarray(values)}, "bfloat16")["w"]
     assert copied.dtype == expected.dtype
@@ -90,7 +90,7 @@ def test_snapshots_take_turns_with_the_memory_of_those_that_nothing_refers_to() 
 
 
 def test_jax_writes_into_no_buffer_that_numpy_still_shows() -> None:
-    """Snapshots rely on it where something else refers to their memory."""
+    """Snapshots rely on this if something else refers to their memory."""
     into = jax.jit(lambda values, _memory: values + 1, donate_argnums=1, keep_unused=True)
     memory = jnp.full(999, 7, jnp.uint16)
     shown = np.from_dlpack(memory)

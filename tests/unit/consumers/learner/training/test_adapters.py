@@ -1,4 +1,4 @@
-"""Training of adapters: the model stays, adapters follow their gradient, and versions between full ones are small."""
+"""Training of adapters: the model is frozen, adapters follow their gradient, versions between full ones are small."""
 
 from dataclasses import replace
 from pathlib import Path

@@ -47,7 +47,7 @@ def some_samples(spread: float = 0.4, count: int = 12) -> list[Sample]:
 
 
 def advantages_trained(config: LossConfig, samples: Sequence[Sample]) -> tuple[list[NDArray], dict[str, float]]:
-    """The advantage by which each trained token's log-probability is raised, by our code, and the metrics."""
+    """The advantage by which our code raises the log-probability of each trained token, and the metrics."""
     layout = row_by_row(samples, LENGTH)
     batch = microbatch(samples, layout, LENGTH, config, dtype=np.float64, rubbish=math.nan)
     del batch["proximal_log_probs"]
@@ -80,8 +80,8 @@ def check(config: LossConfig, samples: Sequence[Sample], advantage: Callable[[Sa
 def verl_keeps(option: str, lower: float, upper: float) -> Callable[[NDArray], NDArray]:
     """The rule of verl's compute_rollout_rejection_mask (verl/trainer/ppo/rollout_corr_helper.py) for k1 options.
 
-    It bounds k1 = log generator - log learner by logarithms of its bounds, which are therefore bounds of the inverse
-    of the ratio here.
+    verl bounds k1 = log generator - log learner by logarithms of its bounds, so its bounds limit the inverse of the
+    ratio used here.
     """
 
     def keeps(log_ratio: NDArray) -> NDArray:
@@ -143,7 +143,7 @@ def test_a_lower_bound_of_zero_rejects_upwards_alone() -> None:
 
 
 def test_rejection_leaves_weights_entropy_and_divergence_alone() -> None:
-    """Tokens that pass are weighed by importance sampling as before."""
+    """Tokens that pass are weighted by importance sampling as before."""
     config = replace(PLAIN, importance_sampling="truncated", importance_level="token", importance_high=1.2)
     config = replace(config, reject_token=(0.7, 1.5), entropy_coefficient=0.1)
 
@@ -211,8 +211,8 @@ def test_as_part_of_the_return_it_is_summed_to_the_end_of_the_sequence(estimator
 
 
 def test_a_teacher_adds_the_reverse_divergence_to_each_advantage() -> None:
-    """As tinker's recipe of on-policy distillation: reverse_kl = log p(student) - log p(teacher), its negative times a
-    coefficient added to the advantages."""
+    """As in tinker's recipe of on-policy distillation: minus a coefficient times reverse_kl is added to the advantages,
+    where reverse_kl = log p(student) - log p(teacher)."""
     config = replace(PLAIN, reward_coefficient=0.5, distillation_coefficient=0.7)
     samples = some_samples()
 

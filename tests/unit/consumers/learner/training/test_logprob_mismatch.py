@@ -1,4 +1,4 @@
-"""Recorded log-probabilities against declared ones: a mix-up is caught in the metrics of a step, a truth passes."""
+"""Recorded log-probabilities against declared ones: the metrics of a step reveal a wrong declaration only."""
 
 from dataclasses import replace
 from typing import Any
@@ -42,7 +42,7 @@ def params() -> dict[str, jax.Array]:
 
 @pytest.fixture(scope="module")
 def tokens(params: dict[str, jax.Array]) -> np.ndarray:
-    """[ROWS, LENGTH], after the prompt sampled at TEMPERATURE."""
+    """Token ids [ROWS, LENGTH]; those after the prompt are sampled at TEMPERATURE."""
     draw = np.random.default_rng(4)
     actual = draw.integers(2, MODEL.vocab_size, (ROWS, LENGTH)).astype(np.int32)
     for t in range(PROMPT, LENGTH):
@@ -146,7 +146,7 @@ def test_older_policies_may_differ_more_and_get_another_cause() -> None:
 
 
 def test_one_old_rollout_among_fresh_ones_does_not_hide_a_wrong_declaration() -> None:
-    """A temperature mixed up gives 0.05 to 0.1; a hundredth of a step of lag is no reason for that."""
+    """A wrong temperature gives 0.05 to 0.1, which a lag of a hundredth of a step does not explain."""
     metrics = {"mismatch_kl/mean": 0.05, "mismatch_log_ratio/mean": -0.05, "off_policy/staleness": 0.01}
     assert mismatch_warning(metrics, CONFIG) is not None
 

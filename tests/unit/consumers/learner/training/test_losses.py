@@ -1,6 +1,6 @@
 """Every loss, correction, divergence and reduction against formulas written out in numpy and float64, token by token.
 
-Gradients are compared with central differences of those formulas, with what the papers hold constant held constant.
+Gradients are compared with central differences of those formulas; what the papers hold constant stays constant.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ NORM = 12.0
 
 
 def some_samples(seed: int = 5, count: int = 10, spread: float = 0.5, per_token: bool = True) -> list[Sample]:
-    """Rollouts off the learner's policy by `spread`, some in several turns; the third has no advantage, the fourth none
-    trained."""
+    """Rollouts whose policies differ from the learner's by `spread`, some in several turns; the third has no advantage,
+    and no token of the fourth is trained."""
     draw = np.random.default_rng(seed)
     collected = []
     for index in range(count):
@@ -83,7 +83,7 @@ def sapo(positive: float, negative: float) -> PerToken:
 
 
 def reduced(config: LossConfig, per_sequence: list[list[float]]) -> float:
-    """Token losses of sequences with any, as config.recipe.reduction says."""
+    """Reduce the token losses of the sequences that have any, as config.recipe.reduction says."""
     reduction = config.recipe.reduction
     if reduction == "token_mean":
         return sum(map(sum, per_sequence)) / sum(map(len, per_sequence))
@@ -93,7 +93,7 @@ def reduced(config: LossConfig, per_sequence: list[list[float]]) -> float:
 
 
 def weights(config: LossConfig, log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Importance weights of one sequence's trained tokens, and which were limited."""
+    """Importance weights of one sequence's trained tokens, and which of them were limited."""
     mode, level = config.recipe.importance_sampling, config.recipe.importance_level
     if mode == "none":
         return np.ones(len(log_ratios)), np.zeros(len(log_ratios), bool)
@@ -117,9 +117,9 @@ def expected(
     recomputed: bool = True,
     level: str = "token",
 ) -> float:
-    """The loss; `held` are the samples of which everything held constant is taken. `recomputed`: with proximal
-    log-probabilities. `level` "sequence": GSPO with its one ratio for a sequence; "sequence, token by token": with that
-    ratio's value, and each token's own change of it."""
+    """The loss. `held` are the samples from which everything held constant is taken; `recomputed` adds proximal
+    log-probabilities. With `level` "sequence", GSPO has one ratio for a sequence; with "sequence, token by token", it
+    has that ratio's value, and each token's own change of the ratio."""
     per_sequence = []
     for sample, constant in zip(samples, held or samples, strict=True):
         at = np.flatnonzero(sample.mask)
@@ -158,7 +158,7 @@ def expected(
 def differences(
     config: LossConfig, per_token: PerToken, samples: list[Sample], *, recomputed: bool = True, level: str = "token"
 ) -> list[np.ndarray]:
-    """Central differences of `expected` in every log-probability of the learner, [tokens] per sample."""
+    """Central differences of `expected` by every log-probability of the learner, [tokens] per sample."""
     h, collected = 1e-6, []
     for index, sample in enumerate(samples):
         gradient = np.zeros(len(sample.mask))
@@ -183,7 +183,7 @@ def found(
     reference: bool = True,
     rubbish: float = 0.0,
 ) -> tuple[float, dict[str, float], list[np.ndarray]]:
-    """Loss, metrics and gradient in the learner's log-probabilities by our code, in float64."""
+    """Loss, metrics, and gradient by the learner's log-probabilities, computed by our code in float64."""
     layout = row_by_row(samples, LENGTH) if layout is None else layout
     layout = [*layout, *[[]] * (ROWS - len(layout))]
     batch = microbatch(samples, layout, LENGTH, config, rubbish=rubbish, dtype=np.float64)
@@ -193,7 +193,7 @@ def found(
         del batch["reference_log_probs"]
     learner, entropy = batch.pop("learner")[:, 1:], batch.pop("entropy")[:, 1:]
     if not math.isfinite(rubbish):
-        # A model gives finite figures of its own everywhere; what was recorded may be anything.
+        # The model's own values are finite everywhere; recorded values may be anything.
         learner, entropy = (np.nan_to_num(array, nan=-3.0, posinf=-3.0, neginf=-3.0) for array in (learner, entropy))
     with jax.enable_x64(True):
         (loss, metrics), gradient = jax.value_and_grad(policy_loss_of, has_aux=True)(
@@ -229,7 +229,7 @@ def agree(
         np.testing.assert_allclose(mine, theirs, atol=1e-8)
 
 
-# Bounds narrow enough that each is met by some of the samples.
+# Bounds narrow enough that some of the samples exceed each of them.
 CASES: dict[str, tuple[LossConfig, PerToken]] = {
     "ppo_clip": (LossConfig(), ppo(0.2, 0.28, 2.0)),
     "grpo": (LossConfig(name="grpo"), ppo(0.2, 0.2)),
@@ -263,7 +263,7 @@ def test_gspo_has_a_gradient_for_each_token_where_their_advantages_differ() -> N
 
 
 def test_gspo_does_not_take_a_samplers_precision_for_another_policy() -> None:
-    """A thousandth a token, which a sampler in bfloat16 is off by, is beyond bounds of 0.0003 and 0.0004."""
+    """A thousandth per token, the error of a sampler in bfloat16, is beyond bounds of 0.0003 and 0.0004."""
     samples = some_samples(spread=0.004, per_token=False, count=40)
     for s in samples:
         s.proximal[:] = s.learner
@@ -357,7 +357,7 @@ def test_the_divergence_is_measured_wherever_there_is_a_reference(estimator: str
 
 
 def test_k3_estimates_what_k1_does_with_less_variance() -> None:
-    """Over samples of p both have KL(p || q) as their mean."""
+    """Over samples of p, both estimates have KL(p || q) as their mean."""
     draw = np.random.default_rng(0)
     p, q = (draw.dirichlet(np.ones(6) * 5) for _ in range(2))
     log_r = np.log(q / p)
@@ -466,7 +466,7 @@ def test_a_log_probability_beyond_belief_gives_finite_figures(config: LossConfig
 def test_how_a_step_is_split_changes_neither_loss_nor_gradient(
     data: st.DataObject, config: LossConfig, seed: int
 ) -> None:
-    """Rows in any order and of any number, samples anywhere in them: the same to 1e-12 in float64."""
+    """Rows in any order and number, with samples anywhere in them, give the same result to 1e-12 in float64."""
     samples = some_samples(seed)
     loss, metrics, gradient = found(config, samples)
     order = data.draw(st.permutations(range(len(samples))))

@@ -108,7 +108,7 @@ def test_muon_orthogonalises_the_matrices_of_blocks_and_leaves_the_rest_to_adam(
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor"])
 def test_optimizers_go_downhill(name: Any) -> None:
-    """On the square distance from another point."""
+    """The loss is the squared distance from another point."""
     state, step = compiled(OptimizerConfig(name=name))
     target, params = drawn(1), drawn(0)
 
@@ -150,7 +150,7 @@ def test_the_default_schedule_falls_by_cosine_and_stays() -> None:
     ("name", "bad"), [("adamw", np.nan), ("adamw", np.inf), ("adamw", 3e38), ("adafactor", np.nan)]
 )
 def test_an_update_with_a_gradient_that_is_not_finite_changes_no_bit(name: Any, bad: float) -> None:
-    """3e38 is finite and its square is not: the norm that clipping divides by would be infinite."""
+    """3e38 is finite but its square is not, so the norm that clipping divides by would be infinite."""
     config = OptimizerConfig(name=name)
     poisoned = drawn(2)
     poisoned[WEIGHT][3, 1] = bad

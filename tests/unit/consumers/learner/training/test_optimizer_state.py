@@ -76,7 +76,7 @@ def test_rounding_goes_to_a_neighbour_and_keeps_the_mean() -> None:
 
 
 def test_a_second_moment_follows_changes_below_half_a_unit_of_bfloat16() -> None:
-    """Its mean at least; rounded to nearest it would stay where it is."""
+    """At least its mean does; rounded to nearest, it would not change."""
     average = optax.ema(0.999, debias=False)
     rounded = in_bfloat16(average)
     params = {"w": jnp.zeros(20_000)}

@@ -35,7 +35,7 @@ CONFIG = LearnerConfig(
 )
 
 
-# Activations computed again change rounding only.
+# Recomputed activations change only the rounding.
 SEVERAL = replace(CONFIG, minibatches=2, epochs=2, remat=True)
 EVERYTHING = replace(
     CONFIG,
@@ -240,7 +240,8 @@ def test_several_updates_of_a_step_are_measured_against_the_policy_before_it(
 ) -> None:
     state = everything.initial_state()
     _, metrics = everything.train(state, pack_for(EVERYTHING, rollouts(0)), everything.frozen(state.params))
-    # The learner before the step against the generator, which three updates at this learning rate change by far.
+    # The metric compares the generator with the learner before the step; after three updates at this learning rate, the
+    # learner would differ by far more.
     before = [
         train_step.train(train_step.initial_state(), pack_for(CONFIG, half))[1]["mismatch_kl/mean"]
         for half in (rollouts(0)[:16], rollouts(0)[16:])
@@ -262,7 +263,7 @@ def test_the_reference_is_what_it_is_given_whatever_the_learner_becomes(everythi
 
 @pytest.fixture(scope="module")
 def teacher_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of another shape with the policy's tokens."""
+    """A checkpoint of a model of another shape, with the policy's tokens."""
     directory = tmp_path_factory.mktemp("teacher")
     model = DecoderConfig(num_hidden_layers=1, hidden_size=32, intermediate_size=64)
     huggingface.save(directory, model, decoder.init(jax.random.key(7), model))
@@ -295,7 +296,7 @@ def test_a_teacher_of_another_shape_is_read_beside_the_policy(teacher_directory:
         step.train(state, pack_for(config, rollouts(0)))
     state, metrics = step.train(state, pack_for(config, rollouts(0)), None, teacher)
     assert step.compilations == compiled
-    # The log-probabilities it is taught are those of the model in the directory, computed apart from the learner.
+    # The learner is taught the log-probabilities of the model in the directory, which are computed here without it.
     model = huggingface.load_config(teacher_directory)
     stored = {name: jax.numpy.asarray(value) for name, value in huggingface.load(teacher_directory).items()}
     mine = one_by_one(step.initial_state().params, config.model, rollouts(0))
@@ -314,8 +315,8 @@ def test_a_teacher_with_other_tokens_is_refused(teacher_directory: Path, tmp_pat
 def test_the_warm_start_is_packed_as_reinforcement_learning_is_and_goes_before_it(
     train_step: TrainStep, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its loss on packed rows is the mean over all answers' tokens, computed one sequence at a time; it falls, and the
-    steps after it start from what it taught."""
+    """The warm start's loss on packed rows equals the mean over all answers' tokens, computed here one sequence at a
+    time. The loss falls, and the steps after the warm start begin with its parameters."""
     draw = np.random.default_rng(2)
     examples = []
     for _ in range(24):

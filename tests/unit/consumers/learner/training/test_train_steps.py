@@ -1,4 +1,4 @@
-"""A step on record is computed by its own rules, so that it has the bits it had, and a new one by the newest."""
+"""A step on record is computed by its own rules, so that its bits stay the same; a new step uses the newest rules."""
 
 from dataclasses import replace
 from typing import Any

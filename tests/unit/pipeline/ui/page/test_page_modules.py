@@ -1,4 +1,4 @@
-"""The modules of the page: they agree with their types, import what is there, and write no HTML."""
+"""The modules of the page: they agree with their types, import existing files, and write no HTML."""
 
 import re
 import shutil
@@ -19,7 +19,7 @@ LONGEST = 500
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda path: path.relative_to(PAGE).as_posix())
 def test_a_module_is_plain(module: Path) -> None:
-    """It has no build step to name its files, takes text as text, and is read in one sitting."""
+    """It imports files by name without a build step, treats text as text, and can be read in one sitting."""
     text = module.read_text()
     for name in re.findall(r'^import .* from "(.*)";$|^import "(.*)";$', text, re.MULTILINE):
         target = module.parent / (name[0] or name[1])
@@ -55,10 +55,10 @@ def test_the_page_offers_every_command_that_a_run_takes() -> None:
 
 @pytest.mark.long
 def test_the_modules_agree_with_their_types(tmp_path: Path) -> None:
-    """TypeScript comes by npx, which also finds one that is installed."""
+    """npx provides TypeScript, and also finds an installed one."""
     if shutil.which("npx") is None:
         pytest.fail("there is no npx: install Node.js (Debian: apt-get install npm), or deselect this test")
-    # A folder of its own, so that no file of the checkout is taken for a project of npm.
+    # Run in an empty folder, so that npm does not take a file of the checkout for its project.
     command = ["npx", "--yes", "--package", TYPESCRIPT, "tsc", "--project", str(PAGE)]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, f"{done.stdout[-5000:]}{done.stderr[-2000:]}"

@@ -1,4 +1,4 @@
-"""The server of the page answers whom it should, and tells browsers what they may do; over real connections."""
+"""Over real connections, the server of the page answers only permitted clients, and tells browsers what they may do."""
 
 import asyncio
 import socket

@@ -53,7 +53,7 @@ RESULT: Message = {"role": "tool", "content": "42", "tool_call_id": "call_0"}
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer that merges what templates write, so that text rendered again has other tokens."""
+    """A tokenizer that merges texts of templates, so that text that is rendered again has other tokens."""
     directory = tmp_path_factory.mktemp("checkpoint")
     corpus = [QWEN, ANSWER, "user\nassistant\nsystem\n"] * 20
     write_tokenizer(directory, corpus, size=420, special_tokens=CHAT_TOKENS)

@@ -1,4 +1,4 @@
-"""Every dialect over a real socket: answers that our client reads alike, and bodies that no server should fail on."""
+"""Every dialect over a real socket: answers that our client reads in the same way, and bodies of any kind."""
 
 import asyncio
 import json
@@ -125,7 +125,7 @@ def test_texts_chats_and_tokens_are_converted_as_vllm_does_it(server: InferenceS
 
 def test_the_librarys_client_takes_our_evidence(server: InferenceServer) -> None:
     class PlainRenderer:
-        """A renderer as the library lets users write one, over our characters."""
+        """A renderer of the kind that users of the library may write, over our characters."""
 
         supports_tools = False
 
@@ -183,7 +183,7 @@ _VALUES = st.recursive(
 
 
 def mutated(dialect: str) -> st.SearchStrategy[dict[str, Any]]:
-    """Bodies that are right but for a few fields."""
+    """Bodies that are right except for a few fields."""
     return st.dictionaries(_NAMES, _VALUES, max_size=3).map(lambda change: {**ASKED.get(dialect, {}), **change})
 
 

@@ -1,5 +1,6 @@
-"""A registry behind HTTPS: who is let in, and what is said to whoever is not. The registry itself is in
-tests/broker/test_schema_registry.py.
+"""A registry behind HTTPS: which clients are let in, and the messages to others.
+
+tests/broker/test_schema_registry.py tests the registry itself.
 """
 
 from collections.abc import Iterator

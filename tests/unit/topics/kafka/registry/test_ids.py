@@ -1,4 +1,4 @@
-"""Writers that no registry answers: every record goes as it is, nothing waits twice, and settings keep secrets."""
+"""Writers that no registry answers: records are written without ids, none waits again, and settings keep secrets."""
 
 import logging
 import time

@@ -1,4 +1,4 @@
-"""Schemas as a registry holds them: stock readers find our frames in them, and each default says whose they are."""
+"""Schemas as a registry holds them: stock readers find our frames in them, and each default identifies its schema."""
 
 import io
 import json
