@@ -47,9 +47,9 @@ class MixtureStates(Closing):
         self._lock = threading.Lock()
         self._follower = TopicFollower(kafka, {(self._topic, 0): BEGINNING})
         try:
-            self._sender = Sender(clients.producer(kafka), on_failure=lambda failure: self._lose(failure.reason))
             while (self._topic, 0) not in self._follower.ends:
                 self._read(0.1)
+            self._sender = Sender(clients.producer(kafka), on_failure=lambda failure: self._lose(failure.reason))
         except BaseException:
             self._follower.close()
             raise

@@ -124,11 +124,13 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
     keep_from_ms = None if args.keep_hours is None else int((time.time() - args.keep_hours * 3600) * 1000)
     deletions = plan(positions, keep_batches=keep, keep_from_ms=keep_from_ms)
     weight_files = files_to_prune(config)
+    archived = any(expanded(name, config) in positions.groups for name in role_of(ARCHIVE).groups)
+    if not archived and not args.json:
+        print(_NO_ARCHIVE)
     if not args.dry_run:
         delete(config.kafka, config.run, deletions)
         weight_files = [_without(files, config.learner.weights) for files in weight_files]
     rows, skipped = rows_of(deletions), positions.skipped
-    archived = any(expanded(name, config) in positions.groups for name in role_of(ARCHIVE).groups)
     if args.json:
         learners = {name: asdict(last) for name, last in positions.last_steps.items()}
         files = [{**there._asdict(), "removable": len(there.removable)} for there in weight_files]
@@ -136,8 +138,6 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         print(compact({**answer, "weight_files": files, "archive_on_record": archived}))
     else:
         print(plan_text(rows, args.dry_run, positions.last_steps, skipped))
-        if not archived:
-            print(_NO_ARCHIVE)
         for there in weight_files:
             print(files_text(there, args.dry_run))
     return 0

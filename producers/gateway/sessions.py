@@ -195,7 +195,7 @@ def reward_problem(value: float) -> str:
     """Return why a reward cannot be trained on; empty if it can."""
     if math.isfinite(value) and abs(value) <= REWARD_LIMIT:
         return ""
-    return f"reward is {value}; it must be a number of at most {REWARD_LIMIT:g}"
+    return f"reward is {value}; it must be a number between -{REWARD_LIMIT:g} and {REWARD_LIMIT:g}"
 
 
 @dataclass

@@ -215,8 +215,8 @@ def settings_of(kafka: KafkaConfig) -> dict[str, Any]:
             settings["ssl_check_hostname"] = value != "none"
         elif key.startswith(("ssl.", "sasl.", "enable.ssl.")):
             raise ConfigurationError(
-                f'kafka.client sets "{key}", which kafka-python does not support; to inspect transactions, use '
-                f"Kafka's own kafka-transactions.sh"
+                f'kafka.client sets "{key}", which kafka-python does not support; use a listener without it, or '
+                f"Kafka's own tools, such as kafka-transactions.sh for open transactions"
             )
     if "security_protocol" in settings:
         settings["security_protocol"] = settings["security_protocol"].upper()
