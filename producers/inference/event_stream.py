@@ -29,6 +29,8 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Sequence[int], Sequence[float]] | None] = asyncio.Queue()
         self._response: web.StreamResponse | None = None
+        self.failure: Exception | None = None
+        """The error that ended the answer after a part was written; None if the answer is whole or the client left."""
 
     def on_tokens(self, row: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
         """Receive new tokens of a row; called in the engine's thread."""
@@ -54,6 +56,7 @@ class EventStream:
         except Exception as error:
             if self._response is None:
                 raise
+            self.failure = error
             await self._send(error_body(str(error) or repr(error), kind="server_error"))
         finally:
             decoding.cancel()

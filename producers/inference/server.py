@@ -193,9 +193,12 @@ class InferenceServer:
             self._errors += 1
             return web.json_response(error_body(error.reason, kind="invalid_request_error"), status=error.status)
         except Exception as error:  # the generator failed: this request fails, the server continues
-            self._errors += 1
-            event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
+            self._failed_request(request, error)
             return web.json_response(error_body(repr(error), kind="server_error"), status=500)
+
+    def _failed_request(self, request: web.Request, error: Exception) -> None:
+        self._errors += 1
+        event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
 
     def _try_again(self, error: Exception, status: int, code: str) -> web.Response:
         self._errors += 1
@@ -216,7 +219,10 @@ class InferenceServer:
             )
             if request.stream:
                 stream = EventStream(http, dialect, request, header)
-                return await stream.write(self._decode(request.sampling, stream.on_tokens))
+                response = await stream.write(self._decode(request.sampling, stream.on_tokens))
+                if stream.failure is not None:
+                    self._failed_request(http, stream.failure)
+                return response
             choices = choices_of(request.sampling, await self._decode(request.sampling), self._tokenizer)
             for choice in choices:
                 dialect.remember(request, choice)

@@ -285,3 +285,26 @@ def test_a_stream_whose_client_is_gone_frees_its_slot() -> None:
             assert generator.decoding
             stream.close()
         eventually(lambda: not generator.decoding, 60, "the slot is free")
+
+
+class BreakingGenerator(ScriptedGenerator):
+    """Fails at its third step of decoding."""
+
+    steps = 0
+
+    def decode(self) -> list[SortedRow]:
+        self.steps += 1
+        if self.steps == 3:
+            raise ValueError("out of memory")
+        return super().decode()
+
+
+def test_an_answer_that_fails_in_the_middle_of_its_stream_counts_as_an_error() -> None:
+    with serving(BreakingGenerator(["hello"], tokens_at_once=1)) as server:
+        eventually(lambda: server.version == 0, 60, "weights are loaded")
+        with openai.OpenAI(base_url=server.base_url, api_key="none", max_retries=0, timeout=300) as client:
+            messages: list[Any] = [{"role": "user", "content": "x"}]
+            stream = client.chat.completions.create(model="policy", messages=messages, stream=True)
+            with pytest.raises(openai.APIError, match="out of memory"):
+                list(stream)
+        eventually(lambda: server.metrics()["errors_total"] == 1, 60, "the error is counted")
