@@ -124,6 +124,7 @@ class TrajectoryReplayBuffer(Closing):
                 max_pending_bytes=max_pending_bytes,
             )
             self._shelf = TrajectoryShelf(cache_size if enable_cache and cache_size else None, store.arrays)
+            self._refuse_layout(store.content)
             self._load_content(store.content)
         else:
             # Trajectories outside the window cannot be drawn and are not kept.
@@ -345,7 +346,8 @@ class TrajectoryReplayBuffer(Closing):
 
         The newest `cache_size` trajectories are read into the cache; the number of trajectories not loaded is logged.
         Raises FileNotFoundError (also a StoreError) if there is no checkpoint, StoreError if it is damaged, ValueError
-        (also a ConfigurationError) if the rank is out of range; the buffer is then unchanged.
+        (also a ConfigurationError) if the rank is out of range, and ConfigurationError if `like` has other arrays; the
+        buffer is then unchanged.
         """
         checkpoint = read_checkpoint(Path(load_path), self._formats)
         stored = len(checkpoint.content)
@@ -356,6 +358,10 @@ class TrajectoryReplayBuffer(Closing):
         if not self.auto_save:
             checkpoint = checkpoint.newest(self._max_trajectories or len(checkpoint.content))
         with self._saving, self._lock:
+            self._refuse_layout(checkpoint.content)
+            if self.auto_save:
+                # Loading deletes the earlier files, so the files that the cache will read are checked first.
+                checkpoint.newest(self._shelf.caches(stored)).check()
             self._store.open()
             self._load_content(self._store.load(checkpoint))
             self._left_out[Path(load_path).resolve()] = left_out = stored - len(self)
@@ -451,12 +457,14 @@ class TrajectoryReplayBuffer(Closing):
         if gone:
             self._store.put(DropOperation(gone[-1].trajectory_id + 1, tuple(gone)))
 
-    def _load_content(self, content: JournalContent) -> None:
+    def _refuse_layout(self, content: JournalContent) -> None:
         if self._layout is not None and len(content):
             try:
                 refuse_other(self._layout, content.layout, "the saved content")
             except RecordError as error:
                 raise ConfigurationError(f"{error}; or give another `like`") from error
+
+    def _load_content(self, content: JournalContent) -> None:
         self._documented = False
         self._shelf.load(content)
         self._position = dict(content.position)

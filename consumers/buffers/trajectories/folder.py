@@ -21,7 +21,7 @@ import numpy as np
 from rollstream.consumers.buffers.trajectories.formats import Format
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
-from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, refuse_foreign
 from rollstream.consumers.files.atomic_files import (
     UNFINISHED,
     StoreError,
@@ -77,6 +77,17 @@ class SavedCheckpoint(NamedTuple):
         """Return the same checkpoint with only its `count` newest trajectories."""
         content = self.content
         return self._replace(content=content.part(max(0, len(content) - count), len(content)))
+
+    def check(self) -> None:
+        """Read every trajectory. Raises StoreError if a file is gone, damaged, or has other arrays than the content."""
+        for place in range(len(self.content)):
+            entry = self.content[place]
+            path, description = self.path(entry), entry.description
+            try:
+                arrays = self.formats(description.format).arrays(path)
+            except FileNotFoundError as error:
+                raise StoreError(f"{path} is gone; restore it, or fill the buffer again") from error
+            refuse_foreign(arrays, self.content.layout, description.steps, description.width, str(path))
 
 
 def bring_files(checkpoint: SavedCheckpoint, directory: Path) -> JournalContent:

@@ -104,7 +104,10 @@ class _Npz:
 
     def read(self, path: Path) -> Trajectory:
         fields, arrays = npz.read(path)
-        return _checked_trajectory(path, fields, arrays)
+        try:
+            return trajectory_of(fields, arrays)
+        except (TypeError, KeyError, RecordError) as error:
+            raise _not_ours(path, error) from error
 
     def arrays(self, path: Path) -> dict[str, NDArray[Any]]:
         return npz.read(path)[1]
@@ -126,7 +129,9 @@ class _Torch:
     def read(self, path: Path) -> Trajectory:
         try:
             document = self._torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        except (RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except FileNotFoundError:
+            raise
+        except Exception as error:  # bytes of unknown origin can fail anywhere in the parser
             raise StoreError(
                 f"{path} contains more than tensors, or is damaged ({type(error).__name__}); it is not loaded"
             ) from error
@@ -161,7 +166,7 @@ class _Pickle:
         with open(path, "rb") as file:
             try:
                 document = pickle.load(file)
-            except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, ValueError) as error:
+            except Exception as error:  # code in the file may raise anything
                 raise StoreError(f"{path} cannot be unpickled ({error})") from error
         return _of_document(path, document)
 
@@ -193,15 +198,18 @@ def _of_document(path: Path, document: Any) -> Trajectory:
         # RLinf's files also have fields that are not arrays: numbers, texts, and None for unused fields.
         if array is not None and array.ndim >= 2:
             arrays[name] = array
-    fields = document.get(_ABOUT)
-    if isinstance(fields, str):
-        return _checked_trajectory(path, json.loads(fields), arrays)
-    return Trajectory(
-        arrays=nest(arrays),
-        uid=path.stem,
-        model_weights_id=str(document.get("model_weights_id") or ""),
-        max_episode_length=int(document.get("max_episode_length") or 0),
-    )
+    try:
+        fields = document.get(_ABOUT)
+        if isinstance(fields, str):
+            return trajectory_of(json.loads(fields), arrays)
+        return Trajectory(
+            arrays=nest(arrays),
+            uid=path.stem,
+            model_weights_id=str(document.get("model_weights_id") or ""),
+            max_episode_length=int(document.get("max_episode_length") or 0),
+        )
+    except (TypeError, KeyError, ValueError, RecordError) as error:
+        raise _not_ours(path, error) from error
 
 
 def _array(leaf: Any) -> NDArray[Any] | None:
@@ -223,8 +231,5 @@ def _array(leaf: Any) -> NDArray[Any] | None:
         return extended
 
 
-def _checked_trajectory(path: Path, fields: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Trajectory:
-    try:
-        return trajectory_of(fields, arrays)
-    except (TypeError, KeyError, RecordError) as error:
-        raise StoreError(f"{path} is not a trajectory of this program ({error!r}); restore it") from error
+def _not_ours(path: Path, error: Exception) -> StoreError:
+    return StoreError(f"{path} is not a trajectory of this program ({error!r}); restore it")

@@ -43,6 +43,10 @@ class TrajectoryShelf:
         """Number of trajectories in the cache, which are the newest."""
         return 0 if self._cache is None else len(self._cache)
 
+    def caches(self, count: int) -> int:
+        """Number of trajectories, the newest of `count`, that the cache has room for."""
+        return 0 if self._cache is None else min(count, self._cache.max_trajectories or count)
+
     def put(self, part: CheckedTrajectory, format_name: str) -> TrajectoryEntry:
         """Add a trajectory, which must have the shelf's layout. Raises MemoryError; the shelf is then unchanged."""
         record = part.trajectory
@@ -105,8 +109,7 @@ class TrajectoryShelf:
         self._mapped.clear()
         if self._cache is not None:
             self._cache.clear()
-            room = self._cache.max_trajectories or len(content)
-            for place in range(max(0, len(content) - room), len(content)):
+            for place in range(len(content) - self.caches(len(content)), len(content)):
                 entry = content[place]
                 self.remember(self._checked(entry).arrays, entry.description)
 

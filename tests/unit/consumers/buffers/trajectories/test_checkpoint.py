@@ -14,6 +14,7 @@ from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuf
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint
 from rollstream.consumers.buffers.trajectories.formats import format_named
 from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import EpisodeSpan
 from rollstream.topics.trajectories import Trajectory
 from tests.support.trajectory_batches import foreign, same, trajectory, untorn
@@ -221,6 +222,41 @@ def test_a_checkpoint_that_lacks_a_file_is_not_loaded_and_changes_nothing(tmp_pa
             assert len(list((tmp_path / "buffer").glob("**/*.npz"))) == 1
 
 
+@both
+def test_a_checkpoint_with_a_damaged_file_is_not_loaded_and_changes_nothing(tmp_path: Path, auto_save: bool) -> None:
+    replay = buffer(tmp_path, False)
+    replay.add_trajectories([trajectory(n) for n in range(3)])
+    replay.save(tmp_path / "saved")
+    newest = tmp_path / "saved" / "trajectory_2_w.npz"
+    newest.write_bytes(newest.read_bytes()[:100])
+    with buffer(tmp_path, auto_save) as other:
+        other.add(trajectory(9))
+        with pytest.raises(StoreError, match="trajectory_2_w"):
+            other.load(tmp_path / "saved")
+        assert set(untorn(other.sample(8), 8)) <= set(range(9000, 9008))
+    if auto_save:
+        with buffer(tmp_path, True) as again:
+            assert set(untorn(again.sample(8), 8)) <= set(range(9000, 9008))
+
+
+@both
+def test_a_checkpoint_of_other_arrays_than_like_is_not_loaded_and_changes_nothing(
+    tmp_path: Path, auto_save: bool
+) -> None:
+    replay = buffer(tmp_path, False)
+    other_arrays = trajectory(0)
+    other_arrays.arrays["surprise"] = np.zeros((4, 2), "<i8")  # type: ignore[index]
+    replay.add(other_arrays)
+    replay.save(tmp_path / "saved")
+    with buffer(tmp_path, auto_save, like=trajectory(9)) as other:
+        other.add(trajectory(9))
+        with pytest.raises(ConfigurationError, match="or give another `like`"):
+            other.load(tmp_path / "saved")
+        assert set(untorn(other.sample(8), 8)) <= set(range(9000, 9008))
+        other.save(tmp_path / "again")
+    assert [kept.uid for kept in stored(tmp_path / "again")] == [trajectory(9).uid]
+
+
 # ---------------------------------------------------------------------- saved over
 
 
@@ -417,6 +453,23 @@ def test_tensors_are_kept_and_read_without_running_anything(tmp_path: Path) -> N
             format_named("pt").read(tmp_path / "evil.pt")
         with pytest.raises(Exception, match="torch has no tensors"):
             again.add(Trajectory(arrays={"rewards": np.zeros((4, 2)), "text": np.full((4, 2), "pick")}))
+
+
+@pytest.mark.parametrize(
+    "document",
+    [
+        pytest.param({"rollstream": "no JSON"}, id="a description that is no JSON"),
+        pytest.param({"max_episode_length": "long"}, id="a length that is no number"),
+    ],
+)
+def test_a_pickle_with_invalid_fields_is_an_error_that_names_the_file(
+    tmp_path: Path, document: dict[str, object]
+) -> None:
+    path = tmp_path / "t.pkl"
+    path.write_bytes(pickle.dumps({"rewards": np.zeros((4, 2)), **document}))
+
+    with pytest.raises(StoreError, match=r"t\.pkl is not a trajectory"):
+        format_named("pkl", allow_pickle=True).read(path)
 
 
 @pytest.mark.long
