@@ -11,10 +11,11 @@ import threading
 import time
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rollstream.consumers.buffers.groups import batch_files, group_files
 from rollstream.consumers.buffers.groups.batch_files import StoredBatch
@@ -22,7 +23,7 @@ from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.forwarding import Forwarding
 from rollstream.consumers.buffers.groups.group_files import PlacedRollout, RolloutGroup, part_name
 from rollstream.consumers.buffers.groups.index import GroupIndex, KnownUids
-from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroups
+from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroupKey, OpenGroups
 from rollstream.consumers.buffers.rollouts.record import RolloutRecord, as_rollout
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
@@ -58,6 +59,18 @@ class SavedStore:
     """Number of groups sealed at that moment; -1 means all groups on disk."""
     cancelled: tuple[CancelledMembers, ...] = ()
     """Cancelled members of open groups."""
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "SavedStore":
+        """Return the state whose fields a JSON file has. Raises KeyError, TypeError or ValueError if it is invalid."""
+        return cls(
+            open_file=values["open_file"],
+            sealed=int(values.get("sealed", -1)),
+            # States of earlier versions have no cancelled members.
+            cancelled=tuple(
+                CancelledMembers(OpenGroupKey(*key), tuple(uids)) for key, uids in values.get("cancelled", ())
+            ),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -377,7 +390,9 @@ class GroupReplayBuffer(Closing):
         StoreError."""
         with self._lock:
             saved = self.prepare()
-            write_checked_json(self.directory / _STATE, {"format": 1, "open_file": saved.open_file})
+            # Groups that seal after the state is written stay sealed, so their number is not part of it.
+            state = {"format": 1, "open_file": saved.open_file, "cancelled": saved.cancelled}
+            write_checked_json(self.directory / _STATE, state)
             self.commit(saved)
 
     def prepare(self) -> SavedStore:
@@ -428,8 +443,8 @@ class GroupReplayBuffer(Closing):
         path = self.directory / _STATE
         state = read_checked_json(path) if path.exists() else {"open_file": ""}
         try:
-            return SavedStore(open_file=state["open_file"], sealed=-1)
-        except KeyError as error:
+            return SavedStore.from_json(state)
+        except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path} is not a valid state of a group store; restore it") from error
 
     def _reopen(self, saved: SavedStore) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 
 from rollstream.consumers.buffers.groups import batch_files
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
-from rollstream.consumers.buffers.groups.open_groups import CancelledMembers, OpenGroupKey
 from rollstream.consumers.buffers.groups.store import LOCK, GroupReplayBuffer, SavedStore
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
@@ -101,7 +100,7 @@ class GroupStore(Closing):
         self._skipped = SkippedRecords("group-store")
         try:
             self._topics = _topics_of(state)
-            environments = {name: _saved_of(saved) for name, saved in state.get("environments", {}).items()}
+            environments = {name: SavedStore.from_json(saved) for name, saved in state.get("environments", {}).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"{path} is not a valid state of a group store ({error!r}); restore it") from error
         for environment, saved in environments.items():
@@ -287,12 +286,6 @@ def _topics_of(state: Mapping[str, Any]) -> dict[str, _TopicProgress]:
         )
         for kind, topic in topics.items()
     }
-
-
-def _saved_of(environment: Mapping[str, Any]) -> SavedStore:
-    keys_and_uids = environment.get("cancelled", ())
-    cancelled = tuple(CancelledMembers(OpenGroupKey(*key), tuple(uids)) for key, uids in keys_and_uids)
-    return SavedStore(open_file=environment["open_file"], sealed=environment["sealed"], cancelled=cancelled)
 
 
 def _copy(source: Path, target: Path) -> None:

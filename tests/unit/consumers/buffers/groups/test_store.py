@@ -13,7 +13,7 @@ from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import folder_of, group_id_of
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.topics.errors import ConfigurationError, RecordError
-from rollstream.topics.records import InferenceMetadata, Rollout, RolloutMetadata, Turn, same
+from rollstream.topics.records import GroupCancelled, InferenceMetadata, Rollout, RolloutMetadata, Turn, same
 from tests.strategies import rollouts
 from tests.support.group_stores import Clock, attempt, group, opened, seen
 
@@ -131,6 +131,21 @@ def test_groups_are_of_one_example_and_version(tmp_path: Path) -> None:
     buffer.add_rollouts([attempt(0), attempt(0, version=1), attempt(0, "p"), attempt(1), attempt(1, "p")])
     assert [(stored.example_id, stored.policy_version) for stored in buffer.groups()] == [("q", 0), ("p", 0)]
     assert buffer.stats()["open_groups"] == 1
+
+
+def test_a_reopened_store_still_does_not_wait_for_members_that_were_cancelled(tmp_path: Path) -> None:
+    members = [attempt(n, group_size=3, group_id="g") for n in range(3)]
+    cancelled = GroupCancelled(
+        environment="env", example_id="q", policy_version=0, group_size=3, group_id="g", uids=(members[1].uid,)
+    )
+    with opened(tmp_path, target_group_size=0, min_group_size=2) as buffer:
+        buffer.add_rollout(members[0])
+        buffer.cancel(cancelled, -1)
+        assert buffer.close(seal=False).kept == 1
+
+    with opened(tmp_path, target_group_size=0, min_group_size=2) as again:
+        again.add_rollout(members[2])
+        assert (again.stats()["open_groups"], again.stats()["groups"]) == (0, 1)
 
 
 def test_the_declared_size_counts_if_no_target_is_set(tmp_path: Path) -> None:
