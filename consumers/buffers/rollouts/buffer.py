@@ -204,6 +204,7 @@ class RolloutReplayBuffer:
         except RecordError:
             self._leave_out(unsound=len(rollouts))
             raise
+        self._leave_out(zero_variance=len(rollouts) - len(entries))
         return self._put(entries)
 
     def add_batches(self, new_batches: Iterable[Batch]) -> int:
@@ -221,6 +222,7 @@ class RolloutReplayBuffer:
                 wrong.append(f"batch {number}: {error}")
                 self._leave_out(unsound=sum(map(len, groups)))
                 continue
+            self._leave_out(zero_variance=sum(map(len, groups)) - len(entries))
             with self._lock:
                 stamps = (rollout.metadata for group in groups for rollout in group)
                 self._batches_added += self._any_fresh((stamp.weight_step, stamp.timestamp) for stamp in stamps)
@@ -373,12 +375,13 @@ class RolloutReplayBuffer:
         return list(groups.values())
 
     def _with_advantages(self, rollouts: Sequence[Rollout]) -> list[ShelfEntry[_HeldRollout]]:
+        """Return an entry for each rollout of a group, or none if its rewards have no variance and such groups are
+        dropped."""
         for rollout in rollouts:
             if problem := unsound(rollout):
                 raise RecordError(f"rollout {rollout.uid!r}: {problem}")
         rewards = [rollout.reward for rollout in rollouts]
         if not rewards or (self._drop_zero_variance and min(rewards) == max(rewards)):
-            self._leave_out(zero_variance=len(rewards))
             return []
         advantages = [float(value) for value in self.loss_module.compute_advantages(rollouts)]
         if len(advantages) != len(rollouts) or not all(map(math.isfinite, advantages)):

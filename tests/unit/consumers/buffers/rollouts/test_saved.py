@@ -126,10 +126,10 @@ def test_rollouts_that_are_refused_or_leave_are_counted_by_reason_and_logged(cap
     with pytest.raises(RecordError):
         replay.add(group("unsound", [float("nan")]))
     with pytest.raises(RecordError):
-        replay.add_batches([[group("unsound", [float("inf"), 0.0, 1.0])]])
+        replay.add_batches([[group("equal", [1.0, 1.0]), group("unsound", [float("inf"), 0.0, 1.0])]])
     replay.set_current_step(7)
     left_out = replay.stats()["left_out"]
-    assert left_out == {"ahead": 3, "old_step": 4, "too_old": 2, "zero_variance": 2, "capacity": 2, "unsound": 4}
+    assert left_out == {"ahead": 3, "old_step": 4, "too_old": 2, "zero_variance": 2, "capacity": 2, "unsound": 6}
     logged = [record for record in caplog.records if record.message == "rollouts_left_out"]
     assert len(logged) == 7
     assert replay.size() == 0
