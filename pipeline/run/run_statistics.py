@@ -32,6 +32,7 @@ _NO_TIME_S = 1e11
 _STEP_TIMES = 21
 _MOST_SPANS = 4096
 _MOST_BATCHES = 10_000
+_MOST_STEPS = 10_000
 POINTS = 36
 """Maximum number of points of a curve."""
 
@@ -181,6 +182,9 @@ class RunStatistics:
         self._begun: dict[str, int] = {}
         """Lowest version of each batch from which a step has taken rows, for the newest `_MOST_BATCHES` batches."""
         self._steps: dict[str, LearnerStep] = {}
+        """Newest step of each learner."""
+        self._counted_steps: dict[tuple[str, int], None] = {}
+        """The newest `_MOST_STEPS` steps counted, by learner and number."""
         self._version: dict[str, int] = {}
         self._manifest: PolicyManifest | None = None
         self._sampled = -1
@@ -271,12 +275,17 @@ class RunStatistics:
             self._entries[entry.batch_id] = entry
 
     def step(self, step: LearnerStep, at_ms: int) -> None:
-        """Count a step; a step repeated after a crash counts once."""
+        """Count a step; a step repeated after a crash counts once.
+
+        A learner that continues after a crash sends its recent steps again, and compaction then removes their earlier
+        records. So a step that was not counted yet may follow newer steps.
+        """
         self._at(at_ms)
-        before = self._steps.get(step.learner)
-        if before is not None and step.step <= before.step:
+        newest = self._steps[step.learner].step if step.learner in self._steps else -1
+        late = step.step < newest
+        if (step.learner, step.step) in self._counted_steps or step.step < newest - _MOST_STEPS:
             return
-        version = self._version.get(step.learner, step.policy_version - 1)
+        version = step.policy_version - 1 if late else self._version.get(step.learner, step.policy_version - 1)
         for use in step.uses:
             entry = self._entries.pop(use.batch_id, None)
             lowest = self._begun.get(use.batch_id) if entry is None else entry.lowest_version
@@ -286,11 +295,16 @@ class RunStatistics:
             if use.row_numbers or step.stream_time_ms >= 0:
                 self._begun[use.batch_id] = lowest  # Later steps may use other rows, or the same rows again.
             self._met(version, use, lowest)
-        _drop_oldest(self._begun)
-        _drop_oldest(self._early)
-        if step.step > 0:
-            self._rates["steps"].add(at_ms)
-        if step.params_digest:  # A step without parameters only records skips.
+        _drop_oldest(self._begun, _MOST_BATCHES)
+        _drop_oldest(self._early, _MOST_BATCHES)
+        if step.params_digest:  # A step without parameters only records skips, and is recorded again when it is made.
+            self._counted_steps[step.learner, step.step] = None
+            _drop_oldest(self._counted_steps, _MOST_STEPS)
+        if late:
+            return
+        if step.params_digest:
+            if step.step > 0:
+                self._rates["steps"].add(at_ms)
             self._note("steps", at_ms)
             self._step_times_ms.append(at_ms)
             self._needed_rollouts = max(1, sum(use.rows for use in step.uses if use.use == "trained"))
@@ -392,6 +406,6 @@ class RunStatistics:
         return snapshot
 
 
-def _drop_oldest(by_batch: dict[str, Any]) -> None:
-    while len(by_batch) > _MOST_BATCHES:
-        del by_batch[next(iter(by_batch))]
+def _drop_oldest(by_key: dict[Any, Any], most: int) -> None:
+    while len(by_key) > most:
+        del by_key[next(iter(by_key))]

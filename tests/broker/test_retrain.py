@@ -4,14 +4,17 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from confluent_kafka import TopicPartition
 
+from rollstream.consumers.learner.input.publisher_steps import PublisherSteps
 from rollstream.consumers.learner.records.past_steps import batches_of
-from rollstream.consumers.step_log import read_steps
+from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.pipeline.settings import file_layers
 from rollstream.topics.catalogue import CATALOGUE
@@ -22,6 +25,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import BatchUse, LearnerStep
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun
+from tests.support.waiting import eventually
 
 SETTINGS = {
     "learner__rollouts_per_step": 32,
@@ -239,7 +243,7 @@ def recorded_step(run: RealRun, number: int, *uses: tuple[str, int, str]) -> Lea
         step=number,
         input_run=run.name,
         uses=named,
-        position=max(at for _, at, _ in uses) + 1,
+        position=max((at for _, at, _ in uses), default=-1) + 1,
         policy_version=-1,
         params_digest="d",
         trained_total=0,
@@ -280,3 +284,22 @@ def delete(run: RealRun, topic: str, partition: int, before: int) -> None:
     client = clients.admin(run.kafka)
     [deleted] = client.delete_records([TopicPartition(run.topic(topic), partition, before)]).values()
     assert deleted.result(300).low_watermark == before
+
+
+def test_the_publishers_steps_are_known_by_what_it_had_read_and_followed(real_run: RealRun) -> None:
+    run = real_run
+    provisioning.apply(run.kafka, run.topics, run.name)
+    with closing(StepLog(run.kafka, run.name, "default")) as log:
+
+        def put(number: int, position: int) -> None:
+            log.commit([log.record(replace(recorded_step(run, number), position=position))])
+
+        put(0, 0)
+        put(1, 4)
+        with PublisherSteps(run.kafka, run.name) as steps:
+            assert [steps.completed_at(offset) for offset in (0, 3, 4, 100)] == [0, 0, 1, 1]
+            put(2, 10)
+            eventually(lambda: steps.completed_at(100) == 2, 60, "the new step is read")
+            assert [steps.completed_at(offset) for offset in (3, 9, 10)] == [0, 1, 2]
+    with PublisherSteps(run.kafka, run.name) as again:
+        assert again.completed_at(9) == 1

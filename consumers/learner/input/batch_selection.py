@@ -74,8 +74,9 @@ class BatchSelection:
     of a batch in a step on record, or nothing. If it returns nothing, `excluded` gives the reason to leave the batch
     out regardless of its version, or "". `last_of` returns the index offset of the last batch of a step on record, None
     for a step that is not on record. `nothing_after` tells whether the index will have no entry from an offset on: a
-    step may then have fewer rollouts, and no step follows it. `own_versions` tells whether this learner publishes the
-    policy versions of the batches; if not, lags are counted in steps of the learner that publishes them.
+    step may then have fewer rollouts, and no step follows it. `publisher_step` is given if another learner publishes
+    the policy versions of the batches: it returns how many steps that learner had completed when it read the entry at
+    an offset of the index, None if that is not on record. Lags are then counted in the publisher's steps.
     """
 
     def __init__(
@@ -90,14 +91,14 @@ class BatchSelection:
         excluded: Callable[[str], str] = lambda _batch_id: "",
         last_of: Callable[[int], int | None] = lambda _step: None,
         nothing_after: Callable[[int], bool] = lambda _position: False,
-        own_versions: bool = True,
+        publisher_step: Callable[[int], int | None] | None = None,
     ) -> None:
         self._index = index
         self._rollouts_per_step = rollouts_per_step
         self._max_policy_lag = max_policy_lag
         self._read_version_steps = read_version_steps
         self._version_steps: dict[int, int] = {}
-        self._own_versions = own_versions
+        self._publisher_step = publisher_step
         self._newest_step = 0
         """Publisher's step of the newest policy version among the index entries that this process has read."""
         self._skipped = skipped
@@ -159,15 +160,13 @@ class BatchSelection:
         )
 
     def _lag(self, read: IndexedBatch, step: int) -> int | None:
-        """Steps since the lowest policy version of the batch was published; None if that version is not on record.
-
-        For versions of another learner, these are steps of that learner, up to the newest version named in the index.
-        """
+        """Steps since the lowest policy version of the batch was published; None if that version is not on record."""
         lowest = self._step_of(read.entry.lowest_version)
-        if lowest is None or self._own_versions:
+        if lowest is None or self._publisher_step is None:
             return None if lowest is None else step - lowest
+        # Input without steps on record, such as a replayed run, is as old as the newest version in it.
         self._newest_step = max(self._newest_step, self._step_of(read.entry.highest_version) or 0)
-        return max(0, self._newest_step - lowest)
+        return max(self._publisher_step(read.index_offset) or 0, self._newest_step, lowest) - lowest
 
     def _step_of(self, version: int) -> int | None:
         """Step after which a policy version was published; None if that is not on record."""

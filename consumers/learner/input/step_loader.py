@@ -30,6 +30,7 @@ from rollstream.consumers.learner.input.batch_selection import (
 from rollstream.consumers.learner.input.excluded_batches import Exclusions
 from rollstream.consumers.learner.input.packing import PackedStep, TrainingSequence, pack_for, sequences_of
 from rollstream.consumers.learner.input.prefetch import Prefetcher
+from rollstream.consumers.learner.input.publisher_steps import PublisherSteps
 from rollstream.consumers.learner.parallel.team import Team
 from rollstream.consumers.learner.records.step_recorder import StepRecorder
 from rollstream.consumers.learner.step_rules import rules_of
@@ -208,6 +209,7 @@ class LogSource(ABC, Generic[S]):
     ) -> None:
         """With a `recorder`, which only the lead has, read the index of the input run from `position` on. `drained`
         tells whether the index gets no further entry."""
+        self._kafka = kafka
         self._stack = ExitStack()
         self._loader = self._stack.enter_context(closing(ShareLoader(config, kafka, run, process)))
         self._step = -1
@@ -252,6 +254,9 @@ class BatchSource(LogSource[BatchSelection]):
     def _new_selection(
         self, config: LearnerConfig, index: IndexReader, exclusions: Exclusions, recorder: StepRecorder
     ) -> BatchSelection:
+        publisher_step = None
+        if not recorder.publishes_input_versions:
+            publisher_step = self._stack.enter_context(PublisherSteps(self._kafka, config.input_run)).completed_at
         return BatchSelection(
             index,
             rollouts_per_step=config.rollouts_per_step,
@@ -262,7 +267,7 @@ class BatchSource(LogSource[BatchSelection]):
             excluded=exclusions.reason,
             last_of=recorder.last_batch,
             nothing_after=self._nothing_after,
-            own_versions=recorder.publishes_input_versions,
+            publisher_step=publisher_step,
         )
 
 

@@ -34,7 +34,7 @@ def live(statistics: RunStatistics, numbers: range) -> None:
         statistics.step(
             LearnerStep(
                 learner="main", step=number + 1, input_run="r", uses=tuple(uses), position=0, policy_version=number + 1,
-                params_digest="", trained_total=4 * number, skipped_total=0, stream_time_ms=at_ms,
+                params_digest="d", trained_total=4 * number, skipped_total=0, stream_time_ms=at_ms,
             ),
             at_ms,
         )  # fmt: skip

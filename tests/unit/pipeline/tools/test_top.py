@@ -212,7 +212,7 @@ def step(number: int, *uses: tuple[str, str], version: int | None = None) -> Lea
         uses=tuple(BatchUse(batch_id=name, index_offset=0, rows=4, use=use) for name, use in uses),  # type: ignore[arg-type]
         position=0,
         policy_version=number if version is None else version,
-        params_digest="",
+        params_digest="d",
         trained_total=4 * number,
         skipped_total=number,
     )
@@ -264,6 +264,34 @@ def test_lag_is_counted_from_the_version_a_step_began_with(index_first: bool) ->
     assert snapshot.staleness == {0: 4, 1: 4}
     assert (snapshot.batches, snapshot.waiting, snapshot.step) == (4, 1, 2)
     assert (snapshot.trained, snapshot.skipped) == (8, 2)
+
+
+@pytest.mark.parametrize("index_first", [True, False])
+def test_steps_that_compaction_left_behind_newer_ones_are_counted_once(index_first: bool) -> None:
+    flow = RunStatistics("r")
+    entries = [entry(f"0-{number}", number) for number in range(4)]
+    steps = [step(number + 1, (f"0-{number}", "trained")) for number in range(4)]
+    for e in entries if index_first else ():
+        flow.entry(e, 1000)
+    # A learner that was killed after step 3 sent steps 1 and 2 of its checkpoint again, and then made step 4.
+    for s in (steps[2], steps[0], steps[1], steps[3], steps[1]):
+        flow.step(s, 2000)
+    for e in () if index_first else entries:
+        flow.entry(e, 1000)
+
+    snapshot = flow.snapshot(3000)
+    assert (snapshot.waiting, snapshot.step) == (0, 4)
+    assert sum(snapshot.staleness.values()) == 16
+
+
+def test_a_step_whose_skips_were_recorded_before_it_was_made_is_counted_when_it_is_made() -> None:
+    flow = RunStatistics("r")
+    for number in range(2):
+        flow.entry(entry(f"0-{number}", number), 1000)
+    flow.step(replace(step(1, ("0-0", "skipped")), params_digest=""), 2000)
+    assert flow.snapshot(3000).waiting == 1
+    flow.step(step(1, ("0-0", "skipped"), ("0-1", "trained")), 2500)
+    assert flow.snapshot(3000).waiting == 0
 
 
 def test_a_quiet_run_keeps_its_last_rates() -> None:

@@ -113,10 +113,20 @@ def test_a_batch_is_too_old_when_its_version_was_published_more_steps_ago_than_a
     assert plan.lags == ((2, 0, 0) if use == "trained" else (0, 0, 0))
 
 
-def test_batches_of_another_runs_learner_age_by_its_steps_whatever_our_own_step_is() -> None:
+def test_batches_of_another_runs_learner_age_by_its_steps_on_record_whatever_our_own_step_is() -> None:
+    completed = {0: 2, 10: 2, 20: 3, 30: 3}
+    for step in (0, 10_000):
+        plan, _ = take([0, 1, 0, 1], step, {0: 0, 1: 1}, publisher_step=completed.get)
+        assert plan is not None
+        assert [use.use for use in plan.uses] == ["trained", "trained", "skipped", "trained"]
+        assert plan.uses[2].reason == "policy version 0 is 3 steps old, max_policy_lag is 2"
+        assert plan.lags == (2, 1, 2)
+
+
+def test_without_steps_on_record_batches_of_another_run_age_by_the_newest_version_in_it() -> None:
     published_after = {0: 0, 1: 1, 8: 7, 9: 9}
     for step in (0, 10_000):
-        plan, _ = take([0, 9, 1, 8], step, published_after, own_versions=False)
+        plan, _ = take([0, 9, 1, 8], step, published_after, publisher_step=lambda _offset: None)
         assert plan is not None
         assert [use.use for use in plan.uses] == ["trained", "trained", "skipped", "trained"]
         assert plan.uses[2].reason == "policy version 1 is 8 steps old, max_policy_lag is 2"

@@ -1,0 +1,65 @@
+"""PublisherSteps: how far the learner that publishes a run's policy versions was when it read an entry of the index.
+
+A learner in another run counts the age of batches in the publisher's steps, because its own steps may have other
+numbers. It then skips the batches that the publisher skips, also if it reads them later or again.
+"""
+
+from bisect import bisect_right
+
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.closing import Closing
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import LearnerStep
+
+
+class PublisherSteps(Closing):
+    """Completed steps of the newest learner of a run. Raises TopicError if the run has no topic `steps`."""
+
+    def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        topic = topic_name(run, "steps")
+        self._learner = ""
+        self._position_of: dict[int, int] = {}
+        """Index position after each step."""
+        self._steps: list[int] = []
+        """Steps in order of their positions, which are in `_positions`; empty if they must be sorted again."""
+        self._positions: list[int] = []
+        self._skipped = SkippedRecords("learner")
+        start = 0
+        for message in read_to_end(kafka, topic):
+            self._note(message)
+            start = message.offset + 1
+        self._follower = TopicFollower(kafka, {(topic, 0): start})
+
+    def completed_at(self, index_offset: int) -> int | None:
+        """Return the publisher's completed steps when it read the entry at this offset of the index.
+
+        If it has not read that far, these are its steps so far. None if no step before the entry is on record.
+        """
+        if not self._positions or index_offset >= self._positions[-1]:
+            while messages := self._follower.poll(500, 0):
+                for message in messages:
+                    self._note(message)
+        if not self._steps:
+            by_position = sorted((position, step) for step, position in self._position_of.items())
+            self._positions = [position for position, _step in by_position]
+            self._steps = [step for _position, step in by_position]
+        place = bisect_right(self._positions, index_offset) - 1
+        return self._steps[place] if place >= 0 else None
+
+    def close(self) -> None:
+        """Close the consumer."""
+        self._follower.close()
+
+    def _note(self, message: KafkaRecord) -> None:
+        record = self._skipped.decode(LearnerStep, message)
+        # A record without a digest holds skips of a step that was never completed.
+        if record is None or not record.params_digest:
+            return
+        if record.learner != self._learner:
+            self._learner, self._position_of = record.learner, {}
+        self._position_of[record.step] = record.position
+        self._steps, self._positions = [], []
