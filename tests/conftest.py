@@ -115,7 +115,9 @@ def broker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     from rollstream.infra.broker import LocalBroker
     from rollstream.infra.config import BrokerConfig
 
-    config = BrokerConfig(data_dir=tmp_path_factory.mktemp("broker"), provider=provider or "auto")
+    # One broker has the topics of all tests at once, and some send it records that unpack to many times their size.
+    directory = tmp_path_factory.mktemp("broker")
+    config = BrokerConfig(data_dir=directory, provider=provider or "auto", heap_max_mib=1024)
     with LocalBroker.start(config=config, bound_to_parent=True) as local:
         yield local.bootstrap_servers
 
