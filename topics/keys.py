@@ -15,13 +15,13 @@ def encode_key(*parts: str | int) -> bytes:
 
 
 def decode_key(key: bytes | None) -> tuple[str | int, ...]:
-    """Return the parts of a key. Raises RecordError if the bytes are not a JSON array."""
+    """Return the parts of a key. Raises RecordError if the bytes are not a JSON array of texts and integers."""
     try:
         parts = json.loads(key or b"")
     except (ValueError, RecursionError) as error:
         raise RecordError(f"record key {(key or b'')[:100]!r} is not a JSON array: {error}") from error
-    if not isinstance(parts, list):
-        raise RecordError(f"record key {(key or b'')[:100]!r} is not a JSON array")
+    if not isinstance(parts, list) or any(type(part) not in (str, int) for part in parts):
+        raise RecordError(f"record key {(key or b'')[:100]!r} is not a JSON array of texts and whole numbers")
     return tuple(parts)
 
 

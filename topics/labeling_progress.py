@@ -5,6 +5,7 @@ Offset and metadata are committed with the labeled records. Workers and tools re
 
 from dataclasses import dataclass
 
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.kafka.records import GroupPosition
 
 
@@ -29,11 +30,12 @@ class LabelingProgress:
     @classmethod
     def decode(cls, committed: GroupPosition) -> "LabelingProgress":
         """Decode the metadata of a committed offset; if they contain no counts, counting starts at that offset."""
-        topic_id, *numbers = committed.metadata.split(" ")
+        topic_id, *texts = committed.metadata.split(" ")
+        numbers = [number for text in texts if (number := decimal_number(text)) is not None]
         # Releases that did not know `written` committed four numbers.
-        if len(numbers) not in (4, 5) or not all(number.isascii() and number.isdecimal() for number in numbers):
+        if len(texts) not in (4, 5) or len(numbers) < len(texts):
             return cls(topic_id=topic_id, since=max(committed.offset, 0))
-        since, labeled, left_out, dead_lettered, written = map(int, (*numbers, "0")[:5])
+        since, labeled, left_out, dead_lettered, written = (*numbers, 0)[:5]
         return cls(
             topic_id=topic_id,
             since=since,

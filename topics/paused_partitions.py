@@ -10,6 +10,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
@@ -73,8 +74,8 @@ def note_paused(paused: dict[int, PausedPartition], message: KafkaRecord, skippe
         record = None if message.value is None else skipped.decode(PausedPartition, message)
         if record is not None:
             paused[record.partition] = record
-        elif message.value is None and str(key[1]).isdecimal():
-            paused.pop(int(key[1]), None)
+        elif message.value is None and (partition := decimal_number(str(key[1]))) is not None:
+            paused.pop(partition, None)
 
 
 def pause(kafka: KafkaConfig, run: str, partition: int, reason: str) -> None:

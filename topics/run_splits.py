@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import StateRefused, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
@@ -82,7 +83,6 @@ def check_open(kafka: KafkaConfig, run: str, *, while_closing: bool = False) -> 
 def moved_from(message: KafkaRecord) -> tuple[str, int, int] | None:
     """Return run, partition and offset of the record that this one copies; None if it is not a copy."""
     run, _, place = (message.header(MOVED_FROM) or "").partition(":")
-    partition, _, offset = place.partition(":")
-    if not (run and partition.isdecimal() and offset.isdecimal()):
-        return None
-    return run, int(partition), int(offset)
+    first, _, second = place.partition(":")
+    partition, offset = decimal_number(first), decimal_number(second)
+    return None if not run or partition is None or offset is None else (run, partition, offset)

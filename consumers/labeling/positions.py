@@ -10,6 +10,7 @@ from contextlib import closing
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.topics.catalogue import name_in_run, topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
@@ -35,10 +36,11 @@ def source_of(message: KafkaRecord) -> tuple[int, int] | None:
     if source is None:
         return None
     text = source.decode(errors="replace")
-    partition, _, offset = text.partition(":")
-    if not (partition + offset).isascii() or not (partition.isdecimal() and offset.isdecimal()):
+    first, _, second = text.partition(":")
+    partition, offset = decimal_number(first), decimal_number(second)
+    if partition is None or offset is None:
         raise RecordError(f"its header {SOURCE} is {text[:40]!r}, which is not a partition and an offset in unlabelled")
-    return int(partition), int(offset)
+    return partition, offset
 
 
 def refused_of(message: KafkaRecord) -> tuple[int, int] | None:

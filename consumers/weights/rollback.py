@@ -18,6 +18,7 @@ from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of, read_manifests
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import PolicyManifest
@@ -38,10 +39,10 @@ class RollbackNote(NamedTuple):
 
 def note_of(record: KafkaRecord) -> RollbackNote | None:
     """Return the rollback's note in the record of a manifest; None if a learner published the manifest."""
-    source = record.header(_OF)
-    if source is None or not (source.isascii() and source.isdecimal()):
+    source = decimal_number(record.header(_OF) or "")
+    if source is None:
         return None
-    return RollbackNote(int(source), record.header(_BY) or "", record.header(_REASON) or "")
+    return RollbackNote(source, record.header(_BY) or "", record.header(_REASON) or "")
 
 
 def roll_back(

@@ -7,6 +7,7 @@ values while it moves from one process to another, so the total does not dip.
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -26,12 +27,12 @@ class GroupingGauges:
 
     def add(self, record: Metrics) -> None:
         """Add the next record of the topic; records about anything else are ignored."""
-        partition = record.labels.get("partition", "")
-        if record.labels.get("consumergroup") != self._group or not partition.isdecimal():
+        partition = decimal_number(record.labels.get("partition", ""))
+        if record.labels.get("consumergroup") != self._group or partition is None:
             return
         for name, newest in (("lag", self._lags), ("position", self._positions)):
             if record.values.get(name, -1.0) >= 0:
-                newest[int(partition)] = record.values[name]
+                newest[partition] = record.values[name]
 
     @property
     def partitions(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.records import Float32, Int32, Int64
 
 Dialect = Literal["chat", "completions", "generate", "sglang"]
@@ -209,9 +210,7 @@ def _logprobs(logprobs: Mapping[str, Any]) -> tuple[Sequence[float | None] | Non
 def _named_token(name: Any) -> int | None:
     if isinstance(name, int) and not isinstance(name, bool):
         return name
-    if isinstance(name, str) and name.startswith(_TOKEN_ID) and name[len(_TOKEN_ID) :].isdecimal():
-        return int(name[len(_TOKEN_ID) :])
-    return None
+    return decimal_number(name[len(_TOKEN_ID) :]) if isinstance(name, str) and name.startswith(_TOKEN_ID) else None
 
 
 def _openai_versions(choice: Mapping[str, Any], body: Mapping[str, Any], choices: int) -> Any:

@@ -28,6 +28,7 @@ from rollstream.producers.inference.requests import (
     takes_tokens,
 )
 from rollstream.producers.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.logs import event
 from rollstream.topics.records import Float32, Int32, Int64
 from rollstream.topics.secrets import resolve
@@ -349,8 +350,8 @@ def _retry_after_s(value: str | None) -> float | None:
     """Return the seconds in a Retry-After header, which holds seconds or a date; None if it holds neither."""
     if value is None:
         return None
-    if value.strip().isdecimal():
-        return float(value)
+    if (seconds := decimal_number(value.strip())) is not None:
+        return float(seconds)
     try:
         return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
     except ValueError:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records.arrays import (
     NO_FLOATS,
@@ -112,7 +113,8 @@ class BatchIndexEntry:
 
 def batch_numbers(batch_id: str) -> tuple[int, int]:
     """Return the partition and number in a batch id. Raises RecordError if the id has another form."""
-    partition, _, number = batch_id.partition("-")
-    if not (partition.isdecimal() and number.isdecimal()):
+    first, _, second = batch_id.partition("-")
+    partition, number = decimal_number(first), decimal_number(second)
+    if partition is None or number is None:
         raise RecordError(f"batch id {batch_id[:100]!r} is not a partition and a number, such as 0-17")
-    return int(partition), int(number)
+    return partition, number

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from rollstream.topics.catalogue import name_in_run, topic_name
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end, record_before
@@ -63,11 +64,12 @@ def check_nothing_beyond(kafka: KafkaConfig, run: str, journal: Mapping[int, Jou
                 raise _beyond(run, f"batch {partition}-{number}")
     for message in read_to_end(kafka, topic_name(run, "dead-letters")):
         names = ("topic", "partition", "offset")
-        topic, number_of, offset = (message.header(f"__streams.errors.{name}") or "" for name in names)
-        if name_in_run(topic) == "rollouts" and number_of.isdecimal() and offset.isdecimal():
-            last = journal.get(int(number_of))
-            if last is not None and int(offset) >= last.position:
-                raise _beyond(run, f"the dead letter of rollouts[{number_of}] offset {offset}")
+        topic, *place = (message.header(f"__streams.errors.{name}") or "" for name in names)
+        source, offset = map(decimal_number, place)
+        if name_in_run(topic) == "rollouts" and source is not None and offset is not None:
+            last = journal.get(source)
+            if last is not None and offset >= last.position:
+                raise _beyond(run, f"the dead letter of rollouts[{source}] offset {offset}")
 
 
 def _beyond(run: str, what: str) -> StateRefused:

@@ -23,6 +23,7 @@ from rollstream.pipeline.audit.partition_journal import (
     codes,
 )
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError
 from rollstream.topics.fates import BATCHED
 from rollstream.topics.kafka.reader import record_at
@@ -170,10 +171,9 @@ class RecordedBatches:
     def _expect(self, journals: Mapping[int, PartitionJournal]) -> None:
         for partition, journal in journals.items():
             for batch_id in journal.batch_ids:
-                name, _, number = batch_id.partition("-")
-                usual = name == str(partition) and number.isdecimal() and str(int(number)) == number
-                if usual and int(number) < journal.batches:
-                    self.table.expect(partition, int(number))
+                number = decimal_number(batch_id.partition("-")[2])
+                if number is not None and number < journal.batches and batch_id == f"{partition}-{number}":
+                    self.table.expect(partition, number)
                 else:
                     self._odd.append(batch_id)
             journal.batch_ids.clear()

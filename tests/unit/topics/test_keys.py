@@ -49,6 +49,12 @@ def test_whatever_is_no_key_is_a_record_error_of_one_line(key: bytes | None) -> 
     assert "\n" not in words
 
 
+@pytest.mark.parametrize("key", [b'[[],"x"]', b'[{},"x"]', b"[null]", b"[1.5]", b"[true]"])
+def test_a_key_has_only_texts_and_whole_numbers(key: bytes) -> None:
+    with pytest.raises(RecordError, match="texts and whole numbers"):
+        decode_key(key)
+
+
 @given(key=st.binary(max_size=64), partitions=st.integers(1, 1_000))
 def test_every_key_has_a_partition(key: bytes, partitions: int) -> None:
     assert 0 <= partition_of(key, partitions) < partitions
