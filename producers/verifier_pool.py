@@ -100,7 +100,11 @@ class VerifierPool:
             child = _Child(self.name, self.timeout_s, self.memory_bytes)
             with self._lock:
                 self._all.add(child)
-            started = child.receive(_START_TIMEOUT_S)
+            try:
+                started = child.receive(_START_TIMEOUT_S)
+            except VerifierFailed:
+                self._end(child)
+                raise
             if "ready" not in started:
                 self._end(child)
                 raise ConfigurationError(f"the verifier {self.name} cannot be imported: {started.get('error')}")

@@ -22,6 +22,8 @@ from rollstream.topics.records import Rollout
 
 BLOCK_LIMIT_BYTES = 128 * 1024 * 1024
 """Largest size of an unpacked block."""
+_XZ_BYTES = 256 * 1024 * 1024
+"""Memory for unpacking xz: its header may ask for a dictionary of gigabytes."""
 _SYNC_BYTES = 16
 _CODEC = "avro.codec"
 _HEADER = fastavro.parse_schema(
@@ -134,7 +136,7 @@ def _unpacker(meta: Mapping[str, bytes]) -> Callable[[bytes], bytes]:
     makers: dict[str, Callable[[], Any]] = {
         "deflate": lambda: zlib.decompressobj(-zlib.MAX_WBITS),
         "bzip2": bz2.BZ2Decompressor,
-        "xz": lzma.LZMADecompressor,
+        "xz": lambda: lzma.LZMADecompressor(memlimit=_XZ_BYTES),
     }
     if codec not in makers:
         raise ValueError(f"its blocks are packed with {codec!r}; write it again with one of null, {', '.join(makers)}")

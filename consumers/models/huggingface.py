@@ -300,7 +300,9 @@ def _write(
         shards[-1][name] = tensor
         filled += tensor.nbytes
     stored = {str(tensor.dtype) for tensor in tensors.values()}
-    write_json(directory / CONFIG, {**settings, "torch_dtype": stored.pop()})
+    # Newer releases of transformers write and prefer `dtype`, older ones know `torch_dtype` alone.
+    names = {"torch_dtype", *({"dtype"} & settings.keys())}
+    write_json(directory / CONFIG, {**settings, **dict.fromkeys(sorted(names), stored.pop())})
     if len(shards) == 1:
         safetensors_files.write(directory / SINGLE, shards[0])
         return

@@ -19,6 +19,7 @@ from rollstream.producers.gateway.service import SessionRequest, SessionService
 from rollstream.producers.gateway.session_names import session_key, session_of_key
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.inference.admission import authorised
 from rollstream.topics.errors import RecordError
 from rollstream.topics.logs import event
 from rollstream.topics.metric_exposition import CONTENT_TYPE, text_of
@@ -156,17 +157,19 @@ class GatewayServer:
         return await self._session_of(http, {})
 
     async def _session_of(self, http: web.Request, body: Mapping[str, Any]) -> CapturedSession:
-        bearer = http.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        header = http.headers.get("Authorization", "")
+        scheme, _, token = header.partition(" ")
+        bearer = token.strip() if scheme.lower() == "bearer" else header.strip()
         keyed = session_of_key(bearer, self._secret)
         named = http.match_info.get("session") or _text(body, "session_id", "") or keyed or ""
-        if self._secret and bearer != self._secret and keyed != named:
+        if keyed != named and not authorised(header, self._secret):
             raise web.HTTPUnauthorized(reason="the key of the session or of the gateway is missing or wrong")
         if not named:
             raise RecordError("the request names no session; use its base_url, its key as Bearer token, or session_id")
         return await self._service.session(named)
 
     def _check_admin(self, http: web.Request) -> None:
-        if self._secret and http.headers.get("Authorization", "") != f"Bearer {self._secret}":
+        if not authorised(http.headers.get("Authorization"), self._secret):
             raise web.HTTPUnauthorized(reason="starting a session requires the gateway's key, gateway.api_key")
 
     # ------------------------------------------------------------------ probes and metrics

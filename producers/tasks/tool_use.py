@@ -28,6 +28,8 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 _LONGEST_EXPRESSION = 64
 _DATABASE_STEPS = 10_000
 """Instructions of SQLite's virtual machine that a query may execute: enough for the table, too few to hang a worker."""
+_TEXT_BYTES = 10_000
+"""Largest text that a query may make; a function such as printf makes a large one in a single instruction."""
 _ROWS = 10
 _UNREADABLE = re.compile(r"[^ -~\n]")
 _CALC = {
@@ -201,6 +203,7 @@ class ToolUse:
             database.executemany("insert into goods values (?, ?)", self._prices.items())
             database.execute("pragma query_only = on")
             database.set_authorizer(_allow_reading)
+            database.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _TEXT_BYTES)
             database.set_progress_handler(lambda: 1, _DATABASE_STEPS)
             rows = database.execute(query).fetchmany(_ROWS)
         finally:

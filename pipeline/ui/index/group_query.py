@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, mean
 from rollstream.pipeline.ui.index import fates
-from rollstream.pipeline.ui.index.rollout_query import COUNTED, MOST, name_id
+from rollstream.pipeline.ui.index.rollout_query import COUNTED, LARGEST, MOST, name_id
 from rollstream.topics.errors import ConfigurationError
 
 _ORDERS: Mapping[str, str] = {"newest": "first", "spread": "std"}
@@ -96,6 +96,7 @@ def _beyond(order: str, after: str | None) -> tuple[list[str], list[Any]]:
         padded = after.encode() + b"=" * (-len(after) % 4)
         of_order, std, first = json.loads(base64.urlsafe_b64decode(padded))
         known = of_order == order and type(first) is int and (order == "newest" or isinstance(std, int | float))
+        known = known and abs(first) <= LARGEST and (order == "newest" or abs(std) <= LARGEST)
     except (ValueError, TypeError, RecursionError):
         known = False
     if not known:

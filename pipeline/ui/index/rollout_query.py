@@ -29,7 +29,7 @@ COUNTED = 10_000
 _WALKED = 20_000
 """Maximum number of rows that a query checks in the list's order before it starts from the filters instead."""
 _LEAST_TEXT = 3
-_LARGEST = 2**63 - 1
+LARGEST = 2**63 - 1
 """Largest integer that SQLite accepts."""
 _COLUMNS = (
     "id", "partition", "offset", "time_ms", "environment", "worker", "version", "lowest", "highest", "reward", "length",
@@ -169,7 +169,7 @@ def name_id(db: sqlite3.Connection, kind: str, name: str) -> int:
 
 def bounded(value: int | None) -> int | None:
     """Return a number limited to the integers that SQLite accepts; no row has a value at these limits."""
-    return None if value is None else max(-_LARGEST, min(value, _LARGEST))
+    return None if value is None else max(-LARGEST, min(value, LARGEST))
 
 
 def phrase(text: str) -> str:
@@ -292,7 +292,7 @@ def _read_cursor(order: str, cursor: str) -> tuple[float, int]:
         padded = cursor.encode() + b"=" * (-len(cursor) % 4)
         of_order, value, row_id = json.loads(base64.urlsafe_b64decode(padded))
         known = of_order == order and type(row_id) is int and isinstance(value, int | float)
-        known = known and abs(row_id) <= _LARGEST and abs(value) <= _LARGEST
+        known = known and abs(row_id) <= LARGEST and abs(value) <= LARGEST
     except (ValueError, TypeError, RecursionError):
         known = False
     if not known:

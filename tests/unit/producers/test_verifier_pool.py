@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
+from rollstream.producers import verifier_pool
 from rollstream.producers.environment import Prompt, Score
 from rollstream.producers.verifier_pool import VerifierFailed, VerifierPool
 from rollstream.topics.errors import ConfigurationError
@@ -195,3 +196,15 @@ def test_a_function_of_a_module_is_found_by_its_name_and_another_is_refused() ->
         run(pool(PROMPT, "42"))
     with pytest.raises(ConfigurationError, match="timeout_s > 0"):
         VerifierPool(score_module_level, timeout_s=0)
+
+
+def test_a_verifier_that_hangs_when_it_is_imported_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verifier_pool, "_START_TIMEOUT_S", 5.0)
+    path = tmp_path / "hanging.py"
+    path.write_text(f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
+
+    with VerifierPool(f"{path}:judge", processes=1, timeout_s=60) as pool:
+        assert "gave no score within 5 s" in str(run(score_or_failure(pool, "42")))
+        assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))

@@ -172,3 +172,15 @@ def test_a_type_of_the_same_name_elsewhere_hides_no_recursion_and_no_emptiness()
         check_schema({**record("R", inner, "a.R"), "namespace": "a"})
     with pytest.raises(ValueError, match="take no bytes"):
         check_schema({**record("T", record("E"), inner, array("x.E")), "namespace": "x"})
+
+
+def test_an_xz_block_that_asks_for_a_dictionary_of_a_gigabyte_is_damage() -> None:
+    data = bytearray(lzma.compress(b"\0", preset=0))
+    begin, size = 12, (data[12] + 1) * 4
+    data[begin + 4] = 36  # LZMA2 encodes 1 GiB so.
+    data[begin + size - 4 : begin + size] = zlib.crc32(data[begin : begin + size - 4]).to_bytes(4, "little")
+
+    [damage] = read_container(container("int", 1, bytes(data), "xz"))
+
+    assert isinstance(damage, ContainerDamage)
+    assert "emory usage limit" in damage.reason

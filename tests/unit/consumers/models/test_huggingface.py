@@ -205,3 +205,15 @@ def test_a_directory_without_a_model_says_what_to_give(tmp_path: Path) -> None:
         huggingface.load_config(tmp_path)
     with pytest.raises(ConfigurationError, match="together"):
         huggingface.config_json(DecoderConfig(qk_norm=True, qkv_bias=True))
+
+
+def test_a_checkpoint_like_one_of_a_newer_release_names_its_dtype_in_both_ways(tmp_path: Path) -> None:
+    huggingface.save(tmp_path / "template", SMALL, random_parameters(SMALL))
+    settings = json.loads((tmp_path / "template" / "config.json").read_text())
+    huggingface.write_json(tmp_path / "template" / "config.json", {**settings, "dtype": "float32"})
+
+    params = random_parameters(SMALL)
+    huggingface.save_like(tmp_path / "template", tmp_path / "model", params, dtype=ml_dtypes.bfloat16)
+
+    settings = json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (settings["dtype"], settings["torch_dtype"]) == ("bfloat16", "bfloat16")

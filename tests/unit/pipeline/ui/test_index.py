@@ -1,6 +1,8 @@
 """An index gives the same answers however its records were portioned, and treats queries and records as mere data."""
 
+import base64
 import itertools
+import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -312,3 +314,10 @@ def test_who_still_asks_an_index_that_is_closed_gets_an_answer(tmp_path: Path) -
         assert another.submit(index.rollouts).result()["matching"] == 3
         index.close()
         assert another.submit(index.rollouts).result()["matching"] == 3
+
+
+@pytest.mark.parametrize("cursor", [["newest", None, 2**70], ["spread", 1e300, 1], ["spread", 0.5, -(2**70)]])
+def test_a_cursor_beyond_what_sqlite_holds_is_refused(filled: Path, cursor: list[Any]) -> None:
+    after = base64.urlsafe_b64encode(json.dumps(cursor).encode()).decode().rstrip("=")
+    with closing(sqlite_files.reader(filled)) as db, pytest.raises(ConfigurationError, match="does not belong"):
+        group_query.page(db, GroupFilter(), cursor[0], after=after)

@@ -151,3 +151,9 @@ def test_a_policy_that_cannot_be_reached_is_a_failure_and_no_reward() -> None:
 def test_wrong_options_are_refused_by_name(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigurationError, match=named):
         ToolUse(**options)
+
+
+def test_a_query_cannot_make_a_large_text() -> None:
+    assert sql("select length(printf('%.500000000c', 'x'))") == "None"
+    assert sql("select hex(zeroblob(100000000))").startswith("error")
+    assert sql("select printf('%.100c', 'x')") == "x" * 100
