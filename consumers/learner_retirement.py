@@ -6,7 +6,7 @@ start until it is resumed.
 
 import time
 
-from rollstream.consumers.step_log import read_learners
+from rollstream.consumers.step_log import read_learners, read_publications
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
@@ -31,9 +31,10 @@ def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLe
         raise ConfigurationError(
             f"run {run} has no step of learner {learner!r}; learners on record: {', '.join(sorted(known)) or 'none'}"
         )
+    last = max(read_publications(kafka, run))
     record = RetiredLearner(learner=learner, reason=reason, wall_time=time.time())
     _write(kafka, run, learner, encode(record))
-    if known[learner] == max(known.values()):
+    if last.learner == learner:
         fence(kafka, transactional_id(run, "learner"))
     return record
 

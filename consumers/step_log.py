@@ -63,6 +63,18 @@ class Publication(NamedTuple):
     """Policy version that was published; -1 for a step that published none."""
 
 
+def read_publications(kafka: KafkaConfig, run: str, start: Mapping[str, int] | None = None) -> list[Publication]:
+    """What learners published into a run.
+
+    `start` has the offset from which a topic is read, by full name; other topics are read from their beginning.
+    """
+    offsets = start or {}
+    steps = _all_steps(kafka, run, offsets.get(topic_name(run, "steps"), BEGINNING))
+    manifests = read_manifests(kafka, run, offsets.get(topic_name(run, "policies"), BEGINNING)).values()
+    of_steps = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]
+    return of_steps + [Publication(manifest.created, manifest.learner, manifest.version) for manifest in manifests]
+
+
 class StepLog:
     """Commits the records of one learner atomically."""
 
@@ -74,12 +86,13 @@ class StepLog:
         """
         self._learner = learner
         self._run = run
-        self._steps_topic, self._policies_topic = topic_name(run, "steps"), topic_name(run, "policies")
-        ends = {topic: topic_admin.bounds(kafka, topic)[0][1] for topic in (self._steps_topic, self._policies_topic)}
+        self._steps_topic = topic_name(run, "steps")
+        topics = (self._steps_topic, topic_name(run, "policies"))
+        ends = {topic: topic_admin.bounds(kafka, topic)[0][1] for topic in topics}
         # Checked before fencing, so that a refused learner fences nobody, and again after it, when no other publisher
         # can write any more.
         self._retired = retired_learners(kafka, run)
-        before = self._publications(kafka, {})
+        before = read_publications(kafka, run)
         self._refuse_a_second(before, take_over)
         for name in sorted({learner, *(publication.learner for publication in before)}):
             fence(kafka, earlier_id(run, "learner", name))
@@ -90,14 +103,7 @@ class StepLog:
             self._producer.start()
         except (TransactionFailed, Stalled) as failed:
             raise self._ended(failed) from failed
-        self._refuse_a_second(self._publications(kafka, ends), take_over)
-
-    def _publications(self, kafka: KafkaConfig, start: Mapping[str, int]) -> list[Publication]:
-        """Publications from the given offset of each topic on, or from the beginning of a topic without an offset."""
-        steps = _all_steps(kafka, self._run, start.get(self._steps_topic, BEGINNING))
-        manifests = read_manifests(kafka, self._run, start.get(self._policies_topic, BEGINNING)).values()
-        of_steps = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]
-        return of_steps + [Publication(manifest.created, manifest.learner, manifest.version) for manifest in manifests]
+        self._refuse_a_second(read_publications(kafka, run, ends), take_over)
 
     def _refuse_a_second(self, publications: Sequence[Publication], take_over: bool) -> None:
         if self._learner in self._retired:

@@ -16,6 +16,7 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.learner_retirement import retire
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.audit.pruning_plan import Deletion, plan
@@ -28,7 +29,7 @@ from rollstream.topics.errors import Fenced, StateRefused
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import BatchUse, LearnerStep
+from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 from tests.support.batches import indexed_batches, random_batch, send_batches
 from tests.support.command_line import answer_of
 from tests.support.ledgers import in_both_forms
@@ -138,6 +139,22 @@ def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(rea
     assert "learner gone: its last step is 1, of 2001-09-09T01:46:40.000Z" in text
     assert f"learner main has published into run {run.name} since" in text
     assert "records could not be read and were ignored, the first: " in text
+
+
+def test_retiring_a_learner_that_was_replaced_does_not_fence_its_successor(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(2)])
+    learn(run, "old", 1, at=1e9)
+    manifest = PolicyManifest(
+        version=1, learner="new", step=1, epoch="e", tensors=(), chunks=(), digest="", created=2e9
+    )  # fmt: skip
+    with closing(StepLog(run.kafka, run.name, "new", take_over=True)) as log:
+        log.commit([(run.topic("policies"), encode_key(manifest.version), encode(manifest))])
+
+        retire(run.kafka, run.name, "old", "it was replaced")
+
+        log.commit([log.record(replace(read_steps(run.kafka, run.name, "old")[1], learner="new", step=2))])
+    assert sorted(read_steps(run.kafka, run.name, "new")) == [2]
 
 
 def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed(real_run: RealRun) -> None:
