@@ -64,7 +64,7 @@ class Publication(NamedTuple):
 
 
 def read_publications(kafka: KafkaConfig, run: str, start: Mapping[str, int] | None = None) -> list[Publication]:
-    """What learners published into a run.
+    """Return the steps and versions that learners published into a run.
 
     `start` has the offset from which a topic is read, by full name; other topics are read from their beginning.
     """

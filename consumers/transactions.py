@@ -223,7 +223,9 @@ class ExactlyOnce(ABC, Generic[P]):
                     ) from failed
                 self._raise_if_fatal(failed)
                 if failed.decision is Decision.RESTORE:
-                    raise OwnershipLost(f"a rebalance preceded the commit ({failed.reason}); restoring") from failed
+                    raise OwnershipLost(
+                        f"a rebalance happened before the commit ({failed.reason}); restoring"
+                    ) from failed
                 if time.monotonic() > deadline:
                     raise DeliveryError(
                         f"transaction {self._id} failed for {RETRY_FOR_S:g} s, the last time with {failed.reason}; "

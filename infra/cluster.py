@@ -208,7 +208,7 @@ class LocalCluster(Stopping):
                     last = error
             time.sleep(0.05)
         raise DeadlineExceeded(
-            f"waited {timeout_s:g} s in vain to learn {subject} ({last}); see the logs in {self.data_dir}"
+            f"waited {timeout_s:g} s without learning {subject} ({last}); see the logs in {self.data_dir}"
         )
 
     def _node(self, index: int) -> LocalBroker:

@@ -51,7 +51,9 @@ def register(broker: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any
     stop = commands.add_parser("stop", parents=[common], help="stop the broker of a data directory; its data stays")
     stop.set_defaults(run=run_stop)
 
-    status = commands.add_parser("status", parents=[common], help="say whether a broker runs and answers, and where")
+    status = commands.add_parser(
+        "status", parents=[common], help="show whether a broker runs and answers, and its address"
+    )
     status.set_defaults(run=run_status)
     return commands
 

@@ -113,7 +113,9 @@ def _check_number(kafka: KafkaConfig, run: str, role: str, number: object) -> No
     if role == GROUP:
         most = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if number < 1:
-        raise ConfigurationError(f"{role}={number}: at least one process is needed, or the run waits for ever")
+        raise ConfigurationError(
+            f"{role}={number}: at least one process is needed, otherwise the run would wait forever"
+        )
     if number > most:
         why = (
             f"topic {run}.rollouts has {most} partitions, each read by one process; `rollstream split` gives "

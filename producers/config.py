@@ -39,7 +39,7 @@ class WorkerConfig:
     assume_version: int = -1
     """Policy version assumed for a server that reports none, e.g. of a fixed model; -1 refuses such a server."""
     request_timeout_s: float = 60.0
-    """Time for one request, retries included; after that the worker cancels the group."""
+    """Time for one request, retries included; after that the worker cancels the members without an answer."""
     episode_timeout_s: float = 600.0
     """Time for one episode, its verifier included; after that the worker cancels the member."""
     episode_attempts: int = 2

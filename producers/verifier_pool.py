@@ -29,7 +29,8 @@ from rollstream.producers.verifier_process import SIZE_BYTES
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.secrets import program_environment
 
-_START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0
+"""Time for a process to start and to import the verifier."""
 _MOST_ANSWER_BYTES = 1 << 20
 
 
@@ -101,7 +102,7 @@ class VerifierPool:
             with self._lock:
                 self._all.add(child)
             try:
-                started = child.receive(_START_TIMEOUT_S)
+                started = child.receive(START_TIMEOUT_S)
             except VerifierFailed:
                 self._end(child)
                 raise
@@ -170,7 +171,7 @@ class _Child:
                 raise VerifierFailed(f"the process of the verifier {self._name} ended with {self._process.returncode}")
             line += received
             if len(line) > _MOST_ANSWER_BYTES:
-                raise VerifierFailed(f"the verifier {self._name} answered more than {_MOST_ANSWER_BYTES:,} bytes")
+                raise VerifierFailed(f"the verifier {self._name} answered with more than {_MOST_ANSWER_BYTES:,} bytes")
         try:
             answer = json.loads(line)
         except ValueError as error:

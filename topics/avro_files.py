@@ -139,7 +139,9 @@ def _unpacker(meta: Mapping[str, bytes]) -> Callable[[bytes], bytes]:
         "xz": lambda: lzma.LZMADecompressor(memlimit=_XZ_BYTES),
     }
     if codec not in makers:
-        raise ValueError(f"its blocks are packed with {codec!r}; write it again with one of null, {', '.join(makers)}")
+        raise ValueError(
+            f"its blocks are compressed with {codec!r}; write it again with one of null, {', '.join(makers)}"
+        )
 
     def unpack(data: bytes) -> bytes:
         unpacker = makers[codec]()

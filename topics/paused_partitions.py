@@ -83,7 +83,7 @@ def pause(kafka: KafkaConfig, run: str, partition: int, reason: str) -> None:
     if the reason is empty or too long."""
     if not 0 < len(reason.strip()) <= REASON_LIMIT:
         raise ConfigurationError(
-            f"say why with --reason, in 1 to {REASON_LIMIT} characters: the next operator reads it"
+            f"give a reason with --reason, of 1 to {REASON_LIMIT} characters: the next operator reads it"
         )
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if not 0 <= partition < partitions:

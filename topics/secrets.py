@@ -40,7 +40,7 @@ def resolve(key: str, value: str, environment: Mapping[str, str] = os.environ) -
     kind, name = parsed
     if kind == "env":
         if name not in environment:
-            raise ConfigurationError(f"{key} is {value}, but there is no such variable; export {name}")
+            raise ConfigurationError(f"{key} is {value}, but this environment variable is not set; export {name}")
         return environment[name]
     try:
         return Path(name).read_text(encoding="utf-8").rstrip("\n")

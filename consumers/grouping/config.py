@@ -349,7 +349,7 @@ class GrouperConfig:
     commit_interval_s: float = 0.03
     """Time that effects wait for their transaction; a batch waits only until the previous transaction has ended."""
     max_poll_records: int = 500
-    """Maximum number of records of one call to the Kafka client."""
+    """Maximum number of records of one call to the Kafka client; a transaction begins at the latest after this many."""
     records_per_s: float = 0.0
     """Maximum number of records per second that a process reads, to leave a machine to other programs or to simulate a
     slow process; 0 means no limit."""

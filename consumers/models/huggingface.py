@@ -150,7 +150,7 @@ def config_json(config: DecoderConfig) -> dict[str, Any]:
         family = ""
     if not family:
         raise ConfigurationError(
-            f"neither Qwen2, Qwen3, Qwen3-MoE, Llama nor Mistral has num_experts={config.num_experts}, "
+            f"none of Qwen2, Qwen3, Qwen3-MoE, Llama and Mistral has num_experts={config.num_experts}, "
             f"sliding_window={config.sliding_window}, "
             f"qk_norm={config.qk_norm}, qkv_bias={config.qkv_bias}, o_bias={config.o_bias} and "
             f"mlp_bias={config.mlp_bias} together; change one of them"
@@ -204,7 +204,7 @@ def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str
     ignored = {name for name in stored if name.endswith(_NEVER_USED)} | ({HEAD} - set(wanted))
     stored = {name: array for name, array in stored.items() if name not in ignored}
     problems = [f"{name} is missing" for name in wanted if name not in stored]
-    problems += [f"{name} belongs to no part of the model" for name in sorted(set(stored) - set(wanted))]
+    problems += [f"{name} is not a tensor of the model" for name in sorted(set(stored) - set(wanted))]
     problems += [
         f"{name} has shape {list(array.shape)}, not {list(wanted[name])}"
         for name, array in stored.items()

@@ -50,7 +50,7 @@ class WeightsConfig:
     stored. After that, it ends with an error that names the missing processes. Only used if learner.processes is
     above 1."""
     orphan_hours: float = 24.0
-    """Age at which files that no manifest names are removed by `rollstream prune`."""
+    """Age in hours at which `rollstream prune` removes files that no kept version needs."""
 
     def __post_init__(self) -> None:
         if min(self.chunk_bytes, self.keep_versions, self.anchor_every) < 1:

@@ -142,7 +142,7 @@ class ChunkFetcher(Closing):
         """
         for partition, (begin, _end) in self._reader.bounds(self._topic, missing, timeout_s=0.0).items():
             if missing[partition] < begin:
-                raise ChunksGone(f"{self._topic}[{partition}] no longer reaches back to the chunks: {gone}")
+                raise ChunksGone(f"{self._topic}[{partition}] no longer holds the first missing chunk: {gone}")
 
 
 class _Progress:

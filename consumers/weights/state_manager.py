@@ -67,7 +67,7 @@ class LocalStateManager:
             if not self._changed.wait_for(lambda: self._state[0] >= max(0, version_at_least), timeout_s):
                 raise DeadlineExceeded(
                     f"version {version_at_least} did not appear within {timeout_s:g} s (newest: {self._state[0]}); "
-                    "does anyone call update_state?"
+                    "check that a process calls update_state"
                 )
             return self._state
 

@@ -71,7 +71,7 @@ def _compared(
             yield Finding(
                 check=_CHECK,
                 level="fault",
-                text=f"{role} needs {_listed(lacking)} on {resource} {name}, and this user lacks it",
+                text=f"{role} needs {_listed(lacking)} on {resource} {name}, which this user does not have",
                 remedy=f"rollstream topics acls apply --role {role}",
             )
         if beyond:
@@ -95,7 +95,7 @@ def _transactional_ids(config: RunConfig, rules: tuple[AccessRule, ...], role: s
             yield Finding(
                 check=_CHECK,
                 level="fault",
-                text=f"{role} needs Write on transactional id {name}, and this user lacks it",
+                text=f"{role} needs Write on transactional id {name}, which this user does not have",
                 remedy=f"rollstream topics acls apply --role {role}",
             )
         if may and not needed:

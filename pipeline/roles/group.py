@@ -26,7 +26,8 @@ def register(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=("recover", "adopt", "skip", "pause", "resume"),
         help="recover: commit lost positions again from the journal, and exit; adopt: the same for a run restored from "
-        "an archive; skip: leave records out unread; pause: stop reading a partition; resume: read it again",
+        "an archive; skip: leave out records without reading them; pause: stop reading a partition; "
+        "resume: read it again",
     )
     parser.add_argument(
         "place",

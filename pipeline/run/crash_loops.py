@@ -20,9 +20,9 @@ class LoopWatch:
             before = self._told.get(name)
             if before is None or before.cause != loop.cause:
                 lines.append(
-                    f"warning: role {name} {loop.cause}; run {self._run} goes on without it, and it is started again "
-                    f"in {loop.again_in_s:.0f} s"
+                    f"warning: role {name} {loop.cause}; run {self._run} continues without this role, which is started "
+                    f"again in {loop.again_in_s:.0f} s"
                 )
-        lines += [f"role {name} stays up again" for name in self._told if name not in loops]
+        lines += [f"role {name} has recovered" for name in self._told if name not in loops]
         self._told = dict(loops)
         return lines

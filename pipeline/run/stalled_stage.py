@@ -137,5 +137,7 @@ def _environments(facts: FlowFacts) -> Stall:
         return Stall(_ENV, "environments produce nothing: no worker runs")
     waits = sum(each.values.get("waiting_for_capacity", 0.0) for each in workers) / len(workers)
     if waits > _MOSTLY:
-        return Stall(_ENV, f"environments wait for room: {facts.in_flight:,} rollouts are in flight, and none ends")
+        return Stall(
+            _ENV, f"environments wait for room: {facts.in_flight:,} rollouts are in flight, and none gets a fate"
+        )
     return Stall(_ENV, f"environments produce nothing: {len(workers)} workers play, but no rollout arrives")

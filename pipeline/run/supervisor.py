@@ -397,7 +397,7 @@ class Supervisor:
             role.process.kill()  # `poll` counts this exit like any other exit
             role.process.wait()
             return
-        after = f" after it said: {role.progress}" if role.progress else ""
+        after = f" after its last progress report: {role.progress}" if role.progress else ""
         problem = f"was not ready within {role.spec.ready_timeout_s:g} s{after}: {cause_in(role.log)}"
         if not role.spec.optional:
             raise DeadlineExceeded(f"role {role.spec.name} {problem}")

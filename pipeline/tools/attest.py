@@ -166,7 +166,7 @@ def text_of(statement: Statement, evidence: Evidence) -> str:
         (
             f"run {statement.run}, policy version {policy['version']}, parameters {policy['digest'][:_SHOWN]}\n"
             f"trained by learner {policy['learner']} in {trained['steps']:,} steps on exactly {trained['trained']:,} "
-            f"rollouts{again}; {trained['skipped']:,} skipped, on record",
+            f"rollouts{again}; {trained['skipped']:,} were skipped, as the steps record",
             table(("records of rollouts", "number"), records),
             table(("tree", "entries", "root"), roots),
             f"every record is in exactly one place; {evidence.folded:,} batches computed again, 0 differences",

@@ -17,7 +17,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         commands.register(parser), "mend", "show a run's transactions that hang on the brokers, and end them"
     )
     set_handler(mend, show_mend, example="rollstream broker mend --run main --yes", json=True)
-    mend.add_argument("--yes", action="store_true", help="end them as their coordinator decided")
+    mend.add_argument("--yes", action="store_true", help="commit or abort them, as their coordinator decided")
 
 
 def show_mend(config: RunConfig, args: argparse.Namespace) -> int:

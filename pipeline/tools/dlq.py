@@ -99,7 +99,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
     listing = add_command(actions, "ls", "list dead letters, with their reasons")
     set_handler(listing, dlq, example="rollstream dlq ls", json=True)
-    show = add_command(actions, "show", "show dead letters whole: headers, key, bytes")
+    show = add_command(actions, "show", "show dead letters in full: headers, key, bytes")
     set_handler(show, dlq, example="rollstream dlq show 0:3", json=True)
     redrive = add_command(
         actions, "redrive", "send dead letters to their source again, each once, repaired by a script if one is given"

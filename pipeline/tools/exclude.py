@@ -134,7 +134,7 @@ def _print(
         if len(rows) > most:
             print(f"... the newest of {len(report.batches):,} batches; --json names all of them")
         if not args.dry_run:
-            print("\nlearners leave out these batches, as a whole, from now on")
+            print("\nlearners skip these batches entirely from now on")
     for learner in report.touched:
         first = learner["first_policy_version"]
         since = (

@@ -14,7 +14,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action", choices=("retire", "resume"), help="retire: forbid it to train; resume: allow it again"
     )
-    parser.add_argument("learner", metavar="NAME", help="its name in the steps of --run")
+    parser.add_argument("learner", metavar="NAME", help="name of the learner in the run's steps")
     parser.add_argument("--reason", default="", help="why it is retired; shown when somebody starts it")
 
 

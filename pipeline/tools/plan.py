@@ -153,7 +153,7 @@ def text_of(result: CapacityPlan, load: Workload, rates: MeasuredRates) -> str:
             "",
             table(("of", "limit", "used", "met at"), limits),
             "",
-            f"met first: {result.first.resource}, {result.first.name}",
+            f"limit reached first: {result.first.resource}, {result.first.name}",
             f"rates measured on {rates.machine}",
         )
     )

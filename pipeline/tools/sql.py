@@ -42,7 +42,7 @@ def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
         show_tables(args.json)
         return 0
     if args.csv and args.json:
-        raise ConfigurationError("--json and --csv exclude each other; give one of them")
+        raise ConfigurationError("--json and --csv cannot be combined; give one of them")
     answer = query(open_store(place_of(config, args.archive)), args.query)
     if args.plot is not None:
         plot(answer, args.plot)

@@ -174,13 +174,13 @@ def _sample(
         )
     if logprobs is None or len(logprobs) != len(tokens) or any(value is None for value in logprobs):
         raise InferenceRefused(
-            f"{source} answered {len(tokens)} tokens without a logprob for each; does it allow logprobs?"
+            f"{source} answered {len(tokens)} tokens, but not a logprob for each; does it allow logprobs?"
         )
     if not isinstance(finish_reason, str):
         raise ValueError("finish_reason is missing")
     values = np.asarray(logprobs, np.float32)
     if not all(value > _NO_LOGPROB and math.isfinite(value) for value in values.tolist()):
-        raise InferenceRefused(f"{source} answered a logprob that is not finite")
+        raise InferenceRefused(f"{source} answered with a logprob that is not finite")
     return Sample(
         text="" if text is None else str(text),
         finish_reason=finish_reason,

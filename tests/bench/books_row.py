@@ -38,7 +38,7 @@ def measure(settings: Settings) -> Row:
             timing = watch.timing(produced)
             _check(result, produced)
             if books.begun_anew:
-                raise RuntimeError(f"the books were begun anew: {books.begun_anew}")
+                raise RuntimeError(f"the ledger was read from the beginning again: {books.begun_anew}")
             again = Stopwatch()
             with LiveLedger(settings.kafka, run, path) as books:
                 books.poll()

@@ -83,7 +83,7 @@ def read_document(path: Path) -> dict[str, Any]:
     """Read the document of a measurement. Raises ValueError for a file that is not one."""
     document: dict[str, Any] = json.loads(path.read_text())
     if not isinstance(document, dict) or not {"settings", "rows"} <= document.keys():
-        raise ValueError(f"{path} is no measurement; give a file that `python -m tests.bench` wrote")
+        raise ValueError(f"{path} is not a measurement; give a file that `python -m tests.bench` wrote")
     return document
 
 

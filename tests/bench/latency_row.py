@@ -209,7 +209,7 @@ class Watch:
         if self._production.failed:
             raise RuntimeError(f"a rollout could not be produced: {self._production.failed[0]}; {self._measured(now)}")
         if self._child.poll() not in (None, 0):
-            raise RuntimeError(f"the process between exited with {self._child.returncode}; {self._measured(now)}")
+            raise RuntimeError(f"the measured process exited with {self._child.returncode}; {self._measured(now)}")
         if now - self._since > self._still_s:
             settings = self._production.settings
             standing = open_on(settings.kafka, self._topic, list(range(settings.partitions)))

@@ -73,7 +73,7 @@ class RoleMemory:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run, watch and print; exit code 1 if the memory of a role grows."""
     parser = argparse.ArgumentParser(prog="python -m tests.bench.soak", description="Watch the memory of every role.")
-    parser.add_argument("--full", action="store_true", help="for ten minutes; else for one")
+    parser.add_argument("--full", action="store_true", help="run for ten minutes instead of one")
     parser.add_argument("--seconds", type=float, metavar="S", help="for so long")
     parser.add_argument("--json", action="store_true", help="print JSON, with every sample")
     args = parser.parse_args(arguments)

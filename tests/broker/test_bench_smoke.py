@@ -96,7 +96,7 @@ def test_latency_that_cannot_be_measured_says_how_far_it_was(real_run: RealRun, 
         assert f"{run.topic('batches')}[0] from offset 0 on" in text
         child.kill()
         child.wait()
-        with pytest.raises(RuntimeError, match="the process between exited with -9; 8 of 8"):
+        with pytest.raises(RuntimeError, match="the measured process exited with -9; 8 of 8"):
             watch.waits(3)
 
 

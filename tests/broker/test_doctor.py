@@ -64,8 +64,8 @@ def test_a_user_in_the_place_of_another_lacks_rights_and_has_others(secured: Sec
     assert code == 1
     text = "\n".join(faults(findings))
     for part in (
-        "learn needs Write on topic patient.steps, and this user lacks it",
-        "learn needs Write on transactional id patient/learner, and this user lacks it",
+        "learn needs Write on topic patient.steps, which this user does not have",
+        "learn needs Write on transactional id patient/learner, which this user does not have",
         "this user may Describe, Read, Write on topic patient.rollouts, which learn does not need",
         "this user may Describe on group patient.labeller, which learn does not need",
     ):

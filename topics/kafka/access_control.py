@@ -133,8 +133,8 @@ def _refusing(call: Callable[[], T], operation: str) -> T:
         error: KafkaError = exception.args[0]
         if error.code() == KafkaError.SECURITY_DISABLED:
             raise ConfigurationError(
-                "the brokers have no authorizer, so everybody may do everything; set their authorizer.class.name, for "
-                "example to org.apache.kafka.metadata.authorizer.StandardAuthorizer"
+                "the brokers have no authorizer, so every client may perform every operation; set their "
+                "authorizer.class.name, for example to org.apache.kafka.metadata.authorizer.StandardAuthorizer"
             ) from exception
         if error.code() == KafkaError.CLUSTER_AUTHORIZATION_FAILED:
             raise AccessDenied(

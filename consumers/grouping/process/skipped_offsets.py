@@ -93,7 +93,9 @@ def ask(kafka: KafkaConfig, run: str, grouper: GrouperConfig, place: str, reason
     if last - first >= OFFSETS_LIMIT:
         raise ConfigurationError(f"{place} is more than {OFFSETS_LIMIT} offsets; skip them in several ranges")
     if not 0 < len(reason.strip()) <= REASON_LIMIT:
-        raise ConfigurationError(f"say why with --reason, in 1 to {REASON_LIMIT} characters: the reason is recorded")
+        raise ConfigurationError(
+            f"give a reason with --reason, in 1 to {REASON_LIMIT} characters: the reason is recorded"
+        )
     clients.check_broker(kafka)
     topic = topic_name(run, "rollouts")
     wanted = SkippedOffset(

@@ -312,9 +312,9 @@ class ReplaySelection:
         first = next((a for a, b in zip(recorded.uses, uses, strict=False) if a != b), None)
         where = "" if first is None else f"; the first difference is at batch {first.batch_id}"
         raise StateRefused(
-            f"step {recorded.step} of learner {recorded.learner!r}, executed again, draws other rollouts than before "
-            f"({now} rollouts in {len(uses)} uses; on record are {was} in {len(recorded.uses)}{where}). Restore the "
-            "settings of learner.buffer, learner.rollouts_per_step and learner.seed, or give another learner.name"
+            f"step {recorded.step} of learner {recorded.learner!r}, executed again, draws different rollouts than "
+            f"before ({now} rollouts in {len(uses)} uses; on record are {was} in {len(recorded.uses)}{where}). "
+            "Restore the settings of learner.buffer, learner.rollouts_per_step and learner.seed, or give another learner.name"
         )
 
     def _plan_of(

@@ -57,7 +57,7 @@ class Alone:
 
     def receive(self, key: str, timeout_s: float | None = None) -> bytes:
         """Raise TeamLost: no other process publishes values."""
-        raise TeamLost(f"a learner of one process has no other process to publish {key}")
+        raise TeamLost(f"a learner of one process has no other process that could publish {key}")
 
     def forget(self, key: str) -> None:
         """Do nothing."""

@@ -72,8 +72,9 @@ def policy_loss_of(
     (decoupled PPO, arXiv:2110.00641 and 2505.24298). The proximal policy is the learner before the step:
     `proximal_log_probs`, or the learner itself if a step has one update. H is the entropy, D the divergence from the
     reference. `surrogate` replaces the surrogate of the configured name. With kl_place "advantage" or "return", D is
-    not a term of the loss but a constant part of the advantages. The teacher's log-probability minus that of the policy
-    before the step is always such a part (on-policy distillation).
+    not a term of the loss but a constant part of the advantages. The teacher's log-probability minus that of the
+    proximal policy is always such a part (on-policy distillation). Without importance sampling, the learner before the
+    update takes the place of the proximal policy.
 
     Returns sum(loss_weights * token loss) / denominators[denominator_of(config)] and the metrics named by
     `policy_metrics(config, reference=...)`, means over trained tokens. All are already divided, so that their sums over
@@ -157,9 +158,9 @@ def _advantages(
 ) -> jax.Array:
     """Advantages [rows, tokens - 1] with the terms of reference and teacher; no gradient; 0 at untrained tokens.
 
-    `before` holds log-probabilities of the policy before the step. REINFORCE++ (arXiv:2501.03262) subtracts the return
-    of the divergence; on-policy distillation subtracts the reverse divergence from the teacher, token by token
-    (thinkingmachines.ai/blog/on-policy-distillation).
+    `before` holds log-probabilities of the policy before the step, or, without importance sampling, before the update.
+    REINFORCE++ (arXiv:2501.03262) subtracts the return of the divergence; on-policy distillation subtracts the reverse
+    divergence from the teacher, token by token (thinkingmachines.ai/blog/on-policy-distillation).
     """
     advantages = jnp.where(mask > 0, batch["advantages"][:, 1:], 0.0)
     if config.reward_coefficient != 1.0:

@@ -136,8 +136,8 @@ def _compiled(name: str, lowered: Any, options: dict[str, float] | None) -> Comp
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ConfigurationError(
-            f"{name} does not fit into a device: {_first_line(error)}; split it over more devices (learner.mesh), give "
-            "a microbatch fewer rows, or set learner.remat or learner.vocabulary_chunk"
+            f"{name} does not fit into the memory of a device: {_first_line(error)}; split it over more "
+            "devices (learner.mesh), give a microbatch fewer rows, or set learner.remat or learner.vocabulary_chunk"
         ) from error
     return CompiledFunction(
         name=name,

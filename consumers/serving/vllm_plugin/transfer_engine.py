@@ -168,7 +168,7 @@ class LogTransferEngine:
 
     def _source(self) -> RequestedVersions:
         if self._versions is None:
-            raise UpdateFailed("no run is named; call /init_weight_transfer_engine first")
+            raise UpdateFailed("no run has been given; call /init_weight_transfer_engine first")
         return self._versions
 
     def _load(self, arrays: Arrays, base: HeldVersion | None) -> str:

@@ -39,9 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.kills", description="Count what kill -9 costs.")
     names = (rollstream_run.NAME, *peers.LOOPS)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="this loop only")
+    parser.add_argument("--only", action="append", choices=names, metavar="NAME", help="measure only this loop")
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="kills of each (default: %(default)s)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the moments and processes (default: a random one)")
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the moments and processes (default: random)")
     return parser
 
 

@@ -71,7 +71,7 @@ def test_a_measurement_is_written_and_compared_with_the_next(
 def test_a_file_that_is_no_measurement_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     other.write_text("[]")
-    with pytest.raises(ValueError, match="is no measurement; give a file"):
+    with pytest.raises(ValueError, match="is not a measurement; give a file"):
         main([*FEW, f"--compare={other}"])
 
 

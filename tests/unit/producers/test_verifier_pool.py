@@ -201,7 +201,7 @@ def test_a_function_of_a_module_is_found_by_its_name_and_another_is_refused() ->
 def test_a_verifier_that_hangs_when_it_is_imported_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verifier_pool, "_START_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(verifier_pool, "START_TIMEOUT_S", 5.0)
     path = tmp_path / "hanging.py"
     path.write_text(f"import os, time\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\ntime.sleep(600)\n")
 

@@ -1,4 +1,4 @@
-"""Whatever text stands where a record should hold a number, its readers continue."""
+"""Readers of the log continue, whatever text a record has in place of a number."""
 
 import pytest
 

@@ -140,7 +140,7 @@ def test_every_codec_of_the_standard_library_is_read(codec: str) -> None:
 def test_another_codec_is_named_with_the_remedy() -> None:
     [damage] = read_container(container("int", 1, b"\0", "snappy"))
     assert isinstance(damage, ContainerDamage)
-    assert "packed with 'snappy'; write it again with one of null, deflate, bzip2, xz" in damage.reason
+    assert "compressed with 'snappy'; write it again with one of null, deflate, bzip2, xz" in damage.reason
 
 
 @pytest.mark.parametrize(

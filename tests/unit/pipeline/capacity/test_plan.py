@@ -198,7 +198,7 @@ def test_rates_of_a_users_own_benchmark_take_the_place_of_those_shipped(
     assert slower["grouping_processes"] > usual["grouping_processes"]
     assert main([*words, "--measured", str(own)]) == 0
     report = capsys.readouterr().out
-    assert "met first: " in report
+    assert "limit reached first: " in report
     assert f"{slower['grouping_processes']}" in report
 
 

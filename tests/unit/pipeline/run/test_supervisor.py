@@ -273,7 +273,9 @@ def test_a_role_that_stops_reporting_fails_the_run_with_its_last_progress() -> N
 
     with Supervisor(Path("logs"), on_progress=hear, clock=clock) as supervisor:
         supervisor.start(role("a-0", PRELUDE + UPDATES, ready_timeout_s=60))
-        with pytest.raises(DeadlineExceeded, match="not ready within 60 s after it said: update 2 of 4"):
+        with pytest.raises(
+            DeadlineExceeded, match="not ready within 60 s after its last progress report: update 2 of 4"
+        ):
             supervisor.wait_ready(["a-0"])
 
 

@@ -286,7 +286,7 @@ def test_other_settings_do_not_pass_for_the_step_on_record() -> None:
     learner.plan()
     learner.config = config(alpha=30.0)
     learner.start(0)
-    with pytest.raises(StateRefused, match=r"step 1 of learner 'l', executed again, draws other rollouts"):
+    with pytest.raises(StateRefused, match=r"step 1 of learner 'l', executed again, draws different rollouts"):
         learner.plan()
 
 
