@@ -1,5 +1,6 @@
 """Keeps the ledger of a run: a thread proves it again when the run has changed; requests get the newest result."""
 
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from rollstream.topics.errors import RollstreamError
 
 _REST = 5
 """Least pause before a ledger is proven again, as a multiple of the time that the last proof took."""
-_LEAST_REST_S = 5.0
+LEAST_REST_S = 5.0
 
 
 class LedgerKeeper:
@@ -44,10 +45,10 @@ class LedgerKeeper:
         try:
             self._book, self._problem = self._prove(), ""
             self._proven, self._at_ms = revision, int(time.time() * 1000)
-        except RollstreamError as error:
+        except (RollstreamError, OSError, sqlite3.Error) as error:
             self._problem = str(error)
         finally:
             seconds = time.monotonic() - began
             self._seconds = round(seconds, 3)
-            self._rest_until = time.monotonic() + max(_LEAST_REST_S, _REST * seconds)
+            self._rest_until = time.monotonic() + max(LEAST_REST_S, _REST * seconds)
             self._running = False

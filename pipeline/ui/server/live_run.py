@@ -110,7 +110,7 @@ class LiveRun:
                 log = ArchivedLog(self._archive, self.name) if self._archive else None
                 with closing(self._observer(log)) as observer:
                     self._read(observer, log)
-            except RollstreamError as error:
+            except (RollstreamError, OSError) as error:
                 event(logger, "run_not_read", level=logging.WARNING, run=self.name, error=str(error))
                 self._problem = str(error)
                 self._publish()

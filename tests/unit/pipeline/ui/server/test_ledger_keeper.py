@@ -1,0 +1,47 @@
+"""The keeper of a ledger reports why a proof failed, keeps the newest ledger, and proves the next revision."""
+
+import sqlite3
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rollstream.pipeline.ui.server import ledger_keeper
+from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper
+from rollstream.topics.errors import StateRefused
+from tests.support.waiting import eventually
+
+
+@pytest.mark.parametrize(
+    "error", [StateRefused("no journal"), OSError("disk full"), sqlite3.OperationalError("locked")]
+)
+def test_a_proof_that_fails_is_reported_and_the_next_one_is_shown(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ledger_keeper, "LEAST_REST_S", 0.0)
+    problem_seen = threading.Event()
+
+    def third() -> dict[str, Any]:
+        assert problem_seen.wait(60)
+        return {"rollouts": 3}
+
+    outcomes: list[Callable[[], dict[str, Any]]] = [lambda: {"rollouts": 1}, lambda: _fail(error), third]
+    proven: list[int] = []
+
+    def prove() -> dict[str, Any]:
+        proven.append(1)
+        return outcomes[len(proven) - 1]()
+
+    keeper = LedgerKeeper(prove, lambda: min(len(proven), 2))
+
+    eventually(lambda: keeper.answer()["ledger"] == {"rollouts": 1}, 60, "the first ledger")
+    eventually(lambda: str(error) in str(keeper.answer()["problem"]), 60, "the problem")
+    assert keeper.answer()["ledger"] == {"rollouts": 1}
+    problem_seen.set()
+    eventually(lambda: keeper.answer()["ledger"] == {"rollouts": 3}, 60, "the next ledger")
+    assert keeper.answer()["problem"] is None
+
+
+def _fail(error: Exception) -> dict[str, Any]:
+    raise error
