@@ -82,7 +82,7 @@ def load_plug_in(name: str, group: str, named_by: str, kind: str) -> Any:
 
 
 def source_digest(value: Any) -> str:
-    """Return a digest of the source of an imported object: its module's file or, in a package, the files of its folder.
+    """Return a digest of the source of an imported object: its module's file or, in a package, its modules.
 
     It has sixteen hexadecimal digits, and is the same for the same files on any machine; "" if there is no source file.
     """

@@ -115,7 +115,7 @@ class PartitionJournal:
         return journal
 
     def anew(self) -> "PartitionJournal":
-        """Return an unread journal that keeps the facts from other topics about its offsets."""
+        """Return a journal of which no record is read yet; it keeps what other topics say about its offsets."""
         journal = PartitionJournal(self.number)
         journal.table = self.table
         journal.table.clear_bits(_OF_THE_JOURNAL)

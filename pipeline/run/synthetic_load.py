@@ -27,7 +27,7 @@ _VOCABULARY = 32_000
 
 
 def rate_at(load: ScaleDemoConfig, seconds: float) -> float:
-    """Return the rate, in rollouts per second, at a time in `seconds` after the beginning."""
+    """Return the rate, in rollouts per second, `seconds` after the beginning."""
     rising = (seconds - load.low_s) / load.ramp_s
     falling = (load.low_s + 2 * load.ramp_s + load.high_s - seconds) / load.ramp_s
     share = min(max(min(rising, falling), 0.0), 1.0)

@@ -7,7 +7,8 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -110,13 +111,33 @@ class CallCapture:
         if call := self.recorded(session, request, first_attempt=first_attempt):
             return call, self.answer_of(session, request, call)
         key = session.name, request.digest
-        if not first_attempt and key in self._in_flight:
-            call = await asyncio.shield(self._in_flight[key])
+        if not first_attempt and (call := await self._equal_call(key)):
             return call, self.answer_of(session, request, call)
-        recorded = self._in_flight[key] = asyncio.get_running_loop().create_future()
-        try:
+        with self._announced(key) as recorded:
             call = await self._new_call(session, request, first_attempt=first_attempt)
             recorded.set_result(call)
+        return call, self.answer_of(session, request, call)
+
+    async def _equal_call(self, key: tuple[str, str]) -> ModelCall | None:
+        """Wait for the equal request in flight, and return its call; None if there is none, or its client left.
+
+        Raises the error with which that request failed.
+        """
+        while (recorded := self._in_flight.get(key)) is not None:
+            await asyncio.wait([recorded])
+            if not recorded.cancelled():
+                return recorded.result()
+        return None
+
+    @contextmanager
+    def _announced(self, key: tuple[str, str]) -> Iterator[asyncio.Future[ModelCall]]:
+        """Let equal requests wait for the call that the caller makes within this context."""
+        recorded = self._in_flight[key] = asyncio.get_running_loop().create_future()
+        try:
+            yield recorded
+        except (asyncio.CancelledError, GeneratorExit):
+            recorded.cancel()
+            raise
         except BaseException as error:
             recorded.set_exception(error)
             recorded.exception()  # otherwise asyncio reports the error as never retrieved if no other caller waits
@@ -124,7 +145,6 @@ class CallCapture:
         finally:
             if self._in_flight.get(key) is recorded:
                 del self._in_flight[key]
-        return call, self.answer_of(session, request, call)
 
     async def _new_call(self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool) -> ModelCall:
         self._check_open(session)
@@ -157,38 +177,47 @@ class CallCapture:
         chat = ROUTES[request.route] == "chat"
         usage = request.wants_usage
         call = self.recorded(session, request, first_attempt=first_attempt)
+        key = session.name, request.digest
+        if call is None and not first_attempt:
+            call = await self._equal_call(key)
         if call is None:
-            self._check_open(session)
-            body = {**self._server_body(session, request), "stream": True, "stream_options": {"include_usage": True}}
-            uid, began, url, label = _uid(request), time.time(), "", ""
-            whole = StreamedAnswer(chat=chat)
-            held: list[dict[str, Any]] = []
-            turn = partial(previous_turn, request.messages, session.sequences)
-            async for streamed in self._upstream.stream(session.name, f"/{request.route}", body, turn):
-                url, label = streamed.url, streamed.label
-                if streamed.data == DONE:
-                    break
-                part = event_of(streamed.data, url)
-                whole.add(part)
-                if not part.get("choices") and not usage:
-                    continue
-                held.append(agent_answer(request, part, uid))
+            with self._announced(key) as recorded:
+                self._check_open(session)
+                body = {
+                    **self._server_body(session, request),
+                    "stream": True,
+                    "stream_options": {"include_usage": True},
+                }
+                uid, began, url, label = _uid(request), time.time(), "", ""
+                whole = StreamedAnswer(chat=chat)
+                held: list[dict[str, Any]] = []
+                turn = partial(previous_turn, request.messages, session.sequences)
+                async for streamed in self._upstream.stream(session.name, f"/{request.route}", body, turn):
+                    url, label = streamed.url, streamed.label
+                    if streamed.data == DONE:
+                        break
+                    part = event_of(streamed.data, url)
+                    whole.add(part)
+                    if not part.get("choices") and not usage:
+                        continue
+                    held.append(agent_answer(request, part, uid))
+                    if not whole.complete:
+                        for ready in held:
+                            yield ready
+                        held.clear()
                 if not whole.complete:
-                    for ready in held:
-                        yield ready
-                    held.clear()
-            if not whole.complete:
-                raise InferenceRefused(f"{url} ended a stream before the answer was complete")
-            call = await self._record(
-                session,
-                request,
-                body,
-                labelled(whole.body(), label),
-                url,
-                began,
-                uid=uid,
-                first_attempt=first_attempt,
-            )
+                    raise InferenceRefused(f"{url} ended a stream before the answer was complete")
+                call = await self._record(
+                    session,
+                    request,
+                    body,
+                    labelled(whole.body(), label),
+                    url,
+                    began,
+                    uid=uid,
+                    first_attempt=first_attempt,
+                )
+                recorded.set_result(call)
             if call.uid == uid:
                 for ready in held:
                     yield ready

@@ -191,7 +191,8 @@ class Watch:
         enough: int,
         still_s: float = _STILL_S,
     ) -> None:
-        """`child` is the process that is measured, `topic` its output, `enough` the number to become readable."""
+        """`child` is the process that is measured, `topic` its output topic, and `enough` the number of records that
+        must become readable."""
         self._production, self._child, self._topic = production, child, topic
         self._enough, self._still_s = enough, still_s
         self._seen = (0, 0)

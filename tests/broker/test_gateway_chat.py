@@ -2,11 +2,13 @@
 killed in between."""
 
 import contextlib
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import pytest
@@ -122,6 +124,59 @@ def test_a_loop_of_tools_is_trained_on_the_tokens_of_the_engine(
     assert_is_the_engines_own(rollout, engine)
     roles = ["system", "user", "assistant", "tool", "assistant", "tool", "tool", "assistant"]
     assert [turn.role for turn in rollout.turns] == roles
+
+
+class GatedEngine(RecordedEngine):
+    """Samples one token at a time, and from the third step on only once the test allows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens_at_once = 1
+        self.go_on = threading.Event()
+        self.steps = 0
+
+    def decode(self) -> list[SortedRow]:
+        self.steps += 1
+        assert self.steps < 3 or self.go_on.wait(300)
+        return super().decode()
+
+
+def test_a_stream_that_repeats_one_in_flight_gets_its_answer_and_samples_nothing(
+    kafka: KafkaConfig, run_name: str, tmp_path: Path
+) -> None:
+    engine = GatedEngine()
+    body = {"messages": [{"role": "user", "content": "20+22?"}], "tools": TOOLS, "stream": True}
+    contents: list[str] = []
+
+    def content_of(events: httpx.Response) -> str:
+        parts = [json.loads(line[6:]) for line in events.iter_lines() if line.startswith("data: {")]
+        return "".join(choice["delta"].get("content") or "" for part in parts for choice in part["choices"])
+
+    with serving(engine, conversation_cache_tokens=0) as running, httpx.Client(timeout=300) as client:
+        eventually(lambda: running.version == 3, 60, "weights are loaded")
+        with gateway(kafka, run_name, running.base_url, tmp_path) as under_test:
+            session = under_test.start_session(task_id="sum", environment="sums")
+            url = f"{session['base_url']}/chat/completions"
+            headers = {"Authorization": f"Bearer {session['api_key']}"}
+
+            def ask() -> None:
+                with client.stream("POST", url, json=body, headers=headers) as events:
+                    contents.append(content_of(events))
+
+            asking = [threading.Thread(target=ask) for _ in range(2)]
+            asking[0].start()
+            eventually(lambda: engine.steps >= 3, 60, "the first request is being sampled")
+            asking[1].start()
+            for _ in range(5):  # The gateway has met the second request by then.
+                assert client.get(f"{under_test.url}/livez").status_code == 200
+            engine.go_on.set()
+            for thread in asking:
+                thread.join(300)
+            calls = [
+                record for record in calls_of(kafka, run_name, session["session_id"]) if isinstance(record, ModelCall)
+            ]
+    assert contents[0] == contents[1] != ""
+    assert (len(engine.sampled), len(calls)) == (1, 1)
 
 
 def test_a_gateway_killed_after_every_record_of_a_session_loses_and_repeats_nothing(

@@ -39,7 +39,7 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": "add", "descriptio
 
 @pytest.fixture(scope="module")
 def run(broker: str, compiled: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealRun]:
-    """A run with one policy version, published as a learner does it."""
+    """A run with one policy version, published the way a learner publishes it."""
     run = RealRun(KafkaConfig(bootstrap_servers=broker), "infer-chat", tmp_path_factory.mktemp("run"))
     provisioning.apply(run.kafka, run.topics, run.name)
     model = write_model(run.directory / "model", **SMALL)

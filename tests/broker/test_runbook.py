@@ -41,7 +41,7 @@ ON_A_CLUSTER = ("A broker is lost", "Move to another cluster")
 
 
 def carried_out(run: RealRun, line: str, **other: str) -> str:
-    """Output of a command of the page, for this run on its brokers; `other` replaces words of it."""
+    """Output of a command of the page, for this run on its brokers; `other` replaces words of the command."""
     for shown, real in {"127.0.0.1:9092": run.kafka.bootstrap_servers.split(",")[0], **other}.items():
         line = line.replace(shown, real)
     program, *words = shlex.split(re.sub(r"\bmain\b", run.name, line))

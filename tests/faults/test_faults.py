@@ -47,7 +47,7 @@ def taking_all_partitions(run: RealRun, process: subprocess.Popen[bytes]) -> Ite
 
 
 def kill_at_random(run: RealRun, kills: int, seed: int, protocol: str) -> None:
-    """Two groupers under load; one after another is killed at a random moment and started again."""
+    """Two groupers under load: again and again, one of them is killed at a random moment and started again."""
     print(f"seed {seed}, group protocol {protocol}")
     rng = random.Random(seed)
     run.prepare()

@@ -126,7 +126,7 @@ def restores_what_is_undecided(patch: Patch) -> None:
 
 
 def compares_no_epochs(cluster: Cluster) -> None:
-    """A broker that lets every producer of an id write."""
+    """A broker that lets every producer with a transactional id write, also the fenced ones."""
     cluster.transactions.fencing = False
 
 

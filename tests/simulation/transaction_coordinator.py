@@ -111,7 +111,7 @@ class TransactionCoordinator:
             state.state = COMMITTED if state.state == COMMITTING else ABORTED
 
     def check_open(self, producer: tuple[int, int], target: Place | str) -> None:
-        """Refuse a write that is no part of an open transaction (KIP-890)."""
+        """Refuse a write that is not part of an open transaction (KIP-890)."""
         state = self._current(producer)
         if state.state != ONGOING or target not in (*state.places, *state.groups):
             raise Refusal(KafkaError.INVALID_TXN_STATE)

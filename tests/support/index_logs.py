@@ -252,7 +252,7 @@ def _text(draw: random.Random) -> bytes:
 
 @cache
 def _template(environment: str, worker: str, version: int, reward: float, length: int) -> bytes:
-    """An encoded rollout with places for uid, example, text and number, which keep their lengths."""
+    """An encoded rollout with placeholders for uid, example, text and number; values of equal length replace them."""
     half = length // 2
     return encode(
         Rollout(

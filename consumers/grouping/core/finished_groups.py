@@ -40,7 +40,7 @@ class FinishedGroups:
         self._held_bytes += memory_costs.finished_group_cost(key)
 
     def add_sealed(self, key: GroupKey, time_ms: int) -> None:
-        """Add a version of an example that sealed at `time_ms`."""
+        """Add the policy version of an example whose group was sealed at `time_ms`."""
         if time_ms < self.since_ms:
             return
         heapq.heappush(self._sealed, (time_ms, key.environment, key.example_id, key.policy_version))

@@ -129,10 +129,11 @@ class ShareLoader:
 def packed_step(
     config: LearnerConfig, plan: StepPlan, batches: Mapping[int, TrainingBatch]
 ) -> tuple[PackedStep, StepTotals]:
-    """Pack the `batches` of a plan, by index offset: all of them, or a process's share. Also return the sums over them.
+    """Pack the batches of a plan, and return the packed step with its totals.
 
-    The result depends on the arguments only. Rows that cannot be trained on are left out. Raises ConfigurationError
-    from packing.
+    `batches` maps index offsets to all batches of the plan, or to the share of a process. The result depends on the
+    arguments only. Rows that cannot be trained on are left out. Raises ConfigurationError if a sequence cannot be
+    packed.
     """
     # Rows left out keep their numbers, because a process may not know which rows other processes leave out.
     counts = [

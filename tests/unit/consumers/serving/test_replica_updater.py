@@ -1,4 +1,4 @@
-"""Updates of an engine: it samples with whole weights of a known version, or it is paused and named."""
+"""Updates of an engine: it samples only with the whole weights of a known version; else it is paused and logged."""
 
 import asyncio
 import logging

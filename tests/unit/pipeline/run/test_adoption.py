@@ -1,4 +1,4 @@
-"""Processes that a killed supervisor leaves are adopted by the next if it would start the same; otherwise they end."""
+"""The next supervisor adopts the processes of a killed one if it would start the same processes; otherwise they end."""
 
 import json
 import os
