@@ -81,6 +81,9 @@ def interrupt(command: Sequence[str], log: Path, after_s: float, **environment: 
         except subprocess.TimeoutExpired:
             family = psutil.Process(process.pid).children(recursive=True)
         with FairTime() as passed:
+            # `wait` looks every 50 ms, so the command may have ended since.
+            if process.poll() is not None:
+                return None
             process.send_signal(signal.SIGINT)
             code = process.wait(300)
         eventually(lambda: not [p for p in family if _runs(p)], 60, f"the end of {family}")
