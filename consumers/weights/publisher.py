@@ -9,6 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from rollstream.consumers.weights.shards import Shard, joined, planned
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -226,8 +228,16 @@ class WeightsPublisher:
             self._writer.tombstone(key, partition)
         self._writer.flush()
         if removed:
-            versions = sorted({int(decode_key(key)[0]) for key in removed})
-            event(logger, "chunks_tombstoned", chunks=len(removed), versions=versions)
+            event(logger, "chunks_tombstoned", chunks=len(removed), versions=sorted(_versions_of(removed)))
+
+
+def _versions_of(keys: Iterable[bytes]) -> set[int]:
+    """Versions in the keys of chunks; other programs may have written any key."""
+    versions = set()
+    for key in keys:
+        with suppress(RecordError, ValueError, IndexError):
+            versions.add(int(decode_key(key)[0]))
+    return versions
 
 
 def params_digest_of(manifest: PolicyManifest) -> str:

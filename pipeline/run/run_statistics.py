@@ -183,8 +183,8 @@ class RunStatistics:
         """Lowest version of each batch from which a step has taken rows, for the newest `_MOST_BATCHES` batches."""
         self._steps: dict[str, LearnerStep] = {}
         """Newest step of each learner."""
-        self._counted_steps: dict[tuple[str, int], None] = {}
-        """The newest `_MOST_STEPS` steps counted, by learner and number."""
+        self._counted_steps: dict[tuple[str, int], int] = {}
+        """Policy version after each of the newest `_MOST_STEPS` steps counted, by learner and number."""
         self._version: dict[str, int] = {}
         self._manifest: PolicyManifest | None = None
         self._sampled = -1
@@ -283,28 +283,31 @@ class RunStatistics:
         self._at(at_ms)
         newest = self._steps[step.learner].step if step.learner in self._steps else -1
         late = step.step < newest
-        if (step.learner, step.step) in self._counted_steps or step.step < newest - _MOST_STEPS:
+        if (step.learner, step.step) in self._counted_steps or step.step <= newest - _MOST_STEPS:
             return
-        version = step.policy_version - 1 if late else self._version.get(step.learner, step.policy_version - 1)
+        earlier = self._version.get(step.learner, step.policy_version - 1)
+        version = self._counted_steps.get((step.learner, step.step - 1), step.policy_version - 1) if late else earlier
         for use in step.uses:
             entry = self._entries.pop(use.batch_id, None)
             lowest = self._begun.get(use.batch_id) if entry is None else entry.lowest_version
             if lowest is None:
-                self._early.setdefault(use.batch_id, []).append((version, use))
+                early = self._early.setdefault(use.batch_id, [])
+                if use.use == "trained":
+                    early.append((version, use))
                 continue
             if use.row_numbers or step.stream_time_ms >= 0:
                 self._begun[use.batch_id] = lowest  # Later steps may use other rows, or the same rows again.
             self._met(version, use, lowest)
         _drop_oldest(self._begun, _MOST_BATCHES)
         _drop_oldest(self._early, _MOST_BATCHES)
-        if step.params_digest:  # A step without parameters only records skips, and is recorded again when it is made.
-            self._counted_steps[step.learner, step.step] = None
+        if step.made:
+            self._counted_steps[step.learner, step.step] = max(version, step.policy_version)
             _drop_oldest(self._counted_steps, _MOST_STEPS)
         if late:
             return
+        if step.made and step.step > 0:
+            self._rates["steps"].add(at_ms)
         if step.params_digest:
-            if step.step > 0:
-                self._rates["steps"].add(at_ms)
             self._note("steps", at_ms)
             self._step_times_ms.append(at_ms)
             self._needed_rollouts = max(1, sum(use.rows for use in step.uses if use.use == "trained"))

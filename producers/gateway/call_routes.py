@@ -1,7 +1,9 @@
 """HTTP routes, events and errors of model calls, for the gateway's server and for the endpoint in a worker."""
 
+import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
 from typing import Any
 
 from aiohttp import web
@@ -20,6 +22,7 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 _RETRIABLE = (429, 503)
+_STALLED_CLIENT_S = 60.0
 _STATUS: tuple[tuple[type[RollstreamError], int, str], ...] = (
     (NoSuchSession, 404, "session_not_found"),
     (SessionClosed, 410, "session_closed"),
@@ -32,7 +35,7 @@ _STATUS: tuple[tuple[type[RollstreamError], int, str], ...] = (
     (RecordError, 400, "invalid_request"),
 )
 """Status and code of each error type; the first match applies."""
-Events = AsyncIterator[Mapping[str, Any] | str]
+Events = AsyncGenerator[Mapping[str, Any] | str, None]
 
 
 class CallRoutes:
@@ -87,14 +90,22 @@ class CallRoutes:
 
 
 async def _write_events(http: web.Request, events: Events) -> web.StreamResponse:
-    """Write a stream. Errors before the first event fail the request; later errors end the stream."""
+    """Write a stream. Errors before the first event fail the request; later errors end the stream.
+
+    A client that takes nothing for a minute is given up, because its retry waits for the answer of this call.
+    """
     response: web.StreamResponse | None = None
-    async for part in events:
-        if response is None:
-            response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
-            response.content_type = "text/event-stream"
-            await response.prepare(http)
-        await response.write(framed(part))
+    async with aclosing(events):
+        async for part in events:
+            try:
+                async with asyncio.timeout(_STALLED_CLIENT_S):
+                    if response is None:
+                        response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
+                        response.content_type = "text/event-stream"
+                        await response.prepare(http)
+                    await response.write(framed(part))
+            except TimeoutError as error:
+                raise ConnectionResetError(f"the client took nothing for {_STALLED_CLIENT_S:g} s") from error
     assert response is not None, "a stream has a last event"
     await response.write_eof()
     return response

@@ -7,7 +7,7 @@ import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -167,7 +167,7 @@ class CallCapture:
 
     async def stream(
         self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool = False
-    ) -> AsyncIterator[Mapping[str, Any] | str]:
+    ) -> AsyncGenerator[Mapping[str, Any] | str, None]:
         """Yield the events of a streamed answer; the events that complete it follow once the call is recorded.
 
         Raises as `answer` does, before the first event or after it: InferenceUnavailable if the connection to the

@@ -162,7 +162,7 @@ class GatewayServer:
         bearer = token.strip() if scheme.lower() == "bearer" else header.strip()
         keyed = session_of_key(bearer, self._secret)
         named = http.match_info.get("session") or _text(body, "session_id", "") or keyed or ""
-        if keyed != named and not authorised(header, self._secret):
+        if keyed != named and not authorised(f"Bearer {bearer}", self._secret):
             raise web.HTTPUnauthorized(reason="the key of the session or of the gateway is missing or wrong")
         if not named:
             raise RecordError("the request names no session; use its base_url, its key as Bearer token, or session_id")

@@ -55,9 +55,11 @@ def session_key(session: str, secret: str) -> str:
 def session_of_key(key: str, secret: str) -> str | None:
     """Return the session of a key; None if the key was not made with this secret."""
     session, separator, code = key.rpartition(_SEPARATOR)
-    right = separator and hmac.compare_digest(code.encode(), _code(session, secret).encode())
+    right = separator and hmac.compare_digest(code.encode(errors="replace"), _code(session, secret).encode())
     return session if right else None
 
 
 def _code(session: str, secret: str) -> str:
-    return hashlib.blake2b(session.encode(), key=secret.encode()[:64], digest_size=_CODE_BYTES).hexdigest()
+    return hashlib.blake2b(
+        session.encode(errors="replace"), key=secret.encode()[:64], digest_size=_CODE_BYTES
+    ).hexdigest()

@@ -39,3 +39,8 @@ class LearnerStep:
     resumes_at: int = -1
     rules: Mapping[str, str] = field(default_factory=dict)
     code: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def made(self) -> bool:
+        """Whether the step was made; if not, the record only names batches that a waiting step skipped so far."""
+        return bool(self.params_digest) or any(use.use == "trained" for use in self.uses)

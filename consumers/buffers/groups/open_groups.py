@@ -154,6 +154,10 @@ class OpenGroups:
         """Restore cancelled members."""
         self._cancelled = {key: set(uids) for key, uids in cancelled}
 
+    def forget_cancelled_of_closed(self) -> None:
+        """Forget the cancelled members of groups that are not open."""
+        self._cancelled = {key: uids for key, uids in self._cancelled.items() if self._find(key) is not None}
+
     def _key(self, record: Rollout | GroupCancelled, partition: int) -> OpenGroupKey:
         own = record.group_id if self._config.declared_size_rules(from_log=partition >= 0) else ""
         return OpenGroupKey(partition, record.example_id, record.policy_version, own)

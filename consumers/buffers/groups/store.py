@@ -12,7 +12,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -142,7 +142,8 @@ class GroupReplayBuffer(Closing):
         self._counts: Counter[str] = Counter()
         self._unwritten: list[RolloutGroup] = []
         self._unwritten_batch: StoredBatch | None = None
-        self._index = GroupIndex(self.directory, saved.sealed)
+        # Without `resume`, groups that sealed after the state was written stay sealed.
+        self._index = GroupIndex(self.directory, saved.sealed if resume else -1)
         self._uids = KnownUids(self._index)
         for error_text in self._index.damaged:
             self._count_damaged(error_text)
@@ -390,9 +391,7 @@ class GroupReplayBuffer(Closing):
         StoreError."""
         with self._lock:
             saved = self.prepare()
-            # Groups that seal after the state is written stay sealed, so their number is not part of it.
-            state = {"format": 1, "open_file": saved.open_file, "cancelled": saved.cancelled}
-            write_checked_json(self.directory / _STATE, state)
+            write_checked_json(self.directory / _STATE, {"format": 1, **asdict(saved)})
             self.commit(saved)
 
     def prepare(self) -> SavedStore:
@@ -448,8 +447,13 @@ class GroupReplayBuffer(Closing):
             raise StoreError(f"{path} is not a valid state of a group store; restore it") from error
 
     def _reopen(self, saved: SavedStore) -> None:
-        name = saved.open_file
         self._open.restore_cancelled(saved.cancelled)
+        self._restore_open(saved.open_file)
+        if len(self._index) > saved.sealed:
+            # Cancelled members of a group that sealed since must not make the next group of its key smaller.
+            self._open.forget_cancelled_of_closed()
+
+    def _restore_open(self, name: str) -> None:
         for path in self.directory.glob("open-*.parquet"):
             if path.name != name:
                 remove(path)

@@ -59,7 +59,7 @@ def check_nothing_beyond(kafka: KafkaConfig, run: str, journal: Mapping[int, Jou
     skipped = SkippedRecords("adopt")
     for message in read_to_end(kafka, topic_name(run, "batches")):
         with skipped.passing(message):
-            partition, number = batch_numbers(str(decode_key(message.key)[0]))
+            partition, number = batch_numbers(str((*decode_key(message.key), "")[0]))
             if partition in journal and number >= journal[partition].batch_number:
                 raise _beyond(run, f"batch {partition}-{number}")
     for message in read_to_end(kafka, topic_name(run, "dead-letters")):

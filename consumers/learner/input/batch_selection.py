@@ -166,7 +166,8 @@ class BatchSelection:
             return None if lowest is None else step - lowest
         # Input without steps on record, such as a replayed run, is as old as the newest version in it.
         self._newest_step = max(self._newest_step, self._step_of(read.entry.highest_version) or 0)
-        return max(self._publisher_step(read.index_offset) or 0, self._newest_step, lowest) - lowest
+        completed = self._publisher_step(read.index_offset)
+        return max(self._newest_step if completed is None else completed, lowest) - lowest
 
     def _step_of(self, version: int) -> int | None:
         """Step after which a policy version was published; None if that is not on record."""

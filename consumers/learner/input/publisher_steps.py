@@ -17,13 +17,13 @@ from rollstream.topics.records import LearnerStep
 
 
 class PublisherSteps(Closing):
-    """Completed steps of the newest learner of a run. Raises TopicError if the run has no topic `steps`."""
+    """Completed steps of the learners of a run. Raises TopicError if the run has no topic `steps`, or AccessDenied."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         topic = topic_name(run, "steps")
         self._learner = ""
-        self._position_of: dict[int, int] = {}
-        """Index position after each step."""
+        self._position_of: dict[tuple[str, int], int] = {}
+        """Index position after each step, by learner and number."""
         self._steps: list[int] = []
         """Steps in order of their positions, which are in `_positions`; empty if they must be sorted again."""
         self._positions: list[int] = []
@@ -44,7 +44,7 @@ class PublisherSteps(Closing):
                 for message in messages:
                     self._note(message)
         if not self._steps:
-            by_position = sorted((position, step) for step, position in self._position_of.items())
+            by_position = sorted((position, step) for (_learner, step), position in self._position_of.items())
             self._positions = [position for position, _step in by_position]
             self._steps = [step for _position, step in by_position]
         place = bisect_right(self._positions, index_offset) - 1
@@ -56,10 +56,11 @@ class PublisherSteps(Closing):
 
     def _note(self, message: KafkaRecord) -> None:
         record = self._skipped.decode(LearnerStep, message)
-        # A record without a digest holds skips of a step that was never completed.
-        if record is None or not record.params_digest:
+        if record is None or not record.made:
             return
         if record.learner != self._learner:
-            self._learner, self._position_of = record.learner, {}
-        self._position_of[record.step] = record.position
+            # A learner that took over may begin before the entries that the earlier learner read last.
+            self._learner = record.learner
+            self._position_of = {step: at for step, at in self._position_of.items() if at < record.position}
+        self._position_of[record.learner, record.step] = record.position
         self._steps, self._positions = [], []

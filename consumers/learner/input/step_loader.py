@@ -4,6 +4,7 @@ A plan is final: a step that one process gets is delivered to all processes.
 """
 
 import itertools
+import logging
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -38,10 +39,12 @@ from rollstream.consumers.learner.training.train_step import PlacedStep
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import RollstreamError
+from rollstream.topics.errors import AccessDenied, RollstreamError, TopicError
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
 
+logger = logging.getLogger(__name__)
 _KEPT_BYTES = 256 * 1024 * 1024
 
 
@@ -255,9 +258,7 @@ class BatchSource(LogSource[BatchSelection]):
     def _new_selection(
         self, config: LearnerConfig, index: IndexReader, exclusions: Exclusions, recorder: StepRecorder
     ) -> BatchSelection:
-        publisher_step = None
-        if not recorder.publishes_input_versions:
-            publisher_step = self._stack.enter_context(PublisherSteps(self._kafka, config.input_run)).completed_at
+        publisher_step = None if recorder.publishes_input_versions else self._publisher_step(config.input_run)
         return BatchSelection(
             index,
             rollouts_per_step=config.rollouts_per_step,
@@ -270,6 +271,13 @@ class BatchSource(LogSource[BatchSelection]):
             nothing_after=self._nothing_after,
             publisher_step=publisher_step,
         )
+
+    def _publisher_step(self, run: str) -> Callable[[int], int | None]:
+        try:
+            return self._stack.enter_context(PublisherSteps(self._kafka, run)).completed_at
+        except (AccessDenied, TopicError) as error:
+            event(logger, "publisher_steps_unreadable", level=logging.WARNING, run=run, error=str(error))
+            return lambda _index_offset: None
 
 
 class StepLoader(Closing):

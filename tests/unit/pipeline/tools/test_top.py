@@ -2,6 +2,7 @@
 in.
 """
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -292,6 +293,50 @@ def test_a_step_whose_skips_were_recorded_before_it_was_made_is_counted_when_it_
     assert flow.snapshot(3000).waiting == 1
     flow.step(step(1, ("0-0", "skipped"), ("0-1", "trained")), 2500)
     assert flow.snapshot(3000).waiting == 0
+
+
+def test_skips_of_a_waiting_step_that_are_recorded_again_and_again_take_no_more_memory() -> None:
+    def kept(batches: int) -> int:
+        flow = RunStatistics("r")
+        skips: list[tuple[str, str]] = []
+        tracemalloc.start()
+        try:
+            for number in range(batches):
+                flow.entry(entry(f"0-{number}", 0), 1000)
+                skips.append((f"0-{number}", "skipped"))
+                flow.step(replace(step(1, *skips), params_digest=""), 2000)
+            size, _peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert flow.snapshot(3000).waiting == 0
+        return size
+
+    assert kept(400) < 6 * kept(100), "each record names all skips so far"
+
+
+def test_steps_of_a_trainer_that_records_no_digest_are_counted_once() -> None:
+    flow = RunStatistics("r")
+    for number in range(2):
+        flow.entry(entry(f"0-{number}", number), 1000)
+    for s in (step(1, ("0-0", "trained")), step(2, ("0-1", "trained")), step(2, ("0-1", "trained"))):
+        flow.step(replace(s, params_digest=""), 2000)
+
+    snapshot = flow.snapshot(3000)
+    assert (snapshot.waiting, sum(snapshot.staleness.values()), snapshot.steps_per_s > 0) == (0, 8, True)
+
+
+def test_the_lag_of_a_late_step_is_that_of_the_version_before_it() -> None:
+    steps = [step(number, (f"0-{number}", "trained"), version=0 if number < 4 else 4) for number in range(1, 7)]
+    steps = [replace(s, policy_version=s.policy_version if s.step in (1, 4) else -1) for s in steps]
+    in_order, late = RunStatistics("r"), RunStatistics("r")
+    for flow, order in ((in_order, steps), (late, [steps[5], *steps[:5]])):
+        for number in range(1, 7):
+            flow.entry(entry(f"0-{number}", 0), 1000)
+        for s in order:
+            flow.step(s, 2000)
+
+    assert late.snapshot(3000).staleness[4] >= in_order.snapshot(3000).staleness[4] - 4
+    assert late.snapshot(3000).waiting == 0
 
 
 def test_a_quiet_run_keeps_its_last_rates() -> None:

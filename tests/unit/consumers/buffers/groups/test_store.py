@@ -148,6 +148,26 @@ def test_a_reopened_store_still_does_not_wait_for_members_that_were_cancelled(tm
         assert (again.stats()["open_groups"], again.stats()["groups"]) == (0, 1)
 
 
+def test_cancelled_members_of_a_group_that_sealed_before_a_kill_do_not_shorten_the_next_group(tmp_path: Path) -> None:
+    members = [attempt(n, group_size=3, group_id="") for n in range(6)]
+    cancelled = GroupCancelled(
+        environment="env", example_id="q", policy_version=0, group_size=3, group_id="", uids=(members[1].uid,)
+    )
+    killed = opened(tmp_path, target_group_size=0, min_group_size=2)
+    killed.add_rollout(members[0])
+    killed.cancel(cancelled, -1)
+    killed.flush()
+    killed.add_rollout(members[2])
+    assert killed.stats()["groups"] == 1
+    killed.release()  # without a flush, as a kill leaves it
+
+    with opened(tmp_path, target_group_size=0, min_group_size=2) as again:
+        again.add_rollouts(members[3:5])
+        assert again.stats()["groups"] == 1, "two of three"
+        again.add_rollout(members[5])
+        assert again.stats()["groups"] == 2
+
+
 def test_the_declared_size_counts_if_no_target_is_set(tmp_path: Path) -> None:
     buffer = opened(tmp_path, target_group_size=0)
     buffer.add_rollouts(attempt(n, group_size=3, group_id=f"g{n % 2}") for n in range(6))

@@ -123,6 +123,13 @@ def test_batches_of_another_runs_learner_age_by_its_steps_on_record_whatever_our
         assert plan.lags == (2, 1, 2)
 
 
+def test_versions_of_an_earlier_publisher_do_not_outvote_the_steps_on_record() -> None:
+    # The learner that published version 1 after its step 100 was replaced by one that begins at step 0.
+    plan, _ = take([1, 2, 2, 2], 0, {1: 100, 2: 0}, publisher_step={0: 100, 10: 1, 20: 1, 30: 1}.get)
+    assert plan is not None
+    assert [use.use for use in plan.uses] == ["trained"] * 3
+
+
 def test_without_steps_on_record_batches_of_another_run_age_by_the_newest_version_in_it() -> None:
     published_after = {0: 0, 1: 1, 8: 7, 9: 9}
     for step in (0, 10_000):
