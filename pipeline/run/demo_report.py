@@ -145,7 +145,7 @@ class DemoReport:
 
     def _warm_start(self) -> str:
         """Text that says what the model was taught before it was rewarded for anything."""
-        seen = f"Before version 0 the model was trained for {self.warm_start_steps} supervised steps on"
+        seen = f"Before version 0 the model trained for {self.warm_start_steps} supervised steps on"
         if self.demonstrated is None:
             return f"{seen} the examples of their formats that the\nenvironments offer."
         if self.demonstrated:
