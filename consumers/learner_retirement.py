@@ -1,4 +1,6 @@
-"""Retirement of learners, recorded on `control` of the run they publish into. Pruning keeps no records for them.
+"""Retirement of learners, recorded on `control` of the run that they publish into.
+
+Pruning keeps no records for retired learners.
 
 The operator of the run retires and resumes learners. A retired learner is fenced if it published last, and cannot
 start until it is resumed.

@@ -246,7 +246,8 @@ class ExactlyOnce(ABC, Generic[P]):
             "__streams.errors.partition": str(letter.partition),
             "__streams.errors.offset": str(letter.offset),
         }
-        # The record may fit the limit only when compressed; a digest replaces a key or value that does not fit.
+        # The original record may have been within the size limit only because it was compressed. A key or value that
+        # is too large here is replaced by headers with its digest and size.
         if key is not None and len(key) > room // 2:
             headers["rollstream.key.sha256"] = hashlib.sha256(key).hexdigest()
             headers["rollstream.key.size_bytes"] = str(len(key))

@@ -45,7 +45,8 @@ _UNKNOWN = -1
 
 @dataclass(frozen=True)
 class PartitionProgress:
-    """Progress of grouping on a partition: counts of its journal, in rollouts since the start of the run."""
+    """Progress of grouping on a partition: its position, and rollouts since the start of the run, as its journal counts
+    them."""
 
     position: int
     produced: int

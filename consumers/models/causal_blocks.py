@@ -56,7 +56,8 @@ def _forward(
             return total * scale[..., None] + added, norm * scale + weights.sum(-1), now
 
         begin = (jnp.zeros(query.shape, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.full(shape, _LOWEST))
-        # The diagonal comes first. If a query sees no key there, its sums get the factor 0 once it sees one.
+        # The block on the diagonal is processed first. If a query sees no key in it, the query's sums are meaningless;
+        # they are multiplied by 0 when the loop reaches a block with a key that the query sees.
         begin = with_keys(places.last[number], begin)
         total, norm, highest = jax.lax.fori_loop(places.first[number], places.last[number], with_keys, begin)
         return (total / norm[..., None]).astype(q.dtype), highest + jnp.log(norm)

@@ -14,7 +14,8 @@ _FLOATS = {"float32": "<f4", "float16": "<f2", "bfloat16": "bfloat16"}
 def converted(arrays: Mapping[str, NDArray[Any]], dtype: str) -> Mapping[str, NDArray[Any]]:
     """Return the parameters, with float64 and float32 arrays converted to `dtype`; the same mapping if none changes.
 
-    Values are rounded to the nearest, ties to even.
+    Values are rounded to the nearest, ties to even. float64 becomes bfloat16 by way of float32, so such values are
+    rounded twice.
     """
     wanted = dtype_of(_FLOATS[dtype])
     changing = {name for name, array in arrays.items() if array.dtype.kind == "f" and array.dtype.itemsize >= 4}

@@ -30,7 +30,7 @@ class SpoolFailed(RollstreamError):
 
 
 class SpooledTensor:
-    """A tensor of a spooled version; numpy reads it whenever it is converted to an array."""
+    """A tensor of a spooled version. Each conversion to a numpy array reads the tensor from the files again."""
 
     def __init__(self, version: "SpooledVersion", tensor: Tensor) -> None:
         self._version, self._name = version, tensor.name

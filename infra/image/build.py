@@ -100,7 +100,11 @@ def _build(
     output: Path | None,
     words: Mapping[str, str],
 ) -> str:
-    """Write an image of the entries that `entries` returns for a scratch folder; log the inputs in `words`."""
+    """Build an image of the entries that `entries` returns for a scratch folder.
+
+    The image is written to `output`, or loaded into Docker. `words` describes the inputs; it is logged with the event
+    `image_built`.
+    """
     began = time.monotonic()
     docker = shutil.which("docker")
     if output is None and docker is None:

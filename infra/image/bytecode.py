@@ -57,9 +57,9 @@ def _compile_beside_each_other(shares: Sequence[Sequence[Sequence[str]]]) -> Non
         program.stdin.write(json.dumps(share).encode())
         program.stdin.close()
         programs.append(program)
-    codes = [program.wait() for program in programs]
-    if any(codes):
-        raise ConfigurationError(f"modules cannot be compiled here: a compiling process exited with {max(codes)}")
+    failures = [code for program in programs if (code := program.wait())]
+    if failures:
+        raise ConfigurationError(f"modules cannot be compiled here: a compiling process exited with {failures[0]}")
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
-"""The demo with a third-party inference engine: vLLM, installed in another environment, samples the rollouts.
+"""The demo with a third-party inference engine: vLLM, in a Python environment of its own, samples the rollouts.
 
-It does not promise that the model learns, which takes long on an engine that is not made for tiny models. It promises
+It does not promise that the model learns, which takes a long time on an engine not made for tiny models. It promises
 that the engine receives the policy versions: rollouts carry tokens of several versions, and each token names the
 version that sampled it.
 """

@@ -1,4 +1,5 @@
-"""Evaluates one policy version on every held-out prompt of each environment, through the run's inference server."""
+"""Evaluates one policy version on the held-out prompts of each evaluated environment, through the run's inference
+server."""
 
 import asyncio
 

@@ -335,7 +335,7 @@ def carrying_batch(
             try:
                 batch = view.batch(batch_id)
             except (TopicError, RecordError):
-                continue  # The batch was pruned, or the entry does not name a batch.
+                continue  # The batch was pruned, or the record at the entry's offset is not a valid batch.
             if batch.batch_id == batch_id and place.offset in batch.source_offsets:
                 return batch
     return None

@@ -170,8 +170,8 @@ class CallCapture:
     ) -> AsyncGenerator[Mapping[str, Any] | str, None]:
         """Yield the events of a streamed answer; the events that complete it follow once the call is recorded.
 
-        Raises as `answer` does, before the first event or after it: InferenceUnavailable if the connection to the
-        server breaks, InferenceRefused if the server's stream ends too early.
+        Raises the errors of `answer`, before the first event or after it. It also raises InferenceUnavailable if the
+        connection to the server breaks, and InferenceRefused if the server's stream ends too early.
         """
         await self._log.current(session)
         chat = ROUTES[request.route] == "chat"

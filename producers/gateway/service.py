@@ -1,4 +1,5 @@
-"""Sessions of a gateway: starts them within the capacity rule, records their rewards and ends, and writes rollouts.
+"""The service behind a gateway's sessions: starts sessions within the capacity rule, records their rewards and when
+they end, and writes their rollouts.
 
 All lasting state is on `calls`, so any gateway of a run serves any session, and a restarted gateway continues them all.
 """

@@ -127,7 +127,10 @@ class CapturedSession:
         return current
 
     def answered(self, request: str) -> list[ModelCall]:
-        """Return the calls with this request, one for each repetition; if it was retried, the first record counts."""
+        """Return the recorded calls with this request digest, one for each repetition number.
+
+        If several records have the same number, because the call was retried, the first one counts.
+        """
         return list(self._answered.get(request, {}).values())
 
     def add_call(self, call: ModelCall, append_ms: int) -> None:

@@ -1,8 +1,9 @@
 """`python -m tests.bench.compression`: compressed size and processor time of rollouts and batches, by codec and level.
 
-It needs no broker: it compresses and decompresses the bytes of records that a client would send together, as clients
-do. Natural tokens are the words of the project's pages, numbered by frequency, so they repeat as in a language, and the
-turns hold their text. Uniform tokens do not repeat.
+It needs no broker: it compresses and decompresses the bytes that a client would compress together (40 rollouts, or one
+batch). Natural tokens come from passages of the project's pages: each word is replaced by its rank in frequency, so
+tokens repeat as words do in a natural language, and the turns hold the words themselves. Uniform tokens are drawn
+independently, so they have no pattern.
 """
 
 import re

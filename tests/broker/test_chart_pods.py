@@ -130,7 +130,8 @@ def machine(tmp_path: Path, compiled: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.long
 def test_the_pods_of_a_run_work_with_the_access_that_the_chart_gives_them_and_no_more(machine: Machine) -> None:
-    # Everything starts at once, as in a cluster: grouping waits for the job that creates the topics.
+    # In a cluster all pods start at once, so grouping may start before the topics exist. Here its init container starts
+    # first; it must wait for the job that creates the topics.
     group = machine.release.pods()["group"]["spec"]
     waiting = machine.start("group", group["initContainers"][0])
     topics = machine.role("topics")

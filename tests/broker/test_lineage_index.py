@@ -97,7 +97,7 @@ def test_an_index_goes_on_with_what_is_new(real_run: RealRun, tmp_path: Path) ->
             tree["children"][-1]["name"] for tree in answers(LookedUpRun(index, topics), [{"rollout": "later-1"}])[0]
         ]
 
-    # Delete from the beginning, as prune does; both forms know what is left.
+    # Delete from the beginning, as prune does; lineage with the index and without it must still agree.
     low = {
         name: {p: begin + (end - begin) // 2 for p, (begin, end) in bounds(real_run, name).items()}
         for name in ("rollouts", "journal", "batch-index", "batches")

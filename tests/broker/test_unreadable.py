@@ -1,4 +1,5 @@
-"""Records that no client decompresses within its limit: passed over one by one, on record, and never the next ones."""
+"""Records that a client cannot decompress within its limit: each is returned as unreadable, at its own offset, and the
+records after them are read."""
 
 import numpy as np
 import pytest

@@ -98,7 +98,7 @@ def test_a_broker_whose_disk_was_full_goes_on_once_there_is_room(
 def test_a_learner_whose_disk_was_full_goes_on_once_there_is_room(
     local_images: str, run_name: str, tmp_path: Path
 ) -> None:
-    """All roles share the volume; the learner's checkpoints and the archive fill it."""
+    """All roles share the volume that is filled; it holds the learner's checkpoints and the archive."""
     assert local_images
     with small_disk(tmp_path, 256) as disk:
         bound = {"driver": "local", "driver_opts": {"type": "none", "o": "bind", "device": str(disk)}}

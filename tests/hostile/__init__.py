@@ -1,1 +1,1 @@
-"""Hostile input by the million, into all that takes input and needs no broker: `python -m tests.hostile`."""
+"""Gives hostile input, by the million, to all code that takes input without a broker: `python -m tests.hostile`."""

@@ -1,4 +1,4 @@
-"""`python -m tests.hostile`: give hostile input to each target by seed, and say what became of all of it."""
+"""`python -m tests.hostile`: gives hostile input to each target, by seed, and reports the outcome of each input."""
 
 import argparse
 import logging

@@ -1,4 +1,4 @@
-"""Hostile logs into an archive, its tables and the index of the page, and archives with damaged files."""
+"""Targets that give hostile logs to an archive, its tables and the index of the page, or damage an archive's files."""
 
 import hashlib
 import json

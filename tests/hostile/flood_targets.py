@@ -1,4 +1,4 @@
-"""Targets of hostile input: each takes so many inputs of one seed and says what became of every one of them.
+"""Targets of hostile input: each takes a number of inputs of one seed and reports the outcome of each input.
 
 Targets refuse input with one of our errors; any other error is a fault, and is not caught here.
 """

@@ -1,4 +1,4 @@
-"""A flood of hostile records through the decoder and the pure fold of grouping, with the place of each record."""
+"""Passes many hostile records through the decoder and the pure fold of grouping, and notes the place of each record."""
 
 from collections import Counter
 from dataclasses import dataclass, field

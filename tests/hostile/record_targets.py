@@ -1,4 +1,4 @@
-"""Hostile records into the decoder, the fold and the other pure readers of topics."""
+"""Targets that give hostile records to the decoder, the fold and the other pure readers of topics."""
 
 from collections import Counter
 from pathlib import Path

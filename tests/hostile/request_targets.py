@@ -1,4 +1,5 @@
-"""Hostile bodies into the parsers of requests and answers, and hostile requests to real servers on loopback."""
+"""Targets that give hostile bodies to the parsers of requests and answers, or send hostile requests to real servers on
+loopback."""
 
 import json
 from collections import Counter

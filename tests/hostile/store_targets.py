@@ -1,4 +1,4 @@
-"""Hostile records into replay buffers and stores, and damaged files under each of them."""
+"""Targets that give hostile records to replay buffers and stores, and that damage their files."""
 
 import json
 import shutil

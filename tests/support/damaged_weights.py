@@ -11,7 +11,8 @@ from tests.support.runs import RealRun
 
 
 def damaged_delta(run: RealRun, version: int) -> None:
-    """Put a delta to the version before on the log, one bit of which differs from its manifest."""
+    """Publish `version` as a delta on the previous version: that version's own delta with one bit flipped, so that the
+    result does not match the manifest's digest."""
     before = read_manifests(run.kafka, run.name)[version - 1]
     assert before.kind == "delta"
     [chunk] = before.chunks

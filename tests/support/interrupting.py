@@ -103,7 +103,7 @@ def assert_ends_at_once(command: Sequence[str], directory: Path, moments: int, m
     while len(ended) < moments:
         outcome = interrupt(command, directory / "interrupted.log", draw.uniform(0.0, most_s))
         if outcome is None:
-            most_s *= 0.9  # it ended before
+            most_s *= 0.9  # The command ended before it was interrupted.
             continue
         what = f"{' '.join(command[3:])}, seed {seed}: {outcome}"
         assert outcome.code == 130, what

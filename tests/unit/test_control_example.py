@@ -95,7 +95,7 @@ def test_the_policy_is_the_same_in_numpy_and_jax(example: SimpleNamespace, image
 def test_targets_of_several_steps_end_where_the_slice_or_the_episode_does(
     example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values are 0 for actions taken and 10 for what follows, so the loss is that of the targets alone."""
+    """Values are 0 for current observations and 10 for next ones, so the loss depends on the targets alone."""
     import jax.numpy as jnp
 
     discount = example.dqn.DISCOUNT

@@ -32,7 +32,8 @@ RUNS = {"UNIT": "test-unit", "REAL": "test-real"}
 
 def made(folder: Path, goal: str, **commands: str) -> subprocess.CompletedProcess[str]:
     """Run `make` with other commands in place of our tests; everything else is unchanged."""
-    # No variables of the make that may run these tests: a nested make says at its end which directory it leaves.
+    # Leave out the variables of a make that may run these tests. With them this would be a nested make, whose last line
+    # names the directory that it leaves.
     environment = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
     variables = {"FAILED": str(folder / "failed"), **dict.fromkeys(RUNS, "true"), **commands}
     return subprocess.run(

@@ -99,7 +99,7 @@ class GroupMember(Poller):
         try:
             return super()._consume_once(most, wait_s)
         except SystemError as lost:
-            # The client lost the exception of a fatal error.
+            # After a fatal error the client may lose its own exception; Python then raises SystemError instead.
             raise MembershipLost(str(lost), fenced=False) from lost
 
     def _raise_for(self, error: KafkaError, doing: str) -> None:

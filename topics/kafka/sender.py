@@ -186,7 +186,7 @@ class Sender(Closing):
         if waiting:
             raise DeadlineExceeded(
                 f"{waiting} records to {', '.join(sorted(self._topics))} are still unacknowledged after "
-                f"{timeout_s:g} s; check that the broker is up, then {self._remedy}"
+                f"{timeout_s:g} s; check that the broker is up; {self._remedy}"
             )
 
     def waiting(self, timeout_s: float = 0.0) -> int:

@@ -184,7 +184,7 @@ class RolloutReplayBuffer:
             **others,
         )
 
-    # ------------------------------------------------------------------ in
+    # ------------------------------------------------------------------ adding
 
     def set_current_step(self, step: int) -> int:
         """Set the learner step, and return the number of rollouts removed because they are no longer fresh."""
@@ -253,7 +253,7 @@ class RolloutReplayBuffer:
                 )
             self.add_read(read)
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ drawing
 
     def sample(self, batch_size: int | None = None) -> list[RolloutWithCount] | None:
         """Draw `batch_size` rollouts for this process, by default `local_batch_size`; None if the buffer has fewer than
@@ -352,7 +352,7 @@ class RolloutReplayBuffer:
             self._shelf = shelf
             self._count(shelf.add(entries, self._step, self._time()))
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ helpers
 
     def _time(self) -> float:
         if self._clock is not None:

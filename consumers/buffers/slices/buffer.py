@@ -94,7 +94,7 @@ class EpisodeSliceBuffer(Closing):
         """Held while the files must not be replaced; acquired before `_lock`."""
         self._store = SliceStore(Path(directory), capacity, read_only=read_only)
 
-    # ------------------------------------------------------------------ in
+    # ------------------------------------------------------------------ adding
 
     def add(
         self,
@@ -150,7 +150,7 @@ class EpisodeSliceBuffer(Closing):
         """Move the position past a refused record; return False if it is already past the record."""
         return self.add_parts((), at=at)
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ drawing
 
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Draw `batch_size` slices with replacement, as a tree of [batch_size, slice_len, ...] arrays.
@@ -266,7 +266,7 @@ class EpisodeSliceBuffer(Closing):
         with self._files_stay, self._lock:
             self._store.close()
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ helpers
 
     def _has(self, at: tuple[int, int] | None) -> bool:
         return at is not None and at[1] < self._store.state.position.get(at[0], 0)

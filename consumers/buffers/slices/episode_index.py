@@ -60,7 +60,10 @@ class EpisodeIndex:
     # ------------------------------------------------------------------ changes
 
     def extend(self, episode: int, at: int, count: int) -> None:
-        """Give an episode `count` more steps, from counter `at` on; a number above all others starts a new episode."""
+        """Append `count` steps, the first with counter `at`, to the episode with number `episode`.
+
+        A number above all earlier episode numbers begins a new episode.
+        """
         episodes, runs = self._episodes, self._runs
         row = self._row_of(episode)
         if row < 0:
@@ -163,7 +166,7 @@ class EpisodeIndex:
             index._more.setdefault(int(owners[serial]), []).append(serial)
         return index
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ helpers
 
     def _row_of(self, episode: int) -> int:
         """Row of an episode; -1 if there is none."""

@@ -98,7 +98,7 @@ class HilEpisodeBuffer(Closing):
         """Episodes that began with control mode 1."""
         return self._human
 
-    # ------------------------------------------------------------------ in
+    # ------------------------------------------------------------------ adding
 
     def add(
         self, item: Tree | Trajectory, /, *, at: tuple[int, int] | None = None, **episode: Unpack[EpisodeOptions]
@@ -126,7 +126,7 @@ class HilEpisodeBuffer(Closing):
         with self._threads:
             return any([self._auto.skip(at), self._human.skip(at)])
 
-    # ------------------------------------------------------------------ out
+    # ------------------------------------------------------------------ drawing
 
     def sample(self, batch_size: int) -> dict[str, Any]:
         """Like EpisodeSliceBuffer.sample: the first half of the slices is from the policy, the second half from humans.
@@ -218,7 +218,7 @@ class HilEpisodeBuffer(Closing):
             finally:
                 self._unlock()
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ helpers
 
     def _routed(self, parts: Sequence[EpisodePart]) -> tuple[list[EpisodePart], list[EpisodePart]]:
         """Return the parts of each side. A continued episode stays on the side where it began. Raises RecordError."""

@@ -204,7 +204,7 @@ class SliceStore:
             self.state.apply(record)
         self._read_to = reading.stop
 
-    # ------------------------------------------------------------------ within
+    # ------------------------------------------------------------------ helpers
 
     def _create(self, capacity: int) -> Manifest:
         """Write an empty buffer without arrays."""

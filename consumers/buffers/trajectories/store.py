@@ -80,7 +80,10 @@ Operation = AddOperation | SkipOperation | DropOperation | DrawState
 
 
 class TrajectoryStore:
-    """The single writer of a directory. `content` is the content of the directory when it was opened."""
+    """The single writer of a directory.
+
+    `content` is what the directory held when it was opened, or after the latest `replace`; additions do not change it.
+    """
 
     def __init__(
         self, directory: Path, *, seed: int, formats: Formats, format_name: str, max_pending_bytes: int = 2**28

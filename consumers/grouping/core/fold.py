@@ -62,7 +62,11 @@ class Fold:
     # ------------------------------------------------------------------ reading
 
     def replay(self, record: InputRecord) -> None:
-        """Read a record again while restoring. Offsets that were left out need not be given.
+        """Read a record again while restoring.
+
+        Records that were left out and never fetched (`hopped` in the state) need not be given. Records that were left
+        out but whose append time counted (`skipped` in the state) must be given, because that time advances stream
+        time.
 
         Raises StateRefused if the record has an effect, because log and state then disagree.
         """

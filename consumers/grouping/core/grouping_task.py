@@ -135,7 +135,7 @@ class GroupingTask:
     def due_marks(self, now_ms: int, newest_version: int, wanted: GroupingConfig) -> list[Mark]:
         """Return the marks to append now: for a new policy version, a higher generation or an overdue deadline.
 
-        Raises ConfigurationError for a configuration that would be an invalid record.
+        Raises ConfigurationError if the mark of `wanted` would be an invalid record.
         """
         marks: list[Mark] = []
         # A larger step takes several marks. The next mark is due after this mark has been read.

@@ -36,7 +36,7 @@ def group_cost(key: GroupKey) -> int:
 
 
 def member_cost(rollout: Rollout) -> int:
-    """Return the cost of a rollout as a group keeps it (`groups.trimmed`), from its record to its batch."""
+    """Return the memory cost of a rollout in a group, as `groups.trimmed` leaves it: its arrays, names and metadata."""
     reference = rollout.token_arrays.get(REFERENCE)
     arrays = len(rollout.tokens) * TOKEN
     if reference is not None:

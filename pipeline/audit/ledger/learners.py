@@ -204,7 +204,10 @@ def check_uses(step: LearnerStep) -> None:
 
 def _check_rows(use: BatchUse) -> None:
     if not 0 <= use.rows <= _MOST_ROWS or any(row < 0 for row in use.row_numbers):
-        raise RecordError(f"uses {use.rows} rows of batch {use.batch_id}, which is not a valid number of rows")
+        raise RecordError(
+            f"uses {use.rows} rows of batch {use.batch_id}; the number of rows must be from 0 to {_MOST_ROWS}, and no "
+            "row number may be negative"
+        )
 
 
 def _take_use(learner: _Learner, step: LearnerStep, at: int, use: BatchUse) -> None:

@@ -1,4 +1,4 @@
-"""Mixtures of the workers for the page: drawn episodes, success rates, and weights, by worker and environment."""
+"""Mixtures of the workers for the page: prompts drawn, success rates and weights, by worker and environment."""
 
 from collections.abc import Iterable
 from typing import Any

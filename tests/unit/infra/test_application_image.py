@@ -101,7 +101,7 @@ def test_bytecode_is_the_same_for_the_same_sources_whenever_they_were_written(tm
     bytecode = first.source.read_bytes()
     assert bytecode == second.source.read_bytes()
     assert bytecode.startswith(MAGIC_NUMBER)
-    # Flags 1: the bytecode is valid by the digest of its source, which is not read again.
+    # Flags 1 (PEP 552): the bytecode holds the digest of its source, and Python does not check it.
     assert bytecode[4:8] == b"\x01\x00\x00\x00"
     assert b"/opt/module.py" in bytecode
     assert os.fsencode(tmp_path) not in bytecode

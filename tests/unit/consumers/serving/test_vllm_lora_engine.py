@@ -18,8 +18,8 @@ FILE = "adapter_model.safetensors"
 
 
 class VllmStandIn:
-    """Adapters as vLLM 0.32 keeps them: a request has a number and a path. It reads the path if the number is not held;
-    after a load in place, it reads the path at each step."""
+    """Adapters as vLLM 0.32 keeps them. A request has the number and the path of its adapter. vLLM reads the path if it
+    does not hold the number, or at each step if the adapter was loaded with `load_inplace`."""
 
     def __init__(self) -> None:
         self.names: dict[str, tuple[int, str, bool]] = {}

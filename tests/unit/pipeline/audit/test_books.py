@@ -1,4 +1,5 @@
-"""Parts of the ledger's books that are fed in portions, saved and loaded at any moment equal parts fed at once."""
+"""Parts of the ledger's books: a part that is fed in portions, and saved and loaded in between, equals a part that is
+fed all at once."""
 
 import json
 from collections import Counter

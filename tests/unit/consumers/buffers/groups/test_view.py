@@ -341,7 +341,8 @@ def test_groups_and_training_batches_of_a_run_share_a_root_each_with_its_positio
 
 
 def held(store: GroupStore) -> list[object]:
-    """The whole content of a store: positions, and for each environment groups in order, rollouts and open groups."""
+    """Content of a store: its positions and, for each environment, the groups in order with the uids of their rollouts,
+    and the numbers of open groups and open rollouts."""
     return [
         store.position,
         [

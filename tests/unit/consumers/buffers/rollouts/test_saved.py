@@ -1,4 +1,5 @@
-"""A rollout buffer on disk, what it counts of its rollouts, and the buffer under many threads."""
+"""A rollout buffer saved to disk and restored, its counts of added, refused and retired rollouts, and its use by
+several threads at once."""
 
 import os
 import signal

@@ -133,7 +133,8 @@ def test_counts_of_more_environments_than_the_journal_holds_are_added_together(m
 
 
 def of_many_names(names: int) -> GroupingTestDriver:
-    """Return a run of that many environments, each with two rollouts in one transaction, after a crash."""
+    """Return a driver with `names` environments, each with two rollouts in its own transaction, restored after a
+    crash."""
     d = driver()
     for number in range(names):
         name = f"environment {number:04}"

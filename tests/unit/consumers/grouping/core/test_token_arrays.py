@@ -1,4 +1,4 @@
-"""Batches carry the stamps of rollouts, and the arrays that grouping.token_arrays names, to the learner."""
+"""Batches carry the weight steps and times of rollouts, and the arrays in grouping.token_arrays, to the learner."""
 
 from typing import Any
 
