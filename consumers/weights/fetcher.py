@@ -97,8 +97,8 @@ class ChunkFetcher(Closing):
             while left:
                 if time.monotonic() > deadline or (stop is not None and stop.is_set()):
                     raise ChunksLate(
-                        f"{left} of {len(chunks)} chunks of version {manifest.version} are missing; none arrived for "
-                        f"{timeout_s:g} s"
+                        f"{left} of {len(chunks)} chunks of version {manifest.version} have not arrived; none arrived "
+                        f"for {timeout_s:g} s"
                     )
                 try:
                     records = self._reader.poll(1, _WAIT_S).records

@@ -55,8 +55,8 @@ def fetch_files(
         if stopped or time.monotonic() > deadline:
             problem = next(iter(list(reading.problems.values())), f"{shown(chunks[0].url)}: no answer")
             raise ChunksLate(
-                f"{left} of {len(chunks)} files of policy version {manifest.version} are missing; none arrived for "
-                f"{timeout_s:g} s; {problem}; {_AGAIN}"
+                f"{left} of {len(chunks)} files of policy version {manifest.version} have not arrived; none arrived "
+                f"for {timeout_s:g} s; {problem}; {_AGAIN}"
             )
 
     for chunk in in_parallel(chunks, reading.fetch, min(at_once, left), check=check, ended=reading.ended):

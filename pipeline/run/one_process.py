@@ -1,4 +1,4 @@
-"""Measures the cost of the log: trains by a run's recipe in one process, without Kafka or lag, and compares rewards.
+"""Measures the cost of the log: trains with a run's recipe in one process, without Kafka or lag, and compares rewards.
 
 Model, warm start, prompts, estimator, optimizer and rollouts per step are the same; each step trains on rollouts
 sampled with the parameters of the previous step. Differences are due to policy lag, drops, transport and chance; the

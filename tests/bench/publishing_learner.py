@@ -87,7 +87,8 @@ def publish(arguments: dict[str, Any]) -> dict[str, Any]:
         device_checksum(one)
         Snapshots("bfloat16").take(one)
         print("ready", flush=True)
-        # Training takes memory of its own within a step; what publishing adds to that is counted.
+        # A training step has its own memory peak. It is measured first, so that only what publishing adds to it is
+        # counted.
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
         train()
         training = _memory("VmHWM")

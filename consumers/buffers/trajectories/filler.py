@@ -69,8 +69,8 @@ class FillCounts(NamedTuple):
 def put(buffers: Sequence[Fillable], at: Place, value: bytes | None) -> list[str]:
     """Add a record to buffers, and return its problems; an invalid record is skipped.
 
-    Raises errors of a buffer other than RecordError, for example for a full disk. Then pass the record to all buffers
-    again; buffers that already have it skip it.
+    Any error of a buffer except RecordError is raised, for example if the disk is full. Then pass the record to all
+    buffers again; buffers that already have it skip it.
     """
     partition, offset = at
     waiting = [buffer for buffer in buffers if buffer.position.get(partition, 0) <= offset]

@@ -116,7 +116,7 @@ def test_a_store_that_stays_unable_is_named_with_what_was_wrong_and_the_remedy(
 ) -> None:
     version = manifest()
     store.always["w/"] = fault
-    with pytest.raises(ChunksLate, match="5 of 5 files of policy version 3 are missing") as late:
+    with pytest.raises(ChunksLate, match="5 of 5 files of policy version 3 have not arrived") as late:
         fetched(version, timeout_s=0.5)
     text = str(late.value)
     assert message in text

@@ -229,7 +229,7 @@ def agree(
         np.testing.assert_allclose(mine, theirs, atol=1e-8)
 
 
-# Bounds, where a loss has any that can be exceeded, are so narrow that some of the samples exceed them.
+# If a loss has bounds that can be exceeded, they are so narrow that some of the samples exceed them.
 CASES: dict[str, tuple[LossConfig, PerToken]] = {
     "ppo_clip": (LossConfig(), ppo(0.2, 0.28, 2.0)),
     "grpo": (LossConfig(name="grpo"), ppo(0.2, 0.2)),
