@@ -82,7 +82,7 @@ def states(run: RealRun) -> list[MixtureState]:
 
 
 def environments_of_groups(run: RealRun) -> dict[str, list[tuple[str, str]]]:
-    """Environment and prompt of each group of a worker's process, in the order in which they were started."""
+    """For each process of a worker, the environment and prompt of each group, in the order in which it started them."""
     collected: dict[str, dict[int, tuple[str, str]]] = {}
     for rollout in run.read("rollouts"):
         if isinstance(rollout, Rollout):
