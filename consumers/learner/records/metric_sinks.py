@@ -6,6 +6,7 @@ used; it never ends the learner.
 
 import hashlib
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -264,7 +265,9 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 def _put_aside(path: Path, last: int, recorded: int) -> None:
     earlier: Sequence[Path] = list(path.parent.glob(f"{path.name}.*"))
-    path.rename(path.with_name(f"{path.name}.{len(earlier) + 1}"))
+    # Some of the earlier files may have been deleted, and renaming would replace a file.
+    names = (path.with_name(f"{path.name}.{number}") for number in itertools.count(len(earlier) + 1))
+    path.rename(next(name for name in names if not name.exists()))
     _log_put_aside(path, last, recorded)
 
 

@@ -128,6 +128,16 @@ def test_what_an_earlier_run_of_the_name_left_is_put_aside(tmp_path: Path) -> No
     assert [step for name, step, _ in scalars(tmp_path / "tb" / "r" / "a") if name == "reward"] == [1]
 
 
+def test_what_was_put_aside_stays_when_an_earlier_file_was_deleted(tmp_path: Path) -> None:
+    config = SinksConfig(jsonl=str(tmp_path))
+    for first in (10, 20, 30):
+        write(config, -1, first)
+    (tmp_path / "r" / "a.jsonl.1").unlink()
+    write(config, -1, 40)
+    held = [json.loads(path.read_text())["step"] for path in (tmp_path / "r").glob("a.jsonl*")]
+    assert sorted(held) == [20, 30, 40]
+
+
 def scalars(directory: Path) -> list[tuple[str, int, float]]:
     """Scalars that TensorBoard shows for a directory, in order, without those that a later start purged."""
     from tensorboardX.proto.event_pb2 import Event, SessionLog
