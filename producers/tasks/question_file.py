@@ -56,13 +56,17 @@ class QuestionFile(Task):
         self._match = match
         self._warm_start = warm_start
         self.stop = tuple(stop)
-        train = tuple(_questions(Path(path), question, answer, prompt))
-        if match == "number":
-            wrong = next((p for p in train if _number(p.answer) is None), None)
+
+        def read(file: str) -> tuple[Prompt, ...]:
+            prompts = tuple(_questions(Path(file), question, answer, prompt))
+            wrong = next((p for p in prompts if match == "number" and _number(p.answer) is None), None)
             if wrong is not None:
                 raise ConfigurationError(
-                    f"{path}, line {wrong.example_id}: its answer {wrong.answer!r} is not a number"
+                    f"{file}, line {wrong.example_id}: its answer {wrong.answer!r} is not a number"
                 )
+            return prompts
+
+        train = read(path)
         super().__init__(
             name=Path(path).stem,
             vocabulary="".join(sorted({character for p in train for character in p.text + p.answer})),
@@ -70,7 +74,7 @@ class QuestionFile(Task):
             prompts=train,
         )
         if heldout:
-            self._splits = {"train": train, "heldout": tuple(_questions(Path(heldout), question, answer, prompt))}
+            self._splits = {"train": train, "heldout": read(heldout)}
 
     def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
         """Return 1 if the response has the right answer and is not truncated, otherwise 0."""

@@ -72,3 +72,10 @@ def test_what_is_no_question_is_refused_with_its_line(
 ) -> None:
     with pytest.raises(ConfigurationError, match=message):
         questions(tmp_path, line, **options)
+
+
+def test_a_held_out_answer_that_is_no_number_is_refused_with_its_line(tmp_path: Path) -> None:
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text('{"question": "1+1", "answer": "2"}\n{"question": "1+2", "answer": "three"}')
+    with pytest.raises(ConfigurationError, match=r"heldout.jsonl, line 2: its answer 'three' is not a number"):
+        questions(tmp_path, {"question": "1", "answer": "1"}, match="number", heldout=str(heldout))
