@@ -162,8 +162,10 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
                     yield record
                 if span.stop is not None and record.offset >= span.stop - 1:
                     pending.discard((topic, record.partition))
-            if not span.follow:
-                pending.difference_update(ends)
+            for place, end in ends.items():
+                # The last offsets may hold no record: transaction markers and compaction leave gaps.
+                if not span.follow or (span.stop is not None and end >= span.stop):
+                    pending.discard(place)
 
 
 def _left_out(kafka: KafkaConfig, topic: str, bounds: Mapping[int, tuple[int, int]]) -> dict[int, set[int]]:
