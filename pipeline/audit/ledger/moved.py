@@ -61,9 +61,8 @@ class SplitRecords:
         known, book = self._compared.get(other, (None, {}))
         if subject is not None and known == subject:
             return dict(book)
-        problems = len(result.problems)
-        book = _compared(self._kafka, split, other, result)
-        if subject is not None and len(result.problems) == problems and split.phase == "moved":
+        book, agree = _compared(self._kafka, split, other, result)
+        if subject is not None and agree and split.phase == "moved":
             self._compared[other] = [subject, dict(book)]
         return book
 
@@ -80,8 +79,8 @@ class SplitRecords:
         return [asdict(split), begins]
 
 
-def _compared(kafka: KafkaConfig, split: RunSplit, other: str, result: Ledger) -> dict[str, Any]:
-    """Compare both runs of a split, and return the ledger's data about `other`."""
+def _compared(kafka: KafkaConfig, split: RunSplit, other: str, result: Ledger) -> tuple[dict[str, Any], bool]:
+    """Compare both runs of a split; return the ledger's data about `other`, and whether no contradiction was found."""
     book: dict[str, Any] = {
         "run": other,
         "partitions": split.partitions,
@@ -93,14 +92,14 @@ def _compared(kafka: KafkaConfig, split: RunSplit, other: str, result: Ledger) -
         moved = moved_places(kafka, split.run)
         copies, whole = _copies(kafka, split)
     except TopicError:
-        return {**book, "gone": True}
+        return {**book, "gone": True}, True
     problems = differences(split, moved, copies, whole=whole)
     if split.phase == "moved":
         for problem in problems:
             result.problem(problem)
     elif problems:
         result.undecided.append(f"run {split.run} is being split into {split.successor}; run the split to its end")
-    return {**book, "moved": len(moved)}
+    return {**book, "moved": len(moved)}, not problems
 
 
 def moved_places(kafka: KafkaConfig, run: str) -> set[Place]:

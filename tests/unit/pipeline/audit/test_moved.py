@@ -4,9 +4,15 @@ from collections import Counter
 
 import pytest
 
-from rollstream.pipeline.audit.ledger.moved import differences
+from rollstream.pipeline.audit.ledger import moved
+from rollstream.pipeline.audit.ledger.book import Ledger
+from rollstream.pipeline.audit.ledger.moved import SplitRecords, differences
 from rollstream.pipeline.tools.ledger import chain_row, chain_sum
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import RunSplit
+from rollstream.topics.run_splits import MOVED_FROM, Splits
 
 SPLIT = RunSplit(run="main", successor="next", partitions=7, phase="moved")
 
@@ -30,9 +36,24 @@ def test_each_moved_place_has_one_copy(copies: dict[tuple[int, int], int], whole
 
 
 def test_differences_beyond_the_first_are_counted() -> None:
-    moved = {(0, offset) for offset in range(5)}
-    named = differences(SPLIT, moved, Counter(), whole=True)
+    places = {(0, offset) for offset in range(5)}
+    named = differences(SPLIT, places, Counter(), whole=True)
     assert named[3] == "2 more offsets are moved but not copied to run next"
+
+
+def test_two_runs_that_differ_are_compared_again_though_the_ledger_names_no_more_contradictions(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copy = KafkaRecord("next.rollouts", 0, 0, headers=((MOVED_FROM, b"main:0:1"),))
+    monkeypatch.setattr(moved, "read_to_end", lambda _kafka, topic: [copy] if topic == copy.topic else [])
+    monkeypatch.setattr(topic_admin, "bounds", lambda _kafka, _topic: {0: (0, 1)})
+    monkeypatch.setattr(topic_admin, "topic_ids", lambda _kafka, topics: dict.fromkeys(topics, "id"))
+    records, full = SplitRecords(KafkaConfig()), Ledger()
+    for number in range(20):
+        full.problem(f"contradiction {number}")
+    for result in (full, Ledger()):
+        records.check(Splits(successor=SPLIT), result)
+    assert result.problems == ["rollouts[0] offset 1 of run main is copied to run next but not moved"]
 
 
 def book(produced: int, batched: int, moved: int, in_flight: int = 0) -> dict[str, object]:
