@@ -1,6 +1,7 @@
 """`rollstream attest`: signs what a model was trained on, and checks such statements from an archive alone.
 
-Exit code 0 if a check passes, 1 if an archive does not confirm a statement, 2 for any other error. No broker is needed.
+Exit code 0 if a check passes, 1 if an archive does not confirm a statement, or a proof or a model contradicts it, and 2
+for any other error. No broker is needed.
 """
 
 import argparse
@@ -14,7 +15,14 @@ from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
 from rollstream.pipeline.audit.attestation.evidence import Evidence, RolloutCallback, evidence_of
 from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
-from rollstream.pipeline.audit.attestation.statement import Statement, differences, opened, signed, statement_of
+from rollstream.pipeline.audit.attestation.statement import (
+    Disproved,
+    Statement,
+    differences,
+    opened,
+    signed,
+    statement_of,
+)
 from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import table
@@ -73,7 +81,7 @@ def sign_statement(config: RunConfig, args: argparse.Namespace) -> int:
 def check_statement(config: RunConfig, args: argparse.Namespace) -> int:
     """Print whether an archive confirms a statement, and return 1 if not; or print what a proof shows.
 
-    Raises StateRefused for an invalid proof, or a model that is not the statement's.
+    Raises Disproved for a proof that contradicts the statement, or a model that is not the statement's.
     """
     statement = opened(_read(args.statement), args.key)
     if args.model is not None:
@@ -111,14 +119,14 @@ def prove_rollout(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def check_model(path: Path, statement: Statement) -> None:
-    """Raise StateRefused unless safetensors hold the parameters of the statement's policy version."""
+    """Raise Disproved unless safetensors hold the parameters of the statement's policy version."""
     arrays: dict[str, Any] = {}
     for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
         arrays |= safetensors_files.read(file)
     policy = statement.policy
     digest = digest_as(policy["digest"], arrays)
     if digest != policy["digest"]:
-        raise StateRefused(
+        raise Disproved(
             f"{path} does not hold policy version {policy['version']}: its {len(arrays)} tensors have digest {digest}, "
             f"the version has {policy['digest']}; `rollstream weights pull` writes a version as it was published"
         )

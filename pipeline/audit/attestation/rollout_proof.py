@@ -11,7 +11,7 @@ import msgspec
 
 from rollstream.pipeline.audit.attestation.evidence import Evidence
 from rollstream.pipeline.audit.attestation.leaves import Leaf, TreeName, canonical, uses_of_row
-from rollstream.pipeline.audit.attestation.statement import Statement
+from rollstream.pipeline.audit.attestation.statement import Disproved, Statement
 from rollstream.pipeline.audit.merkle_tree import root_of_path
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.fates import BATCHED
@@ -105,7 +105,9 @@ def proof_of(statement: Statement, evidence: Evidence, entries: RolloutEntries) 
 
 
 def fate_in(statement: Statement, proof: RolloutProof) -> Leaf:
-    """Return what a proof shows about its rollout. Raises StateRefused for an invalid proof.
+    """Return what a proof shows about its rollout.
+
+    Raises Disproved if the proof contradicts the statement, StateRefused if it cannot be checked with it.
 
     `trained_by` has learner and number of each step that trained on the rollout; `in_policy` is whether the policy
     version of the statement includes one of these steps.
@@ -118,18 +120,16 @@ def fate_in(statement: Statement, proof: RolloutProof) -> Leaf:
         _include(statement, "batches", proof.batch)
     named = "" if proof.batch is None else proof.batch.leaf["batch"]
     if named != rollout["batch"]:
-        raise StateRefused(
-            f"the proof shows batch {named or 'none'}, but the rollout is in {rollout['batch'] or 'none'}"
-        )
+        raise Disproved(f"the proof shows batch {named or 'none'}, but the rollout is in {rollout['batch'] or 'none'}")
     for step in proof.steps:
         _include(statement, "steps", step)
         if not any(uses_of_row(step.leaf, rollout["batch"], rollout["row"])):
-            raise StateRefused(f"step {step.leaf['step']} in the proof does not use the rollout")
+            raise Disproved(f"step {step.leaf['step']} in the proof does not use the rollout")
     trained = [step.leaf for step in proof.steps if _trains(step.leaf, rollout)]
     if proof.version is not None:
         _include(statement, "versions", proof.version)
         if not any(_holds(proof.version.leaf, step) for step in trained):
-            raise StateRefused(
+            raise Disproved(
                 f"version {proof.version.leaf['version']} in the proof includes none of the steps that trained on the "
                 f"rollout"
             )
@@ -154,7 +154,7 @@ def _include(statement: Statement, name: TreeName, inclusion: Inclusion) -> None
         raise StateRefused(f"the proof has an invalid hash: {error}") from error
     shown = root_of_path(canonical(inclusion.leaf), inclusion.index, root.entries, path)
     if shown is None or shown.hex() != root.root:
-        raise StateRefused(f"the proof is invalid: its entry of {name} is not in the statement's tree")
+        raise Disproved(f"the proof is invalid: its entry of {name} is not in the statement's tree")
 
 
 def _trains(step: Leaf, rollout: Leaf) -> bool:

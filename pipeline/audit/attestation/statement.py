@@ -22,6 +22,12 @@ FORMAT = "rollstream attestation 1"
 _CONTEXT = b"rollstream attestation\0"
 
 
+class Disproved(StateRefused):
+    """A proof or a model was checked, and contradicts the statement."""
+
+    exit_code = 1
+
+
 @dataclass(frozen=True, kw_only=True)
 class Root:
     """The length of a list and the root of its tree, which together determine the entries of the list."""

@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollstream.consumers.archive.tables import ArchivedRecord
+from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
 from rollstream.pipeline.audit.attestation.evidence import Evidence, evidence_of
 from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
 from rollstream.pipeline.audit.attestation.statement import Statement, differences, opened, signed, statement_of
+from rollstream.pipeline.cli import main
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import JournalRecord, LearnerStep
@@ -191,6 +193,36 @@ def test_a_step_or_a_version_of_another_rollout_proves_nothing(archive: Path) ->
         fate_in(statement, replace(shown, version=other.version))
     with pytest.raises(StateRefused, match="belongs to another statement"):
         fate_in(replace(statement, made="later"), shown)
+
+
+def test_a_check_tells_what_is_false_from_what_cannot_be_checked(
+    archive: Path, signer: Signer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    entries, cut = RolloutEntries("0x1-2"), ArchiveCut(open_store(str(archive)), "main")
+    evidence = evidence_of(cut, on_rollout=entries)
+    statement = statement_of(cut, evidence, signer.public)
+    shown = proof_of(statement, evidence, entries)
+    uid = {**shown.rollout.leaf, "uid": "another"}
+    forged_proof = replace(shown, rollout=replace(shown.rollout, leaf=uid))
+    safetensors_files.write(tmp_path / "model.safetensors", {"w": np.zeros(2, np.float32)})
+    files = {
+        "run.json": signed(statement, signer),
+        "proof.json": shown.to_json(),
+        "forged.json": forged_proof.to_json(),
+        "none.json": "{}",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    def check(code: int, message: str, *words: str) -> None:
+        assert main(["attest", "check", "run.json", "--key", signer.public, *words]) == code
+        assert message in capsys.readouterr().err
+
+    check(0, "", "--proof", "proof.json")
+    check(1, "the proof is invalid", "--proof", "forged.json")
+    check(1, "does not hold policy version", "--proof", "proof.json", "--model", "model.safetensors")
+    check(2, "this is not a proof", "--proof", "none.json")
 
 
 def test_an_archive_that_begins_later_or_lacks_the_run_is_refused(archive: Path, tmp_path: Path) -> None:
