@@ -15,7 +15,7 @@ from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 0.1
-_AGAIN_S = 5.0
+AGAIN_S = 5.0
 """Pause before a process that was lost is started again."""
 _ENDING_S = 0.5
 
@@ -62,20 +62,26 @@ class IndexFilling:
 
     def _fill(self) -> None:
         while not self._stop.is_set():
-            pipe, process = filling_process.start(self._config, self._archive)
             try:
-                self._follow(pipe)
-            except (EOFError, OSError):
+                self._fill_apart()
+            except (EOFError, OSError) as error:
                 if not self._stop.is_set():
                     self.problem = "the process that fills the index was lost, and is started again"
-                    event(logger, "index_process_lost", level=logging.WARNING, run=self._config.run)
-                    self._stop.wait(_AGAIN_S)
-            finally:
-                process.kill()
-                process.join()
+                    event(logger, "index_process_lost", level=logging.WARNING, run=self._config.run, error=repr(error))
+                    self._stop.wait(AGAIN_S)
 
         if self._index is not None:
             self._index.close()
+
+    def _fill_apart(self) -> None:
+        """Start the process, and follow it until this server ends. Raises EOFError or OSError if the process ends or
+        cannot be started."""
+        pipe, process = filling_process.start(self._config, self._archive)
+        try:
+            self._follow(pipe)
+        finally:
+            process.kill()
+            process.join()
 
     def _follow(self, pipe: Connection) -> None:
         """Receive the reports of the process until the process or this server ends."""
