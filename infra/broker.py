@@ -12,7 +12,14 @@ import subprocess
 from pathlib import Path
 from typing import Self
 
-from rollstream.infra.broker_start import PlannedBroker, StartedBroker, reap, retry_taken_ports, start_together
+from rollstream.infra.broker_start import (
+    PlannedBroker,
+    StartedBroker,
+    reap,
+    retry_taken_ports,
+    run_kill_command,
+    start_together,
+)
 from rollstream.infra.broker_state import BrokerState, find, read, read_cluster
 from rollstream.infra.config import BrokerConfig, BrokerLayout
 from rollstream.infra.ports import choose_port, free_port
@@ -127,7 +134,7 @@ class LocalBroker(Stopping):
     def kill(self) -> None:
         """End the broker at once (SIGKILL), as a crash would."""
         if self._state.kill_command and self.running:
-            subprocess.run(self._state.kill_command, capture_output=True, timeout=30, check=False)
+            run_kill_command(self._state.kill_command)
         else:
             send(self._state.process, signal.SIGKILL)
         if not await_end(self._state.process, self._config.stop_timeout_s):

@@ -32,6 +32,7 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
+KILL_TIMEOUT_S = 30.0
 _TAIL_LINES = 20
 _PORT_TRIES = 3
 _PORT_TAKEN = ("Address already in use", "BindException", "port is already allocated")
@@ -116,6 +117,14 @@ def log_tail(log: Path, *, offset_bytes: int = 0, lines: int = _TAIL_LINES) -> s
         return "\n".join(stream.read().decode(errors="replace").splitlines()[-lines:])
 
 
+def run_kill_command(command: Sequence[str]) -> None:
+    """Run the command that kills a broker. A failure is only logged, because the caller sees what still runs."""
+    try:
+        subprocess.run(command, capture_output=True, timeout=KILL_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        event(logger, "kill_command_failed", level=logging.WARNING, command=" ".join(command), error=str(error))
+
+
 def reap(child: subprocess.Popen[bytes], timeout_s: float) -> None:
     """Collect the exit status, then close the keeper's pipe."""
     child.wait(timeout_s)
@@ -172,7 +181,7 @@ class _StartingBroker:
     def abandon(self) -> None:
         """End the process by force, and remove the broker's state file."""
         if self.launch.kill_command:
-            subprocess.run(self.launch.kill_command, capture_output=True, timeout=30, check=False)
+            run_kill_command(self.launch.kill_command)
         with contextlib.suppress(ProcessLookupError):
             if self.child.poll() is None:
                 os.kill(self.pid, signal.SIGKILL)

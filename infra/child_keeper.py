@@ -36,9 +36,12 @@ def _end_with_parent(child: subprocess.Popen[bytes], task: dict[str, Any]) -> No
     try:
         child.wait(task["stop_timeout_s"])
     except subprocess.TimeoutExpired:
-        if task["kill_command"]:
-            subprocess.run(task["kill_command"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=30)
-        child.kill()
+        try:
+            if task["kill_command"]:
+                subprocess.run(task["kill_command"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=30)
+        finally:
+            # Also if the command fails or hangs, because this keeper ends only after the child.
+            child.kill()
 
 
 if __name__ == "__main__":

@@ -5,10 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 import rollstream.infra.child_keeper
+from rollstream.infra import broker_start
+from rollstream.infra.broker import LocalBroker
+from rollstream.infra.broker_state import BrokerState
+from rollstream.infra.config import BrokerConfig
 from rollstream.infra.process_identity import ProcessIdentity, await_end, identify, is_running, send
+from rollstream.topics.errors import BrokerUnavailable
 from tests.support.waiting import eventually
 
 SLEEPER = [sys.executable, "-S", "-c", "import sys; sys.stdin.read()"]
@@ -40,28 +48,35 @@ def test_two_processes_are_two_identities() -> None:
     assert identify(os.getpid()) != identify(os.getppid())
 
 
-def keeper_task(tmp_path: Path, command: list[str], stop_timeout_s: float = 10.0) -> str:
-    log = str(tmp_path / "log")
-    return json.dumps(
-        {"command": command, "kill_command": [], "log": log, "cwd": str(tmp_path), "stop_timeout_s": stop_timeout_s}
-    )
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 
 
-def kept_child_of_a_killed_asker(tmp_path: Path, command: list[str], stop_timeout_s: float) -> ProcessIdentity:
-    """The child of a keeper after the process that asked for it was killed with SIGKILL."""
+def keeper_task(
+    tmp_path: Path, command: list[str], stop_timeout_s: float = 10.0, kill_command: Sequence[str] = ()
+) -> str:
+    task = {"command": command, "kill_command": kill_command, "log": str(tmp_path / "log"), "cwd": str(tmp_path)}
+    return json.dumps({**task, "stop_timeout_s": stop_timeout_s})
+
+
+def kept_child_of_a_killed_asker(
+    tmp_path: Path, command: list[str], stop_timeout_s: float, kill_command: Sequence[str] = (), said: str = ""
+) -> ProcessIdentity:
+    """The child of a keeper after the process that asked for it was killed with SIGKILL, once the child said a word."""
     asking = (
         "import subprocess, sys\n"
         "keeper = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
         "print(keeper.stdout.readline().decode(), flush=True)\n"
         "sys.stdin.read()\n"
     )
-    keeper = [sys.executable, rollstream.infra.child_keeper.__file__, keeper_task(tmp_path, command, stop_timeout_s)]
+    task = keeper_task(tmp_path, command, stop_timeout_s, kill_command)
+    keeper = [sys.executable, rollstream.infra.child_keeper.__file__, task]
     with subprocess.Popen(
         [sys.executable, "-c", asking, *keeper], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as asker:
         assert asker.stdout is not None
         child = identify(int(asker.stdout.readline()))
         assert child is not None
+        eventually(lambda: said in (tmp_path / "log").read_text(), 60, "the child is at work")
         asker.kill()
     return child
 
@@ -72,11 +87,29 @@ def test_a_kept_child_ends_when_its_asker_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_kept_child_that_ignores_sigterm_is_killed_after_its_deadline(tmp_path: Path) -> None:
-    deaf = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
-    )
-    child = kept_child_of_a_killed_asker(tmp_path, [sys.executable, "-c", deaf], 0.3)
+    child = kept_child_of_a_killed_asker(tmp_path, [sys.executable, "-c", DEAF], 0.3, said="deaf")
     eventually(lambda: not is_running(child), 60, "the deaf child ended")
+
+
+def test_a_kept_child_is_killed_although_the_command_that_kills_it_fails(tmp_path: Path) -> None:
+    missing = [str(tmp_path / "missing")]
+    child = kept_child_of_a_killed_asker(tmp_path, [sys.executable, "-c", DEAF], 0.3, missing, said="deaf")
+    eventually(lambda: not is_running(child), 60, "the deaf child ended")
+
+
+@pytest.mark.parametrize("kill_command", [("sleep", "600"), ("/missing/docker", "kill", "broker")])
+def test_a_broker_whose_kill_command_hangs_or_fails_is_reported(
+    kill_command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(broker_start, "KILL_TIMEOUT_S", 0.05)
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE) as child:
+        process = identify(child.pid)
+        assert process is not None
+        state = BrokerState(process, "127.0.0.1", 1, "docker", "log", kill_command)
+        broker = LocalBroker(BrokerConfig(data_dir=tmp_path, stop_timeout_s=0.05), state, None)
+        with pytest.raises(BrokerUnavailable, match=f"broker pid {child.pid} does not end"):
+            broker.kill()
+        child.kill()
 
 
 def test_a_keeper_ends_with_the_status_of_its_child(tmp_path: Path) -> None:
