@@ -89,8 +89,8 @@ def _of_role(config: "RunConfig", name: str) -> Iterator[AccessRule]:
     for template in role.transactional_ids:
         yield _named("transactionalId", template, config, ("Write",))
     if name in (GROUP, LABEL, ARCHIVE, PRUNE):
-        # Grouping reads how long brokers keep `rollouts`, for its metric `seconds_to_retention`. `rollstream doctor` also
-        # reads it, as the user under which it runs. Without this right, both assume that records are kept forever.
+        # Grouping reads how long brokers keep `rollouts`, for its metric `seconds_to_retention`. `rollstream doctor`
+        # reads it, too, as the user under which it runs. Without this right, both assume that records are kept forever.
         yield AccessRule("topic", topic_name(run, "rollouts"), ("DescribeConfigs",))
     if name in (ENV, GATEWAY, GROUP, PRUNE):
         # Flow control, drains and pruning check how far consumers have read.
