@@ -1,7 +1,8 @@
 """BatchReader: follows the batches of a run in the order of its index. It needs no JAX, so any trainer can use it.
 
 Delivery: at least once from the given position. The reader commits nothing; its caller saves `position` together with
-the model. It fetches each batch by the offset in the index, waits for a batch that is not there yet, and skips none.
+the model. It fetches each batch by the offset in the index, waits for a batch that is not there yet, and skips no batch
+of a readable index record.
 """
 
 import time

@@ -81,8 +81,8 @@ class StepLog:
     def __init__(self, kafka: KafkaConfig, run: str, learner: str, *, take_over: bool = False) -> None:
         """Become the publisher of a run.
 
-        Raises StateRefused if this learner is retired, or if another learner that is not retired published last and
-        `take_over` is not set. Raises AccessDenied for a missing permission.
+        Raises StateRefused if this learner is retired, or if `take_over` is not set and, of the learners that are not
+        retired, another published last. Raises AccessDenied for a missing permission.
         """
         self._learner = learner
         self._run = run

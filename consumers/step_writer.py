@@ -152,7 +152,8 @@ class StepWriter(Closing):
         A step already on record must consist of the same batches, or StateRefused is raised. With the same digest
         nothing is written; otherwise the new record replaces the old one and its version gets a new number. Raises
         StateRefused if batches lie between the last step and `reads`, Fenced if another process took over, and
-        DeliveryError or BrokerUnavailable if the step cannot be written; then no part of it is on the log.
+        DeliveryError or BrokerUnavailable if the step cannot be written; then no part of it is on the log, except that
+        after BrokerUnavailable all of it may be, if the broker's answer to the commit was lost.
         """
         step = self.step + 1
         uses = self._uses(reads, skipped or {})

@@ -1,7 +1,7 @@
-"""Dtype names and byte layout of arrays, on the wire and on disk: little-endian, in C order. Uses only numpy.
+"""Dtype names and byte layout of arrays, on the wire and on disk: little-endian, in C order.
 
-Extension types (bfloat16, float8) are written by name. Object and structured dtypes are refused, because a reader could
-not verify what they contain.
+Uses only numpy, and ml_dtypes for extension types (bfloat16, float8), which are written by name. Object and structured
+dtypes are refused, because a reader could not verify what they contain.
 """
 
 from collections.abc import Sequence
@@ -55,7 +55,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: str) -> np.dtype[Any]:
-    """Return the dtype with this name. Raises RecordError for a name that `dtype_name` never returns."""
+    """Return the dtype with this name. Raises RecordError for an unsupported name, or if ml_dtypes is needed but not
+    installed."""
     if name.startswith(("<", "|")):
         try:
             dtype = np.dtype(name)

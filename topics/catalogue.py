@@ -78,7 +78,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         writers=("env", "gateway", "group", "label", TOOLS),
         readers=("group", *_FOLLOW_PROGRESS, "label", TOOLS),
         append_time=True,
-        doc="Every rollout produced, and the marks grouping tasks leave for themselves.",
+        doc="Every rollout produced for training, once it has a reward; cancellations of group members; marks.",
     ),
     TopicSpec(
         name="batches",

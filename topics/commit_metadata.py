@@ -17,7 +17,8 @@ class CommitMetadata(NamedTuple):
     snapshot: int
     """Offset of its newest snapshot."""
     oldest: int
-    """Offset of the oldest journal record still within the horizon (grouping.horizon_s)."""
+    """Offset of the oldest journal record that a restore needs: at most `snapshot`, and lower if earlier records name
+    groups that are still remembered (grouping.horizon_s)."""
 
     def encode(self) -> str:
         return json.dumps({"v": 1, **self._asdict()})

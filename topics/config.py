@@ -73,11 +73,13 @@ class KafkaConfig:
     """compression.level of our producers; -1 is librdkafka's default. With zstd, level 2 compresses and decompresses in
     two thirds of the processor time of level 3, librdkafka's default; records are 1 to 4 % larger."""
     transaction_timeout_s: float = 15.0
-    """Longest time that a dead process may hold back readers of its open transaction."""
+    """Age at which brokers abort the open transaction of a dead process, which holds back readers until then; brokers
+    look for such transactions every 10 s by default."""
     group_protocol: str = "classic"
     """Consumer group protocol: classic (default) or consumer (KIP-848)."""
     session_timeout_s: float = 6.0
-    """Group session timeout; with static membership (classic protocol), a restart within it moves no partition."""
+    """Group session timeout under the classic protocol: a restart within it moves no partition (static membership).
+    Under the consumer protocol, the brokers' own timeout applies."""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
     signing_key: str = ""
     """Private key in PEM that signs rollouts, as a reference: env:NAME or file:PATH. Empty: rollouts are not signed,
@@ -102,7 +104,7 @@ class TopicsConfig:
     """The shape of a run's topics."""
 
     partitions: int = 4
-    """Partitions P of rollouts, batches and journal; fixed for the life of a run."""
+    """Partitions P of rollouts, batches, journal and other topics (docs/topics.md); fixed for the life of a run."""
     weights_partitions: int = 1
     """Partitions of weights."""
     replication_factor: int = 1

@@ -15,7 +15,7 @@ class ConfigurationError(RollstreamError):
 
 
 class BrokerUnavailable(RollstreamError):
-    """No broker answers at the address given, or none can be started here."""
+    """No broker answers at the address given, none can be started here, or a request to the brokers fails."""
 
 
 class AccessDenied(BrokerUnavailable):
@@ -47,7 +47,8 @@ class DeliveryError(RollstreamError):
 
 
 class StateRefused(RollstreamError):
-    """Stored state and the log contradict each other; guessing would lose or repeat rollouts."""
+    """Continuing might lose or repeat records, or change results; for example, stored state and the log contradict each
+    other."""
 
 
 class Fenced(RollstreamError):

@@ -18,7 +18,7 @@ MOVED_CONTROL = "moved:control"
 """Name under which the journal counts cancellations that were moved, separately from rollouts."""
 
 READ = "read"
-"""Name under which the journal counts records that were read as rollouts, whatever their fate."""
+"""Name under which the journal counts every record read, whatever its fate, except valid marks and cancellations."""
 
 DropReason = Literal[
     "duplicate_uid",

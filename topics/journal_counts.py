@@ -46,7 +46,7 @@ class JournalCounts:
 
     @property
     def produced(self) -> tuple[FateCount, ...]:
-        """Counts of all records read, except marks and valid cancellations, by environment."""
+        """Counts of all records read, except valid marks and cancellations, by environment."""
         return _in_order(self._produced)
 
 

@@ -96,7 +96,7 @@ _GROUPING = (
             "lag": "Records of `rollouts` between the task's position and the end of the log.",
             "in_flight": "Rollouts read and not yet finished; they are in open groups or wait for a batch.",
             "open_groups": "Groups that are not complete.",
-            "held_bytes": "Bytes of rollouts in flight.",
+            "held_bytes": "Memory that unfinished groups take, as grouping.capacity_bytes counts it.",
             "policy_version": "Newest policy version that the task knows, -1 before the first.",
             "stream_time_s": "Stream time of the task, in seconds since the Unix epoch.",
             "paused": "1 while an operator has paused the partition, else 0.",
@@ -365,7 +365,7 @@ _SERVING = (
         {
             "replicas": "Engines.",
             "serving_replicas": "Engines that sample with a version of the run.",
-            "drained_replicas": "Engines that are drained for an update.",
+            "drained_replicas": "Engines that stay paused because an update failed.",
             "unreachable_replicas": "Engines that do not answer.",
             "policy_version": "Lowest policy version among the serving engines, -1 before the first.",
             "newest_version": "Newest policy version that is ready for engines, -1 before the first.",

@@ -1,5 +1,7 @@
 """Restores an archive into topics: every record at its offset, with its time, key, bytes and headers.
 
+Steps restored into a run of another name are the exception: they name the new run as their input.
+
 Offsets must be the same, because batches name offsets of rollouts, the index names offsets of batches, and steps name
 offsets of the index. Gaps between records are filled with ends of transactions and aborted records, which no reader
 sees.

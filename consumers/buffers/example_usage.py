@@ -1,7 +1,7 @@
 """Example of the group store without Kafka: `python -m rollstream.consumers.buffers.example_usage [DIRECTORY]`.
 
-It adds rollouts of 12 problems to a store, makes batches of them, and reads both back; every number that it prints is
-counted from the files.
+It adds rollouts of 12 problems to a store, makes batches of them, and reads both back. The numbers that it prints come
+from the files, and from the statistics of the store.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The protocol that all buffers and stores share, for code that fills them or draws from them.
+"""The protocol of the replay buffers, for code that fills them or draws from them. Stores of groups have parts of it.
 
 A buffer is a view of the log, with a position. Two buffers that are filled to the same position with records in the
 same order have the same content and draws; the order within one partition is fixed. If the order differs, unbounded

@@ -91,7 +91,8 @@ class GroupingConfig:
     max_batch_age_s: float = 30.0
     """A batch is cut when its oldest group has waited this long in stream time."""
     min_group_size: int = 0
-    """Minimum number of members that a group needs at its deadline; 0 means its declared size."""
+    """Minimum number of complete episodes of a group when it seals, at the latest at its deadline; 0 means its declared
+    size less the cancelled episodes."""
     group_deadline_s: float = 600.0
     """Stream time after which an incomplete group seals or is dropped: the producer's episode limit plus a margin."""
     max_policy_lag: int = 4
@@ -101,8 +102,9 @@ class GroupingConfig:
     future_deadline_s: float = 600.0
     """Stream time that a group waits for the policy clock to reach its version."""
     capacity_bytes: int = 256 * 1024 * 1024
-    """Memory that groups of one partition may take; beyond it, the oldest incomplete group is dropped. Before core
-    version 3, the size of the records of groups counts instead."""
+    """Memory that unfinished groups of one partition may take. Beyond it, the oldest incomplete group is dropped, or,
+    if there is none, the oldest that waits for the policy clock. Before core version 3, the size of the records of
+    groups counts instead."""
     remembered_bytes: int = 64 * 1024 * 1024
     """Memory that finished groups of one partition may take; beyond it, the oldest are forgotten before `horizon_s`."""
     horizon_s: float = 3600.0
@@ -136,10 +138,10 @@ class GroupingConfig:
     """Bounds of single environments: ENVIRONMENT:KEY=VALUE with one of the six keys above, e.g. gsm8k:max_reward=1."""
     token_arrays: tuple[str, ...] = ()
     """Arrays of rollouts' `token_arrays` that batches carry, by name, e.g. weight_version. They count in batch_bytes
-    and in capacity_bytes. The reference log-probabilities are always carried."""
+    and in capacity_bytes. The reference log-probabilities need no entry here."""
     mark_keys: tuple[str, ...] = ()
     """Public keys of the processes that may write marks, such as grouping processes; other marks are dropped as
-    invalid. If empty, whoever may write to `rollouts` may write marks."""
+    invalid, unless they only move stream time. If empty, whoever may write to `rollouts` may write marks."""
     environment_keys: tuple[str, ...] = ()
     """Public keys of the processes that may write rollouts of an environment, as ENVIRONMENT:KEY; other rollouts and
     cancellations are dropped as invalid. Rollouts of an environment without a key need no signature."""

@@ -84,8 +84,9 @@ class GroupingTestDriver:
         """Append a record, read it, and return its offset.
 
         Rollouts, cancellations and marks are encoded with their key; bytes or None are appended as a value without a
-        key; an `InputRecord` is appended at its own offset and time. `at_ms` sets the driver's time, which
-        may also go back (stream time never does). Raises ValueError for an InputRecord below the end of the log.
+        key; an `InputRecord` is appended at its own offset and time, and `at_ms` is ignored. Otherwise, `at_ms` sets
+        the driver's time, which may also go back (stream time never does). Raises ValueError for an InputRecord below
+        the end of the log.
         """
         if not isinstance(record, InputRecord):
             if at_ms is not None:
@@ -107,7 +108,7 @@ class GroupingTestDriver:
         self.pipe(Mark(kind="policy_version", policy_version=version))
 
     def drain(self) -> None:
-        """Cut batches of every sealed group, whatever their size."""
+        """Cut batches of all rollouts that the batch maker holds, however few, with a drain mark."""
         self.pipe(Mark(kind="drain"))
 
     def skip(self, offset: int, reason: str) -> None:

@@ -2,7 +2,8 @@
 
 Delivery guarantee: exactly once. Labeled records, cancellations of members without a reward, dead letters and the
 resulting positions are committed in one transaction. Labeled records keep the partitions and the order of their
-sources. To scale out, start more processes; a restart under the same ordinal moves no partition.
+sources. To scale out, start more processes. Under the classic group protocol, a restart under the same ordinal within
+kafka.session_timeout_s moves no partition.
 """
 
 import asyncio
@@ -130,7 +131,8 @@ class LabelingProcess:
         """Event loop of an asynchronous labeler, which keeps its connections from one poll to the next."""
 
     def run(self, stop: threading.Event) -> LabelingCounts:
-        """Run until `stop` is set, then leave the group. Every poll ends with a commit, so no work is pending then."""
+        """Run until `stop` is set, then close the consumer. Every poll ends with a commit, so no work is pending
+        then."""
         try:
             self._publisher.start()
             self._member.join(self._on_assign, self._on_revoke, self._on_revoke)

@@ -1,7 +1,7 @@
 """Settings of the learner; imports no JAX. The defaults train the model of the demo.
 
-They are RLOO advantages divided by the standard deviation of the group, PPO clipping with separate bounds, a warm start
-that teaches the answer format, and AdamW with a cosine schedule.
+They are PPO clipping with separate bounds, a warm start that teaches the answer format, and AdamW with a cosine
+schedule. Grouping computes the advantages (grouping.estimator).
 """
 
 import math
@@ -65,7 +65,8 @@ class RolloutBufferConfig:
     max_samples: int = 1
     """Number of steps that train on a rollout before it is retired; negative: no limit."""
     max_rollout_step_delay: int = 4
-    """Highest age, in steps, of the lowest policy version of a rollout; negative: no limit."""
+    """Highest age of a rollout in steps, counted from its weight step or, if it has none, from the step of its lowest
+    policy version; negative: no limit."""
     max_rollout_timestamp_delay: float = 3600.0
     """Seconds of stream time after which a rollout is too old; negative: no limit."""
     balanced: bool = False

@@ -1,9 +1,9 @@
 """The learner: trains on batches in index order and publishes policy versions.
 
 A step and its version are recorded while the next step trains. On a single device, the parameters are also copied
-during that time, and the next update waits for the copies. After any crash, a restarted learner ends with the same bits
-as an uninterrupted one, because the checkpoint holds the position and steps executed again must have the digests on
-record.
+during that time, and the next update waits for the copies. After any crash, a restarted learner executes the steps
+after its checkpoint again, from the position that the checkpoint holds. They must have the digests on record, so that
+it ends with the same bits as an uninterrupted learner, or agree with the record within learner.replay_tolerance.
 """
 
 import logging

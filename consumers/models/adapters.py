@@ -1,7 +1,7 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685): their names, merging them into the projections, and PEFT's files; no JAX.
 
 A projection W [out, in] is computed as W + alpha / rank B A, with A [rank, in] and B [out, rank]. A full
-version holds the adapters and the parameters that they adapt; between full versions, only the adapters are sent.
+version holds all parameters and the adapters; between full versions, only changes are sent, so only the adapters.
 """
 
 from collections.abc import Mapping
@@ -57,7 +57,8 @@ def save_merged(
 ) -> None:
     """Write a checkpoint with the adapters merged, and with the tokenizer and further files of another checkpoint.
 
-    `companions` is the directory of the other checkpoint; empty: no further files. Raises as `huggingface.save` does.
+    `companions` is the directory of the other checkpoint, of which huggingface.COMPANIONS are copied; empty: no further
+    files. Raises as `huggingface.save` does.
     """
     huggingface.save(directory, config, merged(config, params), dtype=dtype)
     if companions:

@@ -39,7 +39,7 @@ class LoraConfig:
     alpha: float = 16.0
     """The product of the two adapters of a projection is multiplied by alpha / rank."""
     targets: tuple[str, ...] = PROJECTIONS
-    """Projections that have adapters, in every block."""
+    """Projections that have adapters, in every block; experts have none."""
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.targets if name not in PROJECTIONS]

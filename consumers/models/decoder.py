@@ -44,8 +44,9 @@ def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
     """Random float32 parameters.
 
     Projections are normal with variance 1/fan-in, and those that write to the residual stream are divided by the root
-    of their number (GPT-2); embeddings have standard deviation 0.02; norms are one and biases zero. Adapters begin as
-    in PEFT: A is uniform within the inverse root of its fan-in and B is zero, so that they change nothing.
+    of their number (GPT-2); the embedding and the head have standard deviation 0.02; norms are one and biases zero.
+    Adapters begin as in PEFT: A is uniform within the inverse root of its fan-in and B is zero, so that they change
+    nothing.
     """
     residual_scale = (2 * config.num_hidden_layers) ** -0.5
     params = {}

@@ -265,7 +265,7 @@ def save_like(
 
 
 def copy_companions(source: Path | str, directory: Path | str) -> None:
-    """Copy the files of a checkpoint that are neither config.json nor parameters: tokenizer, generation settings."""
+    """Copy the files of a checkpoint that are named in COMPANIONS: tokenizer, generation settings."""
     for name in COMPANIONS:
         if (Path(source) / name).exists():
             shutil.copyfile(Path(source) / name, Path(directory) / name)

@@ -1,7 +1,7 @@
 """Decoding in slots: each row has a slot of the cache of keys and values, and joins or leaves while other rows decode.
 
 Shapes are fixed, so nothing compiles again in steady state. A row's tokens depend on its prompt, its seed, its
-parameters and the weights, not on the other rows.
+parameters and the weights, and on the other rows only by rounding.
 """
 
 import heapq
@@ -81,10 +81,11 @@ def cache_bytes(config: DecoderConfig, slots: int, max_model_len: int, dtype: st
 class SlotDecoder:
     """Decodes up to `slots` rows side by side. Not thread-safe.
 
-    Rows with the same prompt share one prefill. Each group of `tensor_parallel` devices holds the parameters, split
-    among its devices, and an equal share of the slots. A fixed seed gives the same tokens whatever the other rows are:
-    random bits come from threefry with the row's seed and the position in the answer. With other shapes or another
-    split over devices, the arithmetic may round the last bit differently.
+    Rows that start together with the same prompt share one prefill in each group of devices. Each group of
+    `tensor_parallel` devices holds the parameters, split among its devices, and an equal share of the slots. Random
+    bits come from threefry with the row's seed and the position in the answer, whatever the other rows are. With other
+    shapes, which follow the slots and the positions in use, or another split over devices, the arithmetic may round the
+    last bit differently.
     """
 
     def __init__(

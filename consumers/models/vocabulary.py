@@ -96,8 +96,8 @@ chunked.defvjp(_forward, _backward)
 
 
 def chunks_of(entries: int, chunk: int) -> int:
-    """Number of chunks of at most `chunk` vocabulary entries, chosen without padding if some size divides the
-    vocabulary."""
+    """Number of chunks of at most `chunk` vocabulary entries: the least number that divides the vocabulary, if it is
+    below twice the least possible number; otherwise the latter, with padding."""
     least = -(-entries // chunk)
     return next((count for count in range(least, 2 * least) if entries % count == 0), least)
 

@@ -31,15 +31,18 @@ class ServingConfig:
     dtype: Literal["", "float32", "bfloat16", "float16"] = ""
     """Dtype of the parameters in the checkpoints; empty: as published."""
     keep_versions: int = 2
-    """Number of newest checkpoints that are kept, in addition to the one that failed updates fall back to."""
+    """Number of newest checkpoints that are kept, in addition to those in use and the newest that each engine has
+    loaded."""
     request_timeout_s: float = 60.0
     """Longest wait for an engine to pause, to resume or to name its version."""
     load_timeout_s: float = 600.0
     """Longest wait for an engine to load a checkpoint."""
     attempts: int = 3
-    """Number of attempts to load a version into an engine; after them the engine waits for the next version."""
+    """Number of attempts to load a version into an engine that samples with another version; after them the engine
+    waits for the next version. For other engines the attempts have no limit."""
     retry_s: float = 5.0
-    """Pause before another attempt, and the interval at which engines are asked for their version."""
+    """Pause before another attempt, doubled up to four times while the engine stays drained, and the interval at which
+    engines are asked for their version."""
     metrics_interval_s: float = 5.0
     """Time between two records of this role on the metrics topic; 0 writes none."""
 

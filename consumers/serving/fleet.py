@@ -50,7 +50,7 @@ class EngineFleet:
     ) -> None:
         """Checkpoints are written to `directory`; `tokenizer` is a checkpoint whose tokenizer is copied into them.
 
-        Raises ConfigurationError if no engine is named.
+        Raises ConfigurationError if no engine is named, or serving.engine names no kind of engine.
         """
         if not config.urls:
             raise ConfigurationError("no engine is named; give --url http://HOST:PORT, or set serving.urls")
@@ -88,7 +88,8 @@ class EngineFleet:
 
         `on_ready` is called once the first engine samples with a version of the run, and `on_wait` about every ten
         seconds until then. Raises TopicError or BrokerUnavailable, StoreError if another process writes to the
-        directory, and ConfigurationError or CheckpointRefused if the first version cannot be written as a checkpoint.
+        directory, ConfigurationError if the API key cannot be resolved, and StoreError, ConfigurationError or
+        CheckpointRefused if the first version cannot be written as a checkpoint.
         """
         await asyncio.to_thread(check_topics, self._kafka, self._run)
         async with AsyncExitStack() as stack:

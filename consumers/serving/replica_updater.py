@@ -29,13 +29,13 @@ class ReplicaState(StrEnum):
     """State of an engine, as its updater knows it."""
 
     UNKNOWN = "unknown"
-    """The engine has not been updated yet."""
+    """The engine has not been updated yet, or no longer reports the version that it was given."""
     SERVING = "serving"
     """The engine samples with a version of the run."""
     DRAINED = "drained"
-    """The engine is paused, because its weights may be torn."""
+    """The engine is paused, because its weights may be torn, or it did not resume."""
     UNREACHABLE = "unreachable"
-    """The engine does not answer."""
+    """The engine does not answer, or answers with an error."""
 
 
 class ReplicaUpdater:
@@ -47,7 +47,8 @@ class ReplicaUpdater:
         self.version = UNKNOWN
         """Policy version that the engine samples with; -1 if unknown."""
         self.swaps = self.failures = 0
-        """Numbers of updates that succeeded, and of attempts that failed."""
+        """Numbers of updates after which the engine resumed, also with an earlier version, and of attempts that
+        failed."""
         self.paused_s = 0.0
         """Time in seconds for which updates have paused the engine."""
         self._engine = engine

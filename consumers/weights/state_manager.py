@@ -107,7 +107,8 @@ class StateManager(Closing):
         """See PolicyStates; returns once the version is committed. The first call fences the earlier publisher.
 
         Raises Fenced if another process took over, StateRefused if a learner of another name publishes, and
-        DeliveryError or BrokerUnavailable if the version cannot be published; the version then does not exist.
+        DeliveryError or BrokerUnavailable if the version cannot be published; the version then does not exist, except
+        perhaps after BrokerUnavailable, if the broker's answer to the commit was lost.
         """
         arrays = {path: np.array(leaf) for path, leaf in flatten(params).items()}
         log, publisher = self._writers()

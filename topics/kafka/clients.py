@@ -25,8 +25,8 @@ _MIB = 1024 * 1024
 _CONNECT_S = 0.25
 """Longest wait for a producer's connection; after it, the connection is made in the background."""
 FIRST_TOPIC = "__transaction_state"
-"""Topic whose metadata a producer requests in order to connect: every cluster has it, and it is small. If the request
-creates it, it gets the brokers' own settings."""
+"""Topic whose metadata a producer requests in order to connect: every cluster with transactions has it, and it is
+small. If the request creates it, it gets the brokers' own settings."""
 READERS = "rollstream-reader"
 """Group id of clients that read outside a group; librdkafka requires one, and nothing is committed under it."""
 C = TypeVar("C")

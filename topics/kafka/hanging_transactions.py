@@ -150,8 +150,8 @@ def _told(look: Callable[[], list[OpenTransaction]]) -> str:
         )
     if transactions:
         return (
-            f"a transaction is open: {'; '.join(map(str, transactions))}. It ends with its process, or after its "
-            f"timeout ({max(each.timeout_s for each in transactions):g} s) at the latest"
+            f"a transaction is open: {'; '.join(map(str, transactions))}. Its process ends it; if the process is gone, "
+            f"the broker aborts it after its timeout ({max(each.timeout_s for each in transactions):g} s)"
         )
     return "no transaction is open there now"
 

@@ -28,8 +28,9 @@ _REGISTRY_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class TopicPlan:
-    """Changes that one topic needs: creation, settings {key: (now, wanted)}, and the subjects whose schemas the schema
-    registry lacks; all are empty if the topic is up to date."""
+    """Changes that one topic needs: creation, `changes` of settings {key: (now, wanted)}, and the subjects whose
+    schemas the schema registry lacks. These are false or empty if the topic is up to date; `settings` are all that the
+    topic shall have."""
 
     topic: str
     partitions: int
@@ -102,8 +103,8 @@ def apply(
     """Create topics, correct their settings, and register their schemas if there is a registry; return the plan carried
     out. Safe to run repeatedly or concurrently. Raises as `plan` does.
 
-    `settings` are Kafka topic settings that override the catalogue for every topic; a later call without them restores
-    the values of the catalogue.
+    `settings` are Kafka topic settings that override the catalogue for every topic. A later call without them restores
+    the values of the catalogue, and leaves settings that a topic does not have in the catalogue.
     """
     # First, so that an incompatible schema is refused before anything is created.
     plans = _with_subjects(kafka, run, _plan_topics(kafka, config, run, settings), register=True)

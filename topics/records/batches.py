@@ -42,7 +42,8 @@ class BatchTokenArray:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingBatch:
-    """Whole groups of rollouts; R rows, N tokens. The schema gives the shape of each array."""
+    """Rollouts of sealed groups, as a batch maker put them together; R rows, N tokens. The default maker delivers whole
+    groups. The schema gives the shape of each array."""
 
     batch_id: str
     partition: int

@@ -109,7 +109,8 @@ class Rollout:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupCancelled:
-    """Members of a group that will never arrive because of an infrastructure fault."""
+    """Members of a group that it shall not wait for, because of an infrastructure fault or because a labeler left them
+    out. Members with these uids that have arrived are dropped."""
 
     environment: str
     example_id: str

@@ -16,8 +16,9 @@ class GroupStoreConfig:
     compression: str = "zstd"
     """Compression of Parquet files: zstd, snappy, gzip, brotli, lz4 or none."""
     capacity_groups: int = 50_000
-    """Maximum number of open groups of an environment, and of sealed groups in its batch maker. Beyond it the oldest
-    group leaves memory; files stay."""
+    """Maximum number of open groups of an environment, and of sealed groups in its batch maker. Beyond it, the oldest
+    open group seals, or is dropped if it is below the minimum size; the oldest sealed group leaves the batch maker, and
+    its file stays."""
     target_group_size: int | None = None
     """Number of rollouts at which a group seals. 0 uses the size that its rollouts declare, and keeps the producer's
     groups apart. None means 0 for rollouts from the log, and 8 for rollouts added by hand."""

@@ -1,7 +1,7 @@
 """The store of one environment's groups and batches: it collects rollouts into groups, writes sealed groups to
 disk, forwards them to a batch maker, and writes the batches of the maker.
 
-A group that `add_rollout`, `poll` or `flush` seals is on disk when the call returns. Thread-safe.
+A group that `add_rollout`, `cancel`, `poll` or `close` seals is on disk when the call returns. Thread-safe.
 """
 
 import contextlib
@@ -114,8 +114,9 @@ class GroupReplayBuffer(Closing):
         `resume` is for callers that keep the position in a log: the store returns to the saved state, and groups that
         sealed later and seal again are not written twice.
 
-        Raises StoreError if files are damaged or another process writes to the folder, and ConfigurationError if a
-        read-only store is given a batch maker.
+        Raises StoreError if the saved state or the file of open groups is damaged, or if another process writes to the
+        folder, and ConfigurationError if a read-only store is given a batch maker. Damaged files of sealed groups and
+        of batches are logged and counted in `stats`; the store opens without them.
         """
         if read_only and batch_maker is not None:
             raise ConfigurationError("a read-only store makes no batches; leave the batch maker out")
@@ -371,8 +372,9 @@ class GroupReplayBuffer(Closing):
             return len(self._index)
 
     def stats(self) -> dict[str, int]:
-        """Return the numbers of groups and batches, and, since the store was opened, the number of rollouts added and
-        the numbers of rollouts refused or dropped, by reason."""
+        """Return the numbers of groups, of batches and of rollouts that the batch maker holds; and, since the store was
+        opened, the numbers of rollouts added, and refused or dropped by reason, of groups sealed and of files found
+        damaged."""
         with self._lock:
             forwarding = {} if self._forwarding is None else self._forwarding.stats()
             return {

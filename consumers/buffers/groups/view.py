@@ -75,7 +75,8 @@ class GroupStore(Closing):
     ) -> None:
         """`maker_of` creates the batch maker of an environment.
 
-        Raises StoreError if files are damaged, another process writes below the root, or a read-only store is empty.
+        Raises StoreError if the saved state or a file of open groups is damaged, another process writes below the root,
+        or a read-only store is empty.
         """
         self.root = Path(root)
         self.config = config or GroupStoreConfig()

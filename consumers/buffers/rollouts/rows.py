@@ -14,8 +14,8 @@ _INT32, _BOOL, _FLOAT32 = np.dtype("<i4"), np.dtype("|b1"), np.dtype("<f4")
 
 
 def unsound(rollout: Rollout) -> str:
-    """Return why a rollout cannot be added, or "" if it can: it may have no tokens, an array of the wrong length or
-    dtype, or a reward that is not finite. Rollouts may have different lengths."""
+    """Return why a rollout cannot be added, or "" if it can. Reasons are a rollout without tokens, an array of the
+    wrong length or dtype, and a reward that is not finite. Rollouts may have different lengths."""
     length = len(rollout.tokens)
     for name, array, dtype in (
         ("tokens", rollout.tokens, _INT32),

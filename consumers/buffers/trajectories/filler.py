@@ -61,7 +61,7 @@ class FillCounts(NamedTuple):
     """Numbers of records since the filler was created."""
 
     added: int = 0
-    """Records added by every buffer that did not have them yet."""
+    """Records that could be read and that no buffer refused."""
     refused: int = 0
     """Records that were unreadable, or that a buffer refused."""
 

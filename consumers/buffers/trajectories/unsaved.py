@@ -1,6 +1,6 @@
 """Trajectories in memory, for a buffer without auto_save: the parts that the cache does not have.
 
-TrajectoryMemory takes the place of a TrajectoryStore, and has the same methods.
+TrajectoryMemory takes the place of a TrajectoryStore, and has the methods that a buffer calls.
 """
 
 from collections import deque

@@ -90,7 +90,7 @@ class BatchDelivery:
             self._maker.discard(undecided)
 
     def cut(self, why: Literal["size", "age", "drain"], now_ms: int) -> CutBatch | None:
-        """Return the next batch: a full batch for "size", otherwise one of all held rollouts; None if none is due."""
+        """Return the next batch, full if it is cut for "size", else full or smaller; None if none is due."""
         if why == "size" and self._untouched:
             return None
         size = self._config.batch_rollouts if why == "size" else self._maker.held

@@ -16,7 +16,7 @@ EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class Outcomes:
-    """Rewards and lengths of the N episodes of a sealed group, in the order in which they began."""
+    """Rewards and lengths of the N episodes of a sealed group, in the order in which their first rollouts arrived."""
 
     rewards: tuple[float, ...]
     """Reward of each episode, [N]: the mean over its branches."""
@@ -32,7 +32,8 @@ class Estimator:
     over_batch: Callable[[Sequence[float], Sequence[float]], list[float]] | None = None
     """New advantages of a batch's rows, from their advantages and weights."""
     keeps_equal_rewards: bool = False
-    """Whether a group of equal rewards still teaches something; otherwise it is dropped as `zero_variance`."""
+    """Whether a group of equal rewards still teaches something; otherwise it is dropped as `zero_variance`, unless
+    grouping.keep_zero_variance is set."""
 
 
 def mean(values: Sequence[float]) -> float:

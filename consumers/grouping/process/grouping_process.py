@@ -1,8 +1,8 @@
 """A process of the grouping consumer group, with a task for each partition that it owns.
 
 Delivery guarantee: exactly once. A task's batches, dead letters, journal and offset are committed in one transaction; a
-crash anywhere loses nothing and repeats nothing. The group scales with the number of processes. A restart under the
-same ordinal moves no partition (static membership).
+crash anywhere loses nothing and repeats nothing. The group scales with the number of processes. Under the classic
+protocol, a restart under the same ordinal within kafka.session_timeout_s moves no partition (static membership).
 """
 
 import logging
@@ -51,7 +51,8 @@ def run_grouping(
     """Group rollouts until `stop` is set; `on_ready` is called once the tasks of the first assignment are restored.
 
     Raises Fenced if another process runs under the same ordinal, StateRefused if stored state and log disagree,
-    TopicError if a topic is missing, and ConfigurationError for an estimator or maker that does not exist.
+    TopicError if a topic is missing, BrokerUnavailable if no broker answers, and ConfigurationError for an estimator or
+    maker that does not exist.
     """
     check_names(grouping, load_plug_ins(grouper))
     check_batch_bytes(grouping, kafka.max_record_bytes)
@@ -100,7 +101,7 @@ class GroupingProcess:
         self._on_ready: Callable[[], None] | None = on_ready
 
     def run(self, stop: threading.Event) -> None:
-        """Run until `stop` is set, then commit and leave."""
+        """Run until `stop` is set, then commit and close the consumer."""
         self._publisher.start()
         self._join()
         try:

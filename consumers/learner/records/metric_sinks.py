@@ -81,8 +81,8 @@ class MetricSinks:
 def open_sinks(config: SinksConfig, kafka: KafkaConfig, run: str, learner: str, last_recorded_step: int) -> MetricSinks:
     """Open the sinks of a learner whose newest step on record is `last_recorded_step`, -1 if there is none.
 
-    Files with later steps belong to an earlier run of the same name, so they are renamed. Raises ConfigurationError,
-    naming the extra, if a package is missing.
+    Files with later steps belong to an earlier run of the same name: they are renamed, or, with TensorBoard, their
+    events are purged. Raises ConfigurationError, naming the extra, if a package is missing.
     """
     tensorboard = sink_package("tensorboardX", "learner.sinks.tensorboard") if config.tensorboard else None
     wandb = sink_package("wandb", "learner.sinks.wandb") if config.wandb else None

@@ -117,9 +117,10 @@ class LossConfig:
     length_norm: float | None = None
     """Constant of sequence_mean_token_sum_norm, for example the token limit of a completion."""
     clip_low: float | None = None
-    """For negative advantages, ratios below 1 - clip_low have no further effect (PPO, arXiv:1707.06347)."""
+    """For negative advantages (cispo: for all), ratios below 1 - clip_low have no further effect (PPO,
+    arXiv:1707.06347)."""
     clip_high: float | None = None
-    """For positive advantages, ratios above 1 + clip_high have no further effect (clip-higher of DAPO,
+    """For positive advantages (cispo: for all), ratios above 1 + clip_high have no further effect (clip-higher of DAPO,
     arXiv:2503.14476)."""
     ratio_cap: float | None = None
     """For negative advantages, ratios above this have no further effect (dual clip, arXiv:1912.09729)."""

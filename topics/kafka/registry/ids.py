@@ -1,4 +1,5 @@
-"""Ids of our schemas in a registry, for writers. Only the first record that needs an id waits for the registry.
+"""Ids of our schemas in a registry, for writers. At most the first record of a schema in a topic waits for the
+registry.
 
 A writer that has no id yet writes the record without one, which every reader of rollstream accepts; the id is requested
 again in the background. An unavailable registry therefore neither stops a process nor loses a record.
