@@ -81,7 +81,11 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
             continue
         number = 0
         try:
-            block_bytes = unpack(data[first : end - _SYNC_BYTES])
+            packed = data[first : end - _SYNC_BYTES]
+            # A block that cannot be unpacked may claim any number.
+            count, claimed = min(count, len(packed)), count
+            block_bytes = unpack(packed)
+            count = claimed
             if count > len(block_bytes):
                 count, claimed = 1, count
                 raise ValueError(f"a block of {len(block_bytes)} bytes cannot hold {claimed} records")

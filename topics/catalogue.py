@@ -254,6 +254,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}
+PRUNED = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories", "calls")
+"""Topics from which `rollstream prune` deletes records, in that order: a run is consistent after each."""
 
 
 def spec_of(name: str) -> TopicSpec:

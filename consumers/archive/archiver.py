@@ -14,7 +14,7 @@ from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter, TopicPartitionKey
 from rollstream.consumers.files.stores import Store
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
-from rollstream.topics.catalogue import topic_name
+from rollstream.topics.catalogue import PRUNED, topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
@@ -43,8 +43,6 @@ TOPICS = (
     "rollouts",
 )
 """All topics except `weights`, whose records are large and soon deleted; `rollstream export` keeps models."""
-PRUNED = ("rollouts", "journal", "batches", "batch-index")
-"""Topics whose archived positions are committed, so that prune keeps records that are not archived yet."""
 FLUSH_BYTES = 64 * 1024 * 1024
 _TIMEOUT_S = 60.0
 
@@ -168,7 +166,7 @@ class Archiver(Closing):
         return ArchiveProgress(records, self.writer.manifest)
 
     def _commit_positions(self) -> None:
-        """Commit the archived positions to the broker, and log the generation of the manifest."""
+        """Commit the archived positions to the broker, so that prune keeps records that are not archived yet."""
         manifest = self.writer.manifest
         for source in self._sources:
             if source.topic in PRUNED:

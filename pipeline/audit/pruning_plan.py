@@ -9,8 +9,8 @@ their readers.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-TOPICS = ("rollouts", "journal", "batch-index", "batches", "unlabelled", "trajectories", "calls")
-"""Topics in the order in which they are pruned: a run is consistent after each, so pruning may stop after any."""
+from rollstream.topics.catalogue import PRUNED
+
 CALLS = "calls"
 """Topic that runs of earlier releases lack."""
 CONTROL_TOPICS = ("unlabelled", "trajectories")
@@ -94,7 +94,7 @@ class Positions:
     learners: Mapping[str, int]
     """Offset of the index from which each learner may have to read again, by the learner's name in reports."""
     begins: Mapping[TopicAndPartition, int]
-    """First offset of each partition of each of `TOPICS`."""
+    """First offset of each partition of each topic of `PRUNED`."""
     groups: Mapping[str, Mapping[TopicAndPartition, int]] = field(default_factory=dict)
     """Offsets that consumer groups other than grouping's committed, by group."""
     labeling_group: str = ""
@@ -132,7 +132,7 @@ class Deletion:
 def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = None) -> list[Deletion]:
     """Plan deletions after which the newest `keep_batches` batches, and all from `keep_from_ms` on, can be verified.
 
-    Returns one deletion for each partition of each topic, in the order of `TOPICS`, empty ones included.
+    Returns one deletion for each partition of each topic, in the order of `PRUNED`, empty ones included.
     """
     window = _window_begin(positions.batches, keep_batches, keep_from_ms)
     rollouts, journal, wanted = {}, {}, [(window, WINDOW)]
@@ -167,7 +167,7 @@ def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = 
     return [
         Deletion(topic=topic, partition=p, begin=begin, to=max(begin, stops[topic, p][0]), why=stops[topic, p][1])
         for (topic, p), begin in sorted(
-            positions.begins.items(), key=lambda item: (TOPICS.index(item[0][0]), item[0][1])
+            positions.begins.items(), key=lambda item: (PRUNED.index(item[0][0]), item[0][1])
         )
     ]
 

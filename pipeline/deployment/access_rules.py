@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from rollstream.pipeline.audit.pruning_plan import TOPICS as PRUNED
 from rollstream.pipeline.deployment.description import (
     ARCHIVE,
     ENV,
@@ -25,7 +24,7 @@ from rollstream.pipeline.deployment.description import (
     expanded,
     role_of,
 )
-from rollstream.topics.catalogue import CATALOGUE, TOOLS, topic_name
+from rollstream.topics.catalogue import CATALOGUE, PRUNED, TOOLS, topic_name
 from rollstream.topics.kafka.clients import FIRST_TOPIC, READERS
 
 if TYPE_CHECKING:

@@ -30,7 +30,6 @@ from rollstream.pipeline.audit.pruning_plan import (
     NO_LABELER,
     RECOVERY,
     SESSIONS,
-    TOPICS,
     WINDOW,
     CommittedTask,
     Deletion,
@@ -48,7 +47,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_of
 from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.tools.plain_values import compact, time_text
-from rollstream.topics.catalogue import topic_name
+from rollstream.topics.catalogue import PRUNED, topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
@@ -225,8 +224,8 @@ def plan_text(
 
 
 def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:
-    """Carry out a plan, topic by topic in the order of TOPICS. Raises BrokerUnavailable if a broker fails."""
-    for topic in TOPICS:
+    """Carry out a plan, topic by topic in the order of PRUNED. Raises BrokerUnavailable if a broker fails."""
+    for topic in PRUNED:
         name = topic_name(run, topic)
         below = {(name, d.partition): d.to for d in deletions if d.topic == topic and d.offsets > 0}
         try:
@@ -249,7 +248,7 @@ def read_positions(
     """
     clients.check_broker(kafka)
     labeling_group = labeling_group or LabelingConfig().group_id(run)
-    there = [topic for topic in TOPICS if topic != CALLS or topic_name(run, CALLS) in topic_names(kafka)]
+    there = [topic for topic in PRUNED if topic != CALLS or topic_name(run, CALLS) in topic_names(kafka)]
     bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in there}
     for topic in (*CONTROL_TOPICS, CALLS):
         if not any(end for _low, end in bounds.get(topic, {}).values()):
@@ -407,5 +406,5 @@ def _other_groups(kafka: KafkaConfig, run: str, group: str) -> dict[str, dict[To
 
 def _offsets_of(kafka: KafkaConfig, run: str, group: str) -> dict[TopicAndPartition, int]:
     """Return the offsets that a consumer group committed for topics that are pruned."""
-    topics = {topic_name(run, topic): topic for topic in TOPICS}
+    topics = {topic_name(run, topic): topic for topic in PRUNED}
     return {(topics[at.topic], at.partition): at.offset for at in group_positions(kafka, group) if at.topic in topics}

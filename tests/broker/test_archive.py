@@ -20,7 +20,7 @@ from rollstream.consumers.grouping.process.bootstrap import recover
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.tools.prune import read_positions
-from rollstream.topics.catalogue import topic_name
+from rollstream.topics.catalogue import PRUNED, topic_name
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients, sender, topic_admin
@@ -284,7 +284,9 @@ def test_what_lies_between_records_lies_there_again(real_run: RealRun) -> None:
     # The janitor knows what is archived, and keeps the rest.
     known = read_positions(real_run.kafka, real_run.name, real_run.grouper.group_id(real_run.name), None).groups
     _low, end = topic_admin.bounds(real_run.kafka, rollouts)[0]
-    assert known[f"{real_run.name}.archive"]["rollouts", 0] == end - 1
+    archived = known[f"{real_run.name}.archive"]
+    assert archived["rollouts", 0] == end - 1
+    assert {topic for topic, _partition in archived} == set(PRUNED)
     with Archiver(real_run.kafka, real_run.name, store) as archiver:
         second = archiver.once()
     assert second.records == 1

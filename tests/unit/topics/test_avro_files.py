@@ -79,6 +79,16 @@ def test_no_bytes_anywhere_end_in_anything_but_records_and_damage(at: int, junk:
             assert isinstance(item, ContainerRecord | ContainerDamage)
 
 
+def test_a_block_that_cannot_be_unpacked_loses_no_more_records_than_it_has_bytes() -> None:
+    whole = container(2, "deflate")
+    header = whole[: whole.index(b"0123456789abcdef") + 16]
+    out = io.BytesIO()
+    fastavro.schemaless_writer(out, "long", 2**62)
+    fastavro.schemaless_writer(out, "bytes", b"not deflated")
+    [lost] = damage(header + out.getvalue() + b"0123456789abcdef")
+    assert 1 <= lost.records <= len(b"not deflated")
+
+
 @pytest.mark.parametrize("data", [b"", b"Obj\x01", pickle.dumps([1]), b"\x00" * 100])
 def test_bytes_that_are_no_container_are_damage_and_are_never_executed(data: bytes) -> None:
     [only] = read_container(data)

@@ -19,7 +19,6 @@ from rollstream.pipeline.audit.pruning_plan import (
     NO_LABELER,
     RECOVERY,
     SESSIONS,
-    TOPICS,
     WINDOW,
     CommittedTask,
     Deletion,
@@ -32,6 +31,7 @@ from rollstream.pipeline.audit.pruning_plan import (
 from rollstream.pipeline.audit.refold import beginnings
 from rollstream.pipeline.cli import main
 from rollstream.pipeline.tools.prune import plan_text, rows_of
+from rollstream.topics.catalogue import PRUNED
 from rollstream.topics.records import JournalRecord, SessionEvent
 
 Plan = dict[tuple[str, int], Deletion]
@@ -59,7 +59,7 @@ def one_partition(batches: int = 10, **changes: object) -> Positions:
             for n in range(batches)
         ),
         learners={"learner main": 100},
-        begins={(topic, 0): 0 for topic in TOPICS[:4]},
+        begins={(topic, 0): 0 for topic in PRUNED[:4]},
     )
     return replace(positions, **changes)  # type: ignore[arg-type]
 
@@ -157,7 +157,7 @@ def all_positions(draw: st.DrawFn) -> Positions:
         tasks[partition] = CommittedTask(
             watermark=watermark, journal_from=draw(st.integers(0, newest.offset)), snapshots=kept
         )
-    places = [("batch-index", 0), *((t, p) for t in TOPICS if t != "batch-index" for p in range(partitions))]
+    places = [("batch-index", 0), *((t, p) for t in PRUNED if t != "batch-index" for p in range(partitions))]
     at = st.integers(0, 60)
     return Positions(
         tasks=tasks,
