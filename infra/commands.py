@@ -40,8 +40,8 @@ def register(broker: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any
         "--nodes",
         type=int,
         metavar="N",
-        help="number of nodes of a cluster, with three replicas of every topic; they use the ports from --port upwards "
-        "(default: the number that the data has, else 1)",
+        help="number of nodes of a cluster, which keep up to three replicas of every topic and use the ports from "
+        "--port upwards (default: the number that the data has, else 1)",
     )
     start.add_argument(
         "--provider", choices=PROVIDERS, default="auto", help="program that runs the broker (default: %(default)s)"

@@ -2,7 +2,7 @@
 
 Each command is a module that adds its flags and holds its handler, imported when the command is chosen, so that --help
 answers at once. Exit codes: 0 success, 1 a negative result (or a failed run), 2 an error with a remedy in its message,
-3 fenced, 130 interrupted.
+3 fenced, 4 a ledger that cannot be decided yet, 130 interrupted, 143 ended by SIGTERM before the work was done.
 """
 
 import argparse

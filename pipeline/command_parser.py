@@ -192,7 +192,7 @@ def config_of(args: argparse.Namespace) -> "RunConfig":
 
 
 def wait_seconds(text: str) -> float:
-    """The value of a flag that sets a polling interval, in seconds."""
+    """The value of a flag that sets an interval or a wait, in seconds."""
     value = float(text)
     if not 0 < value < 1e6:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")

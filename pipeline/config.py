@@ -73,8 +73,10 @@ class SupervisorConfig:
     stop_timeout_s: float = 20.0
     """How long a role may take from SIGTERM until it exits; then it is killed."""
     restarts: int = 3
-    """How often one role may exit unexpectedly within restart_window_s and be started again. After one more exit, the
-    run fails; if another process can do the role's work, the role is started again every minute instead."""
+    """How often a process that was ready once may exit unexpectedly within restart_window_s and be started again. After
+    one more exit, the run fails; if another process does the same work, the process is started again every minute
+    instead. A process that exits before it was ever ready fails the run at once, unless it was added while the run went
+    on."""
     restart_window_s: float = 600.0
     """Time after which an unexpected exit of a role no longer counts."""
     backoff_s: float = 0.5
@@ -335,8 +337,9 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
 
 
 def _derived(config: RunConfig, origins: Mapping[Keys, Layer]) -> RunConfig:
-    """Derive settings that are not set: seeds from seed, paths from data_dir and run, an address from its port,
-    the length of a context from the learner's rows, learning rates for a learner that starts from a checkpoint."""
+    """Derive settings that are not set: seeds from seed, paths from data_dir and run, workers' servers and key from
+    those of inference, the length of a context from the learner's rows, the number of inference servers from the
+    workers' servers, learning rates for a learner that starts from a checkpoint."""
     for name in ("inference", "worker", "evaluation", "grouping", "learner", "collect", "fill"):
         if (name, "seed") not in origins:
             config = replace(config, **{name: replace(getattr(config, name), seed=config.seed)})

@@ -41,7 +41,7 @@ class WorkerConfig:
     request_timeout_s: float = 60.0
     """Time for one request, retries included; after that the worker cancels the members without an answer."""
     episode_timeout_s: float = 600.0
-    """Time for one episode, its verifier included; after that the worker cancels the member."""
+    """Time for one episode, with its verifier and all attempts; after that the worker cancels the member."""
     episode_attempts: int = 2
     """Attempts at an episode whose environment or verifier fails; after that the worker cancels the member."""
     drain_timeout_s: float = 10.0
@@ -204,7 +204,8 @@ class EvaluationConfig:
     """Evaluation on held-out prompts during a run, written to `evals`. It uses the servers of worker.inference_urls."""
 
     every_versions: int = 0
-    """Evaluate each policy version divisible by this number, version 0 included; 0 evaluates none."""
+    """Evaluate the policy versions divisible by this number, version 0 included, except a version that is overtaken by
+    a later one before its evaluation begins; 0 evaluates none."""
     max_prompts: int = 0
     """Number of held-out prompts to evaluate, counted from the first; 0 means all."""
     temperature: float = 0.0
@@ -250,7 +251,7 @@ class TasksConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CapacityConfig:
-    """Limit on how far producers run ahead of the learner; all numbers except `workers` are other roles' settings."""
+    """Limit on how far producers run ahead of the learner, made of settings of producers, grouping and the learner."""
 
     max_policy_lag: int = 4
     """Maximum number of steps between producing a rollout and training on it."""

@@ -20,7 +20,8 @@ so that hardly any rollout is stale when it is trained on:
 S is as fresh as the journal: a worker that sees an old S can exceed the limit by at most its share.
 
 While a group is played, the learner consumes rollouts that were started later. The largest such number among the
-worker's newest groups is subtracted from the limit, which also lowers the worker's share. A quota keeps a fast
+worker's newest groups is subtracted from the limit, which then stays at least half-way between `needed` and the full
+limit; this also lowers the worker's share. A quota keeps a fast
 environment from dominating the mixture: the same rule applies to the environment's own S and m, with share and limit
 multiplied by the quota, except that each worker may have at least one group in flight. The subtraction and the quotas
 apply only while a whole step is waiting for the learner, so neither starves it.

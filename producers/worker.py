@@ -46,7 +46,8 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 """Longest pause of an environment whose groups fail as a whole; the pause doubles with each such group in a row."""
 _PASSING = (InferenceUnavailable, RecordError, EpisodeFailed, ContextTooLong)
-"""Errors that cancel members of a group; any other ends the worker."""
+"""Errors that only cancel members of a group; `_passes` adds InferenceRefused after the first rollout. Any other error
+ends the worker."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,7 +302,8 @@ class Worker:
         return f"{name}.{hashlib.blake2b(name.encode(), key=self._group_secret, digest_size=8).hexdigest()}"
 
     def _passes(self, error: BaseException) -> bool:
-        """Whether an error only cancels members. Before the first rollout is sent, InferenceRefused ends the worker."""
+        """Whether an error only cancels members. Before the first rollout is sent, InferenceRefused ends the worker,
+        unless it is ContextTooLong."""
         return isinstance(error, _PASSING) or (isinstance(error, InferenceRefused) and self._sent > 0)
 
     def _give_up(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:

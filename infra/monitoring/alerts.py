@@ -35,7 +35,7 @@ ALERTS = (
         lasts="1m",
         severity="critical",
         summary="{{ $labels.process }} of run {{ $labels.run }} has made no progress in {{ $labels.loop }}",
-        remedy="Restart the process: a restart loses nothing. Its log ends where it is stuck.",
+        remedy="Restart the process: no record of a topic is lost. The process's log ends where it is stuck.",
         section="A process crash-loops or is stuck",
     ),
     Alert(

@@ -14,7 +14,7 @@ from rollstream.topics.catalogue import PRUNED
 CALLS = "calls"
 """Topic that runs of earlier releases lack."""
 CONTROL_TOPICS = ("unlabelled", "trajectories")
-"""Topics of control tasks."""
+"""Topics of labeling and of control tasks."""
 RECOVERY, WINDOW, ACCOUNT, SESSIONS = "recovery", "verification window", "ledger", "open sessions"
 NO_LABELER, NO_FILLER = "no labeler on record", "no filler on record"
 TopicAndPartition = tuple[str, int]

@@ -2,8 +2,8 @@
 
 `rollstream topics acls`, the users of a chart, `rollstream doctor` and docs/permissions.md are made from these rules.
 Read and Write imply Describe. No rule covers a name of another run: topics are named one by one, because topics of run
-`a.b` begin like topics of run `a`. Prefixes end in `.turn-`, which no run's name contains, or in a slash after the name
-of the run.
+`a.b` begin like topics of run `a`. A prefix of groups ends in `.turn-`, which no run's name contains; a prefix of
+transactional ids begins with the name of the run and a slash, which no run's name contains either.
 """
 
 from collections.abc import Callable, Iterator

@@ -102,8 +102,7 @@ def _of_partition(topic: str, kept_s: float, place: OldestUnfinished) -> Iterato
             level="fault",
             text=f"grouping has finished {where} up to offset {place.offset}, and the log begins at {place.begin}: "
             f"{place.begin - place.offset} records are gone",
-            remedy="restore them from an archive into a new run (rollstream restore), or go on without them: "
-            "rollstream group recover",
+            remedy="restore them from an archive into a new run (rollstream restore), or start a run of another name",
         )
     elif place.age_s is not None and not math.isinf(kept_s):
         left_s = kept_s - place.age_s

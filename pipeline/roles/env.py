@@ -36,7 +36,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="supervisor.workers=",
         action=Setting,
         metavar="N",
-        help="number of workers that share the work (default: 2)",
+        help="number of workers that share the work (default: supervisor.workers)",
     )
 
 

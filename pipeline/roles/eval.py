@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         dest="evaluation.every_versions=",
         action=Setting,
         metavar="K",
-        help="evaluate versions that are multiples of K (default: none)",
+        help="evaluate versions that are multiples of K (default: evaluation.every_versions)",
     )
 
 

@@ -1,6 +1,7 @@
-"""Ends the roles of a run that is split or drained: no role starts, and a running role stops as after SIGTERM.
+"""Ends a role, as SIGTERM does, once its run is split; some roles also end when the run is drained.
 
-While a run is split, other roles still need servers that answer and labelers that finish groups, so these end last.
+A role of a split run refuses to start. While a run is split, other roles still need servers that answer and labelers
+that finish groups, so these end last. The roles `engine` and `fill` do not follow splits.
 """
 
 import logging
@@ -32,7 +33,7 @@ Ends = Callable[[DesiredState], bool]
 def end_with_split(kafka: KafkaConfig, run: str, also: Ends = lambda _state: False, *, last: bool = False) -> None:
     """Stop this process by SIGTERM once its run is split, or once `also` returns true. With `last`, wait until the
     successor of a split run is open, so that a split that is given up does not stop this process. Raises StateRefused
-    if the process would have to stop already, or if the run is still being filled."""
+    if the split would stop this process already, or if the run is still being filled."""
     check_open(kafka, run, while_closing=last)
     threading.Thread(target=_follow, args=(kafka, run, also, last), name="control", daemon=True).start()
 

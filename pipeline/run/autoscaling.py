@@ -1,6 +1,7 @@
 """Adds and removes grouping processes of a run by the rule of `pipeline.deployment.scaling`, under its supervisor.
 
-A grouping process that is told to end commits what it has begun and releases its partitions, so nothing is read twice.
+A grouping process that is told to end commits what it has begun and releases its partitions, so no rollout is batched
+twice.
 Static members do not leave their consumer group by themselves, so the supervisor removes them from it. A number of
 processes that an operator sets overrides the rule for as long as it is set.
 """

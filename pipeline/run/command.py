@@ -1,9 +1,8 @@
 """`rollstream run`: starts every role of a run under one supervisor, until it is stopped or its work is done.
 
 The command does not start the broker, which must be running. When it ends, it stops the roles in the reverse order of
-their starts, so the producers first and the learner last; after Ctrl-C, it stops all of them at
-once. No process that it started
-remains: after kill -9, the processes end unless another `rollstream run` adopts them in time.
+their starts, so the producers first and the learner last; after Ctrl-C, it stops all of them at once. No process that
+it started remains: after kill -9, the processes end unless another `rollstream run` adopts them in time.
 """
 
 import argparse

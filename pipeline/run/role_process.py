@@ -1,4 +1,4 @@
-"""The contract between a role's process and its supervisor: report readiness, stop on request, never outlive it.
+"""The contract between a role's process and its supervisor: report readiness, stop on request, never be left behind.
 
 The supervisor passes two inherited pipes by number. The line "ready" on ROLLSTREAM_READY_FD means that the role is
 ready; any other line reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that the supervisor is

@@ -87,7 +87,7 @@ class RunSnapshot(RecordCounts):
     wanted: Mapping[str, int] = field(default_factory=dict)
     """Numbers of processes that an operator wants, by role."""
     components: tuple[ComponentMetrics, ...] = ()
-    """Newest metrics of workers, servers and evaluators."""
+    """Newest metrics of workers, servers, grouping processes, gateways, evaluators and serve-weights."""
     stalled_stage: str = ""
     """Role to check, or `weights`, if no step was made for long; empty if the run makes steps or has ended."""
     stalled: str = ""

@@ -1,8 +1,8 @@
-"""Runs the roles of a run as child processes and guarantees that none outlives it, however it ends.
+"""Runs the roles of a run as child processes and guarantees that none is left behind, however it ends.
 
 Each role has its own session, log file and two pipes: one for readiness, and a lifeline whose end of file tells it that
 the supervisor is gone, even by kill -9. The role then ends, unless another supervisor adopts it in time. A role that
-exits by itself is started again a bounded number of times.
+exits by itself is started again a bounded number of times, or without end if the other roles can go on without it.
 """
 
 import logging

@@ -78,7 +78,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--follow", action="store_true", help="wait for more records at the end")
     parser.add_argument(
-        "--uncommitted", action="store_true", help="also records of open and aborted transactions, which no role reads"
+        "--uncommitted", action="store_true", help="also records of transactions that are open or were aborted"
     )
     parser.add_argument("--full", action="store_true", help="arrays and bytes in full, not summarized")
     parser.add_argument("--env", metavar="NAME", help="only records about this environment")

@@ -1,7 +1,7 @@
 """`rollstream doctor`: checks what a role can see and do on the brokers, as the user that the settings name.
 
-Changes nothing, and names a remedy for each fault. Exit code 0 without faults, 1 with faults, 2 if no broker accepts
-the client.
+Changes nothing, and names a remedy for each fault that it finds. Exit code 0 without faults, 1 with faults, 2 if no
+broker accepts the client.
 """
 
 import argparse

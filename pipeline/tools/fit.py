@@ -1,6 +1,7 @@
 """`rollstream fit`: checks whether a configured learner fits on TPUs, by compiling its training step without them.
 
-Exit code 0 if it fits, 1 if it does not. Needs the extra `tpu`, but no broker.
+Exit code 0 if it fits, or if the memory of the device is not known; 1 if it does not fit, or if libtpu aborts. Needs
+the extra `tpu`, but no broker.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """`rollstream prune`: deletes records of a run that recovery, verification and learners no longer need.
 
 It reads positions, lets `rollstream.pipeline.audit.pruning_plan` make the plan, and deletes nothing without --yes. The
-plan never includes records that a process or a checkpoint may still read.
+plan keeps records that a process may still read and, unless --without-checkpoints is given, records that a learner may
+read again from a checkpoint.
 """
 
 import argparse

@@ -267,6 +267,6 @@ def _way_on(report: RescoringReport) -> list[str]:
         lines.append(command_text(shlex.join(report.fork_command)))
     elif report.into is not None:
         lines.append(
-            f"no checkpoint to fork from; set learner.input_run={report.into} to train a new learner on these batches"
+            f"there is no step to fork from; set learner.input_run={report.into} to train a learner on these batches"
         )
     return lines

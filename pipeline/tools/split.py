@@ -63,7 +63,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=120.0,
         metavar="SECONDS",
-        help="how long to wait for roles of the run to end, and for each step (default: 120)",
+        help="longest time for each wait of the split, such as for roles of the run to end (default: 120)",
     )
     parser.add_argument(
         "--without-checkpoints",

@@ -20,7 +20,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     flags.add_argument(
         "--drain",
         action="store_true",
-        help="begin no new groups, train on all existing rollouts, and end with nothing in flight",
+        help="begin no new groups, finish those that have begun, and end once learners have gone through all batches",
     )
     flags.add_argument(
         "--withdraw",

@@ -70,7 +70,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         default="safetensors",
         help="safetensors, with config.json if the model is known; or npz, with bfloat16 as float32",
     )
-    verify = add_command(actions, "verify", "check every version that is on the log against its digests")
+    verify = add_command(actions, "verify", "check every version that is still kept against its digests")
     set_handler(verify, verify_versions, example="rollstream weights verify --run main", json=True)
     diff = add_command(actions, "diff", "compare two versions: share of changed values and largest difference")
     set_handler(diff, compare_versions, example="rollstream weights diff 16 17 --run main", json=True)
@@ -86,7 +86,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     rollback.add_argument(
         "--take-over",
         action="store_true",
-        help="fence the learner that publishes into the run; otherwise the rollback is refused",
+        help="fence the learner that publishes into the run; without this flag, that learner must be retired",
     )
     for action in (show, pull, rollback):
         action.add_argument("version", type=int, metavar="V", help="number of the version")
