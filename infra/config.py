@@ -94,7 +94,7 @@ class BrokerLayout:
 
     @property
     def image_settings(self) -> Path:
-        """Settings that the Docker image renders from `properties`."""
+        """Folder for the settings that the Docker image renders from its variables."""
         return self.root / "image-settings"
 
     @property

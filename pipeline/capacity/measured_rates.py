@@ -56,7 +56,10 @@ def shipped() -> MeasuredRates:
 
 
 def from_file(path: Path) -> MeasuredRates:
-    """Read the rates in the output of `make bench ARGS=--json`. Raises ConfigurationError if one is missing."""
+    """Read the rates in the output of `make bench ARGS="--full --json"`.
+
+    Raises ConfigurationError if a rate is missing, as some are without --full.
+    """
     try:
         document = json.loads(path.read_text(encoding="utf-8").strip().rpartition("\n")[2])
     except (OSError, ValueError) as error:
@@ -90,7 +93,7 @@ def of_benchmark(document: Any, where: str = "the package") -> MeasuredRates:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{where} is not the JSON of a benchmark ({error!r}); `make bench ARGS=--json` prints it"
+            f'{where} is not the JSON of a benchmark ({error!r}); `make bench ARGS="--full --json"` prints it'
         ) from error
 
 

@@ -1,7 +1,7 @@
 """Renders a run as a compose file: brokers, topics, every role of its description, an archive, and monitoring.
 
-Containers run without root, their file systems are read-only except for one volume and /tmp, and no port is open to
-other machines.
+Containers run without root, their file systems are read-only except for volumes and temporary folders, and no port is
+open to other machines.
 """
 
 import base64

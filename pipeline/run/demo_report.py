@@ -24,7 +24,7 @@ _DECISIVE = "exact match, rollouts produced"
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutScore:
-    """Greedy answers to every held-out prompt at one policy version."""
+    """Greedy answers to the held-out prompts that are evaluated, at one policy version."""
 
     version: int
     prompts: int

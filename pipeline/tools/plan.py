@@ -52,7 +52,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     _number(machines, "--restore-s", "seconds within which the partitions of a dead process must be read again", 60)
     _number(machines, "--utilisation", "largest share of each capacity to use", 0.7)
     parser.add_argument(
-        "--measured", type=Path, metavar="FILE", help="rates of your own machine, from `make bench ARGS=--json`"
+        "--measured",
+        type=Path,
+        metavar="FILE",
+        help='rates of your own machine, from `make bench ARGS="--full --json"`',
     )
 
 

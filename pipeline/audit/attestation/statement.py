@@ -79,7 +79,10 @@ def statement_of(cut: ArchiveCut, evidence: Evidence, key: str, policy_version: 
     problems = evidence.problems
     if problems:
         more = f" (and {len(problems) - 1} more contradictions)" if problems[1:] else ""
-        raise StateRefused(f"run {cut.run} is not attested: {problems[0]}{more}; `rollstream ledger` shows them all")
+        raise StateRefused(
+            f"run {cut.run} is not attested: {problems[0]}{more}; `rollstream ledger` and `rollstream verify` check "
+            "its topics"
+        )
     policy = _policy(cut.run, evidence, policy_version)
     steps = [s for s in evidence.steps if s["learner"] == policy["learner"] and s["step"] <= policy["step"]]
     uses = [use for step in steps for use in step["uses"]]

@@ -1,4 +1,4 @@
-"""The ledger of control tasks: the fate of each record of `unlabelled`, and how far fillers have read `trajectories`.
+"""The ledger of labeling: the fate of each record of `unlabelled`, and how far fillers have read `trajectories`.
 
 It reads the positions of the labeling processes first, then `trajectories` and dead letters; records after these
 positions are pending. The counts committed with the positions give the number of records of each fate, including pruned
