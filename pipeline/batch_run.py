@@ -23,7 +23,10 @@ TimedEntry = tuple[int, BatchIndexEntry]
 
 
 def prepare(kafka: KafkaConfig, run: str, into: str, partitions: int) -> None:
-    """Create the topics of `into`, and copy the policy versions of `run`. Raises TopicError if `into` has batches."""
+    """Create the topics of `into`, and copy the policy versions of `run`.
+
+    Raises ConfigurationError if `into` is `run` itself, and TopicError if `into` has batches.
+    """
     if into == run:
         raise ConfigurationError(f"--into {into} is the run that is read; name another")
     provisioning.apply(kafka, TopicsConfig(partitions=partitions), into)

@@ -47,7 +47,8 @@ def build(tag: str = TAG, output: Path | None = None) -> str:
 def build_application(tag: str = APPLICATION_TAG, output: Path | None = None, extras: Sequence[str] = EXTRAS) -> str:
     """Build the image of every role, with these extras; load it as `tag`, or write it to `output`. Return its id.
 
-    Raises ConfigurationError if a distribution that the image needs is not installed.
+    Raises ConfigurationError without Linux or if a distribution that the image needs is not installed, and
+    BrokerUnavailable without a Docker engine, unless `output` is given.
     """
     inputs = contents.find_application_inputs(extras, os.environ)
     settings = ImageSettings(

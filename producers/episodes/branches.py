@@ -1,9 +1,9 @@
 """Folds the model calls of an episode into branches, by longest exact token prefix. Pure.
 
 A call continues an earlier answer if its prompt begins with that answer's whole sequence, prompt and answer. An answer
-that no call continues ends a branch. If the agent rewrote its history, no answer is continued, and a new branch begins.
-Every sampled token is trained exactly once: an answer shared by several branches counts in the first branch's loss mask
-only.
+that no call continues ends a branch. A call that continues no answer, for example because the agent rewrote its
+history, begins a new branch. Every sampled token is trained exactly once: an answer shared by several branches counts
+in the first branch's loss mask only.
 """
 
 from collections.abc import Sequence

@@ -47,7 +47,8 @@ class CallRoutes:
         session_of: Callable[[web.Request], Awaitable[CapturedSession]],
         on_failure: Callable[[CapturedSession, RollstreamError], Awaitable[None]],
     ) -> None:
-        """`on_failure` is called with the error of a call that failed, ContextTooLong included."""
+        """`on_failure` is called with the error of a call that failed or was too long, but not if a server refused the
+        agent's request for another reason."""
         self._capture, self._session_of, self._on_failure = capture, session_of, on_failure
         self.requests = 0
         """Number of requests, whatever their outcome."""

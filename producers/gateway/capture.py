@@ -1,4 +1,4 @@
-"""Captures the model calls of sessions: each is on the log before its answer is returned, and none is sampled twice.
+"""Captures the model calls of sessions: each is on the log before its answer is complete, and a retry gets that answer.
 
 The gateway's server and the endpoint inside a worker share this module. It does not handle the agents' HTTP.
 """

@@ -5,7 +5,7 @@ from rollstream.topics.errors import RollstreamError
 
 
 class SessionClosed(RollstreamError):
-    """The session accepts no more calls because it has ended, failed or been abandoned."""
+    """A call or a reward comes too late: the session has ended, is closed, or has made its maximum of calls."""
 
 
 class NoSuchSession(RollstreamError):
@@ -13,7 +13,7 @@ class NoSuchSession(RollstreamError):
 
 
 class NoCapacity(RollstreamError):
-    """No session can start now: the learner is too far behind, or too many sessions are open."""
+    """No session can start now: the learner is too far behind, too many sessions are open, or the run is drained."""
 
 
 class NoVersion(RollstreamError):

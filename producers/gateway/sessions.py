@@ -47,7 +47,7 @@ class CapturedSession:
     policy_version: int
     """Policy version stamped on the whole group when its first session started."""
     last_ms: int
-    """Append time of its last record."""
+    """Append time of its last record; marks, late calls and records about the writing of rollouts do not count."""
     calls: list[ModelCall] = field(default_factory=list)
     """Calls in the order of the log, retries included."""
     sequences: CallSequences = field(default_factory=CallSequences)
@@ -64,7 +64,7 @@ class CapturedSession:
     intents: list[Intent] = field(default_factory=list)
     finished: SessionEvent | None = None
     last_author: str = ""
-    """Process that wrote the last event."""
+    """Process that wrote the last event that counts for `last_ms`; empty if there is none after the start."""
     counted_calls: int = 0
     """Calls without retries."""
     retried_calls: int = 0

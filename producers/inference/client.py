@@ -59,7 +59,7 @@ class Completion:
     logprobs: Float32
     """Log-probabilities of `tokens`."""
     versions: Int64
-    """Policy version that sampled each token, -1 where the server reports none; shape [N]."""
+    """Policy version that sampled each token, -1 where it is unknown; shape [N]."""
     weight_step: int = UNKNOWN
     """Learner step of the lowest version; -1 if the version is not on record."""
     replica_id: str = "unknown"
@@ -73,12 +73,12 @@ class Completion:
 
     @property
     def lowest_version(self) -> int:
-        """Lowest policy version that sampled a token; -1 if the server reports none."""
+        """Lowest policy version that sampled a token; -1 if the version of any token is unknown."""
         return int(self.versions.min()) if len(self.versions) else UNKNOWN
 
     @property
     def highest_version(self) -> int:
-        """Highest policy version that sampled a token; -1 if the server reports none."""
+        """Highest policy version that sampled a token; -1 if no version is known."""
         return int(self.versions.max()) if len(self.versions) else UNKNOWN
 
 

@@ -39,7 +39,7 @@ class EventStream:
     async def write(self, decoding: "asyncio.Future[DecodeResult]") -> web.StreamResponse:
         """Write until the engine is done; the request is cancelled if its client disconnects.
 
-        Raises the engine's error if nothing is written yet; else the error is the last event.
+        Raises the engine's error if nothing is written yet; else the last event before [DONE] holds the error.
         """
         decoding.add_done_callback(lambda _: self._arrivals.put_nowait(None))
         try:

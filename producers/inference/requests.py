@@ -28,7 +28,7 @@ class SampleRequest:
     seed: int
     stop: tuple[str, ...] = ()
     session: str = ""
-    """Requests of one session go to one server while it is healthy."""
+    """Requests of one session go to one server while it is healthy and up to date."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """The inference server: the dialects over HTTP, in front of an engine that follows the topic `weights`.
 
 Any OpenAI client can use it. Each answer names the policy versions that sampled it. `/readyz` is 200 once a version is
-loaded.
+loaded, until the server drains.
 """
 
 import asyncio

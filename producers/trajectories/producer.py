@@ -1,7 +1,7 @@
 """Writes trajectories to the log: idempotently, with acks=all, each whole or not at all.
 
-A worker's trajectories are on one partition in the order they were sent, because an episode may span several. An
-error names each trajectory that is invalid, too large or not delivered.
+A worker's trajectories of one environment are on one partition in the order they were sent, because an episode may span
+several. An error names each trajectory that is invalid, too large or not delivered.
 """
 
 from collections.abc import Callable

@@ -54,7 +54,7 @@ def group_all(run: RealRun, batched: int, grouper: "subprocess.Popen[bytes]") ->
 
 
 MADE_GROUPS = 5
-"""Groups of four with both rewards in each partition of a made run: four are trained on."""
+"""Groups of four with both rewards in each partition of a made run; each step trains on one group of each partition."""
 
 
 def made_archive(root: Path, run: str = "main", *, steps: int = STEPS) -> Path:

@@ -219,7 +219,7 @@ class HostileInput:
         return np.array([max(limits.min, number) for number in numbers], dtype).tobytes()
 
     def named_array(self) -> NamedArray:
-        """An array whose bytes are not what its dtype and shape say."""
+        """An array whose bytes are seldom what its dtype and shape say."""
         choose = self.random.choice
         return NamedArray(dtype=choose(_DTYPES), shape=choose(_SHAPES), data=self.random.randbytes(choose((0, 1, 16))))
 

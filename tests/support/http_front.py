@@ -15,7 +15,7 @@ _SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request r
 
 
 class HttpFront(ThreadingHTTPServer):
-    """The front; by method, `faults` strike the next requests, and `always` strikes every other one."""
+    """The front; by method, `faults` strike the next requests, and `always` strikes every request after these."""
 
     daemon_threads = True
 

@@ -46,9 +46,10 @@ def write_problems(path: Path, answers: Sequence[int]) -> None:
 
 
 def write_model(directory: Path, **changes: object) -> DecoderConfig:
-    """A checkpoint of the published configuration with `changes`, random weights in bfloat16, and a tokenizer.
+    """A checkpoint of the published configuration with a vocabulary of 384 and `changes`, and a tokenizer.
 
-    Like the published one it has more rows in the embedding than the tokenizer has tokens.
+    Its weights are random, in bfloat16. Like the published one it has more rows in the embedding than the tokenizer has
+    tokens.
     """
     directory.mkdir()
     corpus = [f"Which number is {number}? It is {number}.\n#### {number}" for number in range(100)]

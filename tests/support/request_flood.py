@@ -75,5 +75,5 @@ def request_flood(
 
 
 def failures(answers: Counter[str]) -> set[str]:
-    """Statuses of answers that only a server's own fault gives: 501 is for methods, 503 for what is not ready."""
+    """Statuses from 500 on, which only a server's own fault gives; without 501 (methods) and 503 (not ready)."""
     return {status for status in answers if status.startswith("5") and status not in ("501", "503")}

@@ -45,7 +45,7 @@ def untorn(sample: dict[str, Any], count: int) -> list[int]:
 
 
 def same(actual: Trajectory, expected: Trajectory) -> None:
-    """Whether two trajectories are equal bit for bit."""
+    """Assert that two trajectories are equal bit for bit."""
     for name in ("uid", "environment", "policy_version", "model_weights_id", "max_episode_length", "episodes"):
         assert getattr(actual, name) == getattr(expected, name)
     assert (actual.metadata, dict(actual.extra)) == (expected.metadata, dict(expected.extra))

@@ -73,7 +73,7 @@ class _Window(NamedTuple):
 
 _MARKED = (fates.CODES["control"],)
 _NO_MARKS = _Condition("fate <> ?", _MARKED)
-"""Condition that leaves out marks. Other conditions leave them out already, because marks have no values."""
+"""Condition that leaves out marks and cancellations. It applies only to lists without any other condition."""
 
 
 def page(

@@ -1,7 +1,7 @@
 """Recent turns, looked up by their messages, so that a conversation is continued from its sampled tokens.
 
-A turn is found only if every message up to its answer is sent back unchanged. Its sampled text is then not tokenised
-again. A changed history counts as a new conversation.
+A turn is found only if every message up to its answer is sent back unchanged, apart from reasoning. Its sampled text is
+then not tokenised again. A changed history counts as a new conversation.
 """
 
 import hashlib

@@ -22,7 +22,10 @@ class JinjaTemplate:
     markers = (hermes.OPEN, hermes.THINK, hermes.END_OF_THINK)
 
     def __init__(self, tokenizer: TokenCodec, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` holds the texts of bos_token and so on. Raises ConfigurationError for a bad template."""
+        """`special_tokens` holds the texts of bos_token and so on.
+
+        Raises ConfigurationError for a bad template, or if jinja2 is missing.
+        """
         try:
             import jinja2
             from jinja2.sandbox import ImmutableSandboxedEnvironment

@@ -1,6 +1,7 @@
 """OpenAI's chat completions with tools, and the token ids of vLLM and SGLang: POST /v1/chat/completions.
 
-A conversation is continued from its tokens, so only the messages that are not the model's are rendered again.
+If the tokens of a conversation's last turn are known and the template can continue from them, only the messages after
+that turn's answer are rendered as tokens. Otherwise the whole conversation is.
 """
 
 import hashlib

@@ -34,7 +34,7 @@ HARMLESS = {
     "session_id", "cache_salt", "priority", "return_token_ids", "skip_special_tokens", "detokenize",
     "spaces_between_special_tokens",
 }  # fmt: skip
-"""Fields accepted without effect: they name or route a request, or ask for data that every answer has."""
+"""Fields that do not change how tokens are drawn. They are accepted, most of them without effect."""
 READ = {"n", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids"}
 
 
