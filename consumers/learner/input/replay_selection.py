@@ -314,8 +314,8 @@ class ReplaySelection:
         raise StateRefused(
             f"step {recorded.step} of learner {recorded.learner!r}, executed again, draws different rollouts than "
             f"before ({now} rollouts in {len(uses)} uses; on record are {was} in {len(recorded.uses)}{where}). "
-            "Restore the settings of learner.buffer, learner.rollouts_per_step and learner.seed, or give another "
-            "learner.name"
+            "Restore the settings of learner.buffer, learner.rollouts_per_step and learner.seed, or start another "
+            "learner.name with learner.take_over"
         )
 
     def _plan_of(

@@ -41,7 +41,7 @@ def difference_from(
         f"step {recorded.step} of learner {recorded.learner!r}, executed again, gives parameters {digest[:16]} from "
         f"batches {names_of(uses)}; on record are {recorded.params_digest[:16]} from {names_of(recorded.uses)}. Loss, "
         f"entropy or gradient norm differ by {difference:.3g} at a tolerance of {tolerance:g}. Restore the settings, "
-        "software and thread count of the first execution, or give another learner.name"
+        "software and thread count of the first execution, or start another learner.name with learner.take_over"
     )
 
 
