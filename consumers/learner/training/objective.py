@@ -39,7 +39,7 @@ MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
 
 
 class TokenArrays(NamedTuple):
-    """Arrays [rows, tokens], all 0 at tokens that are not trained."""
+    """Arrays [rows, tokens]; all but `segment_ids` are 0 at tokens that are not trained."""
 
     log_probs: "jax.Array"
     """Log-probabilities of the learner, differentiated."""
