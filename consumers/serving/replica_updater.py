@@ -64,12 +64,14 @@ class ReplicaUpdater:
         while True:
             target = self._checkpoints.newest
             if target is not None and self._is_due(target):
-                update = asyncio.ensure_future(self._update(target))
-                try:
-                    await asyncio.shield(update)
-                except asyncio.CancelledError:
-                    await update
-                    raise
+                # The version is protected from now on, because the update begins only when this coroutine waits.
+                with self._checkpoints.using(target):
+                    update = asyncio.ensure_future(self._update(target))
+                    try:
+                        await asyncio.shield(update)
+                    except asyncio.CancelledError:
+                        await update
+                        raise
             elif self.state is not ReplicaState.UNKNOWN:
                 await self._check()
             newest = self._checkpoints.newest
@@ -105,22 +107,21 @@ class ReplicaUpdater:
 
     async def _update(self, target: ServedCheckpoint) -> None:
         """Update the engine to a version, or restore an earlier version if that fails."""
-        with self._checkpoints.using(target):
-            if not await self._prepare(target):
-                return
-            began = time.monotonic()
-            try:
-                await _ask(self._engine.pause())
-            except EngineFailed as error:
-                # The weights are unchanged, but the engine may have paused after the timeout, so it is resumed.
-                await self._resume_unchanged()
-                self._unreachable(error)
-                return
-            try:
-                if await self._load(target) or await self._restore(target.version):
-                    await self._resume(began)
-            finally:
-                self.paused_s += time.monotonic() - began
+        if not await self._prepare(target):
+            return
+        began = time.monotonic()
+        try:
+            await _ask(self._engine.pause())
+        except EngineFailed as error:
+            # The weights are unchanged, but the engine may have paused after the timeout, so it is resumed.
+            await self._resume_unchanged()
+            self._unreachable(error)
+            return
+        try:
+            if await self._load(target) or await self._restore(target.version):
+                await self._resume(began)
+        finally:
+            self.paused_s += time.monotonic() - began
 
     async def _prepare(self, target: ServedCheckpoint) -> bool:
         """Let an engine that fetches versions itself fetch `target`; return whether the engine can load it."""

@@ -44,8 +44,10 @@ class ServedVersions:
             self._changed.notify_all()
         newest = sorted(self._checkpoints)[-self._keep_versions :]
         loaded = (version for engine in self._good for version in self._good_ones(engine)[:1])
-        for version in self._checkpoints.keys() - {*newest, *loaded, *(+self._uses)}:
-            await self.remove(self._checkpoints.pop(version))
+        needless = self._checkpoints.keys() - {*newest, *loaded, *(+self._uses)}
+        # All are taken out before the first removal is awaited, so that no engine begins to load one of them meanwhile.
+        for old in [self._checkpoints.pop(version) for version in needless]:
+            await self.remove(old)
 
     async def remove(self, checkpoint: ServedCheckpoint) -> None:
         """Release the storage of a version that is no longer needed; subclasses override it."""
