@@ -37,6 +37,8 @@ COMPANIONS = (
 """Files of a checkpoint that belong to its model whatever its parameters are."""
 _QKV_BIAS = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False, "mistral": False}
 """Whether a family has biases on queries, keys and values if config.json has no attention_bias."""
+_MISTRAL_WINDOW = 4096
+"""Window of a Mistral whose config.json does not mention sliding_window, as in transformers; null means no window."""
 _EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
 """Settings of a mixture of experts; DecoderConfig has the same names."""
 _NEVER_USED = ("rotary_emb.inv_freq",)
@@ -78,7 +80,7 @@ def load_config(directory: Path | str) -> DecoderConfig:
             mlp_bias=settings.get("mlp_bias", False) and family != "mistral",
             tie_word_embeddings=settings.get("tie_word_embeddings", False),
             # The other families have the key, and use it only with use_sliding_window, which is refused.
-            sliding_window=(settings.get("sliding_window") or 0) if family == "mistral" else 0,
+            sliding_window=(settings.get("sliding_window", _MISTRAL_WINDOW) or 0) if family == "mistral" else 0,
             **({name: settings[name] for name in _EXPERTS} if family == "qwen3_moe" else {}),
         )
     except KeyError as error:

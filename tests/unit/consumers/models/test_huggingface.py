@@ -200,6 +200,14 @@ def test_what_a_configuration_leaves_out_is_what_its_family_means_by_it(tmp_path
     assert (config.qkv_bias, config.o_bias, config.num_key_value_heads, config.rope_theta) == (True, False, 1, 1e6)
 
 
+@pytest.mark.parametrize(("written", "window"), [({}, 4096), ({"sliding_window": None}, 0), ({"sliding_window": 7}, 7)])
+def test_a_mistral_that_names_no_window_has_that_of_its_family_and_one_that_names_null_has_none(
+    written: dict[str, Any], window: int, tmp_path: Path
+) -> None:
+    huggingface.write_json(tmp_path / huggingface.CONFIG, {**BASE, **written, "model_type": "mistral"})
+    assert huggingface.load_config(tmp_path).sliding_window == window
+
+
 def test_a_directory_without_a_model_says_what_to_give(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="give the directory of a Hugging Face checkpoint"):
         huggingface.load_config(tmp_path)
