@@ -1,9 +1,8 @@
 """Reads, adds and removes the access rules (ACLs) of brokers that have an authorizer."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
@@ -11,6 +10,7 @@ from confluent_kafka import KafkaError, KafkaException
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError
 from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.client_errors import answer_of
 
 if TYPE_CHECKING:
     from confluent_kafka.admin._acl import AclBinding
@@ -69,7 +69,7 @@ def entries(kafka: KafkaConfig) -> list[AccessEntry]:
         Kind.ANY, any_text, ResourcePatternType.ANY, any_text, any_text, AclOperation.ANY, AclPermissionType.ANY
     )
     answer = client.describe_acls(every, request_timeout=_TIMEOUT_S)
-    bindings = _refusing(lambda: answer.result(_TIMEOUT_S), "Describe")
+    bindings = _refusing(answer, "Describe")
     if not bindings:
         _check_authorizer(kafka)
     kinds = {name: kind for kind, name in _RESOURCES.items()}
@@ -123,12 +123,12 @@ def remove(kafka: KafkaConfig, removed: Iterable[AccessEntry]) -> None:
 
 def _await(changes: Mapping[Any, "Future[Any]"], operation: str = "Alter") -> None:
     for change in changes.values():
-        _refusing(partial(change.result, _TIMEOUT_S), operation)
+        _refusing(change, operation)
 
 
-def _refusing(call: Callable[[], T], operation: str) -> T:
+def _refusing(request: "Future[T]", operation: str) -> T:
     try:
-        return call()
+        return answer_of(request, _TIMEOUT_S)
     except KafkaException as exception:
         error: KafkaError = exception.args[0]
         if error.code() == KafkaError.SECURITY_DISABLED:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TypeVar
 
 from confluent_kafka import KafkaError, KafkaException
@@ -97,6 +98,18 @@ def fatal_error(raised: BaseException) -> KafkaError | None:
         error: KafkaError = cause.args[0]
         return error
     return KafkaError(KafkaError._FATAL, f"the client gave up: {raised}", fatal=True) if lost else None
+
+
+def answer_of(request: "Future[T]", timeout_s: float) -> T:
+    """Return the answer to a request of an admin client. Raises KafkaException, also if none comes within `timeout_s`.
+
+    The client itself gives up some requests only later, and its error can come too late for an equal time limit.
+    """
+    try:
+        return request.result(timeout_s)
+    except TimeoutError as error:
+        reason = f"no answer within {timeout_s:g} s; check that every broker is up and can be reached"
+        raise KafkaException(KafkaError(KafkaError._TIMED_OUT, reason)) from error
 
 
 def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:

@@ -13,6 +13,7 @@ from confluent_kafka.admin._resource import ResourceType
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.client_errors import answer_of
 from rollstream.topics.kafka.sender import Failure, Sender
 
 CLOSED_BYTES = 80
@@ -54,7 +55,7 @@ def is_closed(kafka: KafkaConfig, topic: str) -> bool:
     # The variable keeps the client from being garbage-collected during the request.
     client, resource = clients.admin(kafka), ConfigResource(ResourceType.TOPIC, topic)
     try:
-        settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
+        settings = answer_of(client.describe_configs([resource])[resource], _TIMEOUT_S)
     except KafkaException as error:
         raise BrokerUnavailable(f"settings of {topic} cannot be read: {error.args[0].str()}") from error
     return str(settings[_SETTING].value) == str(CLOSED_BYTES)
@@ -69,6 +70,6 @@ def _set(kafka: KafkaConfig, topic: str, limit_bytes: int) -> None:
     entry = ConfigEntry(_SETTING, str(limit_bytes), incremental_operation=AlterConfigOpType.SET)
     client, resource = clients.admin(kafka), ConfigResource(ResourceType.TOPIC, topic, incremental_configs=[entry])
     try:
-        client.incremental_alter_configs([resource])[resource].result(_TIMEOUT_S)
+        answer_of(client.incremental_alter_configs([resource])[resource], _TIMEOUT_S)
     except KafkaException as error:
         raise BrokerUnavailable(f"settings of {topic} cannot be changed: {error.args[0].str()}") from error

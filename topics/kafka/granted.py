@@ -9,6 +9,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.access_control import operation_name
+from rollstream.topics.kafka.client_errors import answer_of
 from rollstream.topics.kafka.hanging_transactions import admin_client
 
 _TIMEOUT_S = 30.0
@@ -82,7 +83,7 @@ def broker_version(kafka: KafkaConfig) -> str:
 
 def _operations(answer: Any, what: str) -> frozenset[str] | None:
     try:
-        described = answer.result(_TIMEOUT_S)
+        described = answer_of(answer, _TIMEOUT_S)
     except KafkaException as exception:
         code = exception.args[0].code()
         if code in _DENIED:

@@ -8,7 +8,7 @@ from confluent_kafka import ConsumerGroupState, ConsumerGroupTopicPartitions, Ka
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.client_errors import retrying
+from rollstream.topics.kafka.client_errors import answer_of, retrying
 from rollstream.topics.kafka.hanging_transactions import admin_client
 from rollstream.topics.kafka.records import GroupPosition
 
@@ -21,7 +21,7 @@ def members(kafka: KafkaConfig, group: str) -> int:
 
     def count() -> int:
         try:
-            description = client.describe_consumer_groups([group])[group].result(kafka.patience_s)
+            description = answer_of(client.describe_consumer_groups([group])[group], kafka.patience_s)
         except KafkaException as error:
             if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
                 return 0
@@ -55,7 +55,7 @@ def remove_members(kafka: KafkaConfig, group: str, names: Iterable[str]) -> list
 def group_names(kafka: KafkaConfig) -> list[str]:
     """Names of all consumer groups, sorted. Raises BrokerUnavailable."""
     client = clients.admin(kafka)
-    listed = retrying(lambda: client.list_consumer_groups().result(_TIMEOUT_S), "listing consumer groups")
+    listed = retrying(lambda: answer_of(client.list_consumer_groups(), _TIMEOUT_S), "listing consumer groups")
     return sorted(item.group_id for item in listed.valid)
 
 
@@ -63,5 +63,5 @@ def group_positions(kafka: KafkaConfig, group: str) -> list[GroupPosition]:
     """All positions that a group has committed. Raises BrokerUnavailable."""
     client = clients.admin(kafka)
     answer = client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group]
-    offsets = retrying(partial(answer.result, _TIMEOUT_S), f"asking for offsets of group {group}")
+    offsets = retrying(partial(answer_of, answer, _TIMEOUT_S), f"asking for offsets of group {group}")
     return [GroupPosition.from_client(place) for place in offsets.topic_partitions or () if place.offset >= 0]

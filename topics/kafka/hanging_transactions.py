@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, RollstreamError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import retrying
+from rollstream.topics.kafka.client_errors import answer_of, retrying
 from rollstream.topics.secrets import resolve
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def places_of(kafka: KafkaConfig, run: str) -> dict[str, list[int]]:
     if not partitions_by_topic:
         topic_admin.partitions_of(kafka, f"{run}.rollouts")
     client = clients.admin(kafka)
-    listed = retrying(lambda: client.list_consumer_groups().result(kafka.patience_s).valid, "listing groups")
+    listed = retrying(lambda: answer_of(client.list_consumer_groups(), kafka.patience_s).valid, "listing groups")
     groups = [group.group_id for group in listed or [] if group.group_id.startswith(f"{run}.")]
     if groups:
         count = topic_admin.partitions_of(kafka, OFFSETS)

@@ -13,7 +13,7 @@ from confluent_kafka import IsolationLevel, TopicPartition
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import retrying
+from rollstream.topics.kafka.client_errors import answer_of, retrying
 from rollstream.topics.kafka.hanging_transactions import open_on
 from rollstream.topics.logs import event
 
@@ -85,6 +85,6 @@ def _latest(client: "AdminClient", topic: str, partitions: Iterable[int], isolat
 
     def ask() -> dict[int, int]:
         futures = client.list_offsets(places, isolation_level=isolation, request_timeout=10.0)
-        return {place.partition: future.result(11.0).offset for place, future in futures.items()}
+        return {place.partition: answer_of(future, 11.0).offset for place, future in futures.items()}
 
     return retrying(ask, f"asking where {topic} ends")

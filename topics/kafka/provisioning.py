@@ -19,7 +19,7 @@ from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import denial
+from rollstream.topics.kafka.client_errors import answer_of, denial
 
 _TIMEOUT_S = 30.0
 _REGISTRY_TIMEOUT_S = 60.0
@@ -116,7 +116,7 @@ def apply(
     ]
     for topic, future in (client.create_topics(new, operation_timeout=_TIMEOUT_S) if new else {}).items():
         try:
-            future.result(_TIMEOUT_S)
+            answer_of(future, _TIMEOUT_S)
         except KafkaException as error:
             if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                 raise TopicError(f"topic {topic} cannot be created: {error.args[0].str()}") from error
@@ -135,7 +135,7 @@ def apply(
     ]
     for resource, future in (client.incremental_alter_configs(changed) if changed else {}).items():
         try:
-            future.result(_TIMEOUT_S)
+            answer_of(future, _TIMEOUT_S)
         except KafkaException as error:
             raise TopicError(f"settings of topic {resource.name} cannot be changed: {error.args[0].str()}") from error
     deadline = time.monotonic() + _TIMEOUT_S
@@ -185,7 +185,7 @@ def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
         descriptions = []
         resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
         for resource, future in client.describe_configs(resources).items():
-            settings = {entry.name: entry.value for entry in future.result(_TIMEOUT_S).values()}
+            settings = {entry.name: entry.value for entry in answer_of(future, _TIMEOUT_S).values()}
             name = resource.name
             descriptions.append(TopicDescription(name, ids[name], len(present[name].partitions), settings))
         return descriptions
@@ -195,8 +195,10 @@ def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
 
 
 def _check_hidden(client: AdminClient, names: list[str]) -> None:
-    """Raise KafkaException if a topic is not absent but hidden from this client's user."""
+    """Raise KafkaException if a topic is not absent but hidden from this client's user, or if no broker says so."""
     for future in (client.describe_topics(TopicCollection(names)) if names else {}).values():
-        error = future.exception(_TIMEOUT_S)
-        if isinstance(error, KafkaException) and error.args[0].code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
-            raise error
+        try:
+            answer_of(future, _TIMEOUT_S)
+        except KafkaException as error:
+            if error.args[0].code() in (KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._TIMED_OUT):
+                raise

@@ -15,7 +15,7 @@ from rollstream.topics.catalogue import run_and_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.client_errors import denial, retrying
+from rollstream.topics.kafka.client_errors import answer_of, denial, retrying
 from rollstream.topics.kafka.records import Place
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ def positions_kept_s(config: KafkaConfig) -> float:
 def _setting(client: "AdminClient", resource: "ConfigResource", name: str) -> int | None:
     """A number among the settings of a topic or a broker; None if this user may not see it, or if it does not exist."""
     try:
-        settings = client.describe_configs([resource])[resource].result(_TIMEOUT_S)
-    except (KafkaException, TimeoutError):  # a user who may not see settings can still work
+        settings = answer_of(client.describe_configs([resource])[resource], _TIMEOUT_S)
+    except KafkaException:  # a user who may not see settings can still work
         return None
     # Brokers that only speak Kafka's protocol may lack it.
     return int(settings[name].value) if name in settings and settings[name].value else None
@@ -165,7 +165,7 @@ def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
     ids = {}
     for name, future in client.describe_topics(TopicCollection(names)).items():
         try:
-            ids[name] = str(future.result(30.0).topic_id)
+            ids[name] = str(answer_of(future, _TIMEOUT_S).topic_id)
         except KafkaException as error:
             if error.args[0].code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
                 raise _missing(kafka, name, error.args[0].name()) from error
@@ -190,7 +190,7 @@ def offsets(
 
     def ask() -> dict[Place, OffsetAndTime]:
         answers = {
-            (place.topic, place.partition): future.result(_TIMEOUT_S)
+            (place.topic, place.partition): answer_of(future, _TIMEOUT_S)
             for place, future in client.list_offsets(wanted, request_timeout=_TIMEOUT_S).items()
         }
         return {place: OffsetAndTime(answer.offset, answer.timestamp) for place, answer in answers.items()}
@@ -207,7 +207,7 @@ def delete_records(kafka: KafkaConfig, below: Mapping[Place, int], timeout_s: fl
     wanted = [TopicPartition(*place, offset) for place, offset in below.items()]
     for place, future in client.delete_records(wanted, request_timeout=timeout_s).items():
         try:
-            future.result(timeout_s)
+            answer_of(future, timeout_s)
         except KafkaException as error:
             raise BrokerUnavailable(
                 f"records of {place.topic}[{place.partition}] below {place.offset} cannot be deleted: "
@@ -221,7 +221,7 @@ def delete_topics(kafka: KafkaConfig, names: Collection[str]) -> dict[str, str]:
     failed = {}
     for topic, future in (client.delete_topics(list(names)) if names else {}).items():
         try:
-            future.result(_TIMEOUT_S)
+            answer_of(future, _TIMEOUT_S)
         except KafkaException as error:
             failed[topic] = error.args[0].str()
     return failed

@@ -1,12 +1,15 @@
 """Errors of a client: those of a lost broker end once another broker leads; all others are raised at once."""
 
 import time
+from concurrent.futures import Future
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException
 
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable
-from rollstream.topics.kafka.client_errors import fatal_error, raise_for, refusal, retrying
+from rollstream.topics.kafka.client_errors import answer_of, fatal_error, raise_for, refusal, retrying
+from rollstream.topics.kafka.groups import members
 
 
 class Call:
@@ -80,3 +83,22 @@ def test_a_fatal_error_is_found_behind_what_a_callback_raised_or_said_to_be_lost
     lost = fatal_error(SystemError("returned NULL without setting an exception"))
     assert lost is not None
     assert lost.code() == KafkaError._FATAL
+
+
+def test_a_request_of_an_admin_client_is_answered_or_fails_as_the_client_fails() -> None:
+    answered, failed, silent = Future[str](), Future[str](), Future[str]()
+    answered.set_result("an answer")
+    failed.set_exception(KafkaException(KafkaError(KafkaError.GROUP_ID_NOT_FOUND)))
+    assert answer_of(answered, 0.0) == "an answer"
+    for request, code in ((failed, KafkaError.GROUP_ID_NOT_FOUND), (silent, KafkaError._TIMED_OUT)):
+        with pytest.raises(KafkaException) as raised:
+            answer_of(request, 0.0)
+        assert raised.value.args[0].code() == code
+
+
+def test_a_question_that_no_broker_answers_ends_with_a_message_that_says_so() -> None:
+    nobody = KafkaConfig(bootstrap_servers="127.0.0.1:1", transaction_timeout_s=-44.9)
+    assert nobody.patience_s == pytest.approx(0.1)
+    message = r"^describing group g: no answer within 0\.1 s; check that every broker is up and can be reached"
+    with pytest.raises(BrokerUnavailable, match=message):
+        members(nobody, "g")
