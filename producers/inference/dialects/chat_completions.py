@@ -79,8 +79,13 @@ class ChatCompletions(Dialect[ChatRequest]):
         """Parse a body and render its conversation."""
         sampling_parameters.check_names(body, _READ, _OFF, _HARMLESS)
         parameters = sampling_parameters.parse_parameters(body, self.limits, stop_token_ids=self._stop_ids)
-        if fields.integer(body, "top_logprobs", 0, least=0) > 1:
-            raise BadRequest("top_logprobs: only the sampled token's logprob is known; ask for 0", "top_logprobs")
+        top_logprobs = fields.integer(body, "top_logprobs", 0, least=0)
+        if top_logprobs:
+            raise BadRequest(
+                f"top_logprobs={fields.shown(top_logprobs)}: only the sampled token's logprob is known, and `logprobs` "
+                "asks for it; leave top_logprobs out, or set it to 0",
+                "top_logprobs",
+            )
         messages = parse_messages(body.get("messages"))
         tools = parse_tools(body.get("tools"), body.get("tool_choice"))
         prompt = self.prompt_of(messages, tools, session, self._previous_turn(body))

@@ -198,6 +198,7 @@ def test_a_stream_holds_what_the_whole_answer_does(client: openai.OpenAI, turn: 
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"top_p": 0.5}, "top_p"),
         ({"top_logprobs": 5, "logprobs": True}, "top_logprobs"),
+        ({"top_logprobs": 1, "logprobs": True}, "top_logprobs"),
         ({"max_tokens": 3000}, "max_tokens"),
         ({"max_completion_tokens": 3000}, "max_completion_tokens"),
         ({"extra_body": {"chat_template_kwargs": {"thinking": True}}}, "chat_template_kwargs"),
