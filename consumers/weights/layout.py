@@ -167,15 +167,17 @@ def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:
         raise WeightsRefused(f"{differs}{error}") from error
 
 
-def check(manifest: PolicyManifest, arrays: Arrays, known: Mapping[str, str] | None = None) -> None:
+def check(manifest: PolicyManifest, arrays: Mapping[str, Any], known: Mapping[str, str] | None = None) -> None:
     """Raise WeightsRefused unless the arrays of a version match the digests in its manifest.
 
-    `known` holds digests that were already computed, by name.
+    `known` holds digests that were already computed, by name. If an earlier release made the digest of the whole, the
+    arrays are taken one at a time, and may be anything that numpy converts to an array.
     """
     if manifest.digest.endswith(TREE):
         check_digests(manifest, _completed(known or {}, arrays))
         return
-    digests = {name: hashlib.sha256(little_endian_view(array)).hexdigest() for name, array in arrays.items()}
+    views = ((name, little_endian_view(np.asarray(array))) for name, array in arrays.items())
+    digests = {name: hashlib.sha256(view).hexdigest() for name, view in views}
     _check_tensors(manifest, digests)
     _check_whole(manifest, whole_digest(arrays))
 

@@ -93,8 +93,8 @@ class SpooledVersion(Closing):
             names = (tensor.name for tensor in self.manifest.tensors)
             check_digests(self.manifest, (tensor_digests({name: self.read(name)})[0] for name in names))
         else:
-            # Earlier releases computed one digest in a pass over all tensors.
-            check(self.manifest, {tensor.name: self.read(tensor.name) for tensor in self.manifest.tensors})
+            # Earlier releases computed one digest in a pass over all tensors, which are read one at a time.
+            check(self.manifest, self.tensors)
 
 
 class _Spool(Closing):
