@@ -121,6 +121,13 @@ class RequestedVersions(Closing):
                     named = isinstance(failure, RollstreamError)
                     error = str(failure) if named else f"{type(failure).__name__}: {failure}"
                     event(logger, "version_not_fetched", level=logging.ERROR, version=version, error=error)
+                    reading = readers is not None and isinstance(failure, VersionNotHeld) and not readers[0].caught_up
+                    if version not in self._manifests and not reading:
+                        # The next request reads all manifests again, because this one may have been forgotten for a
+                        # later version, or the follower may have failed for good.
+                        stack.close()
+                        readers = None
+                        self._manifests.clear()
                 with self._changed:
                     # The held version may have been requested again during the fetch; then it stays.
                     if not error and self._requested != self._held.version:
@@ -143,6 +150,8 @@ class RequestedVersions(Closing):
         while version not in self._manifests:
             for _record, manifest in self._skipped.records(PolicyManifest, policies.poll(500, _POLL_S)):
                 self._manifests[manifest.version] = manifest
+            # Here and not after the fetch, because a run may have many manifests, and fetches may fail again and again.
+            forget(self._manifests, version)
             if self._stop.is_set() or time.monotonic() > deadline:
                 topic = topic_name(self._run, "policies")
                 raise VersionNotHeld(f"policy version {version} did not appear on {topic}")
@@ -160,6 +169,5 @@ class RequestedVersions(Closing):
                 f"policy version {version} has adapters, which this plug-in does not merge; set serving.engine to "
                 '"vllm-lora" or "vllm"'
             )
-        forget(self._manifests, version)
         event(logger, "version_fetched", version=version, seconds=round(time.monotonic() - began, 3))
         return arrays

@@ -1,0 +1,140 @@
+"""Versions that an engine requests: each request is answered, in bounded memory, whatever was requested before."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from rollstream.consumers.serving.vllm_plugin import requested_versions
+from rollstream.consumers.serving.vllm_plugin.requested_versions import RequestedVersions
+from rollstream.consumers.weights.content import ChunksLate
+from rollstream.topics.closing import Closing
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.records import PolicyManifest
+from tests.support.waiting import eventually
+
+FULL_EVERY = 10
+
+
+def record(version: int) -> KafkaRecord:
+    manifest = PolicyManifest(
+        version=version,
+        learner="l",
+        step=version,
+        epoch="e",
+        tensors=(),
+        chunks=(),
+        digest="",
+        kind="delta" if version % FULL_EVERY else "full",
+        base=version - 1 if version % FULL_EVERY else -1,
+    )
+    return KafkaRecord("main.policies", 0, version, value=encode(manifest))
+
+
+class Log:
+    """Manifests of versions, of which one poll returns a few; and what was loaded from them."""
+
+    def __init__(self) -> None:
+        self.versions = 0
+        self.opened = self.closed = 0
+        """Numbers of followers that were opened and closed."""
+        self.failing = False
+        """Whether the next follower that is polled is from then on useless."""
+        self.unloadable: set[int] = set()
+        self.most_known = 0
+        """Largest number of manifests among which a version was sought."""
+
+    def load_version(self, _: Any, manifests: Mapping[int, PolicyManifest], version: int, **__: Any) -> dict[str, Any]:
+        self.most_known = max(self.most_known, len(manifests))
+        if version in self.unloadable:
+            raise ChunksLate(f"version {version} is late")
+        return {}
+
+
+class Follower(Closing):
+    def __init__(self, log: Log) -> None:
+        self._log, self._at, self._failed = log, 0, False
+        log.opened += 1
+
+    @property
+    def caught_up(self) -> bool:
+        return self._at == self._log.versions
+
+    def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
+        if self._log.failing:
+            self._log.failing, self._failed = False, True
+            raise TopicError("the position is no longer in the log")
+        begin, end = self._at, min(self._log.versions, self._at + FULL_EVERY)
+        self._at = end
+        return [] if self._failed else [record(version) for version in range(begin, end)]
+
+    def close(self) -> None:
+        self._log.closed += 1
+
+
+@contextmanager
+def requesting(
+    monkeypatch: pytest.MonkeyPatch, versions: int, timeout_s: float = 300.0
+) -> Iterator[tuple[Log, RequestedVersions]]:
+    log = Log()
+    log.versions = versions
+    monkeypatch.setattr(requested_versions, "TopicFollower", lambda _kafka, _start: Follower(log))
+    monkeypatch.setattr(requested_versions, "load_version", log.load_version)
+    nobody = KafkaConfig(bootstrap_servers="127.0.0.1:1")
+    with RequestedVersions(nobody, "main", fetch_timeout_s=timeout_s) as requested:
+        yield log, requested
+    assert log.opened == log.closed
+
+
+def await_held(requested: RequestedVersions, version: int) -> None:
+    """Request a version, again after each failure, as serve-weights does."""
+
+    def held() -> bool:
+        if requested.status().error:
+            requested.request(version)
+        return requested.status().held == version
+
+    requested.request(version)
+    eventually(held, 60, f"version {version} is held")
+
+
+def await_error(requested: RequestedVersions, version: int) -> str:
+    requested.request(version)
+    return eventually(lambda: requested.status().error, 60, "an error")
+
+
+def test_a_version_before_one_that_was_fetched_can_still_be_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    with requesting(monkeypatch, 40, timeout_s=0.05) as (log, requested):
+        for version in (35, 12, 35):
+            await_held(requested, version)
+            assert log.opened == log.closed + 1
+
+
+def test_a_topic_that_takes_longer_to_read_than_a_request_may_take_is_read_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with requesting(monkeypatch, 100, timeout_s=0.0) as (log, requested):
+        await_held(requested, 95)
+        assert log.opened == 1
+
+
+def test_a_reader_of_manifests_that_failed_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with requesting(monkeypatch, 1) as (log, requested):
+        log.failing = True
+        assert await_error(requested, 0) == "the position is no longer in the log"
+        await_held(requested, 0)
+
+
+def test_manifests_that_no_requested_version_builds_on_are_not_kept_even_if_no_fetch_succeeds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with requesting(monkeypatch, 0) as (log, requested):
+        for version in (495, 500, 505):
+            log.versions = version + 1
+            log.unloadable.add(version)
+            assert await_error(requested, version) == f"version {version} is late"
+        assert log.most_known <= 2 * FULL_EVERY
