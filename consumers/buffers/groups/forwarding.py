@@ -4,13 +4,15 @@ maker without a batch when it is superseded, or when there are too many groups.
 A rollout that a batch has delivered is never offered again.
 """
 
+import contextlib
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import RolloutGroup
 from rollstream.consumers.buffers.groups.index import GroupEntry
+from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.core.advantages import group_episodes, member_advantages
 from rollstream.consumers.grouping.core.batch_assembly import example
 from rollstream.consumers.grouping.core.effects import CORE_VERSION
@@ -41,9 +43,28 @@ class Forwarding:
         self._latest: dict[str, int] = {}
         """Latest sealed policy version by example."""
         self._counts: Counter[str] = Counter()
+        self._failed = False
+        """Whether the maker raised an error, so that the rollouts that it holds are not known."""
 
     def offer(self, read: Callable[[], RolloutGroup], entry: GroupEntry) -> None:
-        """Offer a sealed group to the maker; `read` is called only if the maker accepts the group."""
+        """Offer a sealed group to the maker; `read` is called only if the maker accepts the group. A maker that raised
+        an error is offered nothing more, because it may hold only a part of a group."""
+        if self._failed:
+            return
+        with self._noting_failure():
+            self._offer(read, entry)
+
+    @contextlib.contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError:  # of reading the group
+            raise
+        except BaseException:
+            self._failed = True
+            raise
+
+    def _offer(self, read: Callable[[], RolloutGroup], entry: GroupEntry) -> None:
         if self._maker.latest_version_only and not self._is_latest(entry):
             self._counts["superseded_version"] += len(entry.uids)
             return
@@ -94,15 +115,24 @@ class Forwarding:
                 del self._of_example[held.example_id]
 
     def create_batch(self, batch_size: int, number: int) -> tuple[list[RLExample], dict[str, Any]] | None:
-        """Return the maker's next batch, with this number, and its metadata; None if the maker has too few rollouts."""
-        self._maker.batch_number = number
-        batch = self._maker.create_batch(batch_size)
-        if batch is None:
-            return None
-        for row in batch:
-            self._forget(row.source)
-            self._delivered.add(row.source.uid)
-        return batch, self._maker.get_batch_metadata(batch)
+        """Return the maker's next batch, with this number, and its metadata; None if the maker has too few rollouts.
+
+        Raises StoreError if the maker raised an error before.
+        """
+        if self._failed:
+            raise StoreError(
+                "the batch maker raised an error before and may have lost rollouts; close the store and open it again: "
+                "a new maker is then offered every rollout that is in no batch"
+            )
+        with self._noting_failure():
+            self._maker.batch_number = number
+            batch = self._maker.create_batch(batch_size)
+            if batch is None:
+                return None
+            for row in batch:
+                self._forget(row.source)
+                self._delivered.add(row.source.uid)
+            return batch, self._maker.get_batch_metadata(batch)
 
     def stats(self) -> dict[str, int]:
         """Return the number of rollouts that the maker holds (`held`), and those left without a batch, by reason."""

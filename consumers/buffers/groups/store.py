@@ -268,7 +268,8 @@ class GroupReplayBuffer(Closing):
         """Make a batch and write it; return its id, or None if the batch maker has too few rollouts.
 
         Raises ConfigurationError if the store has no maker, StoreError if the batch cannot be written; then the next
-        call writes that batch and ignores its own `batch_size`.
+        call writes that batch and ignores its own `batch_size`. After an error of the maker, here or while it was
+        offered a group, every call raises StoreError until the store is opened again.
         """
         return None if (batch := self._next_batch(batch_size)) is None else batch.batch_id
 

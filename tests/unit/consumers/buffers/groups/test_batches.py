@@ -1,7 +1,9 @@
 """The batch maker of a group store, and the batches it draws: files of a known layout, the same in every process."""
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -9,11 +11,11 @@ import pytest
 
 from rollstream.consumers.buffers.groups.forwarding import examples_of
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker
+from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, SealedGroup
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import same
-from rollstream.topics.rl_examples import Source
+from rollstream.topics.rl_examples import RLExample, Source
 from tests.support.group_stores import attempt, context, group, opened
 
 
@@ -162,6 +164,56 @@ def test_a_batch_that_cannot_be_written_is_an_error_and_is_written_by_the_next_c
     batch_id = buffer.create_and_store_batch(8)
     assert buffer.batch_ids() == [batch_id]
     assert len(buffer.read_batch(str(batch_id)).examples) == 8
+
+
+class FailingMaker(FifoBatchMaker):
+    """Raises an error in one of its methods, once."""
+
+    fails_in = ""
+
+    def add_rollout(self, example: RLExample, group: SealedGroup) -> None:
+        if example.source.uid == "b-0-3":
+            self._fail("add_rollout")
+        super().add_rollout(example, group)
+
+    def create_batch(self, batch_size: int) -> list[RLExample] | None:
+        batch = super().create_batch(batch_size)
+        self._fail("create_batch")
+        return batch
+
+    def get_batch_metadata(self, batch: Sequence[RLExample]) -> dict[str, Any]:
+        self._fail("get_batch_metadata")
+        return super().get_batch_metadata(batch)
+
+    def _fail(self, method: str) -> None:
+        if self.fails_in == method:
+            self.fails_in = ""
+            raise ZeroDivisionError(f"a defect in {method}")
+
+
+@pytest.mark.parametrize("method", ["add_rollout", "create_batch", "get_batch_metadata"])
+def test_a_maker_that_failed_makes_no_batches_until_the_store_is_opened_again_and_then_gets_every_rollout(
+    tmp_path: Path, method: str
+) -> None:
+    maker = FailingMaker(context())
+    maker.fails_in = method
+    buffer = opened(tmp_path, maker)
+
+    def fill_and_draw() -> None:
+        for example in "ab":
+            buffer.add_rollouts(group(example))
+        buffer.create_and_store_batch(8)
+
+    with pytest.raises(ZeroDivisionError, match=f"a defect in {method}"):
+        fill_and_draw()
+    buffer.add_rollouts(group("c"))
+    for _ in range(2):
+        with pytest.raises(StoreError, match="raised an error before.*open it again"):
+            buffer.create_and_store_batch(8)
+    buffer.close()
+    again = opened(tmp_path, FifoBatchMaker(context()))
+    drawn = [row.source.uid for _ in range(3) for row in again.sample(8) or ()]
+    assert Counter(drawn) == Counter(rollout.uid for example in "abc" for rollout in group(example))
 
 
 def test_batches_need_a_maker_and_a_size(tmp_path: Path) -> None:
