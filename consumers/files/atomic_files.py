@@ -22,6 +22,7 @@ UNFINISHED = ".unfinished"
 """Suffix of files that are being written; no reader opens them."""
 _DIGEST_KEY = "rollstream.digest"
 _DIGEST_MARK = b"blake2b:"
+_PIECE_BYTES = 2**20
 _DIGEST_HEX = 32
 """Number of hexadecimal digits of a digest, which is computed with zeros in their place."""
 
@@ -57,6 +58,34 @@ def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def copy_file(source: Path, target: Path, *, sync_name: bool = True) -> None:
+    """Copy a file as `replacing` writes one. Raises FileNotFoundError if there is no source, and otherwise StoreError,
+    which names the file that cannot be read or written."""
+    with _opened(source) as original, replacing(target, sync_name=sync_name) as file:
+        while piece := _piece(source, original):
+            file.write(piece)
+
+
+def _opened(path: Path) -> BinaryIO:
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _piece(path: Path, file: BinaryIO) -> bytes:
+    try:
+        return file.read(_PIECE_BYTES)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> StoreError:
+    return StoreError(f"{path} cannot be read ({error.strerror or error}); check the disk and the permissions there")
 
 
 def make_directory(directory: Path) -> None:

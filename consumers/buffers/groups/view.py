@@ -5,7 +5,6 @@ lost its files and is filled again has the same groups under the same names.
 """
 
 import contextlib
-import shutil
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,10 +18,10 @@ from rollstream.consumers.buffers.groups.store import LOCK, GroupReplayBuffer, S
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
     StoreError,
+    copy_file,
     lock_directory,
     read_checked_json,
     remove,
-    replacing,
     write_bytes,
     write_checked_json,
 )
@@ -299,15 +298,10 @@ def _copy(source: Path, target: Path) -> None:
         to = target / path.relative_to(source)
         if not to.exists():
             with contextlib.suppress(FileNotFoundError):  # The writer has deleted the open groups of an earlier save.
-                _copy_file(path, to)
+                copy_file(path, to)
     for path in sorted(source.rglob("*.jsonl")):
-        _copy_file(path, target / path.relative_to(source))
+        copy_file(path, target / path.relative_to(source))
     write_bytes(target / _STATE, state)
     for path in target.rglob("open-*.parquet"):
         if not (source / path.relative_to(target)).exists():
             remove(path)
-
-
-def _copy_file(source: Path, target: Path) -> None:
-    with open(source, "rb") as reading, replacing(target) as writing:
-        shutil.copyfileobj(reading, writing)

@@ -25,6 +25,7 @@ from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, re
 from rollstream.consumers.files.atomic_files import (
     UNFINISHED,
     StoreError,
+    copy_file,
     make_directory,
     remove_unfinished,
     replacing,
@@ -137,8 +138,7 @@ def place_file(path: Path, source: Path | CheckedTrajectory, kind: Format) -> No
     except FileNotFoundError as error:
         raise StoreError(f"{source} is gone; restore it, or fill the buffer again") from error
     except OSError:  # The source is on another file system, or hard links are not supported.
-        with replacing(path, sync_name=False) as file, open(source, "rb") as original:
-            shutil.copyfileobj(original, file, 2**20)
+        copy_file(source, path, sync_name=False)
 
 
 def sweep(directory: Path, content: JournalContent) -> None:

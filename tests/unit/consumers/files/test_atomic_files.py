@@ -10,6 +10,7 @@ import pytest
 
 from rollstream.consumers.files.atomic_files import (
     StoreError,
+    copy_file,
     lock_directory,
     read_json,
     remove_unfinished,
@@ -74,6 +75,22 @@ def test_an_error_of_who_writes_leaves_what_was_there(tmp_path: Path) -> None:
         fail()
     assert (tmp_path / "file").read_bytes() == b"before"
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_copy_names_the_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
+    source, unreadable, target = tmp_path / "source", tmp_path / "unreadable", tmp_path / "target"
+    write_bytes(source, b"x" * 3_000_000)
+    unreadable.mkdir()
+    copy_file(source, target)
+    assert target.read_bytes() == source.read_bytes()
+    with pytest.raises(StoreError, match=r"unreadable cannot be read \(Is a directory\)"):
+        copy_file(unreadable, target)
+    with pytest.raises(StoreError, match=r"source/below cannot be written \(File exists\)"):
+        copy_file(target, source / "below")
+    with pytest.raises(FileNotFoundError):
+        copy_file(tmp_path / "absent", target)
+    assert target.read_bytes() == source.read_bytes()
+    assert sorted(os.listdir(tmp_path)) == ["source", "target", "unreadable"]
 
 
 def test_bytes_are_on_disk_before_a_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

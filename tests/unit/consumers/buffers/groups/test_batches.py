@@ -208,7 +208,7 @@ def test_a_maker_that_failed_makes_no_batches_until_the_store_is_opened_again_an
         fill_and_draw()
     buffer.add_rollouts(group("c"))
     for _ in range(2):
-        with pytest.raises(StoreError, match="raised an error before.*open it again"):
+        with pytest.raises(StoreError, match=r"raised an error before.*open it again"):
             buffer.create_and_store_batch(8)
     buffer.close()
     again = opened(tmp_path, FifoBatchMaker(context()))

@@ -7,10 +7,9 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 from hypothesis import given, settings
@@ -203,17 +202,17 @@ def test_other_threads_read_on_while_a_copy_is_made(tmp_path: Path, monkeypatch:
     entries = log_of([(0, example, member, 0) for example in range(4) for member in range(4)])
     store = GroupStore(tmp_path / "store", CONFIG)
     feed(store, entries[:6])
-    copied, others = view.replacing, []
+    copied, others = view.copy_file, []
 
-    def slow(path: Path) -> AbstractContextManager[BinaryIO]:
+    def slow(source: Path, target: Path) -> None:
         if not others:
             others.append(threading.Thread(target=feed, args=(store, entries)))
             others[0].start()
             others[0].join(60)
             assert not others[0].is_alive(), "it waits for the copy"
-        return copied(path)
+        copied(source, target)
 
-    monkeypatch.setattr(view, "replacing", slow)
+    monkeypatch.setattr(view, "copy_file", slow)
     store.save(tmp_path / "copy")
     monkeypatch.undo()
     assert others

@@ -12,6 +12,7 @@ import pytest
 from rollstream.consumers.buffers.trajectories import checkpoint
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint
+from rollstream.consumers.buffers.trajectories.folder import place_file
 from rollstream.consumers.buffers.trajectories.formats import format_named
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import ConfigurationError
@@ -549,3 +550,10 @@ def test_saving_over_a_checkpoint_with_trajectories_that_were_not_loaded_is_refu
     whole.add(trajectory(40))
     whole.save(tmp_path / "saved")
     assert len(stored(tmp_path / "saved")) == 31
+
+
+def test_a_trajectory_that_cannot_be_linked_or_read_is_named_and_not_its_copy(tmp_path: Path) -> None:
+    source = tmp_path / "trajectory"
+    source.mkdir()
+    with pytest.raises(StoreError, match=r"trajectory cannot be read \(Is a directory\)"):
+        place_file(tmp_path / "copy", source, format_named("npz"))
