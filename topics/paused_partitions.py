@@ -13,9 +13,9 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.follower import TopicFollower, read_then_follow
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
@@ -36,23 +36,22 @@ class PauseWatch(Closing):
         """Records of the paused partitions, by number."""
         self._skipped = SkippedRecords(logged=False)
         self._follower: TopicFollower | None = None
-        topic, start = topic_name(run, "control"), BEGINNING
+        # The present records are read first; otherwise a pause that is over would return for a moment.
         with suppress(TopicError):
-            # The follower starts after the records read here; otherwise a pause that is over would return for a moment.
-            for message in read_to_end(kafka, topic):
-                note_paused(self.paused, message, self._skipped)
-                start = message.offset + 1
-            self._follower = TopicFollower(kafka, {(topic, 0): start})
+            self._follower = read_then_follow(kafka, topic_name(run, "control"), self._note)
 
     def poll(self) -> None:
         """Process the records written since the last call."""
         for message in self._follower.poll(100, 0.0) if self._follower else ():
-            note_paused(self.paused, message, self._skipped)
+            self._note(message)
 
     def close(self) -> None:
         """Stop following."""
         if self._follower is not None:
             self._follower.close()
+
+    def _note(self, message: KafkaRecord) -> None:
+        note_paused(self.paused, message, self._skipped)
 
 
 def paused_partitions(kafka: KafkaConfig, run: str) -> dict[int, PausedPartition]:

@@ -6,6 +6,7 @@ machine, and also processes that start later.
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,9 +16,9 @@ from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.follower import TopicFollower
+from rollstream.topics.kafka.follower import TopicFollower, read_then_follow
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
@@ -132,15 +133,9 @@ class SteeringWatch(Closing):
         """The decisions in force, as far as they were read."""
         self._skipped = SkippedRecords(logged=False)
         self._follower: TopicFollower | None = None
-        topic, start = topic_name(run, "control"), BEGINNING
-        try:
-            # The follower starts after the records read here; otherwise a withdrawn decision would apply for a moment.
-            for message in read_to_end(kafka, topic):
-                self.state.note(message, self._skipped)
-                start = message.offset + 1
-            self._follower = TopicFollower(kafka, {(topic, 0): start})
-        except TopicError:
-            return  # a run of an early release has no topic `control`
+        # The present records are read first; otherwise a withdrawn decision would apply for a moment.
+        with suppress(TopicError):  # A run of an early release has no topic `control`.
+            self._follower = read_then_follow(kafka, topic_name(run, "control"), self._note)
 
     @property
     def follows(self) -> bool:
@@ -151,13 +146,16 @@ class SteeringWatch(Closing):
         """Process new records; return whether there were any. Raises TopicError or BrokerUnavailable."""
         messages = self._follower.poll(_AT_ONCE, wait_s) if self._follower else []
         for message in messages:
-            self.state.note(message, self._skipped)
+            self._note(message)
         return bool(messages)
 
     def close(self) -> None:
         """Stop following."""
         if self._follower is not None:
             self._follower.close()
+
+    def _note(self, message: KafkaRecord) -> None:
+        self.state.note(message, self._skipped)
 
 
 def desired_state(kafka: KafkaConfig, run: str) -> DesiredState:

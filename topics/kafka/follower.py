@@ -4,7 +4,7 @@ From the start offset on, it delivers every committed record that the topics sti
 partition. It is not a group member and commits nothing.
 """
 
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import ExitStack, closing
 from typing import Any, NamedTuple
 
@@ -12,8 +12,8 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.kafka.records import BEGINNING, KafkaRecord, Place
 from rollstream.topics.kafka.skipping_reader import records_between
 
 
@@ -115,6 +115,18 @@ class TopicFollower(Closing):
         with closing(self._reader), ExitStack() as stack:
             for approach in self._approaches.values():
                 stack.enter_context(closing(approach.records))
+
+
+def read_then_follow(kafka: KafkaConfig, topic: str, note: Callable[[KafkaRecord], None]) -> TopicFollower:
+    """Pass the present records of a topic of one partition to `note`, and return a follower of the later records.
+
+    Raises as `read_to_end` does.
+    """
+    start = BEGINNING
+    for message in read_to_end(kafka, topic):
+        note(message)
+        start = message.offset + 1
+    return TopicFollower(kafka, {(topic, 0): start})
 
 
 def _unread(place: Place, offset: int) -> KafkaRecord:

@@ -6,8 +6,7 @@ The learner follows the topic without waiting for it; records present when it st
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka.follower import TopicFollower
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.follower import read_then_follow
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key
@@ -18,14 +17,9 @@ class Exclusions(Closing):
     """The excluded batches of a run. Raises TopicError if the run has no topic `control`."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        topic = topic_name(run, "control")
         self._reasons: dict[str, str] = {}
         self.skipped = SkippedRecords("exclusions")
-        position = 0
-        for message in read_to_end(kafka, topic):
-            self._note(message)
-            position = message.offset + 1
-        self._follower = TopicFollower(kafka, {(topic, 0): position})
+        self._follower = read_then_follow(kafka, topic_name(run, "control"), self._note)
 
     def reason(self, batch_id: str) -> str:
         """Reason to skip a batch, as far as known; "" if it is not excluded."""

@@ -9,8 +9,7 @@ from bisect import bisect_right
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka.follower import TopicFollower
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.follower import read_then_follow
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import LearnerStep
@@ -20,7 +19,6 @@ class PublisherSteps(Closing):
     """Completed steps of the learners of a run. Raises TopicError if the run has no topic `steps`, or AccessDenied."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
-        topic = topic_name(run, "steps")
         self._learner = ""
         self._position_of: dict[tuple[str, int], int] = {}
         """Index position after each step, by learner and number."""
@@ -28,11 +26,7 @@ class PublisherSteps(Closing):
         """Steps in order of their positions, which are in `_positions`; empty if they must be sorted again."""
         self._positions: list[int] = []
         self._skipped = SkippedRecords("learner")
-        start = 0
-        for message in read_to_end(kafka, topic):
-            self._note(message)
-            start = message.offset + 1
-        self._follower = TopicFollower(kafka, {(topic, 0): start})
+        self._follower = read_then_follow(kafka, topic_name(run, "steps"), self._note)
 
     def completed_at(self, index_offset: int) -> int | None:
         """Return the publisher's completed steps when it read the entry at this offset of the index.
