@@ -22,7 +22,6 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 _RETRIABLE = (429, 503)
-_STALLED_CLIENT_S = 60.0
 _STATUS: tuple[tuple[type[RollstreamError], int, str], ...] = (
     (NoSuchSession, 404, "session_not_found"),
     (SessionClosed, 410, "session_closed"),
@@ -46,10 +45,14 @@ class CallRoutes:
         capture: CallCapture,
         session_of: Callable[[web.Request], Awaitable[CapturedSession]],
         on_failure: Callable[[CapturedSession, RollstreamError], Awaitable[None]],
+        *,
+        stalled_client_s: float = 60.0,
     ) -> None:
         """`on_failure` is called with the error of a call that failed or was too long, but not if a server refused the
-        agent's request for another reason."""
+        agent's request for another reason. A client that takes nothing of a stream for `stalled_client_s` is given
+        up."""
         self._capture, self._session_of, self._on_failure = capture, session_of, on_failure
+        self._stalled_client_s = stalled_client_s
         self.requests = 0
         """Number of requests, whatever their outcome."""
 
@@ -66,9 +69,8 @@ class CallRoutes:
             first_attempt = http.headers.get("x-stainless-retry-count") == "0"
             try:
                 if request.streamed:
-                    return await _write_events(
-                        http, self._capture.stream(session, request, first_attempt=first_attempt)
-                    )
+                    events = self._capture.stream(session, request, first_attempt=first_attempt)
+                    return await _write_events(http, events, self._stalled_client_s)
                 call, answer = await self._capture.answer(session, request, first_attempt=first_attempt)
             except UpstreamRefused as error:
                 if isinstance(error.cause, ContextTooLong):
@@ -90,23 +92,23 @@ class CallRoutes:
         return handle
 
 
-async def _write_events(http: web.Request, events: Events) -> web.StreamResponse:
+async def _write_events(http: web.Request, events: Events, stalled_client_s: float) -> web.StreamResponse:
     """Write a stream. Errors before the first event fail the request; later errors end the stream.
 
-    A client that takes nothing for a minute is given up, because its retry waits for the answer of this call.
+    A client that takes nothing for `stalled_client_s` is given up, because its retry waits for the answer of this call.
     """
     response: web.StreamResponse | None = None
     async with aclosing(events):
         async for part in events:
             try:
-                async with asyncio.timeout(_STALLED_CLIENT_S):
+                async with asyncio.timeout(stalled_client_s):
                     if response is None:
                         response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
                         response.content_type = "text/event-stream"
                         await response.prepare(http)
                     await response.write(framed(part))
             except TimeoutError as error:
-                raise ConnectionResetError(f"the client took nothing for {_STALLED_CLIENT_S:g} s") from error
+                raise ConnectionResetError(f"the client took nothing for {stalled_client_s:g} s") from error
     assert response is not None, "a stream has a last event"
     await response.write_eof()
     return response

@@ -3,6 +3,8 @@
 import json
 import os
 import threading
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -51,6 +53,19 @@ def test_requests_hold_the_servers_key_and_probes_need_none(tmp_path: Path) -> N
                 else:
                     with pytest.raises(openai.AuthenticationError):
                         client.models.list()
+
+
+def test_a_key_beyond_ascii_is_a_wrong_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFER_KEY", "s3cret")
+    with serving(SortingGenerator(), api_key="env:INFER_KEY") as server:
+        for encoding in ("utf-8", "latin-1"):
+            # urllib sends each character of a header as one byte.
+            key = "s3crét".encode(encoding).decode("latin-1")
+            request = urllib.request.Request(f"{server.base_url}/models", headers={"Authorization": f"Bearer {key}"})
+            with pytest.raises(urllib.error.HTTPError) as refused:
+                urllib.request.urlopen(request, timeout=300)
+            with refused.value:
+                assert refused.value.code == 401
 
 
 def test_the_key_of_the_server_is_the_workers_too_and_never_shown(monkeypatch: pytest.MonkeyPatch) -> None:

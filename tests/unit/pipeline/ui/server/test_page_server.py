@@ -118,6 +118,16 @@ def test_programs_give_the_token_as_bearer_and_never_in_the_address_of_the_api(s
     assert secret_page.get(f"/api/runs?token={SECRET.replace(' ', '%20')}").status == 401
 
 
+def test_a_token_or_a_cookie_beyond_ascii_is_a_wrong_one(secret_page: PageClient) -> None:
+    (name, morsel), *_others = cookie_of(secret_page.get(f"/?token={SECRET.replace(' ', '%20')}")).items()
+    for encoding in ("utf-8", "latin-1"):
+        # The client sends each character of a header as one byte.
+        beyond = "é".encode(encoding).decode("latin-1")
+        assert secret_page.get("/api/runs", Authorization=f"Bearer {SECRET}{beyond}").status == 401
+        assert secret_page.get("/api/runs", Cookie=f"{name}={morsel.value[:-1]}{beyond}").status == 401
+    assert secret_page.get("/?token=%E9").status == 401
+
+
 def test_a_page_of_another_origin_reads_nothing(open_page: PageClient) -> None:
     own = f"http://{open_page.place}"
     assert open_page.get("/api/runs", Origin=own).status == 200
