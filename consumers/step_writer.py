@@ -230,7 +230,8 @@ class StepWriter(Closing):
         if before.uses != tuple(uses):
             raise StateRefused(
                 f"step {before.step} of learner {self._learner!r}, executed again, has batches {names_of(uses)}, but "
-                f"{names_of(before.uses)} are on record. Use the same batches again, or give another learner name"
+                f"{names_of(before.uses)} are on record. Use the same batches again, or give another learner "
+                "name with take_over"
             )
         if digest and before.params_digest == digest:
             return True

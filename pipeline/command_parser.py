@@ -195,7 +195,15 @@ def wait_seconds(text: str) -> float:
     """The value of a flag that sets an interval or a wait, in seconds."""
     value = float(text)
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and below a million")
+    return value
+
+
+def positive_count(text: str) -> int:
+    """The value of a flag that sets a number of things, at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return value
 
 

@@ -36,13 +36,14 @@ _TIMEOUT_S = 60.0
 _AT_ONCE = 500
 _AT_ONCE_BYTES = 4 * 1024 * 1024
 """Maximum number of bytes written to one partition before the next."""
+_ANY_TIMESTAMP = "message.timestamp.after.max.ms"
 _WHILE_RESTORING = {
     "message.timestamp.type": "CreateTime",
     "cleanup.policy": "delete",
     "retention.ms": "-1",
     "retention.bytes": "-1",
     # This setting accepts any timestamp.
-    "message.timestamp.after.max.ms": str(2**63 - 1),
+    _ANY_TIMESTAMP: str(2**63 - 1),
 }
 _WHOLE_IN_TRANSACTION = 100
 _FILLER = b"not a record: it is where an archived topic had none"
@@ -87,8 +88,9 @@ def restore(
         filling.finish()
     finally:
         filling.close()
-    # This restores log append time and compaction.
+    # This restores log append time and compaction, and refuses timestamps of the future again.
     provisioning.apply(kafka, shape, into)
+    provisioning.unset(kafka, into, [_ANY_TIMESTAMP])
     _check(kafka, manifest, into)
     event(logger, "archive_restored", run=into, archived=manifest.run, records=done)
     return done

@@ -8,7 +8,7 @@ import os
 import random
 
 from rollstream.pipeline.audit.verification import index_of, verify
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_parser import positive_count, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.run.demo_report import verification_text
@@ -22,8 +22,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("batch", nargs="*", metavar="BATCH", help="verify only these batches")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--all", action="store_true", help="every batch and every drop (the default)")
-    which.add_argument("--sample", type=int, metavar="N", help="N batches drawn at random")
-    which.add_argument("--last", type=int, metavar="N", help="the newest N batches")
+    which.add_argument("--sample", type=positive_count, metavar="N", help="N batches drawn at random")
+    which.add_argument("--last", type=positive_count, metavar="N", help="the newest N batches")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of --sample (default: %(default)s)")
 
 

@@ -23,7 +23,7 @@ from rollstream.pipeline.tools.prune import read_positions
 from rollstream.topics.catalogue import PRUNED, topic_name
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import StateRefused
-from rollstream.topics.kafka import clients, sender, topic_admin
+from rollstream.topics.kafka import clients, provisioning, sender, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.keys import encode_key
@@ -293,6 +293,12 @@ def test_what_lies_between_records_lies_there_again(real_run: RealRun) -> None:
     again = f"{real_run.name}-again"
     assert restore(real_run.kafka, real_run.topics, store, second.manifest, again) == first.records + 1
     assert of_topics(real_run, again) == of_topics(real_run, real_run.name) == of_archive(store, real_run.name)
+
+    def settings(run: str) -> list[dict[str, str]]:
+        return [topic.settings for topic in provisioning.describe(real_run.kafka, run)]
+
+    # Also the timestamps that brokers accept. A broker shows a change some time after it was made.
+    eventually(lambda: settings(again) == settings(real_run.name), 60, "the settings of the restored topics")
     for name in TOPICS:
         was, now = (topic_admin.bounds(real_run.kafka, topic_name(run, name)) for run in (real_run.name, again))
         assert {p: end for p, (_low, end) in was.items()} == {p: end for p, (_low, end) in now.items()}

@@ -180,6 +180,7 @@ def test_groups_drops_and_versions_add_up_to_what_the_tools_count(run: RealRun, 
     ("path", "status", "named"),
     [
         ("rollouts?limit=many", 400, "limit"),
+        ("rollouts?skip=-1", 400, "skip"),
         ("rollouts?version=1.5", 400, "version"),
         ("rollouts?reward_min=nan", 400, "reward_min"),
         ("rollouts?fate=eaten", 400, "fate"),

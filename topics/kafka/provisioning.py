@@ -5,7 +5,7 @@ keys would move.
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
@@ -149,6 +149,21 @@ def apply(
             )
         time.sleep(0.02)
     return plans
+
+
+def unset(kafka: KafkaConfig, run: str, names: Iterable[str]) -> None:
+    """Remove Kafka settings from every topic of a run, so that the settings of the brokers apply again.
+
+    Raises TopicError or BrokerUnavailable.
+    """
+    entries = [ConfigEntry(name, None, incremental_operation=AlterConfigOpType.DELETE) for name in names]
+    topics = [description.topic for description in describe(kafka, run)]
+    resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
+    for resource, future in (clients.admin(kafka).incremental_alter_configs(resources) if resources else {}).items():
+        try:
+            answer_of(future, _TIMEOUT_S)
+        except KafkaException as error:
+            raise TopicError(f"settings of topic {resource.name} cannot be removed: {error.args[0].str()}") from error
 
 
 def _await_leaders(kafka: KafkaConfig, client: AdminClient, created: set[str]) -> None:

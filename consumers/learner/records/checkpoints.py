@@ -142,7 +142,8 @@ class Checkpoints:
         if not self._reference.exists():
             raise StateRefused(
                 f'learner.reference is "initial", but {self._reference} does not exist: it was deleted, or this '
-                "learner began with another reference; give another learner.name, or the directory of a checkpoint"
+                "learner began with another reference; give the directory of a checkpoint, or another learner.name "
+                "with learner.take_over"
             )
         with ocp.StandardCheckpointer() as checkpointer:
             params: dict[str, jax.Array] = checkpointer.restore(self._reference, dict(like))

@@ -142,7 +142,9 @@ def _conditions(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Conditio
         ("reward >= ?", wanted.reward_min),
         ("reward <= ?", wanted.reward_max),
     )
-    return answer + [_Condition(sql, (value,)) for sql, value in ranges if value is not None]
+    answer += [_Condition(sql, (value,)) for sql, value in ranges if value is not None]
+    by_version = any(value is not None for value in (wanted.version, wanted.version_min, wanted.version_max))
+    return [*answer, _NO_MARKS] if by_version and not wanted.fate else answer
 
 
 def _conditions_by_name(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Condition]:

@@ -93,7 +93,7 @@ class Api:
         wanted, order = rollout_filter(query), given.choice(query, "order", ORDERS)
         after, limit = given.text(query, "after"), given.within(query, "limit", given.LIMIT, given.MOST)
         run = self._run(request)
-        skip = given.within(query, "skip", 0, _MOST_SKIPPED)
+        skip = given.within(query, "skip", 0, _MOST_SKIPPED, least=0)
         return answer(
             await run.ask(lambda index: index.rollouts(wanted, order=order, after=after, limit=limit, skip=skip))
         )

@@ -58,11 +58,11 @@ def flag(query: Mapping[str, str], name: str) -> bool | None:
     return choice(query, name, ("true", "1", "false", "0")) in ("true", "1")
 
 
-def within(query: Mapping[str, str], name: str, default: int, most: int) -> int:
-    """Return a parameter as a count from 1 to `most`; a larger count becomes `most`."""
+def within(query: Mapping[str, str], name: str, default: int, most: int, *, least: int = 1) -> int:
+    """Return a parameter as a count from `least` to `most`; a larger count becomes `most`."""
     value = integer(query, name)
-    if value is not None and value < 1:
-        raise UnusableParameter(f"{name} is {value}", f"{name} must be at least 1")
+    if value is not None and value < least:
+        raise UnusableParameter(f"{name} is {value}", f"{name} must be at least {least}")
     return default if value is None else min(value, most)
 
 

@@ -108,10 +108,12 @@ def test_marks_are_listed_and_counted_only_when_asked_for(filled: Path) -> None:
     with closing(sqlite_files.reader(filled)) as db:
         everything = rollout_query.page(db, RolloutFilter(), limit=1000)
         marks = rollout_query.page(db, RolloutFilter(fate="control"))
+        versioned = rollout_query.page(db, RolloutFilter(version_max=100), limit=1000)
     assert (everything["matching"], everything["matching_exact"]) == (4 * 2 * (3 * 8 + 1), True)
     assert len(everything["rows"]) == everything["matching"]
-    assert "control" not in {row["fate"] for row in everything["rows"]}
+    assert "control" not in {row["fate"] for row in (*everything["rows"], *versioned["rows"])}
     assert marks["matching"] == 8
+    assert versioned["rows"]
 
 
 def test_an_index_of_other_topics_or_of_another_version_is_built_again(filled: Path, tmp_path: Path) -> None:
