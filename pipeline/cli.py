@@ -52,7 +52,7 @@ COMMANDS = {
     "replay": ("tools.replay", "fold the recorded log again, as it was or under another configuration"),
     "rescore": (
         "tools.rescore",
-        "score old rollouts with another verifier, and show which steps trained on wrong rewards",
+        "score old rollouts with another verifier, and show which steps trained on wrong advantages",
     ),
     "show": ("tools.show", "show one rollout as a person reads it, with its group and its fate"),
     "retrain": (

@@ -63,7 +63,8 @@ def register(parser: argparse.ArgumentParser) -> None:
 def show_ledger(config: RunConfig, args: argparse.Namespace) -> int:
     """Print the ledger, repeatedly with --watch and on changes with --follow until interrupted.
 
-    Return 1 if it does not balance, 4 if it balances but an open transaction hides some records, else 0.
+    Return 1 if it does not balance, 4 if it balances but something is undecided (an open transaction hides records, or
+    a split of the run is unfinished), else 0.
     """
     with ExitStack() as stack:
         live = stack.enter_context(live_ledger(config)) if args.incremental or args.follow is not None else None

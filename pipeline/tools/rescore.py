@@ -1,4 +1,4 @@
-"""`rollstream rescore`: scores old rollouts with another verifier, and shows the steps that trained on wrong rewards.
+"""`rollstream rescore`: scores old rollouts with another verifier, and shows steps that trained on wrong advantages.
 
 The rewards go to `rescores`, and no other record changes. With --into, the batches that follow from the new rewards are
 written to another run, for a fork from the last clean step.

@@ -139,7 +139,7 @@ class CallWriter:
             self._sender.poll(_POLL_S)
 
     async def close(self) -> None:
-        """Wait for records in flight."""
+        """Wait for records in flight, at most 10 s, and stop the thread."""
         await asyncio.to_thread(self._sender.waiting, _CLOSE_S)
         self._stop.set()
         await asyncio.to_thread(self._thread.join)

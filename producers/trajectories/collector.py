@@ -102,7 +102,7 @@ class TrajectoryCollector:
 
     @property
     def pending(self) -> int:
-        """Steps that are not in a trajectory yet."""
+        """Number of chunk steps that are not in a trajectory yet."""
         return 0 if self._rows is None else self._rows.count
 
     def add(self, step: ChunkStepResult) -> Trajectory | None:

@@ -11,8 +11,8 @@ from tests.support.runs import RealRun
 
 
 def damaged_delta(run: RealRun, version: int) -> None:
-    """Publish `version` as a delta on the previous version: that version's own delta with one bit flipped, so that the
-    result does not match the manifest's digest."""
+    """Publish `version` as a delta on the previous version. It repeats the delta of the previous version with one bit
+    flipped, so the result does not match the manifest's digest."""
     before = read_manifests(run.kafka, run.name)[version - 1]
     assert before.kind == "delta"
     [chunk] = before.chunks

@@ -209,7 +209,7 @@ def moved_records(task: CommittedState, taken: Sequence[KafkaRecord]) -> tuple[J
 
 
 def _counted(message: KafkaRecord) -> tuple[str, str, int]:
-    """Environment, fate in the counts, and number of tokens of a record that is moved."""
+    """Return the environment, fate and number of tokens under which a moved record is counted."""
     value = decode(message.value)
     if isinstance(value, Rollout):
         return clip(value.environment, NAME_LIMIT), MOVED, len(value.tokens)

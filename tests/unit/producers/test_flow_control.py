@@ -325,7 +325,7 @@ class Pipeline:
 
     @property
     def total(self) -> int:
-        """Every rollout started that is neither dropped nor trained on."""
+        """Number of rollouts that were started and are neither dropped nor trained on."""
         return self.started * self.config.group_size - self.dropped - self.trained
 
 
