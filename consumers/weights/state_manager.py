@@ -1,7 +1,8 @@
 """State managers: trainers update the weights, and actors get the newest weights if they hold a different version.
 
 StateManager works between processes, over the log; LocalStateManager works within one process, for notebooks. The
-first update is version 0 and each update adds one. Each actor says which version it holds, so actors are independent.
+first update is version 0 and each update adds one. Each actor passes the version that it holds, so actors do
+not affect each other.
 """
 
 import threading

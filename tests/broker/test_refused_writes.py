@@ -59,7 +59,7 @@ class Guarded:
         return next(rule.name for rule in rules if rule.resource == "topic" and "Write" in rule.operations)
 
     def forbid(self, role: str, topic: str) -> None:
-        """Remove the rule by which a role writes to a topic."""
+        """Remove the rule that allows a role to write to a topic."""
         admin = AdminClient({"bootstrap.servers": self.broker.open})
         rule = AclBindingFilter(
             ResourceType.TOPIC,

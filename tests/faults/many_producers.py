@@ -15,7 +15,7 @@ from tests.support.waiting import eventually
 class ManyProducers:
     """Writes groups of four from a few threads until the `with` block ends.
 
-    Leaving the block normally asserts that no write failed, so all groups are whole and acknowledged.
+    If the block ends without an error, asserts that no write failed, so all groups are whole and acknowledged.
     """
 
     def __init__(self, run: RealRun, *, workers: int, threads: int, rollouts_per_s: float) -> None:

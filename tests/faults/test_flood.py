@@ -37,7 +37,7 @@ def new_key(folder: Path) -> str:
 
 
 def send(run: RealRun, flood: Flood) -> int:
-    """Write the flood, each record under its own key; return the number of records."""
+    """Write the flood, each record with the key that it carries, if any; return the number of records."""
     producer = clients.producer(run.kafka)
     count = 0
     for record in flood:

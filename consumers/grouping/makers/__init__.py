@@ -1,1 +1,1 @@
-"""Batch makers: the interface, the makers that ship, and the registry of names in a configuration."""
+"""Batch makers: the interface, the built-in makers, and the registry of the names that a configuration may use."""

@@ -209,7 +209,7 @@ def moved_records(task: CommittedState, taken: Sequence[KafkaRecord]) -> tuple[J
 
 
 def _counted(message: KafkaRecord) -> tuple[str, str, int]:
-    """Return the environment, fate and number of tokens under which a moved record is counted."""
+    """Return the environment and fate under which a moved record is counted, and its number of tokens."""
     value = decode(message.value)
     if isinstance(value, Rollout):
         return clip(value.environment, NAME_LIMIT), MOVED, len(value.tokens)
