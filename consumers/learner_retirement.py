@@ -33,7 +33,7 @@ def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLe
         raise ConfigurationError(
             f"run {run} has no step of learner {learner!r}; learners on record: {', '.join(sorted(known)) or 'none'}"
         )
-    last = read_publications(kafka, run)[-1]
+    last = max(read_publications(kafka, run))
     record = RetiredLearner(learner=learner, reason=reason, wall_time=time.time())
     _write(kafka, run, learner, encode(record))
     if last.learner == learner:

@@ -6,7 +6,7 @@ raises Fenced. So each policy version of a run is used once, even if learners of
 
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from rollstream.consumers.weights.publisher import read_manifests
@@ -23,7 +23,7 @@ from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transac
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
-from rollstream.topics.records import LearnerStep, PolicyManifest
+from rollstream.topics.records import LearnerStep
 from rollstream.topics.retired_learners import retired_learners
 
 logger = logging.getLogger(__name__)
@@ -55,37 +55,24 @@ def read_learners(kafka: KafkaConfig, run: str) -> dict[str, float]:
 
 
 class Publication(NamedTuple):
-    """A step or a policy version that a learner published into a run; later publications are greater."""
+    """A step or a policy version that a learner published into a run."""
 
-    version: int
-    """Policy version that was published; for a step that published none, the newest of the steps so far, or -1."""
-    step_place: int
-    """Place of a step among the steps, from 0 on; -1 for a version."""
+    time: float
     learner: str
+    version: int
+    """Policy version that was published; -1 for a step that published none."""
 
 
 def read_publications(kafka: KafkaConfig, run: str, start: Mapping[str, int] | None = None) -> list[Publication]:
-    """Return the steps and versions that learners published into a run, in order.
+    """Return the steps and versions that learners published into a run.
 
     `start` has the offset from which a topic is read, by full name; other topics are read from their beginning.
     """
     offsets = start or {}
     steps = _all_steps(kafka, run, offsets.get(topic_name(run, "steps"), BEGINNING))
-    return in_order(steps, read_manifests(kafka, run, offsets.get(topic_name(run, "policies"), BEGINNING)).values())
-
-
-def in_order(steps: Iterable[LearnerStep], manifests: Iterable[PolicyManifest]) -> list[Publication]:
-    """Return the publications of steps, which are in the order of the log, and of manifests, in order.
-
-    Version numbers decide, because the times in records are of the clocks of different hosts. The version of a step
-    orders it among the versions. A version without a step comes after all steps before the next version of a step.
-    """
-    publications, version = [], -1
-    for place, step in enumerate(steps):
-        version = max(version, step.policy_version)
-        publications.append(Publication(version, place, step.learner))
-    publications += [Publication(manifest.version, -1, manifest.learner) for manifest in manifests]
-    return sorted(publications)
+    manifests = read_manifests(kafka, run, offsets.get(topic_name(run, "policies"), BEGINNING)).values()
+    of_steps = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]
+    return of_steps + [Publication(manifest.created, manifest.learner, manifest.version) for manifest in manifests]
 
 
 class StepLog:
@@ -126,10 +113,10 @@ class StepLog:
                 f"input may be gone; start a learner of another name, or let it train again with `rollstream learner "
                 f"resume {self._learner} --run {self._run}`"
             )
-        newest = next((p for p in reversed(publications) if p.learner not in self._retired), None)
+        newest = max((p for p in publications if p.learner not in self._retired), default=None)
         if newest is None or newest.learner == self._learner or take_over:
             return
-        version = publications[-1].version
+        version = max(publication.version for publication in publications)
         raise StateRefused(
             f"learner {newest.learner!r} publishes into run {self._run} (newest policy version {version}), and a run "
             f"has one publisher: learner {self._learner!r} is refused. To train on the same batches in parallel, give "

@@ -360,7 +360,8 @@ def _learners(
     for topic in (name for name in topic_names(kafka) if name.endswith(".steps")):
         owner = topic.removesuffix(".steps")
         for _message, step in skipped.records(LearnerStep, read_to_end(kafka, topic)):
-            publishers[owner] = step
+            if owner not in publishers or publishers[owner].timestamp <= step.timestamp:
+                publishers[owner] = step
             known = newest.get((owner, step.learner))
             if step.input_run == run and (known is None or known.step <= step.step):
                 newest[owner, step.learner] = step
