@@ -4,7 +4,7 @@ import argparse
 import difflib
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -193,18 +193,18 @@ def config_of(args: argparse.Namespace) -> "RunConfig":
 
 def wait_seconds(text: str) -> float:
     """The value of a flag that sets an interval or a wait, in seconds."""
-    value = float(text)
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and below a million")
-    return value
+    with suppress(ValueError):
+        if 0 < float(text) < 1e6:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0 and below a million")
 
 
 def positive_count(text: str) -> int:
     """The value of a flag that sets a number of things, at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
-    return value
+    with suppress(ValueError):
+        if int(text) >= 1:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
 
 
 def _keys(**_: object) -> list[str]:

@@ -123,6 +123,8 @@ class Archiver(Closing):
         clients.check_broker(kafka)
         self._kafka, self._run = kafka, run
         self._flush_bytes = flush_bytes
+        self._on_record = False
+        """Whether this archiver has committed its positions to the broker."""
         self._reader = Reader(kafka, fetch_wait_ms=10, group=group_of(run), doing="archiving")
         self.writer = ArchiveWriter(store, run, arrays=arrays)
         self._sources: list[_TopicReader] = []
@@ -162,14 +164,17 @@ class Archiver(Closing):
         if records or self._positions() != self._archived():
             self.writer.commit(self._positions())
             self._commit_positions()
+        elif not self._on_record:
+            # Brokers may have forgotten the positions, and earlier releases committed those of fewer topics.
+            self._commit_positions()
         self.writer.compact(gradually=True)
         return ArchiveProgress(records, self.writer.manifest)
 
     def _commit_positions(self) -> None:
         """Commit the archived positions to the broker, so that prune keeps records that are not archived yet."""
-        manifest = self.writer.manifest
+        manifest, self._on_record = self.writer.manifest, True
         for source in self._sources:
-            if source.topic in PRUNED:
+            if source.topic in PRUNED and source.topic in manifest.topics:
                 source.commit(manifest.topics[source.topic].position)
         event(logger, "archived", generation=manifest.generation, files=len(manifest.files))
 

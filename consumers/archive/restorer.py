@@ -88,9 +88,9 @@ def restore(
         filling.finish()
     finally:
         filling.close()
-    # This restores log append time and compaction, and refuses timestamps of the future again.
-    provisioning.apply(kafka, shape, into)
+    # This restores the brokers' limit of timestamps, then log append time and compaction.
     provisioning.unset(kafka, into, [_ANY_TIMESTAMP])
+    provisioning.apply(kafka, shape, into)
     _check(kafka, manifest, into)
     event(logger, "archive_restored", run=into, archived=manifest.run, records=done)
     return done

@@ -159,7 +159,8 @@ def unset(kafka: KafkaConfig, run: str, names: Iterable[str]) -> None:
     entries = [ConfigEntry(name, None, incremental_operation=AlterConfigOpType.DELETE) for name in names]
     topics = [description.topic for description in describe(kafka, run)]
     resources = [ConfigResource(ResourceType.TOPIC, topic, incremental_configs=entries) for topic in topics]
-    for resource, future in (clients.admin(kafka).incremental_alter_configs(resources) if resources else {}).items():
+    client = clients.admin(kafka)  # its answers end with it
+    for resource, future in (client.incremental_alter_configs(resources) if resources else {}).items():
         try:
             answer_of(future, _TIMEOUT_S)
         except KafkaException as error:

@@ -73,7 +73,8 @@ class _Window(NamedTuple):
 
 _MARKED = (fates.CODES["control"],)
 _NO_MARKS = _Condition("fate <> ?", _MARKED)
-"""Condition that leaves out marks and cancellations. It applies only to lists without any other condition."""
+"""Condition that leaves out marks and cancellations: of lists without any other condition, and of those by version,
+because marks have a version, too."""
 
 
 def page(

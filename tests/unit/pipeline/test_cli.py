@@ -91,6 +91,7 @@ def test_no_broker_is_one_line_and_exit_2_for_every_command(tmp_path: Path) -> N
         (["topics", "aply"], "rollstream topics has no command 'aply', did you mean apply?"),
         (["broker", "strat"], "did you mean start?"),
         (["verify", "--last", "0"], "argument --last: '0' is not a number from 1 on"),
+        (["verify", "--last", "all"], "argument --last: 'all' is not a number from 1 on"),
         (["topics", "xyz"], "choose from plan, apply, describe, acls; see `rollstream topics --help`"),
         (["show", "0:1", "--color", "alway"], "argument --color: invalid choice 'alway', did you mean always?"),
         ([], "required: COMMAND; see `rollstream --help`"),
