@@ -59,9 +59,9 @@ def keeper_task(
 
 
 def kept_child_of_a_killed_asker(
-    tmp_path: Path, command: list[str], stop_timeout_s: float, kill_command: Sequence[str] = (), said: str = ""
+    tmp_path: Path, command: list[str], stop_timeout_s: float, kill_command: Sequence[str] = (), output: str = ""
 ) -> ProcessIdentity:
-    """The child of a keeper after the process that asked for it was killed with SIGKILL, once the child said a word."""
+    """The child of a keeper after the process that asked for it was killed with SIGKILL, once the child output a word."""
     asking = (
         "import subprocess, sys\n"
         "keeper = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
@@ -76,7 +76,7 @@ def kept_child_of_a_killed_asker(
         assert asker.stdout is not None
         child = identify(int(asker.stdout.readline()))
         assert child is not None
-        eventually(lambda: said in (tmp_path / "log").read_text(), 60, "the child is at work")
+        eventually(lambda: output in (tmp_path / "log").read_text(), 60, "the child is at work")
         asker.kill()
     return child
 
@@ -87,13 +87,13 @@ def test_a_kept_child_ends_when_its_asker_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_kept_child_that_ignores_sigterm_is_killed_after_its_deadline(tmp_path: Path) -> None:
-    child = kept_child_of_a_killed_asker(tmp_path, [sys.executable, "-c", DEAF], 0.3, said="deaf")
+    child = kept_child_of_a_killed_asker(tmp_path, [sys.executable, "-c", DEAF], 0.3, output="deaf")
     eventually(lambda: not is_running(child), 60, "the deaf child ended")
 
 
 def test_a_kept_child_is_killed_although_the_command_that_kills_it_fails(tmp_path: Path) -> None:
     missing = [str(tmp_path / "missing")]
-    child = kept_child_of_a_killed_asker(tmp_path, [sys.executable, "-c", DEAF], 0.3, missing, said="deaf")
+    child = kept_child_of_a_killed_asker(tmp_path, [sys.executable, "-c", DEAF], 0.3, missing, output="deaf")
     eventually(lambda: not is_running(child), 60, "the deaf child ended")
 
 
