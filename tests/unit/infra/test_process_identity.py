@@ -61,7 +61,7 @@ def keeper_task(
 def kept_child_of_a_killed_asker(
     tmp_path: Path, command: list[str], stop_timeout_s: float, kill_command: Sequence[str] = (), output: str = ""
 ) -> ProcessIdentity:
-    """The child of a keeper after the process that asked for it was killed with SIGKILL, once the child wrote `output`."""
+    """The child of a keeper whose asker was killed with SIGKILL once the child had written `output`."""
     asking = (
         "import subprocess, sys\n"
         "keeper = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, stdout=subprocess.PIPE)\n"
