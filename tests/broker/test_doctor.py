@@ -125,7 +125,7 @@ def test_unfinished_records_that_are_gone_are_a_fault_with_their_remedy(real_run
     answer = answer_of(tmp_path, "doctor", "--set", f"topics.partitions={real_run.topics.partitions}", *flags)
     assert answer.returncode == 1
     assert "up to offset 0, and the log begins at 2: 2 records are gone" in answer.stdout
-    assert "rollstream group recover" in answer.stdout
+    assert "rollstream restore" in answer.stdout
 
 
 @dataclass(frozen=True)
