@@ -69,9 +69,8 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
     sync, position = header["sync"], begin
     while position < len(data):
         block = str(position)
-        count = 1
         try:
-            count, first, end = _bounds(data, position, sync)
+            claimed, first, end = _bounds(data, position, sync)
         except Exception as error:  # every error of the parser means damage
             yield ContainerDamage(block, 1, brief(error))
             marker = data.find(sync, position)
@@ -79,15 +78,13 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
                 return
             position = marker + _SYNC_BYTES
             continue
-        number = 0
+        number, packed = 0, data[first : end - _SYNC_BYTES]
+        # A block that cannot be unpacked may claim any number.
+        count = min(claimed, len(packed))
         try:
-            packed = data[first : end - _SYNC_BYTES]
-            # A block that cannot be unpacked may claim any number.
-            count, claimed = min(count, len(packed)), count
             block_bytes = unpack(packed)
-            count = claimed
-            if count > len(block_bytes):
-                count, claimed = 1, count
+            count = claimed if claimed <= len(block_bytes) else 1
+            if count < claimed:
                 raise ValueError(f"a block of {len(block_bytes)} bytes cannot hold {claimed} records")
             for values in fastavro.reader(io.BytesIO(plain + _block(count, block_bytes, sync))):
                 yield ContainerRecord(f"{block}.{number}", values)
