@@ -165,6 +165,8 @@ def test_rollouts_are_filtered_and_paged(run: RealRun, indexed: PageClient) -> N
 def test_groups_drops_and_versions_add_up_to_what_the_tools_count(run: RealRun, indexed: PageClient) -> None:
     book: Any = command(run, "ledger")
     assert of_run(indexed, run, "drops?buckets=7")["totals"] == book["dropped"]
+    rollouts = of_run(indexed, run, "rollouts?skip=0&limit=2")
+    assert rollouts["rows"][1:] == of_run(indexed, run, "rollouts?skip=1&limit=1")["rows"]
     groups = of_run(indexed, run, "groups?zero_variance=false&limit=1000")
     assert groups["matching"] == len(groups["rows"]) > 0
     assert all(row["std"] > 0 for row in groups["rows"])
