@@ -37,8 +37,8 @@ def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
 
     A caller that writes many files can pass `sync_name=False` and call `sync_directory` once for all of them.
 
-    Raises StoreError, with the cause, if the file cannot be written. Then, and after an error in the block, `path` is
-    unchanged.
+    Raises StoreError, with the cause, if the file cannot be written; `path` is then unchanged, as after an error in the
+    block. Also raises StoreError if `path` is written, but its directory cannot be synced.
     """
     unfinished = path.with_name(f"{path.name}.{os.getpid()}-{uuid.uuid4().hex}{UNFINISHED}")
     try:
@@ -48,8 +48,6 @@ def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(unfinished, path)
-        if sync_name:
-            sync_directory(path.parent)
     except OSError as error:
         raise StoreError(
             f"{path} cannot be written ({error.strerror or error}); nothing was stored. Check the "
@@ -58,6 +56,14 @@ def replacing(path: Path, *, sync_name: bool = True) -> Iterator[BinaryIO]:
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
+    if sync_name:
+        try:
+            sync_directory(path.parent)
+        except OSError as error:
+            raise StoreError(
+                f"{path} is written, but its directory cannot be synced ({error.strerror or error}), so the file may "
+                "be missing if the machine stops now. Check the disk, then write again"
+            ) from error
 
 
 def copy_file(source: Path, target: Path, *, sync_name: bool = True) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.consumers.files import atomic_files
 from rollstream.consumers.files.atomic_files import (
     StoreError,
     copy_file,
@@ -47,6 +48,18 @@ def test_a_writer_killed_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> No
 
 def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_a_name_that_may_not_survive_a_crash_is_not_called_stored_or_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_directory: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(atomic_files, "sync_directory", broken)
+    with pytest.raises(StoreError, match=r"index\.json is written, but its directory cannot be synced \(Input/output"):
+        write_json(tmp_path / "index.json", {"size": 1})
+    assert read_json(tmp_path / "index.json") == {"size": 1}
 
 
 def test_a_failed_write_says_why_and_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
