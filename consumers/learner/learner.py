@@ -42,7 +42,7 @@ from rollstream.consumers.models.config import manifest_model
 from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import owners
-from rollstream.topics.batch_uses import reused_share, without
+from rollstream.topics.batch_uses import left_out_rows, reused_share, without
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.heartbeats import beat
@@ -261,6 +261,8 @@ class _Learner:
         uses = without(plan.uses, outcomes.left_out)
         metrics |= outcomes.metrics()
         metrics |= {
+            # From the uses, because a step on record, or drawn from a buffer, is loaded without the rows left out.
+            **{f"left_out/{code}": float(rows) for code, rows in left_out_rows(uses).items()},
             "off_policy/staleness": sum(plan.lags) / max(len(plan.lags), 1),
             "off_policy/reused": reused_share(uses),
             **throughput_metrics(self._config, metrics["packing/tokens"], ended - self._ended),

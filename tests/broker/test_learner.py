@@ -279,8 +279,15 @@ def test_bad_rollouts_are_left_out_on_record_and_steps_made_again_leave_out_the_
     assert real_run.log_of(process).count('"rollouts_left_out"') == 3
 
     elsewhere = {"learner__checkpoint__directory": tmp_path / "elsewhere", "learner__advantage_limit": 0.5}
-    finish(real_run, again := real_run.start("learn", **settings, **elsewhere))
+    lines = {"learner__sinks__jsonl": tmp_path / "metrics"}
+    finish(real_run, again := real_run.start("learn", **settings, **elsewhere, **lines))
     assert '"steps_again": 2' in real_run.log_of(again)
+    metrics = map(json.loads, (tmp_path / "metrics" / real_run.name / "default.jsonl").read_text().splitlines())
+    for line in metrics:
+        recorded = steps[line["step"]].metrics
+        assert {name: value for name, value in line.items() if name.startswith("left_out/")} == {
+            name: value for name, value in recorded.items() if name.startswith("left_out/")
+        }
     assert {step: (record.params_digest, record.uses) for step, record in steps_of(real_run).items()} == {
         step: (record.params_digest, record.uses) for step, record in steps.items()
     }

@@ -17,6 +17,7 @@ from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import provisioning
 from rollstream.topics.params_digest import whole_digest
 from rollstream.topics.records import BatchUse, LearnerStep
+from rollstream.topics.rl_examples import batch_digest
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches
 from tests.support.waiting import eventually
@@ -90,6 +91,22 @@ def test_a_learner_with_a_buffer_killed_between_checkpoints_ends_with_the_bits_o
     assert set(seen.values()) == {1, 2}
     assert expected[1].skipped_total == 8 * 16 - 80  # The buffer holds the newest 80.
     assert (expected[1].stream_time_ms, expected[8].stream_time_ms) == (7, 11)
+
+
+@pytest.mark.long
+def test_rollouts_that_the_buffer_does_not_admit_are_metrics_of_the_step(real_run: RealRun) -> None:
+    provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
+    batches = [random_batch(number, partition=number % 2) for number in range(3)]
+    tokens = batches[0].tokens.copy()
+    tokens[batches[0].splits[3]] = 10**6
+    batches[0] = replace(batches[0], tokens=tokens)
+    batches[0] = replace(batches[0], digest=batch_digest(batches[0]))
+    send_batches(real_run.kafka, real_run.name, batches)
+    finish(real_run, real_run.start("learn", **{**SETTINGS, "learner__max_steps": 1}))
+    metrics = steps_of(real_run)[1].metrics
+    assert {name: value for name, value in metrics.items() if name.startswith("left_out/")} == {
+        "left_out/vocabulary": 1.0
+    }
 
 
 def test_skips_that_are_heard_of_too_late_do_not_replace_the_step_they_belong_to(real_run: RealRun) -> None:

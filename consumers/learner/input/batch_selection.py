@@ -17,7 +17,7 @@ from rollstream.consumers.batch_reader import IndexedBatch, IndexReader
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.row_checks import unfit_rows
 from rollstream.consumers.learner.step_rules import NEWEST, StepRules
-from rollstream.topics.batch_uses import left_out_rows, taken_rows
+from rollstream.topics.batch_uses import taken_rows
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, TrainingBatch
 from rollstream.topics.rl_examples import chosen_token_arrays
@@ -255,7 +255,6 @@ class StepTotals:
             "trained/completions/mean_length": self.tokens / count,
             "trained/completions/clipped_ratio": self.truncated / count,
             "trained/rollouts": float(self.rollouts),
-            **{f"left_out/{code}": float(rows) for code, rows in left_out_rows(self.left_out).items()},
         }
 
 

@@ -20,7 +20,7 @@ from rollstream.consumers.learner.input.batch_selection import (
     totals_of,
     unfit_uses,
 )
-from rollstream.topics.batch_uses import rows_of, taken_rows, without
+from rollstream.topics.batch_uses import left_out_rows, rows_of, taken_rows, without
 from rollstream.topics.records import BatchIndexEntry, BatchUse
 from rollstream.topics.skip_reasons import code_of
 from tests.support.batches import random_batch
@@ -234,8 +234,7 @@ def test_rows_left_out_of_whole_batches_are_named_beside_what_is_trained_on() ->
     ]
     assert (rows_of(uses, "trained"), rows_of(uses, "skipped")) == (29, 19)
     assert taken_rows(uses) == {0: tuple(range(16)), 10: (1, 2, *range(4, 15)), 20: ()}
-    metrics = totals_of(batches[:1], tuple(left_out)).metrics()
-    assert (metrics["left_out/temperature"], metrics["left_out/vocabulary"]) == (17.0, 2.0)
+    assert left_out_rows(uses) == {"temperature": 17, "vocabulary": 2}
 
 
 def test_a_version_nobody_published_is_skipped_with_that_reason() -> None:
