@@ -5,6 +5,7 @@ Filters apply to the records' content.
 """
 
 import argparse
+import itertools
 import sys
 import time
 from collections import deque
@@ -14,7 +15,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_parser import positive_count, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import printable
 from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, time_text
@@ -68,7 +69,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         "ends at a time (default: %(default)s)",
     )
     parser.add_argument("--to", type=int, metavar="OFFSET", help="only records before this offset of each partition")
-    parser.add_argument("-c", dest="count", type=int, metavar="N", help="at most N records")
+    parser.add_argument("-c", dest="count", type=positive_count, metavar="N", help="at most N records")
     parser.add_argument(
         "-f",
         dest="format",
@@ -107,18 +108,13 @@ def cat(config: RunConfig, args: argparse.Namespace) -> int:
     )
     wanted = _filter(args)
     show = _formatted(args.format, args.full) if args.format is not None else _line(args.json, args.full)
-    left = args.count
-    for message in messages(config.kafka, topic, span):
-        if left == 0:
-            break
-        record = decoded(message.value)
-        if not wanted(record):
-            continue
+    decoding = ((message, decoded(message.value)) for message in messages(config.kafka, topic, span))
+    matching = ((message, record) for message, record in decoding if wanted(record))
+    for message, record in itertools.islice(matching, args.count):
         text = show(message, record)
         sys.stdout.write(printable(text) if sys.stdout.isatty() else text)
         if args.follow:
             sys.stdout.flush()
-        left = None if left is None else left - 1
     return 0
 
 

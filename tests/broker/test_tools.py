@@ -167,6 +167,7 @@ def test_cat_takes_the_flags_of_kcat(planted: Planted) -> None:
     whole = [r for r in records(planted, "rollouts") if r["partition"] == 1]
     assert records(planted, "rollouts", "-p", "1", "-o", "3", "-c", "2") == whole[3:5]
     assert records(planted, "rollouts", "-p", "1", "-o", "-4") == whole[-4:]
+    assert records(planted, "rollouts", "-p", "1", "-o", "-4", "-c", "4", "--follow") == whole[-4:]
     assert records(planted, "rollouts", "-p", "1", "-o", "end") == []
     cut = whole[5]["timestamp_ms"]
     assert records(planted, "rollouts", "-p", "1", "-o", f"s@{cut}") == [r for r in whole if r["timestamp_ms"] >= cut]
