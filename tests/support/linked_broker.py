@@ -3,10 +3,11 @@
 import re
 import signal
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rollstream.infra.config import BrokerConfig, BrokerLayout
 from rollstream.infra.launch_commands import prepare
@@ -23,7 +24,7 @@ class LinkedBroker:
 
     bootstrap_servers: str
     """Its own address, where nothing fails."""
-    links: dict[str, Link]
+    links: dict[str, Any]
     """By role."""
     process: "subprocess.Popen[bytes]"
     port: int
@@ -44,14 +45,18 @@ class LinkedBroker:
 
 @contextmanager
 def linked_broker(
-    directory: Path, *roles: str, environment: dict[str, str] | None = None, **properties: str
+    directory: Path,
+    *roles: str,
+    environment: dict[str, str] | None = None,
+    link: Callable[[int], Any] = Link,
+    **properties: str,
 ) -> Iterator[LinkedBroker]:
-    """Run a broker with a listener for each role, advertised at the role's link."""
+    """Run a broker with a listener for each role, advertised at the role's link; `link` makes a link to a port."""
     layout = BrokerLayout(root=directory)
     directory.mkdir(parents=True)
     port, controller, *ports = free_ports(HOST, 2 + len(roles))
     listening = dict(zip((role.upper() for role in roles), ports, strict=True))
-    links = {role: Link(own_port) for role, own_port in zip(roles, ports, strict=True)}
+    links = {role: link(own_port) for role, own_port in zip(roles, ports, strict=True)}
     protocols = ",".join(f"{name}:PLAINTEXT" for name in ("PLAINTEXT", "CONTROLLER", *listening))
     config = BrokerConfig(data_dir=directory, properties={"listener.security.protocol.map": protocols, **properties})
     command = prepare(choose_local("java"), config, layout, port=port, controller_port=controller).command

@@ -113,6 +113,12 @@ class GroupMember(Poller):
     def _topics(self) -> str:
         return self._topic
 
+    def _any_topic(self) -> str:
+        return self._topic
+
+    def _replace(self) -> None:
+        raise MembershipLost("the client of this member does not find the brokers any more", fenced=False)
+
     # ------------------------------------------------------------------ partitions
 
     @property

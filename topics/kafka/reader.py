@@ -16,7 +16,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka import clients, stranded_clients, topic_admin
 from rollstream.topics.kafka.client_errors import raise_for, retrying
 from rollstream.topics.kafka.records import BEGINNING, GroupPosition, KafkaRecord, Place, record_of
 from rollstream.topics.logs import event
@@ -24,6 +24,8 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _AT_ONCE = 500
 _CALL_S = 10.0
+SILENT_S = 30.0
+"""Time without any message after which a consumer that is being polled is examined: see `stranded_clients`."""
 
 
 class Polled(NamedTuple):
@@ -45,6 +47,7 @@ class Poller(Closing):
         """How long a poll waits for further messages after its first message."""
         self.positions: dict[Place, int] = {}
         """Next offset of each partition, as far as it is known."""
+        self._heard = time.monotonic()
         self._asked: set[str] = set()
 
     def close(self) -> None:
@@ -59,7 +62,9 @@ class Poller(Closing):
         polled = Polled([], {})
         passed: set[Place] = set()
         positions, records = self.positions, polled.records
-        for message in self._consume(most, wait_s):
+        messages = self._consume(most, wait_s)
+        self._listen(messages)
+        for message in messages:
             error = message.error()
             if error is None:
                 record = record_of(message)
@@ -68,6 +73,26 @@ class Poller(Closing):
             else:
                 self._take_event(error, message, polled, passed)
         return polled
+
+    def _listen(self, messages: list[Message]) -> None:
+        """Replace the consumer if it will never get a message again."""
+        now = time.monotonic()
+        if messages:
+            self._heard = now
+        elif now - self._heard > SILENT_S:
+            topic = self._any_topic()
+            if topic and stranded_clients.is_stranded(self._kafka, self._consumer, topic):
+                event(logger, "client_stranded", level=logging.WARNING, topic=topic)
+                self._replace()
+            self._heard = time.monotonic()
+
+    def _any_topic(self) -> str:
+        """Return a topic that is being read, "" if there is none."""
+        return next((topic for topic, _partition in self.positions), "")
+
+    def _replace(self) -> None:
+        """Continue with a new consumer, or raise an error."""
+        raise NotImplementedError
 
     def _consume(self, most: int, wait_s: float) -> list[Message]:
         """Return available messages. The client's `consume` would wait until it has `most` messages, or times out."""
@@ -190,19 +215,24 @@ class Reader(Poller):
         **overrides: Any,
     ) -> None:
         """`group` names only the group whose offsets are read and committed; see `clients.reader` for the settings."""
-        consumer = clients.reader(kafka, isolation=isolation, fetch_wait_ms=fetch_wait_ms, group=group, **overrides)
-        super().__init__(kafka, consumer, doing)
+        self._new_consumer = partial(
+            clients.reader, kafka, isolation=isolation, fetch_wait_ms=fetch_wait_ms, group=group, **overrides
+        )
+        super().__init__(kafka, self._new_consumer(), doing)
+        self._begins: dict[Place, int] = {}
+        """Assigned partitions, with the offsets that they were assigned with."""
 
     def assign(self, positions: Mapping[Place, int]) -> None:
         """Read these partitions from these offsets on, and no others. Raises as `topic_admin.partitions_of` does."""
         self._ask_leaders(positions)
+        self._begins = dict(positions)
         self.positions = {place: offset for place, offset in positions.items() if offset >= 0}
         self._consumer.assign([TopicPartition(*place, offset) for place, offset in positions.items()])
 
     def add(self, place: Place, offset: int) -> None:
         """Read one more partition."""
         self._ask_leaders([place])
-        self.positions[place] = offset
+        self._begins[place] = self.positions[place] = offset
         self._consumer.incremental_assign([TopicPartition(*place, offset)])
 
     def seek(self, place: Place, offset: int) -> None:
@@ -212,8 +242,18 @@ class Reader(Poller):
 
     def unassign(self) -> None:
         """Stop reading all partitions."""
+        self._begins.clear()
         self.positions.clear()
         self._consumer.unassign()
+
+    def _any_topic(self) -> str:
+        return next((topic for topic, _partition in self._begins), "")
+
+    def _replace(self) -> None:
+        self._consumer.close()
+        self._consumer = self._new_consumer()
+        offsets = self._begins | self.positions
+        self._consumer.assign([TopicPartition(*place, offsets[place]) for place in self._begins])
 
     def offsets_at(self, topic: str, partitions: Iterable[int], at_ms: int) -> dict[int, int | None]:
         """Offset of each partition's first record with this timestamp or a later one; None if there is none."""

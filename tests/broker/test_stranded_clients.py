@@ -1,0 +1,98 @@
+"""Clients whose broker leaves all brokers out of its answers, as a fenced broker does, go on once it names them again.
+
+librdkafka does not always find the way back: it depends on how many answers named brokers before, and on its threads.
+"""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import clients, provisioning, reader
+from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
+from rollstream.topics.kafka.reader import Poller, Reader
+from tests.support.brokerless_metadata import BrokerlessLink
+from tests.support.linked_broker import LinkedBroker, linked_broker
+from tests.support.runs import RealRun
+from tests.support.waiting import eventually
+
+ATTEMPTS = tuple(range(8)) * 2
+"""Answers with brokers before those without, for each client."""
+
+
+@pytest.fixture(scope="module")
+def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedBroker]:
+    directory = tmp_path_factory.mktemp("brokerless") / "broker"
+    with linked_broker(directory, "clients", link=BrokerlessLink) as broker:
+        yield broker
+
+
+@pytest.fixture
+def run(broker: LinkedBroker, run_name: str, tmp_path: Path) -> RealRun:
+    """A run, seen by a client that always learns of the broker."""
+    run = RealRun(KafkaConfig(bootstrap_servers=broker.bootstrap_servers), run_name, tmp_path)
+    provisioning.apply(run.kafka, run.topics, run.name)
+    return run
+
+
+@pytest.fixture
+def kafka(broker: LinkedBroker) -> KafkaConfig:
+    return KafkaConfig(bootstrap_servers=broker.links["clients"].address)
+
+
+def ask(client: Poller, topic: str) -> None:
+    """Have a client ask for metadata as often as it may take to lose all brokers."""
+    with suppress(BrokerUnavailable, MembershipLost):
+        for _ in range(6):
+            client.partitions_of(topic)
+            client.poll(1, 0.05)
+
+
+def produce(run: RealRun) -> None:
+    producer = clients.producer(run.kafka)
+    for partition in range(2):
+        producer.produce(run.topic("rollouts"), b"value", partition=partition)
+    assert producer.flush(120) == 0
+
+
+def test_readers_read_on(
+    broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "SILENT_S", 2.0)
+    topic, readers = run.topic("rollouts"), []
+    for whole in ATTEMPTS:
+        with broker.links["clients"].brokerless(after=whole):
+            readers.append(Reader(kafka, isolation="read_uncommitted"))
+            readers[-1].assign({(topic, 0): 0})
+            ask(readers[-1], topic)
+    produce(run)
+    for each in readers:
+        assert eventually(lambda each=each: each.poll(1, 0.05).records, 60, "a record")
+        each.close()
+
+
+def test_group_members_read_on_or_say_that_they_are_lost(
+    broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "SILENT_S", 2.0)
+    topic, members = run.topic("rollouts"), []
+    for number, whole in enumerate(ATTEMPTS):
+        with broker.links["clients"].brokerless(after=whole):
+            member = GroupMember(kafka, f"{run.name}-{number}", "member", topic)
+            member.join(lambda numbers: dict.fromkeys(numbers, 0), lambda _numbers: None, lambda _numbers: None)
+            ask(member, topic)
+            members.append(member)
+    produce(run)
+
+    def goes_on(member: GroupMember) -> bool:
+        try:
+            return bool(member.poll(1, 0.05).records)
+        except MembershipLost as lost:
+            return not lost.fenced
+
+    for member in members:
+        eventually(lambda member=member: goes_on(member), 120, "a record, or the news")
+        member.close()
