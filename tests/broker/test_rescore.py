@@ -232,7 +232,9 @@ def test_wrong_rewards_lead_to_the_steps_that_trained_on_them_and_to_a_fork_with
     forked = answer_of(run.directory, *words)
     assert forked.returncode == 0, forked.stderr
     learn = shlex.split(forked.stdout.split("start it with:")[1].replace("\\\n", " "))
-    answer = answer_of(run.directory, *learn[1:], f"--set=learner.max_steps={dirty}")
+    # A process of its own, because this one may have imported JAX with other threads.
+    command = run.words(*learn[1:], f"--set=learner.max_steps={dirty}")
+    answer = subprocess.run(command, cwd=run.directory, capture_output=True, text=True, timeout=600)
     assert answer.returncode == 0, answer.stderr
     made = read_steps(run.kafka, f"{into}-clean", "default")
     assert sorted(made) == [dirty - 1, dirty]
