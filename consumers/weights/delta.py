@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
 from rollstream.topics.arrays import dtype_of, little_endian_view
 from rollstream.topics.params_digest import TensorDigest
@@ -60,8 +61,10 @@ def _difference(before: memoryview, after: memoryview, itemsize: int) -> tuple[i
     return len(places), [_planes(gaps.view(np.uint8), _PLACE_BYTES), _planes(new[places].view(np.uint8), itemsize)]
 
 
-def apply_delta(manifest: PolicyManifest, tensor: Tensor, data: memoryview, base: NDArray[Any]) -> NDArray[Any]:
-    """Return a tensor of the base with the changes in `data`; the base itself if there are none.
+def apply_delta(
+    manifest: PolicyManifest, tensor: Tensor, data: memoryview, base: NDArray[Any], memory: ReusedMemory | None = None
+) -> NDArray[Any]:
+    """Return a tensor of the base with the changes in `data`, in `memory`; the base itself if there are none.
 
     Raises WeightsRefused if base and delta do not match.
     """
@@ -77,7 +80,7 @@ def apply_delta(manifest: PolicyManifest, tensor: Tensor, data: memoryview, base
     places = np.cumsum(gaps, dtype=np.int64)
     if gaps[0] < 0 or (gaps[1:] <= 0).any() or places[-1] >= base.size:
         raise _refused(manifest, tensor, "has changes outside its elements")
-    result = np.array(base, order="C")
+    result = (memory or ReusedMemory(0)).copy_of(base)
     elements = _elements(memoryview(result.reshape(-1).view(np.uint8)), dtype.itemsize)  # type: ignore[arg-type]
     values = _from_planes(data[end:], dtype.itemsize)
     elements[places] = _elements(memoryview(values.reshape(-1)), dtype.itemsize)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.arrival_digests import ArrivalDigests
 from rollstream.consumers.weights.compression import ZSTD, NotCompressed, decompress
 from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
@@ -85,14 +86,14 @@ def assemble(
 class ContentBuffer:
     """The content of one version, filled and digested as its chunks arrive, so that no chunk is held separately."""
 
-    def __init__(self, manifest: PolicyManifest, *, checked: bool = True) -> None:
-        """`checked` is as in `assemble`. Raises WeightsRefused if memory cannot hold the content."""
-        self._manifest, self._checked = manifest, checked
+    def __init__(self, manifest: PolicyManifest, *, checked: bool = True, memory: ReusedMemory | None = None) -> None:
+        """`checked` is as in `assemble`; `memory` holds the arrays. Raises WeightsRefused if memory cannot hold the
+        content."""
+        self._manifest, self._checked, self._memory = manifest, checked, memory or ReusedMemory(0)
         self._places, end = places_of(manifest)
         try:
-            # Unlike a bytearray, numpy uses huge pages, and leaves the bytes unwritten until their chunk arrives.
-            self._data = memoryview(np.empty(end, np.uint8))  # type: ignore[arg-type]
-        except (MemoryError, OverflowError, ValueError) as error:
+            self._data = memoryview(self._memory.lanes(1, end)[0])  # type: ignore[arg-type]
+        except MemoryError as error:
             raise WeightsRefused(f"policy version {manifest.version} needs {end} bytes of memory") from error
         digested = checked and manifest.digest.endswith(TREE) and end >= SHARD_BYTES
         whole = [tensor for tensor in manifest.tensors if tensor.changed < 0]
@@ -111,7 +112,11 @@ class ContentBuffer:
         content, base = self._data.toreadonly(), base or {}
         arrays = {
             tensor.name: array_of(
-                self._manifest, tensor, content[tensor.start : tensor.start + tensor.size_bytes], base.get(tensor.name)
+                self._manifest,
+                tensor,
+                content[tensor.start : tensor.start + tensor.size_bytes],
+                base.get(tensor.name),
+                self._memory,
             )
             for tensor in self._manifest.tensors
         }
@@ -129,8 +134,15 @@ def places_of(manifest: PolicyManifest) -> tuple[dict[Chunk, int], int]:
     return places, end
 
 
-def array_of(manifest: PolicyManifest, tensor: Tensor, view: memoryview, base: NDArray[Any] | None) -> NDArray[Any]:
-    """Return a tensor from its part of the content; `base` is the tensor before a delta. Raises WeightsRefused."""
+def array_of(
+    manifest: PolicyManifest,
+    tensor: Tensor,
+    view: memoryview,
+    base: NDArray[Any] | None,
+    memory: ReusedMemory | None = None,
+) -> NDArray[Any]:
+    """Return a tensor from its part of the content; `base` is the tensor before a delta, and `memory` holds the tensor
+    after it. Raises WeightsRefused."""
     name = _named(manifest, tensor)
     if len(view) != tensor.size_bytes:
         raise WeightsRefused(f"{name} has too few bytes")
@@ -138,7 +150,7 @@ def array_of(manifest: PolicyManifest, tensor: Tensor, view: memoryview, base: N
         if base is None:
             raise WeightsRefused(f"{name} is a delta on version {manifest.base}, which is missing")
         try:
-            return apply_delta(manifest, tensor, view, base)
+            return apply_delta(manifest, tensor, view, base, memory)
         except WeightsRefused as error:
             raise WeightsRefused(f"{error}; {_lies(manifest, tensor)}") from error
     dtype = dtype_of(tensor.dtype)

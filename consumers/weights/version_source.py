@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
+from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.candidates import VersionCandidates
 from rollstream.consumers.weights.chains import ChainBroken, forget
 from rollstream.consumers.weights.config import WeightsConfig
@@ -67,6 +68,7 @@ class VersionSource(Closing):
         self._refused: set[int] = set()
         """Versions that do not match their manifests; versions that build on them are skipped."""
         self._held: tuple[int, dict[str, NDArray[Any]]] = (-1, {})
+        self._memory = ReusedMemory()
         with ExitStack() as stack:
             self._policies = stack.enter_context(TopicFollower(kafka, {policies: BEGINNING}))
             self._fetcher = stack.enter_context(ChunkFetcher(kafka, run, files_at_once=config.files_at_once))
@@ -113,6 +115,7 @@ class VersionSource(Closing):
                 refused=self._refused,
                 timeout_s=self._fetch_timeout_s,
                 stop=self._stop,
+                memory=self._memory,
             )
         except ChunksLate as late:
             if not self._stop.is_set():

@@ -21,6 +21,7 @@ from rollstream.consumers.files.stores import shown
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import save_merged
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
+from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.chains import ChainBroken, needed
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
 from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused
@@ -352,11 +353,19 @@ class _Verifier:
     def __init__(self, fetcher: ChunkFetcher, manifests: Mapping[int, PolicyManifest], timeout_s: float) -> None:
         self._fetcher, self._manifests, self._timeout_s = fetcher, manifests, timeout_s
         self._held: tuple[int, Arrays] = (-1, {})
+        self._memory = ReusedMemory()
 
     def check(self, version: int) -> str:
         """Return "whole", or the kind of fault and its reason."""
         try:
-            arrays = load_version(self._fetcher, self._manifests, version, held=self._held, timeout_s=self._timeout_s)
+            arrays = load_version(
+                self._fetcher,
+                self._manifests,
+                version,
+                held=self._held,
+                timeout_s=self._timeout_s,
+                memory=self._memory,
+            )
         except (ChainBroken, ChunksGone) as error:
             return f"missing: {error}"
         except ChunksLate as error:

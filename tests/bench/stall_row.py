@@ -16,7 +16,7 @@ import numpy as np
 from rollstream.topics.catalogue import topic_name
 from tests.bench.measure import CHILD_TIMEOUT_S, Row, Settings, Stopwatch, Timing, interleaved, ready_child
 from tests.bench.runs import prepared
-from tests.bench.weights_row import MIB, copy_through_broker
+from tests.bench.weights_row import MIB, copying
 
 _CHUNK_BYTES = MIB
 
@@ -35,9 +35,9 @@ def row(name: str, size_mib: int) -> Callable[[Settings], Row]:
             return Timing(mebibytes, seconds, cpu_seconds)
 
         def raw() -> Timing:
-            with prepared(settings, "copied") as run:
+            with prepared(settings, "copied") as run, copying(settings, topic_name(run, "batches")) as copy:
                 watch = Stopwatch()
-                copy_through_broker(settings, topic_name(run, "batches"), data, _CHUNK_BYTES)
+                copy(data, _CHUNK_BYTES)
                 return watch.timing(mebibytes)
 
         taken, copied = interleaved(settings.repetitions, ours, raw)

@@ -25,7 +25,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import TopicsConfig
 from tests.bench.measure import LatencyRow, Settings
 from tests.bench.runs import prepared
-from tests.bench.weights_row import changed, copy_through_broker, publish, publishing
+from tests.bench.weights_row import changed, copying, publish, publishing
 from tests.support.checkpoints import random_parameters
 from tests.support.recipe import write_model
 from tests.support.runs import RealRun
@@ -55,10 +55,13 @@ def row(name: str, engine: str) -> Callable[[Settings], LatencyRow]:
             _published(settings, run, config, [arrays], lambda: 0, anchor_every=1)
             role = RealRun(settings.kafka, run, directory, TopicsConfig(partitions=settings.partitions))
             try:
-                with serving(role, directory / "model") as swapped:
+                with (
+                    serving(role, directory / "model") as swapped,
+                    copying(settings, topic_name(run, "batches")) as copy,
+                ):
                     eventually(lambda: swapped() == 0, _READY_S, "the server has version 0")
                     for _ in range(settings.repetitions):
-                        raw.append((_copied(settings, run, arrays),))
+                        raw.append((_copied(copy, arrays),))
                         ours.append(tuple(_published(settings, run, config, [arrays], swapped, anchor_every=1)))
                     one, three = changed(arrays, 0.01), changed(arrays, 0.03)
                     _full, *deltas = _published(
@@ -99,10 +102,10 @@ def _published(
     return seconds
 
 
-def _copied(settings: Settings, run: str, arrays: Arrays) -> float:
+def _copied(copy: Callable[[bytes, int], None], arrays: Arrays) -> float:
     data = b"".join(np.ascontiguousarray(array).tobytes() for array in arrays.values())
     began = time.perf_counter()
-    copy_through_broker(settings, topic_name(run, "batches"), data, WeightsConfig().chunk_bytes)
+    copy(data, WeightsConfig().chunk_bytes)
     return time.perf_counter() - began
 
 

@@ -12,14 +12,14 @@ from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.bin_packing import layout
-from rollstream.consumers.learner.input.reused_memory import ReusedMemory
 from rollstream.consumers.learner.training.objective import LossConfig, token_weight, trains
+from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 
 TooLong = Literal["skip", "truncate", "error"]
 _INTEGERS = ("tokens", "positions", "segment_ids")
-_MEMORY = ReusedMemory()
+_MEMORY = ReusedMemory(256 * 1024 * 1024)
 
 
 @dataclass(frozen=True, kw_only=True)

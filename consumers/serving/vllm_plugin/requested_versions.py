@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from rollstream.consumers.models.parameters import is_adapter
+from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.chains import forget
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.fetcher import ChunkFetcher
@@ -65,6 +66,7 @@ class RequestedVersions(Closing):
         self._stop = threading.Event()
         self._requested, self._pending, self._error = NONE, False, ""
         self._held = HeldVersion(NONE, {})
+        self._memory = ReusedMemory()
         self._manifests: dict[int, PolicyManifest] = {}
         self._skipped = SkippedRecords("vllm-plugin")
         self._thread = threading.Thread(target=self._work, name="rollstream-versions", daemon=True)
@@ -163,6 +165,7 @@ class RequestedVersions(Closing):
             held=self._held,
             timeout_s=self._fetch_timeout_s,
             stop=self._stop,
+            memory=self._memory,
         )
         if any(is_adapter(name) for name in arrays):
             raise VersionNotHeld(
