@@ -50,22 +50,22 @@ class BrokerlessLink:
                 client, _address = self._server.accept()
                 broker = socket.create_connection((HOST, self._target_port))
                 self._ends |= {client, broker}
-                asked: dict[int, bool] = {}
+                metadata_requests: dict[int, bool] = {}
                 for work in (self._pass_requests, self._pass_answers):
-                    threading.Thread(target=work, args=(client, broker, asked), daemon=True).start()
+                    threading.Thread(target=work, args=(client, broker, metadata_requests), daemon=True).start()
 
-    def _pass_requests(self, client: socket.socket, broker: socket.socket, asked: dict[int, bool]) -> None:
+    def _pass_requests(self, client: socket.socket, broker: socket.socket, metadata_requests: dict[int, bool]) -> None:
         with suppress(OSError):
             while frame := _frame(client):
                 key, version = int.from_bytes(frame[:2]), int.from_bytes(frame[2:4])
-                asked[int.from_bytes(frame[4:8])] = key == _METADATA and version >= _FLEXIBLE_VERSION
+                metadata_requests[int.from_bytes(frame[4:8])] = key == _METADATA and version >= _FLEXIBLE_VERSION
                 broker.sendall(len(frame).to_bytes(4) + frame)
         _end(client, broker)
 
-    def _pass_answers(self, client: socket.socket, broker: socket.socket, asked: dict[int, bool]) -> None:
+    def _pass_answers(self, client: socket.socket, broker: socket.socket, metadata_requests: dict[int, bool]) -> None:
         with suppress(OSError):
             while frame := _frame(broker):
-                if asked.pop(int.from_bytes(frame[:4]), False) and self._brokerless:
+                if metadata_requests.pop(int.from_bytes(frame[:4]), False) and self._brokerless:
                     if self._whole > 0:
                         self._whole -= 1
                     else:
