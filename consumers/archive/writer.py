@@ -298,7 +298,8 @@ def read_table(store: Store, file: ArchivedFile) -> pa.Table:
     """Read the rows of a file. Raises StateRefused if it is missing, or differs from the manifest."""
     data = checked(store, file.path, file.sha256)
     with refusing(f"{store.url}/{file.path}"):
-        return pq.read_table(pa.BufferReader(data)).cast(SCHEMAS[file.table])
+        # Not pq.read_table, whose threads may abort the process at its exit (apache/arrow issue 39862).
+        return pq.ParquetFile(pa.BufferReader(data)).read().cast(SCHEMAS[file.table])
 
 
 def _tables(store: Store, file: ArchivedFile) -> Iterator[pa.Table]:
