@@ -56,8 +56,10 @@ def linked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LinkedBroker]:
 def a_run(broker: LinkedBroker, name: str, directory: Path) -> Iterator[RealRun]:
     """A run, seen by a client whose network never fails."""
     run = make_run(broker.bootstrap_servers, name, directory).prepare()
-    yield run
-    run.stop()
+    try:
+        yield run
+    finally:
+        run.stop()
 
 
 @contextmanager
@@ -67,8 +69,10 @@ def seen_by(broker: LinkedBroker, role: str, run: RealRun) -> Iterator[RealRun]:
     directory.mkdir()
     kafka = replace(run.kafka, bootstrap_servers=broker.links[role].address)
     seen = replace(run, kafka=kafka, directory=directory, processes=[])
-    yield seen
-    seen.stop()
+    try:
+        yield seen
+    finally:
+        seen.stop()
 
 
 @contextmanager
