@@ -188,7 +188,7 @@ def test_a_copy_whose_name_may_not_be_on_disk_is_whole(tmp_path: Path, monkeypat
             synced(directory)
 
         monkeypatch.setattr(atomic_files, "sync_directory", failing)
-        with pytest.raises(StoreError, match=r"slices\.json cannot be written"):
+        with pytest.raises(StoreError, match=r"slices\.json is written, but its directory cannot be synced"):
             buffer.save(tmp_path / "saved")
         monkeypatch.undo()
     with ring(tmp_path / "saved") as saved:
