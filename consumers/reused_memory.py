@@ -144,9 +144,9 @@ class ReusedMemory:
             self._free.setdefault(size, deque()).append(_Free(self._freed, block))
             self._free_bytes += size
             self._freed += 1
-            self._shrink(self._most_used_bytes - self._used_bytes)
             if size >= _LARGE_BYTES:
                 _advise(block, "MADV_FREE")
+            self._shrink(self._most_used_bytes - self._used_bytes)
 
 
 def _new_block(size_bytes: int) -> mmap.mmap:

@@ -51,6 +51,13 @@ def ask(client: Poller, topic: str) -> None:
             client.poll(1, 0.05)
 
 
+def joining(kafka: KafkaConfig, group: str, topic: str) -> GroupMember:
+    """A member that joins a group of its own, and reads from the first offset."""
+    member = GroupMember(kafka, group, "member", topic)
+    member.join(lambda numbers: dict.fromkeys(numbers, 0), lambda _numbers: None, lambda _numbers: None)
+    return member
+
+
 def produce(run: RealRun) -> None:
     producer = clients.producer(run.kafka)
     for partition in range(2):
@@ -74,6 +81,29 @@ def test_readers_read_on(
         each.close()
 
 
+def test_clients_that_only_wait_are_kept(
+    broker: LinkedBroker,
+    kafka: KafkaConfig,
+    run: RealRun,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The topic has no records, and then the broker does not answer at all."""
+    monkeypatch.setattr(reader, "SILENT_S", 0.0)
+    topic = run.topic("rollouts")
+    member = joining(kafka, run.name, topic)
+    with Reader(kafka) as idle, member:
+        idle.assign({(topic, 0): 0})
+        eventually(lambda: member.poll(1, 0.05).ends, 60, "the end of a partition")
+        for client in (idle, member):
+            for _ in range(10):
+                client.poll(1, 0.05)
+        with broker.stopped():
+            for client in (idle, member):
+                client.poll(1, 0.05)
+    assert "client_stranded" not in caplog.text
+
+
 def test_group_members_read_on_or_say_that_they_are_lost(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,8 +111,7 @@ def test_group_members_read_on_or_say_that_they_are_lost(
     topic, members = run.topic("rollouts"), []
     for number, whole in enumerate(ATTEMPTS):
         with broker.links["clients"].brokerless(after=whole):
-            member = GroupMember(kafka, f"{run.name}-{number}", "member", topic)
-            member.join(lambda numbers: dict.fromkeys(numbers, 0), lambda _numbers: None, lambda _numbers: None)
+            member = joining(kafka, f"{run.name}-{number}", topic)
             ask(member, topic)
             members.append(member)
     produce(run)

@@ -88,7 +88,7 @@ class Poller(Closing):
 
     def _any_topic(self) -> str:
         """Return a topic that is being read, "" if there is none."""
-        return next((topic for topic, _partition in self.positions), "")
+        raise NotImplementedError
 
     def _replace(self) -> None:
         """Continue with a new consumer, or raise an error."""
