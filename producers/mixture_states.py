@@ -16,11 +16,10 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError, TopicError
-from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
-from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import decode_key, encode_key
 from rollstream.topics.logs import event
@@ -49,7 +48,7 @@ class MixtureStates(Closing):
         try:
             while (self._topic, 0) not in self._follower.ends:
                 self._read(0.1)
-            self._sender = Sender(clients.producer(kafka), on_failure=lambda failure: self._lose(failure.reason))
+            self._sender = RecoveringSender(kafka, on_failure=lambda failure: self._lose(failure.reason))
         except BaseException:
             self._follower.close()
             raise

@@ -12,8 +12,9 @@ from typing import Any, ClassVar, Self
 from rollstream.topics import codec
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordTooLarge
-from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.sender import Delivery, Sender
+from rollstream.topics.kafka import topic_admin
+from rollstream.topics.kafka.recovering_sender import RecoveringSender
+from rollstream.topics.kafka.sender import Delivery
 
 RECORD_OVERHEAD_BYTES = 1024
 """Room for Kafka's batch header and framing, so that incompressible values still fit."""
@@ -48,7 +49,7 @@ class RecordSender:
         self.limit_bytes = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
         """Maximum size in bytes of a record's key and value together."""
         topic_admin.partitions_of(kafka, topic)
-        self._sender = Sender(clients.producer(kafka, **overrides), remedy=self.not_delivered)
+        self._sender = RecoveringSender(kafka, remedy=self.not_delivered, **overrides)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Run the callbacks of delivered records. Raises DeliveryError if a record was not delivered."""

@@ -7,13 +7,13 @@ is logged.
 import logging
 import time
 from collections.abc import Mapping
+from typing import Any
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError
-from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.metric_values import VALUES
@@ -21,6 +21,15 @@ from rollstream.topics.records import Metrics
 
 logger = logging.getLogger(__name__)
 _LOG_EVERY_S = 60.0
+_SETTINGS: dict[str, Any] = {
+    "enable.idempotence": "false",
+    "acks": "1",
+    "linger.ms": "100",
+    "queue.buffering.max.kbytes": 1024,
+    "queue.buffering.max.messages": 1000,
+    "delivery.timeout.ms": 20_000,
+}
+"""One acknowledgement, no idempotence and a small queue suffice, because the next record replaces the metrics."""
 
 
 class MetricsWriter:
@@ -30,19 +39,7 @@ class MetricsWriter:
         """`role` is the command that runs the component, such as env or infer."""
         self._component, self._role = component, role
         self._topic = topic_name(run, "metrics")
-        # One acknowledgement, no idempotence and a small queue suffice, because the next record replaces these metrics.
-        producer = clients.producer(
-            kafka,
-            **{
-                "enable.idempotence": "false",
-                "acks": "1",
-                "linger.ms": "100",
-                "queue.buffering.max.kbytes": 1024,
-                "queue.buffering.max.messages": 1000,
-                "delivery.timeout.ms": 20_000,
-            },
-        )
-        self._sender = Sender(producer, on_failure=lambda failure: self._lose(failure.reason))
+        self._sender = RecoveringSender(kafka, on_failure=lambda failure: self._lose(failure.reason), **_SETTINGS)
         self._logged_s = -_LOG_EVERY_S
         self.lost = 0
         """Records that could not be written."""

@@ -20,11 +20,12 @@ from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError, RecordError, RecordTooLarge
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, KafkaRecord
-from rollstream.topics.kafka.sender import Delivery, Failure, Sender
+from rollstream.topics.kafka.recovering_sender import RecoveringSender
+from rollstream.topics.kafka.sender import Delivery, Failure
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import ModelCall, SessionEvent
@@ -68,8 +69,9 @@ class CallWriter:
         self.partitions = topic_admin.partitions_of(kafka, self.topic)
         self._limit = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
         # A record is not delayed to fill a request, because a caller waits for it.
-        producer = clients.producer(kafka, **{"linger.ms": "0"})
-        self._sender = Sender(producer, remedy="send the request again", on_failure=self._failed)
+        self._sender = RecoveringSender(
+            kafka, remedy="send the request again", on_failure=self._failed, **{"linger.ms": "0"}
+        )
         self._waiting: dict[str, asyncio.Future[Delivery]] = {}
         self._names = itertools.count()
         self._stop = threading.Event()

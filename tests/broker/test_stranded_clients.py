@@ -11,9 +11,11 @@ import pytest
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
-from rollstream.topics.kafka import clients, provisioning, reader
+from rollstream.topics.kafka import clients, provisioning, reader, recovering_sender
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Poller, Reader
+from rollstream.topics.kafka.recovering_sender import RecoveringSender
+from rollstream.topics.kafka.sender import Delivery, Failure
 from tests.support.brokerless_metadata import BrokerlessLink
 from tests.support.linked_broker import LinkedBroker, linked_broker
 from tests.support.runs import RealRun
@@ -127,3 +129,38 @@ def test_group_members_read_on_or_say_that_they_are_lost(
     for member in members:
         eventually(lambda member=member: goes_on(member), 120, "a record, or the news")
         member.close()
+
+
+def test_senders_report_lost_records_and_send_on(
+    broker: LinkedBroker,
+    kafka: KafkaConfig,
+    run: RealRun,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those that only send and never wait, as writers of metrics do."""
+    monkeypatch.setattr(recovering_sender, "SILENT_S", 2.0)
+    topic, senders = run.topic("rollouts"), []
+    for whole in (*range(4), *range(4)):
+        failures: list[Failure] = []
+        delivered: list[Delivery] = []
+        with broker.links["clients"].brokerless(after=whole):
+            sender = RecoveringSender(kafka, on_failure=failures.append, **{"topic.metadata.refresh.interval.ms": 200})
+            for number in range(30):
+                sender.send(
+                    topic, b"value", partition=number % 2, name=f"record {number}", on_delivery=delivered.append
+                )
+                sender.poll(0.1)
+        senders.append((sender, failures, delivered))
+    for sender, failures, delivered in senders:
+        latest: list[Delivery] = []
+
+        def goes_on(sender: RecoveringSender = sender, latest: list[Delivery] = latest) -> bool:
+            sender.send(topic, b"value", partition=0, on_delivery=latest.append)
+            return bool(latest)
+
+        eventually(goes_on, 60, "a record to be delivered")
+        sender.flush(60)
+        assert len(delivered) + sum(failure.name.startswith("record ") for failure in failures) == 30
+        assert {failure.reason for failure in failures} <= {"the client had lost all brokers"}
+        assert bool(failures) <= ("client_stranded" in caplog.text)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, Message, Producer
 
@@ -135,9 +135,9 @@ class Sender(Closing):
             if error is not None:
                 at = message.partition()
                 place = partition if at is None else at
-                self._on_failure(Failure(name, topic, place, _size(key, value), self._fatal or error, self._user))
+                self._on_failure(Failure(name, topic, place, _size(key, value), self._cause(error), self._user))
                 return
-            self._acknowledged = True
+            self._acknowledge()
             if on_delivery is not None:
                 kind, timestamp_ms = message.timestamp()
                 stamped = kind == TIMESTAMP_LOG_APPEND_TIME
@@ -152,7 +152,7 @@ class Sender(Closing):
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             try:
-                self._producer.produce(topic, value, key, partition, on_delivery=report, timestamp=timestamp_ms, **more)
+                self._enqueue(topic, value, key, partition, on_delivery=report, timestamp=timestamp_ms, **more)
                 break
             except BufferError:
                 left_s = _LOOK_EVERY_S if deadline is None else deadline - time.monotonic()
@@ -165,14 +165,14 @@ class Sender(Closing):
             except KafkaException as exception:
                 self._await_reason(exception.args[0])
                 self.check()  # If an earlier record failed, its error is the cause of this one.
-                error = self._fatal or exception.args[0]
+                error = self._cause(exception.args[0])
                 failure = Failure(name, topic, partition, _size(key, value), error, self._user)
                 raise SendFailed([failure], self._remedy) from exception
-        self._serve(self._producer.poll, 0)
+        self._serve("poll", 0)
 
     def poll(self, timeout_s: float = 0.0) -> None:
         """Process delivery reports. Raises SendFailed if a record was not delivered."""
-        self._serve(self._producer.poll, timeout_s)
+        self._serve("poll", timeout_s)
         self.check()
 
     def flush(self, timeout_s: float = 30.0) -> None:
@@ -196,20 +196,20 @@ class Sender(Closing):
         # that error with the delivery reports after it; its `poll` does not.
         while not (self._acknowledged or self._transactional) and len(self._producer):
             self._purge_after_fatal()
-            self._serve(self._producer.poll, max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic())))
+            self._serve("poll", max(0.0, min(_LOOK_EVERY_S, deadline - time.monotonic())))
             if time.monotonic() >= deadline:
                 return len(self._producer)
         self._purge_after_fatal()
-        return self._serve(self._producer.flush, max(0.0, deadline - time.monotonic()))
+        return self._serve("flush", max(0.0, deadline - time.monotonic()))
 
     def _await_reason(self, error: KafkaError) -> None:
         """Process delivery reports; after a fatal error, wait for the event that gives its cause."""
         deadline = time.monotonic() + _FLUSH_AFTER_ERROR_S
-        self._serve(self._producer.poll, 0)
+        self._serve("poll", 0)
         # The client refuses a record before it reports why it gave up.
         untold = error.code() == KafkaError._FATAL and not self._transactional
         while untold and self._fatal is None and time.monotonic() < deadline:
-            self._serve(self._producer.poll, _LOOK_EVERY_S)
+            self._serve("poll", _LOOK_EVERY_S)
 
     def _purge_after_fatal(self) -> None:
         """Fail the records that a fatal error leaves in the queue; the client would keep some until they time out."""
@@ -222,14 +222,27 @@ class Sender(Closing):
             failures, self._failures[:] = self._failures[:], []
             raise SendFailed(failures, self._remedy)
 
-    def _serve(self, call: Callable[[float], int], timeout_s: float) -> int:
+    def _enqueue(self, *record: Any, **options: Any) -> None:
+        """Put a record into the producer's queue. Raises as the client does."""
+        self._producer.produce(*record, **options)
+
+    def _acknowledge(self) -> None:
+        """Note that a broker acknowledged a record."""
+        self._acknowledged = True
+
+    def _serve(self, call: Literal["poll", "flush"], timeout_s: float) -> int:
         """Call a function of the client that processes delivery reports, and note a fatal error that it raises."""
+        serve = getattr(self._producer, call)
         try:
-            return call(timeout_s)
+            return int(serve(timeout_s))
         except (KafkaException, SystemError) as raised:
             if not self._note_fatal(raised):
                 raise
-        return call(timeout_s)  # The client raises a fatal error only once; reports may follow.
+        return int(serve(timeout_s))  # The client raises a fatal error only once; reports may follow.
+
+    def _cause(self, error: KafkaError) -> KafkaError:
+        """Return the cause of an error with a record."""
+        return self._fatal or error
 
     def _note_fatal(self, raised: BaseException) -> bool:
         """Note the fatal error behind an exception; return whether a fatal error has been noted."""

@@ -10,6 +10,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure, Sender
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
@@ -31,7 +32,7 @@ class MarkWriter:
         on_append: Callable[[int], None] = lambda append_ms: None,
     ) -> None:
         """`on_append` is called with the append time of each mark."""
-        self._sender = Sender(clients.producer(kafka, **{"linger.ms": "0"}), on_failure=self._failed)
+        self._sender = RecoveringSender(kafka, on_failure=self._failed, **{"linger.ms": "0"})
         self._topic = topic_name(run, "rollouts")
         self._signer = signer
         self._on_failure = on_failure
