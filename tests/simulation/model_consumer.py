@@ -203,6 +203,20 @@ class ModelConsumer:
 
     # ------------------------------------------------------------------ offsets
 
+    def offsets_for_times(self, places: Sequence[TopicPartition], timeout: float = -1) -> list[TopicPartition]:
+        """Return beginnings and ends; no other times are asked for."""
+        self._link.check()
+
+        def answer() -> list[TopicPartition]:
+            return [
+                TopicPartition(
+                    p.topic, p.partition, 0 if p.offset == OFFSET_BEGINNING else self._stop((p.topic, p.partition))
+                )
+                for p in places
+            ]
+
+        return self._bounded(answer, timeout)
+
     def committed(self, places: Sequence[TopicPartition], timeout: float = -1) -> list[TopicPartition]:
         self._link.check()
         group = self._cluster.groups[self._group_name]

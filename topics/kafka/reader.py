@@ -162,11 +162,7 @@ class Poller(Closing):
     ) -> dict[int, tuple[int, int]]:
         """First offset of each partition, and the offset past its last record; by default of all partitions."""
         numbers = range(self.partitions_of(topic)) if partitions is None else partitions
-        bounds = {}
-        for partition in numbers:
-            ask = partial(self._consumer.get_watermark_offsets, TopicPartition(topic, partition), _CALL_S)
-            bounds[partition] = retrying(ask, f"asking where {topic} begins and ends", timeout_s)
-        return bounds
+        return topic_admin.bounds_through(self._consumer, topic, numbers, timeout_s)
 
     # ------------------------------------------------------------------ the group whose offsets are read
 

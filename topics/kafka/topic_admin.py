@@ -7,7 +7,15 @@ from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka import (
+    OFFSET_BEGINNING,
+    OFFSET_END,
+    Consumer,
+    KafkaError,
+    KafkaException,
+    TopicCollection,
+    TopicPartition,
+)
 from confluent_kafka.admin._config import ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 
@@ -22,6 +30,7 @@ if TYPE_CHECKING:
     from confluent_kafka.admin import AdminClient
 
 _TIMEOUT_S = 30.0
+_ANSWER_S = 10.0
 _LOOK_S = 1.0
 """Longest wait for one answer about the brokers, and between two requests."""
 _NAMED = 3
@@ -150,13 +159,35 @@ def bounds(config: KafkaConfig, topic: str, partitions: Iterable[int] | None = N
     consumer = clients.reader(config)
     try:
         known = range(partitions_of(config, topic, consumer))
-        ends = {}
-        for partition in known if partitions is None else partitions:
-            ask = partial(consumer.get_watermark_offsets, TopicPartition(topic, partition), 10.0)
-            ends[partition] = retrying(ask, f"asking where {topic} begins")
-        return ends
+        return bounds_through(consumer, topic, known if partitions is None else partitions)
     finally:
         consumer.close()
+
+
+def bounds_through(
+    consumer: Consumer, topic: str, partitions: Iterable[int], timeout_s: float = _TIMEOUT_S
+) -> dict[int, tuple[int, int]]:
+    """As `bounds`, through an existing consumer, whose isolation level applies.
+
+    Each leader is asked twice, however many partitions it leads; `get_watermark_offsets` would ask it twice for each.
+    """
+    places = list(partitions)
+
+    def ask(which: int) -> dict[int, int]:
+        answers = consumer.offsets_for_times([TopicPartition(topic, p, which) for p in places], _ANSWER_S)
+        for answer in answers:
+            if answer.error is not None:
+                raise KafkaException(answer.error)
+        return {answer.partition: answer.offset for answer in answers}
+
+    if not places:
+        return {}
+    # The beginnings first: a beginning that was asked for later might be past the end.
+    begins, ends = (
+        retrying(partial(ask, which), f"asking where {topic} begins and ends", timeout_s)
+        for which in (OFFSET_BEGINNING, OFFSET_END)
+    )
+    return {p: (begins[p], ends[p]) for p in places}
 
 
 def topic_ids(kafka: KafkaConfig, names: list[str]) -> dict[str, str]:
