@@ -1,12 +1,12 @@
 """Archiver: reads the topics of a run from the archived positions to their present ends, once or repeatedly.
 
-Topics that refer to other topics are read first, so that the archive of a live run is complete: it holds every record
-that the archived journal and steps name.
+Topics that refer to other topics are asked for their ends first, so that the archive of a live run is complete: it
+holds every record that the archived journal and steps name.
 """
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from rollstream.consumers.archive.manifest import ArchiveManifest
@@ -74,12 +74,17 @@ class _TopicReader:
         self.position = writer.begin(topic, topic_id, begins)
         """First offset that has not been read yet, by partition."""
 
-    def read(self, take: Callable[[KafkaRecord], None], left_out: Mapping[int, Collection[int]]) -> None:
-        """Call `take` with every record up to the present end of the topic.
+    def ends(self) -> dict[int, int]:
+        """Present end of each partition."""
+        return {p: end for p, (_begin, end) in self._reader.bounds(self._name, self.position).items()}
+
+    def read(
+        self, ends: Mapping[int, int], take: Callable[[KafkaRecord], None], left_out: Mapping[int, Collection[int]]
+    ) -> None:
+        """Call `take` with every record up to these ends.
 
         The offsets in `left_out`, by partition, are not fetched; the archive has gaps there.
         """
-        ends = {p: end for p, (_begin, end) in self._reader.bounds(self._name, self.position).items()}
         around = {p for p, offsets in left_out.items() if any(offset >= self.position[p] for offset in offsets)}
         for p in sorted(around):
             at = self.position[p]
@@ -108,10 +113,9 @@ class _TopicReader:
                     f"{self._kafka.bootstrap_servers} down?"
                 )
 
-    def commit(self, position: Mapping[int, int]) -> None:
-        """Commit the positions of the archive to the broker."""
-        positions = [GroupPosition(self._name, p, at) for p, at in position.items()]
-        self._reader.commit(positions, f"committing the archived positions of {self._name}")
+    def positions(self, position: Mapping[int, int]) -> Iterator[GroupPosition]:
+        """Yield the positions of the archive as the broker keeps them."""
+        return (GroupPosition(self._name, p, at) for p, at in position.items())
 
 
 class Archiver(Closing):
@@ -146,8 +150,9 @@ class Archiver(Closing):
     def once(self) -> ArchiveProgress:
         """Archive all present records. Raises Fenced if another process archives this run to the same place."""
         records = 0
-
-        for source in self._sources:
+        # Before anything is read: a request waits until the broker has answered the reader's last fetch.
+        ends = [source.ends() for source in self._sources]
+        for source, up_to in zip(self._sources, ends, strict=True):
 
             def take(message: KafkaRecord, topic: str = source.topic) -> None:
                 nonlocal records
@@ -160,7 +165,7 @@ class Archiver(Closing):
 
             rollouts = source.topic == "rollouts"
             # Records that grouping may still read are archived, even if grouping was told to leave them out.
-            source.read(take, never_fetched(self._kafka, self._run, ahead=False) if rollouts else {})
+            source.read(up_to, take, never_fetched(self._kafka, self._run, ahead=False) if rollouts else {})
         if records or self._positions() != self._archived():
             self.writer.commit(self._positions())
             self._commit_positions()
@@ -173,9 +178,9 @@ class Archiver(Closing):
     def _commit_positions(self) -> None:
         """Commit the archived positions to the broker, so that prune keeps records that are not archived yet."""
         manifest, self._on_record = self.writer.manifest, True
-        for source in self._sources:
-            if source.topic in PRUNED and source.topic in manifest.topics:
-                source.commit(manifest.topics[source.topic].position)
+        archived = (source for source in self._sources if source.topic in PRUNED and source.topic in manifest.topics)
+        positions = [at for source in archived for at in source.positions(manifest.topics[source.topic].position)]
+        self._reader.commit(positions, f"committing the archived positions of {self._run}")
         event(logger, "archived", generation=manifest.generation, files=len(manifest.files))
 
     def _positions(self) -> dict[TopicPartitionKey, int]:
