@@ -47,7 +47,8 @@ class ObservedLog(Protocol):
 
 
 class TopicLog(Closing):
-    """The topics of a run."""
+    """The topics of a run. Steps are read once the batch index has been read to its end: an observer keeps a limited
+    number of uses of batches that it does not know yet."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         """Raises TopicError if the run does not exist."""
@@ -56,6 +57,8 @@ class TopicLog(Closing):
         self._topics = [topic for name in OBSERVED if (topic := topic_name(run, name)) in there or name != "control"]
         self.left_out: Mapping[int, set[int]] = {}
         self._follower: TopicFollower | None = None
+        self._steps: dict[Place, int] = {}
+        """Starts of the steps as long as they are not read."""
 
     @property
     def ends(self) -> Mapping[Place, int]:
@@ -73,12 +76,19 @@ class TopicLog(Closing):
         self.left_out = never_fetched(self._kafka, self._run)
         rollouts = topic_name(self._run, "rollouts")
         left_out = {(rollouts, partition): offsets for partition, offsets in self.left_out.items()}
+        self._steps = {place: at for place, at in starts.items() if place[0] == topic_name(self._run, "steps")}
+        at_once = {place: at for place, at in starts.items() if place not in self._steps}
         # Latency does not matter here: prefer a few large fetches to one for each record.
-        self._follower = TopicFollower(self._kafka, starts, left_out=left_out, **_UNHURRIED)
+        self._follower = TopicFollower(self._kafka, at_once, left_out=left_out, **_UNHURRIED)
 
     def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
         """Return up to `most` records; waits up to `wait_s` if there are none."""
-        return self._follower.poll(most, wait_s) if self._follower else []
+        if self._follower is None:
+            return []
+        if self._steps and (topic_name(self._run, "batch-index"), 0) in self._follower.caught_up:
+            self._follower.add(self._steps)
+            self._steps = {}
+        return self._follower.poll(most, wait_s)
 
     def close(self) -> None:
         """Close the client."""

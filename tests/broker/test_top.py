@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,12 @@ from rollstream.pipeline.run.observer import RunObserver
 from rollstream.pipeline.tools import top
 from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.sender import Sender
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
 from tests.support.runs import RealRun, rollout
 
 ROLLOUTS = 2500
@@ -46,6 +52,47 @@ def test_what_is_left_of_the_history_falls_to_nothing_and_what_comes_later_is_no
         seen = observer.snapshot(NEWEST)
         assert (left[-1], seen.history_left, seen.history) == (0, 0, left[0])
         assert len(observer.scored) > ROLLOUTS
+
+
+def test_no_batch_of_a_long_run_waits_if_a_step_used_it(broker: str, tmp_path: Path) -> None:
+    """Whichever topic a broker sends first: the run has more batches than an observer keeps."""
+    run, steps, batches = RealRun(KafkaConfig(bootstrap_servers=broker), "long-watched", tmp_path).prepare(), 12, 1000
+    with Sender(clients.producer(run.kafka)) as sender:
+        for step in range(1, steps + 1):
+            last = step * batches
+            step_made = LearnerStep(
+                learner="test",
+                step=step,
+                input_run=run.name,
+                uses=tuple(
+                    BatchUse(batch_id=f"0-{number}", index_offset=number, rows=1, use="trained")
+                    for number in range(last - batches, last)
+                ),
+                position=last,
+                policy_version=0,
+                params_digest="digest",
+                trained_total=last,
+                skipped_total=0,
+            )
+            sender.send(run.topic("steps"), encode(step_made), encode_key("test", step))
+        for number in range(steps * batches + 1):
+            entry = BatchIndexEntry(
+                batch_id=f"0-{number}",
+                partition=0,
+                offset=number,
+                rollouts=1,
+                tokens=2,
+                trained_tokens=1,
+                lowest_version=0,
+                highest_version=0,
+                size_bytes=100,
+                digest="digest",
+            )
+            sender.send(run.topic("batch-index"), encode(entry), encode_key(entry.batch_id))
+    with closing(RunObserver(run.kafka, run.name)) as observer:
+        observer.catch_up()
+        seen = observer.snapshot(NEWEST)
+    assert (seen.step, seen.batches, seen.waiting) == (steps, steps * batches + 1, 1)
 
 
 def test_a_terminal_shows_it_until_it_is_read(run: RealRun) -> None:

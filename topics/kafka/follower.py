@@ -80,6 +80,11 @@ class TopicFollower(Closing):
             yield from (_unread(place, offset) for offset in left_out if at <= offset)
             at = end
 
+    def add(self, start: Mapping[Place, int]) -> None:
+        """Follow further partitions, each from an offset."""
+        for place, at in start.items():
+            self._reader.add(place, at)
+
     def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
         """Return up to `most` records; waits up to `wait_s` if there are none. Raises as `Reader.poll` does."""
         apart = self._approached(most)

@@ -228,7 +228,9 @@ class Reader(Poller):
     def add(self, place: Place, offset: int) -> None:
         """Read one more partition."""
         self._ask_leaders([place])
-        self._begins[place] = self.positions[place] = offset
+        self._begins[place] = offset
+        if offset >= 0:
+            self.positions[place] = offset
         self._consumer.incremental_assign([TopicPartition(*place, offset)])
 
     def seek(self, place: Place, offset: int) -> None:
