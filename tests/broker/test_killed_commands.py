@@ -186,7 +186,7 @@ def weigh(run: CommandedRun, strike: Strike) -> Proof:
 
 
 def stop_at_step(run: CommandedRun, strike: Strike) -> Proof:
-    last = run.top()["step"] + 30  # Far enough for the request to come before the step.
+    last = run.step_ahead()
     run.say("stop", "--at-step", str(last))
     strike()
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -113,6 +114,12 @@ class SteeredRun:
         before = self.top()["step"]
         eventually(lambda: self.top()["step"] >= before + more or self.process.poll() is not None, 300, "further steps")
         assert self.process.poll() is None, self.output
+
+    def step_ahead(self, seconds: float = 15.0) -> int:
+        """A step that the learner makes in about so many seconds, at its present pace; a command takes some of them."""
+        began, before = time.monotonic(), self.top()["step"]
+        now = self.top()["step"]
+        return int(now + 5 + seconds * (now - before) / (time.monotonic() - began))
 
     def kill(self) -> None:
         """kill -9 of the overseer; its processes wait for another one."""
