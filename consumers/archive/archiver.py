@@ -1,7 +1,7 @@
 """Archiver: reads the topics of a run from the archived positions to their present ends, once or repeatedly.
 
-Topics that refer to other topics are asked for their ends first, so that the archive of a live run is complete: it
-holds every record that the archived journal and steps name.
+Topics that refer to other topics are read first, so that the archive of a live run is complete: it holds every record
+that the archived journal and steps name.
 """
 
 import logging
@@ -74,17 +74,12 @@ class _TopicReader:
         self.position = writer.begin(topic, topic_id, begins)
         """First offset that has not been read yet, by partition."""
 
-    def ends(self) -> dict[int, int]:
-        """Present end of each partition."""
-        return {p: end for p, (_begin, end) in self._reader.bounds(self._name, self.position).items()}
-
-    def read(
-        self, ends: Mapping[int, int], take: Callable[[KafkaRecord], None], left_out: Mapping[int, Collection[int]]
-    ) -> None:
-        """Call `take` with every record up to these ends.
+    def read(self, take: Callable[[KafkaRecord], None], left_out: Mapping[int, Collection[int]]) -> None:
+        """Call `take` with every record up to the present end of the topic.
 
         The offsets in `left_out`, by partition, are not fetched; the archive has gaps there.
         """
+        ends = {p: end for p, (_begin, end) in self._reader.bounds(self._name, self.position).items()}
         around = {p for p, offsets in left_out.items() if any(offset >= self.position[p] for offset in offsets)}
         for p in sorted(around):
             at = self.position[p]
@@ -150,9 +145,8 @@ class Archiver(Closing):
     def once(self) -> ArchiveProgress:
         """Archive all present records. Raises Fenced if another process archives this run to the same place."""
         records = 0
-        # Before anything is read: a request waits until the broker has answered the reader's last fetch.
-        ends = [source.ends() for source in self._sources]
-        for source, up_to in zip(self._sources, ends, strict=True):
+
+        for source in self._sources:
 
             def take(message: KafkaRecord, topic: str = source.topic) -> None:
                 nonlocal records
@@ -165,7 +159,7 @@ class Archiver(Closing):
 
             rollouts = source.topic == "rollouts"
             # Records that grouping may still read are archived, even if grouping was told to leave them out.
-            source.read(up_to, take, never_fetched(self._kafka, self._run, ahead=False) if rollouts else {})
+            source.read(take, never_fetched(self._kafka, self._run, ahead=False) if rollouts else {})
         if records or self._positions() != self._archived():
             self.writer.commit(self._positions())
             self._commit_positions()
