@@ -116,10 +116,11 @@ class SteeredRun:
         assert self.process.poll() is None, self.output
 
     def step_ahead(self, seconds: float = 15.0) -> int:
-        """A step that the learner makes in about so many seconds, at its present pace; a command takes some of them."""
+        """A step that the learner makes in about so many seconds at its present pace, and at least 100 steps ahead: a
+        command takes seconds, and a learner that compiles shows no pace."""
         began, before = time.monotonic(), self.top()["step"]
         now = self.top()["step"]
-        return int(now + 5 + seconds * (now - before) / (time.monotonic() - began))
+        return int(now + max(100, seconds * (now - before) / (time.monotonic() - began)))
 
     def kill(self) -> None:
         """kill -9 of the overseer; its processes wait for another one."""
