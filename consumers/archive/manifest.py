@@ -6,7 +6,7 @@ writer begins by creating a generation itself, so that the previous writer can n
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
@@ -144,10 +144,15 @@ def _name(run: str, generation: int) -> str:
     return f"{_manifests(run)}/{generation:012d}.json"
 
 
+def _generations(store: Store, run: str) -> list[str]:
+    """Return the names of the manifests of a run, in order."""
+    return [name for name in store.names(_manifests(run)) if name.endswith(".json")]
+
+
 def newest(store: Store, run: str) -> ArchiveManifest | None:
     """Return the current manifest of a run; None if it has no archive."""
     while True:
-        names = [name for name in store.names(_manifests(run)) if name.endswith(".json")]
+        names = _generations(store, run)
         if not names:
             return None
         try:
@@ -168,7 +173,7 @@ def take_over(store: Store, run: str) -> ArchiveManifest:
     while True:
         before = newest(store, run) or ArchiveManifest(run=run)
         mine = replace(before, generation=before.generation + 1, writer=writer)
-        if store.create(_name(run, mine.generation), mine.to_json()):
+        if store.create(_name(run, mine.generation), mine.to_json()) and _is_newest(store, mine):
             return mine
 
 
@@ -181,24 +186,51 @@ def commit(store: Store, manifest: ArchiveManifest) -> ArchiveManifest:
     data = mine.to_json()
     name = _name(mine.run, mine.generation)
     # If the response to a successful attempt was lost, a retry finds the same data.
-    if not store.create(name, data) and store.read(name) != data:
-        raise Fenced(
-            f"another process is archiving run {mine.run} to {store.url}; the last files of this process are left out"
-        )
-    for old in store.names(_manifests(mine.run)):
+    if not (store.create(name, data) or _holds(store, name, data)) or not _is_newest(store, mine):
+        raise _fenced(store, mine.run)
+    for old in _generations(store, mine.run):
         if old < _name(mine.run, mine.generation - _KEPT + 1):
             store.delete(old)
     return mine
 
 
-def sweep(store: Store, manifest: ArchiveManifest, also: Iterable[str] = ()) -> int:
-    """Delete files that no manifest names, left by a crash or replaced by compaction; return their number."""
-    named = {file.path for file in manifest.files}.union(also)
+def sweep(store: Store, manifest: ArchiveManifest) -> int:
+    """Delete files that the manifest does not name, left by a crash or replaced by compaction; return their number.
+
+    Raises Fenced, and deletes nothing, if another writer took over.
+    """
+    named = {file.path for file in manifest.files}
     left = [
         name
         for name in store.names(folder_of(manifest.run))
         if name not in named and not name.startswith(_manifests(manifest.run))
     ]
+    # Checked after the files are listed, so that no file of a later writer is among them.
+    if not _is_newest(store, manifest):
+        raise _fenced(store, manifest.run)
     for name in left:
         store.delete(name)
     return len(left)
+
+
+def _is_newest(store: Store, mine: ArchiveManifest) -> bool:
+    """Whether a generation that its writer created is the newest; if not, it is deleted.
+
+    A writer that was suspended may create a generation again that later writers created and deleted.
+    """
+    name = _name(mine.run, mine.generation)
+    if _generations(store, mine.run)[-1:] == [name]:
+        return True
+    store.delete(name)
+    return False
+
+
+def _holds(store: Store, name: str, data: bytes) -> bool:
+    try:
+        return store.read(name) == data
+    except FileNotFoundError:  # Later writers deleted it.
+        return False
+
+
+def _fenced(store: Store, run: str) -> Fenced:
+    return Fenced(f"another process is archiving run {run} to {store.url}; the last files of this process are left out")

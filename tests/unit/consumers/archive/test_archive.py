@@ -139,6 +139,46 @@ def test_who_was_displaced_cannot_commit(store: Store) -> None:
     assert held(store) == {0: [entry(0, 0)], 1: []}
 
 
+def test_who_was_displaced_long_ago_can_neither_commit_nor_delete(store: Store) -> None:
+    first = ArchiveWriter(store, "main")
+    first.begin("rollouts", "id", {0: 0, 1: 0})
+    first.add(entry(0, 0))
+    second = ArchiveWriter(store, "main")
+    second.begin("rollouts", "id", {0: 0, 1: 0})
+    for offset in range(4):
+        second.add(entry(0, offset))
+        second.commit({("rollouts", 0): offset + 1})
+    kept = store.names("")
+    with pytest.raises(Fenced, match="another process is archiving run main"):
+        manifests.sweep(store, first.manifest)
+    assert store.names("") == kept
+    with pytest.raises(Fenced, match="another process is archiving run main"):
+        first.commit({("rollouts", 0): 1})
+    assert manifests.newest(store, "main") == second.manifest
+    second.add(entry(0, 4))
+    second.commit({("rollouts", 0): 5})
+    assert held(store) == {0: [entry(0, offset) for offset in range(5)], 1: []}
+
+
+def test_who_takes_over_slowly_does_not_go_back_to_an_earlier_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = StoppingStore()
+    create = store.create
+
+    def late(name: str, data: bytes) -> bool:
+        monkeypatch.setattr(store, "create", create)
+        other = ArchiveWriter(store, "main")
+        other.begin("rollouts", "id", {0: 0})
+        for offset in range(4):
+            other.add(entry(0, offset))
+            other.commit({("rollouts", 0): offset + 1})
+        return create(name, data)
+
+    monkeypatch.setattr(store, "create", late)
+    slow = ArchiveWriter(store, "main")
+    assert slow.begin("rollouts", "id", {0: 0}) == {0: 4}
+    assert held(store) == {0: [entry(0, offset) for offset in range(4)]}
+
+
 def test_a_commit_whose_answer_was_lost_counts_when_it_is_tried_again() -> None:
     store = StoppingStore()
     mine = manifests.take_over(store, "main")
