@@ -122,15 +122,14 @@ class Archiver(Closing):
         clients.check_broker(kafka)
         self._kafka, self._run = kafka, run
         self._flush_bytes = flush_bytes
+        self._passes = 0
         self._on_record = False
         """Whether this archiver has committed its positions to the broker."""
         self._reader = Reader(kafka, fetch_wait_ms=10, group=group_of(run), doing="archiving")
         self.writer = ArchiveWriter(store, run, arrays=arrays)
         self._sources: list[_TopicReader] = []
         try:
-            ids = topic_admin.topic_ids(kafka, [topic_name(run, topic) for topic in TOPICS])
-            for topic in TOPICS:
-                topic_id = ids[topic_name(run, topic)]
+            for topic, topic_id in self._topic_ids().items():
                 self._sources.append(_TopicReader(kafka, self._reader, run, topic, topic_id, self.writer))
         except BaseException:
             self.close()
@@ -143,9 +142,17 @@ class Archiver(Closing):
         self._reader.close()
 
     def once(self) -> ArchiveProgress:
-        """Archive all present records. Raises Fenced if another process archives this run to the same place."""
-        records = 0
+        """Archive all present records.
 
+        Raises Fenced if another process archives this run to the same place, and StateRefused if a topic was deleted
+        and created again since the last pass.
+        """
+        records = 0
+        if self._passes:
+            # Otherwise records of the new topic would follow those of the old one.
+            for topic, topic_id in self._topic_ids().items():
+                self.writer.check_topic(topic, topic_id)
+        self._passes += 1
         for source in self._sources:
 
             def take(message: KafkaRecord, topic: str = source.topic) -> None:
@@ -168,6 +175,10 @@ class Archiver(Closing):
             self._commit_positions()
         self.writer.compact(gradually=True)
         return ArchiveProgress(records, self.writer.manifest)
+
+    def _topic_ids(self) -> dict[str, str]:
+        ids = topic_admin.topic_ids(self._kafka, [topic_name(self._run, topic) for topic in TOPICS])
+        return {topic: ids[topic_name(self._run, topic)] for topic in TOPICS}
 
     def _commit_positions(self) -> None:
         """Commit the archived positions to the broker, so that prune keeps records that are not archived yet."""

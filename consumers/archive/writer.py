@@ -102,11 +102,9 @@ class ArchiveWriter:
             added = ArchivedTopic(topic_id=topic_id, begin=dict(first), position=dict(first))
             self.manifest = replace(self.manifest, topics={**self.manifest.topics, topic: added})
             return dict(first)
-        if known.topic_id != topic_id or known.position.keys() != first.keys():
-            raise StateRefused(
-                f"{self._run}.{topic} was deleted and created again since it was archived to {self._store.url}; "
-                f"archive to another place"
-            )
+        self.check_topic(topic, topic_id)
+        if known.position.keys() != first.keys():
+            raise self._recreated(topic)
         for partition, low in first.items():
             if known.position[partition] < low:
                 raise StateRefused(
@@ -114,6 +112,17 @@ class ArchiveWriter:
                     f"{known.position[partition]}: the records between them were deleted; archive to another place"
                 )
         return dict(known.position)
+
+    def check_topic(self, topic: str, topic_id: str) -> None:
+        """Raise StateRefused if a topic is not the archived one."""
+        if self.manifest.topics[topic].topic_id != topic_id:
+            raise self._recreated(topic)
+
+    def _recreated(self, topic: str) -> StateRefused:
+        return StateRefused(
+            f"{self._run}.{topic} was deleted and created again since it was archived to {self._store.url}; archive to "
+            "another place"
+        )
 
     def add(self, entry: ArchivedRecord) -> None:
         """Add a record; records of a partition must be added in order."""

@@ -189,6 +189,26 @@ def test_a_broker_that_acknowledges_without_offsets_is_believed_if_the_partition
         restore(run.kafka, run.topics, store, current, f"{run.name}-disturbed")
 
 
+def test_an_archiver_does_not_go_on_with_a_topic_that_was_created_again(real_run: RealRun) -> None:
+    run, store = real_run.prepare(), LocalStore(real_run.directory / "archive")
+    run.send([rollout("before", 0)])
+    with Archiver(run.kafka, run.name, store) as archiver:
+        archived = archiver.once().manifest
+        assert topic_admin.delete_topics(run.kafka, [run.topic("rollouts")]) == {}
+
+        def created() -> bool:
+            provisioning.apply(run.kafka, run.topics, run.name)
+            return topic_admin.topic_ids(run.kafka, [run.topic("rollouts")])[run.topic("rollouts")] not in {
+                topic.topic_id for topic in archived.topics.values()
+            }
+
+        eventually(created, 60, "the new topic")
+        run.send([rollout("after", member) for member in range(4)])
+        with pytest.raises(StateRefused, match=r"rollouts was deleted and created again since it was archived"):
+            archiver.once()
+    assert manifests.newest(store, run.name) == archived
+
+
 @pytest.mark.long
 def test_a_restored_run_is_grouped_further_with_the_groups_that_were_open(real_run: RealRun) -> None:
     run = real_run
