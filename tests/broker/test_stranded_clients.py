@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
-from rollstream.topics.kafka import clients, provisioning, reader, recovering_sender
+from rollstream.topics.kafka import clients, provisioning, stranded_clients
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Poller, Reader
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
@@ -72,7 +72,7 @@ def produce(run: RealRun) -> None:
 def test_readers_read_on(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "SILENT_S", 2.0)
+    monkeypatch.setattr(stranded_clients, "SILENT_S", 1.0)
     topic, readers = run.topic("rollouts"), []
     for whole in ATTEMPTS:
         with broker.links["clients"].brokerless(after=whole):
@@ -92,8 +92,8 @@ def test_clients_that_only_wait_are_kept(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The topic has no records, and then the broker does not answer at all."""
-    monkeypatch.setattr(reader, "SILENT_S", 0.0)
+    """The topic has no records, and then the broker does not answer for a while."""
+    monkeypatch.setattr(stranded_clients, "SILENT_S", 0.0)
     topic = run.topic("rollouts")
     member = joining(kafka, run.name, topic)
     with Reader(kafka) as idle, member:
@@ -105,13 +105,16 @@ def test_clients_that_only_wait_are_kept(
         with broker.stopped():
             for client in (idle, member):
                 client.poll(1, 0.05)
+        for client in (idle, member):
+            for _ in range(4):
+                client.poll(1, 0.05)
     assert "client_stranded" not in caplog.text
 
 
 def test_group_members_read_on_or_say_that_they_are_lost(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "SILENT_S", 2.0)
+    monkeypatch.setattr(stranded_clients, "SILENT_S", 1.0)
     topic, members = run.topic("rollouts"), []
     for number, whole in enumerate(ATTEMPTS):
         with broker.links["clients"].brokerless(after=whole):
@@ -139,7 +142,7 @@ def test_senders_report_lost_records_and_send_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also those that only send and never wait, as writers of metrics do."""
-    monkeypatch.setattr(recovering_sender, "SILENT_S", 2.0)
+    monkeypatch.setattr(stranded_clients, "SILENT_S", 1.0)
     topic, senders = run.topic("rollouts"), []
     for whole in (*range(4), *range(4)):
         failures: list[Failure] = []

@@ -15,13 +15,15 @@ from confluent_kafka import ConsumerGroupState
 
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.publisher import read_manifests
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka import clients, stranded_clients, topic_admin
+from rollstream.topics.kafka.recovering_sender import RecoveringSender
+from rollstream.topics.kafka.sender import Delivery, Failure
 from rollstream.topics.records import LearnerStep
 from tests.faults.conftest import make_run
 from tests.faults.groupers import Supervised
 from tests.faults.load import Load
 from tests.faults.promises import assert_promises, settle
-from tests.support.faulty_network import DOWN, UP, Weather
+from tests.support.faulty_network import DOWN, FINE, UP, Weather
 from tests.support.linked_broker import LinkedBroker, linked_broker
 from tests.support.own_network import dropping, own_network
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
@@ -208,6 +210,35 @@ def test_workers_that_cannot_reach_the_broker_lose_and_repeat_nothing(
 
 def steps_of(run: RealRun) -> dict[int, LearnerStep]:
     return read_steps(run.kafka, run.name, "default")
+
+
+def test_senders_whose_links_fail_for_a_minute_deliver_every_record(
+    linked: LinkedBroker, run_name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The links work again just before the senders examine their clients, which then wait to connect."""
+    weathers = {"grouping": SILENT["cut"], "workers": SILENT["silent"]}
+    with a_run(linked, run_name, tmp_path) as run:
+        failures: list[Failure] = []
+        delivered: list[Delivery] = []
+        senders = []
+        for name, weather in weathers.items():
+            kafka = replace(run.kafka, bootstrap_servers=linked.links[name].address)
+            sender = RecoveringSender(kafka, on_failure=failures.append)
+            sender.send(run.topic("metrics"), b"before", on_delivery=delivered.append)
+            sender.flush(60)
+            linked.links[name].become(weather)
+            sender.send(run.topic("metrics"), b"during", on_delivery=delivered.append)
+            senders.append(sender)
+        deadline = time.monotonic() + 2 * stranded_clients.SILENT_S - 2
+        while time.monotonic() < deadline:
+            for sender in senders:
+                sender.poll(0.05)
+        for name in weathers:
+            linked.links[name].become(FINE)
+        for sender in senders:
+            sender.flush(90)
+    assert (failures, len(delivered)) == ([], 4)
+    assert "client_stranded" not in caplog.text
 
 
 @pytest.mark.parametrize("weather", SILENT)

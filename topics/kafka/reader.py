@@ -24,8 +24,6 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _AT_ONCE = 500
 _CALL_S = 10.0
-SILENT_S = 30.0
-"""Time without any message after which a consumer that is being polled is examined: see `stranded_clients`."""
 
 
 class Polled(NamedTuple):
@@ -47,7 +45,7 @@ class Poller(Closing):
         """How long a poll waits for further messages after its first message."""
         self.positions: dict[Place, int] = {}
         """Next offset of each partition, as far as it is known."""
-        self._heard = time.monotonic()
+        self._heard, self._check = time.monotonic(), stranded_clients.StrandedCheck()
         self._asked: set[str] = set()
 
     def close(self) -> None:
@@ -79,9 +77,11 @@ class Poller(Closing):
         now = time.monotonic()
         if messages:
             self._heard = now
-        elif now - self._heard > SILENT_S:
+            self._check.clear()
+        elif now - self._heard > stranded_clients.SILENT_S:
             topic = self._any_topic()
-            if topic and stranded_clients.is_stranded(self._kafka, self._consumer, topic):
+            if topic and self._check.is_stranded(self._kafka, self._consumer, topic):
+                self._check.clear()
                 event(logger, "client_stranded", level=logging.WARNING, topic=topic)
                 self._replace()
             self._heard = time.monotonic()

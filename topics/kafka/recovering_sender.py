@@ -7,10 +7,11 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException, Producer
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, stranded_clients
@@ -18,8 +19,8 @@ from rollstream.topics.kafka.sender import Failure, Sender
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-SILENT_S = 30.0
-"""Time without any acknowledgement after which a producer that has records to deliver is examined."""
+_SLICE_S = 1.0
+"""Longest time for which a flush does not look whether the producer is stranded."""
 _REPORTS_S = 5.0
 _PURGED = KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT
 
@@ -41,53 +42,84 @@ class RecoveringSender(Sender):
         """`overrides` are settings for `clients.producer`; for the others see `Sender`."""
         self._kafka, self._new_producer = kafka, partial(clients.producer, kafka, **overrides)
         self._replacing = threading.Lock()
-        self._stranded = False
+        self._check = stranded_clients.StrandedCheck()
+        self._stranded: Producer | None = None
+        """A producer that is known to be stranded, unless it has been replaced or has reached a broker since."""
+        self._purged: list[Producer] = []
+        """Producers that were replaced and have reports left."""
         self._examination: threading.Thread | None = None
-        self._heard = time.monotonic()
+        self._heard, self._failing = time.monotonic(), False
         super().__init__(self._new_producer(), remedy=remedy, on_failure=on_failure)
 
     def _enqueue(self, *record: Any, **options: Any) -> None:
+        if self._stranded is not None:
+            self._replace()
         with self._replacing:  # A record that entered a producer after its purge would never be reported.
-            if not len(self._producer):
+            # A queue that emptied because its records failed says nothing about brokers.
+            if not len(self._producer) and not self._failing:
                 self._heard = time.monotonic()
             super()._enqueue(*record, **options)
 
     def _acknowledge(self) -> None:
         super()._acknowledge()
-        self._heard = time.monotonic()
+        self._heard, self._failing, self._stranded = time.monotonic(), False, None
+        self._check.clear()
 
     def _serve(self, call: Literal["poll", "flush"], timeout_s: float) -> int:
-        if self._stranded:
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self._look()
+            left_s = max(0.0, deadline - time.monotonic())
+            served = super()._serve(call, min(left_s, _SLICE_S) if call == "flush" else left_s)
+            if call == "poll" or not served or left_s <= _SLICE_S:
+                return served + self._reports_left()
+
+    def _look(self) -> None:
+        """Replace a stranded producer, and examine one that has been silent for long."""
+        if self._stranded is not None:
             self._replace()
-        elif time.monotonic() - self._heard > SILENT_S:
+        elif time.monotonic() - self._heard > stranded_clients.SILENT_S:
             self._heard = time.monotonic()
-            if len(self._producer) and self._examination is None:
+            examined = self._examination is not None and self._examination.is_alive()
+            if len(self._producer) and self._topics and not examined:
                 # In a thread, because it takes seconds during an outage, and callers must not wait for it.
                 self._examination = threading.Thread(target=self._examine, name="examine-producer", daemon=True)
                 self._examination.start()
-        return super()._serve(call, timeout_s)
 
     def _examine(self) -> None:
-        try:
-            self._stranded = stranded_clients.is_stranded(self._kafka, self._producer, self._topic())
-        finally:
-            self._examination = None
+        producer = self._producer
+        if self._check.is_stranded(self._kafka, producer, self._topic()):
+            self._stranded = producer
 
     def _replace(self) -> None:
         """Continue with a new producer, and report the records of the old one as not delivered."""
         with self._replacing:
-            if not self._stranded:
+            stranded, self._stranded = self._stranded, None
+            if stranded is not self._producer:
                 return
             event(logger, "client_stranded", level=logging.WARNING, topic=self._topic())
-            stranded, self._producer = self._producer, self._new_producer()
-            self._stranded, self._heard = False, time.monotonic()
+            self._producer = self._new_producer()
+            self._heard = time.monotonic()
+            self._check.clear()
+            self._purged.append(stranded)
         stranded.purge()
-        stranded.flush(_REPORTS_S)
+        self._reports_left(_REPORTS_S)
+
+    def _reports_left(self, timeout_s: float = 0.0) -> int:
+        """Process reports of replaced producers, and return how many are left."""
+        for producer in tuple(self._purged):
+            with suppress(KafkaException):
+                producer.flush(timeout_s)
+            if not len(producer):
+                with suppress(ValueError):  # The other thread may have removed it.
+                    self._purged.remove(producer)
+        return sum(map(len, self._purged))
 
     def _topic(self) -> str:
         return next(iter(self._topics))
 
     def _cause(self, error: KafkaError) -> KafkaError:
+        self._failing = True
         if error.code() in _PURGED and self._fatal is None:
             return KafkaError(KafkaError._MSG_TIMED_OUT, "the client had lost all brokers")
         return super()._cause(error)

@@ -150,18 +150,21 @@ class Sender(Closing):
         if headers is not None:
             more["headers"] = dict(headers) if isinstance(headers, Mapping) else list(headers)
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        looked = False
         while True:
             try:
                 self._enqueue(topic, value, key, partition, on_delivery=report, timestamp=timestamp_ms, **more)
                 break
             except BufferError:
                 left_s = _LOOK_EVERY_S if deadline is None else deadline - time.monotonic()
-                if left_s <= 0:
+                # Records leave the queue only when their reports are processed.
+                if left_s <= 0 and looked:
                     raise DeadlineExceeded(
                         f"{name} was not sent: the producer's queue stayed full for {timeout_s:g} s; is the broker "
                         "down or too slow?"
                     ) from None
-                self.poll(min(_LOOK_EVERY_S, left_s))
+                self.poll(max(0.0, min(_LOOK_EVERY_S, left_s)))
+                looked = True
             except KafkaException as exception:
                 self._await_reason(exception.args[0])
                 self.check()  # If an earlier record failed, its error is the cause of this one.

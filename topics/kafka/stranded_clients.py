@@ -6,33 +6,45 @@ broker. librdkafka then drops all brokers that it knows, and sometimes does not 
 neither reads nor joins its group. Only a new client helps.
 """
 
+from contextlib import suppress
 from typing import Any
 
 from confluent_kafka import KafkaException
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import AccessDenied, BrokerUnavailable
 from rollstream.topics.kafka import clients
 
+SILENT_S = 30.0
+"""Time without any sign of a broker after which a client is examined, and between examinations."""
 _ANSWER_S = 2.0
+_EXAMINATIONS = 3
 
 
-def is_stranded(kafka: KafkaConfig, client: Any, topic: str) -> bool:
-    """Whether a client gets no answer about a topic although a new client does. Takes up to a few seconds."""
-    return not _answers(client, topic) and _brokers_answer(kafka) and not _answers(client, topic)
+class StrandedCheck:
+    """Examines a client that hears nothing from brokers, until it is known to be stranded.
+
+    A healthy client may fail one examination: after an outage it waits up to ten seconds before it connects again
+    (librdkafka's reconnect.backoff.max.ms), or thirty for a connection to be made (socket.connection.setup.timeout.ms),
+    and up to sixty for an answer on a connection that is dead (socket.timeout.ms). So only a client that fails three in
+    a row, SILENT_S apart, is stranded.
+    """
+
+    def __init__(self) -> None:
+        self._failed = 0
+
+    def clear(self) -> None:
+        """Note that the client has heard from a broker."""
+        self._failed = 0
+
+    def is_stranded(self, kafka: KafkaConfig, client: Any, topic: str) -> bool:
+        """Examine the client, which may take four seconds, and return whether it is known to be stranded."""
+        silent = not _answers(client, topic) and _answers(clients.bare(kafka), clients.FIRST_TOPIC)
+        self._failed = self._failed + 1 if silent else 0
+        return self._failed >= _EXAMINATIONS
 
 
 def _answers(client: Any, topic: str) -> bool:
-    try:
+    with suppress(KafkaException):
         client.list_topics(topic, timeout=_ANSWER_S)
-    except KafkaException:
-        return False
-    return True
-
-
-def _brokers_answer(kafka: KafkaConfig) -> bool:
-    try:
-        clients.check_broker(kafka, _ANSWER_S)
-    except (BrokerUnavailable, AccessDenied):
-        return False
-    return True
+        return True
+    return False
