@@ -1,6 +1,7 @@
 """Finds the consequences of wrong advantages: steps that trained on them, later versions, and the last clean step.
 
-Pure. A step is clean if all rollouts that it and the steps before it trained on had correct advantages.
+Pure. A step is clean if all rollouts that it and the steps before it trained on are known to have had correct
+advantages.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,8 +97,13 @@ class LearnerConsequences:
     steps: int
     """Number of steps on record that trained on batches of the run."""
     wrong: tuple[WrongStep, ...] = ()
+    unknown_steps: int = 0
+    """Number of steps that trained on rollouts whose advantages could not be computed again."""
+    unknown_rollouts: int = 0
+    """Number of these rollouts."""
+    first_unknown_step: int | None = None
     last_clean_step: int | None
-    """The last step before the first wrong step; None if the first step on record is wrong."""
+    """The last step before the first wrong or unknown step; None if the first step on record is such a step."""
     last_clean_version: int | None
     """The newest policy version published by the last clean step or an earlier step; None if there is none."""
     touched_versions: tuple[int, ...] = ()
@@ -123,13 +129,18 @@ def _of_learner(
     learner: str, steps: Sequence[LearnerStep], corrected: Mapping[str, CorrectedBatch]
 ) -> LearnerConsequences:
     wrong = tuple(step for step in (_wrong_step(step, corrected) for step in steps) if step is not None)
+    unknown = {step.step: rollouts for step in steps if (rollouts := _unknown_rollouts(step, corrected))}
     first = wrong[0].step if wrong else None
-    clean = [step for step in steps if first is None or step.step < first]
+    not_clean = min((*unknown, *(() if first is None else (first,))), default=None)
+    clean = [step for step in steps if not_clean is None or step.step < not_clean]
     touched = [step.policy_version for step in steps if first is not None and step.step >= first]
     return LearnerConsequences(
         learner=learner,
         steps=sum(any(use.use == "trained" for use in step.uses) for step in steps),
         wrong=wrong,
+        unknown_steps=len(unknown),
+        unknown_rollouts=sum(unknown.values()),
+        first_unknown_step=min(unknown, default=None),
         last_clean_step=clean[-1].step if clean else None,
         last_clean_version=max((s.policy_version for s in clean if s.policy_version >= 0), default=None),
         touched_versions=tuple(version for version in touched if version >= 0),
@@ -147,6 +158,14 @@ def _wrong_step(step: LearnerStep, corrected: Mapping[str, CorrectedBatch]) -> W
         batches=tuple(dict.fromkeys(use.batch_id for use in trained if _touches(use, corrected[use.batch_id]))),
         errors=errors,
     )
+
+
+def _unknown_rollouts(step: LearnerStep, corrected: Mapping[str, CorrectedBatch]) -> int:
+    """Return the number of rollouts that a step trained on and whose advantages could not be computed again."""
+    trained = [use for use in step.uses if use.use == "trained"]
+    gone = sum(use.rows for use in trained if use.batch_id not in corrected)
+    known = ((corrected[use.batch_id], use.row_numbers) for use in trained if use.batch_id in corrected)
+    return gone + errors_of(known).unknown
 
 
 def _touches(use: BatchUse, batch: CorrectedBatch) -> bool:

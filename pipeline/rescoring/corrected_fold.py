@@ -49,7 +49,8 @@ class CorrectedBatch:
     after: Float32
     """Advantages by the rescored rewards, [R]; 0 for the rollouts of a group without variance."""
     known: NDArray[np.bool_]
-    """Whether the fold computed an advantage for the rollout, [R]; the other rollouts count as unchanged."""
+    """Whether the advantage was computed again from rewards of the rescoring, [R]; the other rollouts count as
+    unchanged."""
     sampled: NDArray[np.int64]
     """Sampled tokens, [R]."""
 
@@ -107,6 +108,8 @@ class CorrectionJob:
     run: str
     partition: int
     rescoring_id: str
+    scored_end: int
+    """Offset up to which the rescoring has scored the partition; the fold ends there."""
     grouper: GrouperConfig
     into: str = ""
     taken: TakenRows = field(default_factory=dict)
@@ -132,7 +135,7 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
     plug_ins = load_plug_ins(job.grouper)
     start, later = _beginning(job, journal, plug_ins)
 
-    stop, skips = journal[-1].position, skips_in(later)
+    stop, skips = min(journal[-1].position, job.scored_end), skips_in(later)
     outputs = refold(job.kafka, job.run, [start], stop, plug_ins, skips=skips, rewards=rewards, drain=True)
     for output in outputs:
         for batch in output.batches:
@@ -142,7 +145,7 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
                 writer.write(rest)
         advantages.update(_without_variance(output.journal.drops))
     for batch in recorded:
-        _compare(result, batch, advantages, start.position)
+        _compare(result, batch, advantages, range(start.position, stop))
     if writer is not None:
         result.entries = writer.close()
     return result
@@ -180,12 +183,12 @@ def _count_gained(result: CorrectedPartition, batch: TrainingBatch, dropped: set
     result.groups_gained += len(set(batch.group_index[gained].tolist()))
 
 
-def _compare(result: CorrectedPartition, batch: TrainingBatch, advantages: Mapping[int, float], begin: int) -> None:
-    """Add a recorded batch. Groups that began before offset `begin` were not seen whole and are not compared."""
+def _compare(result: CorrectedPartition, batch: TrainingBatch, advantages: Mapping[int, float], folded: range) -> None:
+    """Add a recorded batch. Groups with rollouts outside of the offsets that were folded are not compared."""
     offsets, index, rows = batch.source_offsets, batch.group_index, len(batch)
-    first = np.full(len(batch.groups), np.iinfo("<i8").max)
-    np.minimum.at(first, index, offsets)
-    known = np.array([offset in advantages for offset in offsets.tolist()], bool) & (first[index] >= begin)
+    whole = np.ones(len(batch.groups), bool)
+    whole[index[(offsets < folded.start) | (offsets >= folded.stop)]] = False
+    known = np.array([offset in advantages for offset in offsets.tolist()], bool) & whole[index]
     after = np.array([advantages.get(offset, 0.0) for offset in offsets.tolist()], "<f4")
     ends = np.concatenate(([0], np.cumsum(batch.loss_mask)))[batch.splits]
     corrected = CorrectedBatch(advantages_of(batch).copy(), after, known, np.diff(ends).astype("<i8"))

@@ -7,7 +7,7 @@ first.
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import NamedTuple
@@ -39,6 +39,15 @@ _COMMIT_ROLLOUTS = 1000
 _COMMIT_AFTER_S = 1.0
 
 
+class ScoredRun(NamedTuple):
+    """Result of `rescore`."""
+
+    rollouts: int
+    """Number of rollouts that this call scored."""
+    ends: Mapping[int, int]
+    """Offset up to which the rescoring has scored each partition."""
+
+
 class _Placed(NamedTuple):
     message: KafkaRecord
     rollout: Rollout
@@ -50,8 +59,8 @@ def rescore(
     rescoring: Rescoring,
     pool: VerifierPool,
     progress: ProgressCallback = lambda _done, _all: None,
-) -> int:
-    """Score every rollout, up to the present end of the log, that the rescoring has not scored; return their number.
+) -> ScoredRun:
+    """Score every rollout, up to the present end of the log, that the rescoring has not scored.
 
     Raises ConfigurationError if the verifier cannot be imported, and DeliveryError if rewards could not be written.
     Records already written stay, and another call continues after them.
@@ -80,7 +89,7 @@ def rescore(
             f"started, run it again: it goes on after the last reward on record"
         ) from error
     progress(ends, ends)
-    return scored
+    return ScoredRun(scored, {partition: end for partition, (_begin, end) in bounds.items()})
 
 
 def rescored(

@@ -24,14 +24,13 @@ from rollstream.pipeline.rescoring.corrected_fold import (
     TakenRows,
     correct_partition,
 )
-from rollstream.pipeline.rescoring.rescorer import rescore
+from rollstream.pipeline.rescoring.rescorer import ScoredRun, rescore
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
 from rollstream.pipeline.text_tables import command_text, table
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.pipeline.tools.run_view import RunView
 from rollstream.producers.verifier_pool import VerifierPool
 from rollstream.topics import codec
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.records import ExcludedBatch
 
@@ -123,11 +122,11 @@ def show_rescoring(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, scored: int) -> RescoringReport:
-    corrected = _corrected(config, rescoring)
+def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, scored: ScoredRun) -> RescoringReport:
+    corrected = _corrected(config, rescoring, scored)
     with RunView(config.kafka, config.run) as view:
         learners = consequences(view.steps, config.run, corrected.batches)
-        report = RescoringReport(rescoring, scored, corrected, learners, into=args.into)
+        report = RescoringReport(rescoring, scored.rollouts, corrected, learners, into=args.into)
         name = args.learner or config.learner.name
         report.fork_step = _fork_step(config, name, learners)
         taken: TakenRows = {}
@@ -138,7 +137,7 @@ def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, s
             taken = {**taken, **_excluded(view)}
             partitions = topic_admin.partitions_of(config.kafka, view.topic("rollouts"))
             prepare(config.kafka, config.run, args.into, partitions)
-            entries = _corrected(config, rescoring, args.into, taken).entries
+            entries = _corrected(config, rescoring, scored, args.into, taken).entries
             write_index(config.kafka, args.into, entries)
             report.batches_written = len(entries)
         corrected.skipped.merge(view.skipped)
@@ -146,14 +145,14 @@ def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, s
 
 
 def _corrected(
-    config: RunConfig, rescoring: Rescoring, into: str = "", taken: TakenRows | None = None
+    config: RunConfig, rescoring: Rescoring, scored: ScoredRun, into: str = "", taken: TakenRows | None = None
 ) -> CorrectedPartition:
     """Fold every partition again; partitions are spread over processes."""
-    partitions = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
     jobs = [
-        CorrectionJob(config.kafka, config.run, partition, rescoring.id, config.grouper, into, taken or {})
-        for partition in range(partitions)
+        CorrectionJob(config.kafka, config.run, partition, rescoring.id, end, config.grouper, into, taken or {})
+        for partition, end in sorted(scored.ends.items())
     ]
+    partitions = len(jobs)
     whole = CorrectedPartition()
     with progress("partitions") as show:
         for done, part in enumerate(spread(correct_partition, jobs, os.cpu_count() or 1), 1):
@@ -222,7 +221,11 @@ def rescoring_text(report: RescoringReport, run: str) -> str:
 
 def _learner_lines(learner: LearnerConsequences) -> list[str]:
     if not learner.wrong:
-        return [f"learner {learner.learner}: no step of {learner.steps:,} trained on wrong advantages"]
+        known = "is known to have trained" if learner.unknown_steps else "trained"
+        return [
+            f"learner {learner.learner}: no step of {learner.steps:,} {known} on wrong advantages",
+            *_unknown_lines(learner),
+        ]
     rows = [
         (
             wrong.step,
@@ -243,9 +246,10 @@ def _learner_lines(learner: LearnerConsequences) -> list[str]:
     ]
     if len(rows) > _ROWS:
         lines.append(f"... and {len(rows) - _ROWS:,} more; --json names all of them")
+    lines += _unknown_lines(learner)
     clean, version = learner.last_clean_step, learner.last_clean_version
     lines.append(
-        "no step on record is clean"
+        "no step on record is known to be clean"
         if clean is None
         else f"last clean step: {clean}; last clean policy version: {'none' if version is None else version}"
     )
@@ -253,6 +257,16 @@ def _learner_lines(learner: LearnerConsequences) -> list[str]:
         first, last = min(learner.touched_versions), max(learner.touched_versions)
         lines.append(f"policy versions {first} to {last} were trained on wrong advantages")
     return lines
+
+
+def _unknown_lines(learner: LearnerConsequences) -> list[str]:
+    if not learner.unknown_steps:
+        return []
+    return [
+        f"{learner.unknown_steps:,} steps, from step {learner.first_unknown_step} on, trained on "
+        f"{learner.unknown_rollouts:,} rollouts that cannot be checked: their batches were pruned or moved, or they "
+        "arrived after the scoring"
+    ]
 
 
 def _way_on(report: RescoringReport) -> list[str]:

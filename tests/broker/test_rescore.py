@@ -20,6 +20,11 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from rollstream.consumers.step_log import read_steps
+from rollstream.pipeline.rescoring.consequences import errors_of
+from rollstream.pipeline.rescoring.corrected_fold import CorrectionJob, correct_partition
+from rollstream.pipeline.rescoring.rescorer import rescore
+from rollstream.pipeline.rescoring.rescoring import rescoring_of
+from rollstream.producers.verifier_pool import VerifierPool
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig
@@ -405,6 +410,24 @@ def test_a_pruned_log_is_compared_from_where_it_still_tells_everything(real_run:
     assert (report["advantages"]["rollouts"], report["advantages"]["unknown"]) == (56, 24)
     assert (report["advantages"]["wrong"], report["advantages"]["sign_flips"]) == (32, 0)
     assert set(report["batches"]) == {b.batch_id for b in batches if b.groups[0].example_id.startswith("new")}
+
+
+def test_rollouts_that_arrive_after_the_scoring_are_not_taken_for_right(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    (run.directory / "judge.py").write_text("def doubled(rollout):\n    return 2 * rollout.reward\n")
+    run.start("group")
+    run.send(rollout(f"old{n}", member) for n in range(8) for member in range(4))
+    eventually(lambda: batches_of(run, 32), 60, "every rollout in a batch")
+    rescoring = rescoring_of(f"{run.directory / 'judge.py'}:doubled")
+    with VerifierPool(rescoring.verifier, processes=1) as pool:
+        scored = rescore(run.kafka, run.name, rescoring, pool)
+    assert scored.rollouts == 32
+    run.send(rollout(f"new{n}", member) for n in range(8) for member in range(4))
+    eventually(lambda: batches_of(run, 64), 60, "every rollout in a batch")
+    jobs = [CorrectionJob(run.kafka, run.name, p, rescoring.id, end, run.grouper) for p, end in scored.ends.items()]
+    batches = [batch for job in jobs for batch in correct_partition(job).batches.values()]
+    errors = errors_of((batch, ()) for batch in batches)
+    assert (errors.rollouts, errors.wrong, errors.unknown) == (64, 32, 32)
 
 
 def batches_of(run: RealRun, rollouts: int) -> list[TrainingBatch]:

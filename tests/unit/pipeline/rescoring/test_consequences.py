@@ -63,7 +63,7 @@ def test_the_last_clean_step_is_the_one_before_the_first_that_trained_on_wrong_r
         step(1, use("0-0"), version=1),
         # Rows of a batch with errors, but not the wrong rows.
         step(2, use("0-1", (2, 3))),
-        step(3, use("0-1", (0, 1), "skipped"), use("0-2"), version=2),
+        step(3, use("0-1", (0, 1), "skipped"), use("0-0"), version=2),
         step(4, use("0-1", (0,)), use("0-0"), version=3),
         step(5, use("0-0")),
         step(6, use("0-0"), version=4),
@@ -75,6 +75,17 @@ def test_the_last_clean_step_is_the_one_before_the_first_that_trained_on_wrong_r
     [wrong] = consequence.wrong
     assert (wrong.step, wrong.policy_version, wrong.batches) == (4, 3, ("0-1",))
     assert (wrong.errors.rollouts, wrong.errors.wrong) == (3, 1)
+
+
+def test_a_step_whose_advantages_cannot_be_computed_again_is_not_clean() -> None:
+    gone = BatchUse(batch_id="0-9", index_offset=0, rows=5, use="trained")
+    steps = [step(1, use("0-0"), version=0), step(2, use("0-2"), version=1), step(3, gone), step(4, use("0-1"))]
+    [consequence] = consequences(steps, "main", BATCHES)
+    assert [wrong.step for wrong in consequence.wrong] == [4]
+    assert (consequence.last_clean_step, consequence.last_clean_version) == (1, 0)
+    assert (consequence.unknown_steps, consequence.unknown_rollouts, consequence.first_unknown_step) == (2, 7, 2)
+    [pruned] = consequences(steps[2:3], "main", BATCHES)
+    assert (pruned.wrong, pruned.last_clean_step, pruned.unknown_rollouts) == ((), None, 5)
 
 
 def test_without_wrong_steps_every_step_is_clean_and_with_wrong_ones_only_none_is() -> None:
