@@ -191,8 +191,11 @@ def proof_text(statement: Statement, answer: dict[str, object]) -> str:
     assert isinstance(steps, list)
     lines += [f"trained on by step {step} of learner {learner}" for learner, step in steps]
     if answer["version"] is not None:
-        lines.append(f"first in policy version {answer['version']}")
-    among = "is" if answer["in_policy"] else "is not"
+        lines.append(f"in policy version {answer['version']}")
     version = statement.policy["version"]
-    lines.append(f"it {among} among the rollouts that policy version {version} was trained on")
+    if answer["in_policy"] is None:
+        lines.append(f"the proof shows no step of policy version {version} that trained on it")
+    else:
+        among = "is" if answer["in_policy"] else "is not"
+        lines.append(f"it {among} among the rollouts that policy version {version} was trained on")
     return "\n".join(lines)

@@ -99,6 +99,12 @@ def without_step(step: int) -> Forge:
     return forge
 
 
+def without_first_steps(entry: ArchivedRecord) -> list[ArchivedRecord]:
+    """Leave the initial parameters and step 1 out."""
+    record = _record(entry, "steps")
+    return [] if isinstance(record, LearnerStep) and record.step <= 1 else [entry]
+
+
 def with_uses_of_first_step(step: int) -> Forge:
     """Make a step use what step 1 used."""
     uses = []
@@ -125,6 +131,7 @@ def forgeries(trained: str, dropped: str) -> Mapping[str, Forgery]:
         "batch twice": Forgery(with_first_batch_twice, "batch 0-0 is in batches twice"),
         "advantages": Forgery(with_other_advantages, "batch 0-0 row 0: advantages differ from rollout "),
         "step": Forgery(without_step(1), "step 1 of learner default is missing"),
+        "first steps": Forgery(without_first_steps, "step 1 of learner default is missing before step 2"),
         "step twice": Forgery(with_uses_of_first_step(2), "step 2 of learner default uses batch"),
     }
 

@@ -258,11 +258,18 @@ class _Reading:
         uses.check(self._table, {}, journals, self._entries, self._cut.ends["batch-index"][0], book)
         for problem in book.problems:
             self._result.problem(problem)
-        for (name, number), before in zip(sorted(newest)[1:], sorted(newest), strict=False):
-            if before[0] == name and before[1] + 1 != number:
-                self._result.problem(f"step {before[1] + 1} of learner {name} is missing before step {number}")
+        # A learner begins with step 0, its initial parameters, or with step 1.
+        before = "", 0
+        for name, number in sorted(newest):
+            expected = before[1] + 1 if before[0] == name else min(number, 1)
+            if number != expected:
+                self._result.problem(f"step {expected} of learner {name} is missing before step {number}")
+            before = name, number
         for key in sorted(newest):
-            self._result.add("steps", step_leaf(newest[key]))
+            step, (name, number) = newest[key], key
+            # Skips before the next step: the record of that step replaces this one, and compaction deletes this one.
+            if step.params_digest or step.policy_version >= 0 or (name, number + 1) in newest:
+                self._result.add("steps", step_leaf(step))
 
     def _read_versions(self) -> None:
         newest = {manifest.version: manifest for _message, manifest in self._cut.records("policies", PolicyManifest)}

@@ -1,7 +1,7 @@
 """Proofs of one rollout's fate, which are checked with a signed statement and a few hashes, without an archive.
 
 A proof leads from the rollout to its batch, to the steps that used its row, and to the first policy version that was
-published after the first step that trained on it.
+published after the first step that trained on it. Nobody who only has the proof can tell whether it shows all steps.
 """
 
 import json
@@ -109,8 +109,9 @@ def fate_in(statement: Statement, proof: RolloutProof) -> Leaf:
 
     Raises Disproved if the proof contradicts the statement, StateRefused if it cannot be checked with it.
 
-    `trained_by` has learner and number of each step that trained on the rollout; `in_policy` is whether the policy
-    version of the statement includes one of these steps.
+    `trained_by` has learner and number of each step in the proof that trained on the rollout. `in_policy` is True if
+    the policy version of the statement includes one of these steps, False if the rollout is in no batch, and otherwise
+    None, because a proof may leave out steps.
     """
     if proof.statement != statement.digest:
         raise StateRefused("the proof belongs to another statement")
@@ -142,7 +143,7 @@ def fate_in(statement: Statement, proof: RolloutProof) -> Leaf:
         "row": rollout["row"],
         "trained_by": [[step["learner"], step["step"]] for step in trained],
         "version": None if proof.version is None else proof.version.leaf["version"],
-        "in_policy": any(_holds(policy, step) for step in trained),
+        "in_policy": any(_holds(policy, step) for step in trained) or (None if rollout["batch"] else False),
     }
 
 

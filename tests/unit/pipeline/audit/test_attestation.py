@@ -18,6 +18,7 @@ from rollstream.pipeline.audit.attestation.evidence import Evidence, evidence_of
 from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
 from rollstream.pipeline.audit.attestation.statement import Statement, differences, opened, signed, statement_of
 from rollstream.pipeline.cli import main
+from rollstream.pipeline.tools.attest import proof_text
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import JournalRecord, LearnerStep
@@ -143,7 +144,7 @@ def test_a_proof_shows_what_became_of_a_rollout(archive: Path) -> None:
     trained = {"fate": "batched", "batch": "0-1", "row": 2, "trained_by": [["default", 2]], "version": 2}
     assert answer.items() >= {**trained, "uid": "0x1-2", "place": "0:6", "in_policy": True}.items()
     expected = {
-        "0x4-0": ("batched", "0-4", [], None, False),
+        "0x4-0": ("batched", "0-4", [], None, None),
         "1same-1": ("dropped:zero_variance", "", [], None, False),
         "0open-0": ("in_flight", "", [], None, False),
     }
@@ -152,6 +153,15 @@ def test_a_proof_shows_what_became_of_a_rollout(archive: Path) -> None:
         assert tuple(answer[name] for name in ("fate", "batch", "trained_by", "version", "in_policy")) == values
     with pytest.raises(ConfigurationError, match="no rollout 'nobody' is in the part of the archive"):
         proof(archive, "nobody")
+
+
+def test_a_proof_without_its_steps_does_not_show_that_none_trained_on_the_rollout(archive: Path) -> None:
+    statement, shown = proof(archive, "0x1-2")
+    answer = fate_in(statement, replace(shown, steps=(), version=None))
+    assert (answer["trained_by"], answer["in_policy"]) == ([], None)
+    text = proof_text(statement, answer)
+    assert text.endswith("the proof shows no step of policy version 2 that trained on it")
+    assert "it is among the rollouts" in proof_text(statement, fate_in(statement, shown))
 
 
 @settings(max_examples=60, deadline=None)
