@@ -12,6 +12,8 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import PolicyManifest
 
 _RECORDS = 500
+KEPT = 8
+"""Number of announced versions, so that an engine that cannot fetch the newest may load an earlier one."""
 
 
 class VersionAnnouncer:
@@ -21,23 +23,25 @@ class VersionAnnouncer:
         """Open a consumer of the manifests. Raises TopicError or BrokerUnavailable."""
         self._place = topic_name(run, "policies"), 0
         self._policies = TopicFollower(kafka, {self._place: BEGINNING})
-        self._newest = -1
+        self._latest: list[int] = []
+        """The newest versions, in order."""
         self._skipped = SkippedRecords("serve-weights")
 
     async def poll(self, versions: ServedVersions, wait_s: float) -> int | None:
-        """Announce the newest version if it is not announced yet, and return it; return None if no version is new.
+        """Announce the newest versions that are not announced yet, and return the newest of them, or None.
 
-        The first call that returns a version announces only the newest one on the log, because the weights of earlier
-        versions may be gone. Waits up to `wait_s` for records.
+        The weights of early ones may be gone at the first call. Waits up to `wait_s` for records.
         """
         records = await asyncio.to_thread(self._policies.poll, _RECORDS, wait_s)
         manifests = [manifest for _record, manifest in self._skipped.records(PolicyManifest, records)]
+        on_log = {manifest.version for manifest in manifests if manifest.kind != "external"}
+        self._latest = sorted({*self._latest, *on_log})[-KEPT:]
         known = -1 if versions.newest is None else versions.newest.version
-        self._newest = max([self._newest, *(m.version for m in manifests if m.kind != "external")])
-        if self._newest <= known or self._place not in self._policies.caught_up:
+        new = [version for version in self._latest if version > known]
+        if not new or self._place not in self._policies.caught_up:
             return None
-        await versions.announce(ServedCheckpoint(self._newest, Path()))
-        return self._newest
+        await versions.announce(*(ServedCheckpoint(version, Path()) for version in new))
+        return new[-1]
 
     def close(self) -> None:
         """Close the consumer."""

@@ -39,6 +39,10 @@ class VersionUnfit(EngineFailed):
     """An engine cannot fetch a version, and continues with the version that it has."""
 
 
+class VersionLate(EngineFailed):
+    """An engine could not fetch a version in time, but may be able to later; it continues with the version it has."""
+
+
 class EngineHttp:
     """JSON over HTTP with one server; use it as an async context manager."""
 
@@ -126,7 +130,10 @@ class PreparedEngine(Protocol):
     """An engine that fetches versions itself while it samples."""
 
     async def prepare(self, label: str) -> None:
-        """Return once the version of this label can be loaded. Raises VersionUnfit if it cannot be fetched."""
+        """Return once the version of this label can be loaded.
+
+        Raises VersionUnfit if it cannot be fetched, and VersionLate if it has not been fetched in time.
+        """
 
 
 class VllmEngine:

@@ -8,14 +8,15 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
-from rollstream.consumers.serving.announced_versions import VersionAnnouncer
+from rollstream.consumers.serving.announced_versions import KEPT, VersionAnnouncer
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import VLLM_LORA, EngineHttp, ServingEngine, engine_named
@@ -33,6 +34,8 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _LOOK_S = 0.05
+_BEAT_S = 1.0
+T = TypeVar("T")
 
 
 class EngineFleet:
@@ -95,7 +98,7 @@ class EngineFleet:
         async with AsyncExitStack() as stack:
             versions: ServedVersions
             if self._config.engine == PLUGIN:
-                versions = ServedVersions(keep_versions=self._config.keep_versions)
+                versions = ServedVersions(keep_versions=max(KEPT, self._config.keep_versions))
                 follow = self._announce_versions(versions, stop)
             else:
                 versions = checkpoints = stack.enter_context(self._open_directory())
@@ -140,12 +143,17 @@ class EngineFleet:
         source = VersionSource(self._kafka, self._run, config=self._weights, stop=stopping)
         ending = asyncio.ensure_future(stop.wait())
         ending.add_done_callback(lambda _: stopping.set())
+        unwritten: WholeVersion | None = None
+        due = 0.0
         try:
             while not stop.is_set():
-                beat("following")
-                whole = await asyncio.to_thread(source.poll, _POLL_S)
+                whole = await _beating(asyncio.to_thread(source.poll, _POLL_S))
                 if whole is not None:
-                    await self._write(checkpoints, whole)
+                    unwritten, due = whole, 0.0
+                if unwritten is not None and time.monotonic() >= due:
+                    if await _beating(self._write(checkpoints, unwritten)):
+                        unwritten = None
+                    due = time.monotonic() + self._config.retry_s
         finally:
             ending.cancel()
             source.close()
@@ -157,7 +165,8 @@ class EngineFleet:
                 newest = await announcer.poll(versions, _POLL_S)
                 self._newest = self._newest if newest is None else newest
 
-    async def _write(self, checkpoints: CheckpointDirectory, whole: WholeVersion) -> None:
+    async def _write(self, checkpoints: CheckpointDirectory, whole: WholeVersion) -> bool:
+        """Write a version as a checkpoint; return whether it was written, or can never be."""
         manifest, arrays = whole
         began = time.monotonic()
         try:
@@ -166,7 +175,7 @@ class EngineFleet:
             if self._newest < 0:
                 raise
             event(logger, "checkpoint_failed", level=logging.ERROR, version=manifest.version, error=str(error))
-            return
+            return not isinstance(error, StoreError)
         self._newest = manifest.version
         event(
             logger,
@@ -176,3 +185,18 @@ class EngineFleet:
             size_bytes=sum(array.nbytes for array in arrays.values()),
             seconds=round(time.monotonic() - began, 3),
         )
+        return True
+
+
+async def _beating(work: Awaitable[T]) -> T:
+    """Await work that may take minutes with a large version, and show meanwhile that this process is alive."""
+    working = asyncio.ensure_future(work)
+    try:
+        while not working.done():
+            beat("following")
+            await asyncio.wait({working}, timeout=_BEAT_S)
+    except asyncio.CancelledError:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        raise
+    return working.result()

@@ -15,7 +15,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import EngineFailed, PreparedEngine, ServingEngine, VersionUnfit
+from rollstream.consumers.serving.engines import EngineFailed, PreparedEngine, ServingEngine, VersionLate, VersionUnfit
 from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.topics.logs import event
 
@@ -74,8 +74,8 @@ class ReplicaUpdater:
                         raise
             elif self.state is not ReplicaState.UNKNOWN:
                 await self._check()
-            newest = self._checkpoints.newest
-            await self._checkpoints.wait_newer(UNKNOWN if newest is None else newest.version, self._pause_s())
+            # A version that was announced during the update is loaded at once.
+            await self._checkpoints.wait_newer(UNKNOWN if target is None else target.version, self._pause_s())
 
     def _is_due(self, target: ServedCheckpoint) -> bool:
         if self.state is not ReplicaState.SERVING:
@@ -106,8 +106,9 @@ class ReplicaUpdater:
             self.state, self.version = ReplicaState.UNKNOWN, UNKNOWN
 
     async def _update(self, target: ServedCheckpoint) -> None:
-        """Update the engine to a version, or restore an earlier version if that fails."""
-        if not await self._prepare(target):
+        """Update the engine to a version, or to an earlier version if that fails."""
+        checkpoint = await self._prepared(target)
+        if checkpoint is None:
             return
         began = time.monotonic()
         try:
@@ -118,24 +119,51 @@ class ReplicaUpdater:
             self._unreachable(error)
             return
         try:
-            if await self._load(target) or await self._restore(target.version):
+            if await self._load(checkpoint) or await self._restore(checkpoint.version):
                 await self._resume(began)
         finally:
             self.paused_s += time.monotonic() - began
 
-    async def _prepare(self, target: ServedCheckpoint) -> bool:
-        """Let an engine that fetches versions itself fetch `target`; return whether the engine can load it."""
+    async def _prepared(self, target: ServedCheckpoint) -> ServedCheckpoint | None:
+        """Let an engine that fetches versions itself fetch `target`, and return the version that it can load.
+
+        This is an earlier version if `target` is unfit and the engine samples with no version of the run; an engine
+        that does continues with it, and the result is None.
+        """
         if not isinstance(self._engine, PreparedEngine):
-            return True
-        try:
-            await _ask(self._engine.prepare(str(target.version)))
-        except VersionUnfit as error:
-            self._failure(target, error)
-            return False
-        except EngineFailed as error:
-            self._unreachable(error)
-            return False
-        return True
+            return target
+        checkpoint: ServedCheckpoint | None = target
+        while checkpoint is not None:
+            try:
+                await _ask(self._engine.prepare(str(checkpoint.version)))
+                return checkpoint
+            except VersionUnfit as error:
+                self._failure(checkpoint, error)
+                if self.state is ReplicaState.SERVING:
+                    return None
+                checkpoint = self._checkpoints.earlier(checkpoint.version)
+                while checkpoint is not None and self._failed[checkpoint.version] >= self._config.attempts:
+                    checkpoint = self._checkpoints.earlier(checkpoint.version)
+            except VersionLate as error:
+                self._late(checkpoint, error)
+                return None
+            except EngineFailed as error:
+                self._unreachable(error)
+                return None
+        return None
+
+    def _late(self, checkpoint: ServedCheckpoint, error: EngineFailed) -> None:
+        """Count and log an attempt that may succeed later, and does not count as one of serving.attempts."""
+        self.failures += 1
+        event(
+            logger,
+            "replica_update_late",
+            level=logging.WARNING,
+            url=self.url,
+            version=checkpoint.version,
+            error=str(error),
+            again_in_s=self._pause_s(),
+        )
 
     def _failure(self, checkpoint: ServedCheckpoint, error: EngineFailed) -> None:
         """Count and log a failed attempt to bring the engine to a version."""

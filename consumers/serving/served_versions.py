@@ -37,10 +37,10 @@ class ServedVersions:
         """The newest version; None before the first."""
         return self._checkpoints[max(self._checkpoints)] if self._checkpoints else None
 
-    async def announce(self, checkpoint: ServedCheckpoint) -> None:
-        """Offer a version to the engines, and remove versions that are no longer needed."""
+    async def announce(self, *checkpoints: ServedCheckpoint) -> None:
+        """Offer versions to the engines, and remove versions that are no longer needed."""
         async with self._changed:
-            self._checkpoints[checkpoint.version] = checkpoint
+            self._checkpoints |= {checkpoint.version: checkpoint for checkpoint in checkpoints}
             self._changed.notify_all()
         newest = sorted(self._checkpoints)[-self._keep_versions :]
         loaded = (version for engine in self._good for version in self._good_ones(engine)[:1])
@@ -70,6 +70,10 @@ class ServedVersions:
         others = (version for other in self._good for version in self._good_ones(other))
         good = (*self._good_ones(engine), *sorted(others, reverse=True))
         return next((self._checkpoints[version] for version in good if version != failed), None)
+
+    def earlier(self, version: int) -> ServedCheckpoint | None:
+        """Return the newest version before `version`; None if there is none."""
+        return self._checkpoints.get(max((known for known in self._checkpoints if known < version), default=-1))
 
     @contextmanager
     def using(self, checkpoint: ServedCheckpoint) -> Iterator[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import EngineFailed, EngineHttp, VersionUnfit, VllmEngine
+from rollstream.consumers.serving.engines import EngineFailed, EngineHttp, VersionLate, VersionUnfit, VllmEngine
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.topics.config import KafkaConfig
 
@@ -42,8 +42,8 @@ class VllmPluginEngine(VllmEngine):
     async def prepare(self, label: str) -> None:
         """Have each worker fetch a version while the engine samples; return once all workers hold it.
 
-        Raises VersionUnfit with the reason if a worker cannot fetch it in time, and EngineFailed if the engine does not
-        answer.
+        Raises VersionUnfit with the reason if a worker cannot fetch it, VersionLate if a worker has not fetched it in
+        time, and EngineFailed if the engine does not answer.
         """
         await self._http.post("/init_weight_transfer_engine", {"init_info": self._info}, loading=True)
         await self._call("rollstream_fetch", label)
@@ -54,9 +54,10 @@ class VllmPluginEngine(VllmEngine):
                 return
             for worker in workers:
                 if worker["error"]:
-                    raise VersionUnfit(worker["error"])
+                    # A vLLM with an earlier release of the plug-in does not tell.
+                    raise (VersionUnfit if worker.get("final", True) else VersionLate)(worker["error"])
             if time.monotonic() > deadline:
-                raise VersionUnfit(f"its workers did not fetch version {label} within {self._load_timeout_s:g} s")
+                raise VersionLate(f"its workers did not fetch version {label} within {self._load_timeout_s:g} s")
             await asyncio.sleep(look_s)
             # Each check interrupts the engine's sampling for a moment.
             look_s = min(2 * look_s, _LONGEST_LOOK_S)

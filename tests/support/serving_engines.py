@@ -193,7 +193,7 @@ class VllmPluginStandIn(EngineStandIn):
         assert method == "rollstream_status"
         status = self.versions.status()
         held = int(version) in (status.held, self.loaded.version if self.loaded else None)
-        return {"held": held, "error": status.error, "updates": {}}
+        return {"held": held, "error": status.error, "final": status.final, "updates": {}}
 
     async def load_held(self, version: int) -> None:
         assert self.paused, "weights are replaced while it samples"

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from rollstream.consumers.models.parameters import is_adapter
 from rollstream.consumers.reused_memory import ReusedMemory
-from rollstream.consumers.weights.chains import forget
-from rollstream.consumers.weights.content import Arrays
+from rollstream.consumers.weights.chains import ChainBroken, forget
+from rollstream.consumers.weights.content import Arrays, ChunksGone, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
 from rollstream.topics.catalogue import topic_name
@@ -35,6 +35,14 @@ class VersionNotHeld(RollstreamError):
     """A requested policy version has not been fetched."""
 
 
+class VersionNotMergeable(RollstreamError):
+    """A policy version has adapters, which the plug-in does not merge."""
+
+
+_FINAL = ChainBroken, ChunksGone, WeightsRefused, VersionNotMergeable
+"""Errors after which another attempt would read the same bytes, and fail again."""
+
+
 class FetchStatus(NamedTuple):
     """Progress of the latest request."""
 
@@ -44,6 +52,8 @@ class FetchStatus(NamedTuple):
     """Version that is held; -1 before the first."""
     error: str
     """Why the requested version cannot be fetched; empty while it is being fetched, and once it is held."""
+    final: bool = False
+    """Whether another attempt would fail, too."""
 
 
 class HeldVersion(NamedTuple):
@@ -64,7 +74,7 @@ class RequestedVersions(Closing):
         self._fetch_timeout_s, self._files_at_once = fetch_timeout_s, files_at_once
         self._changed = threading.Condition()
         self._stop = threading.Event()
-        self._requested, self._pending, self._error = NONE, False, ""
+        self._requested, self._pending, self._error, self._final = NONE, False, "", False
         self._held = HeldVersion(NONE, {})
         self._memory = ReusedMemory()
         self._manifests: dict[int, PolicyManifest] = {}
@@ -93,7 +103,7 @@ class RequestedVersions(Closing):
     def status(self) -> FetchStatus:
         """Return the progress of the latest request."""
         with self._changed:
-            return FetchStatus(self._requested, self._held.version, self._error)
+            return FetchStatus(self._requested, self._held.version, self._error, self._final)
 
     def take(self, version: int) -> HeldVersion:
         """Return the held version. Raises VersionNotHeld if it is not `version`."""
@@ -107,7 +117,7 @@ class RequestedVersions(Closing):
         with ExitStack() as stack:
             readers: tuple[TopicFollower, ChunkFetcher] | None = None
             while (version := self._next()) is not None:
-                error = ""
+                error, final = "", False
                 try:
                     if readers is None:
                         place = (topic_name(self._run, "policies"), 0)
@@ -122,6 +132,7 @@ class RequestedVersions(Closing):
                 except Exception as failure:  # The thread must continue, and report why the version is missing.
                     named = isinstance(failure, RollstreamError)
                     error = str(failure) if named else f"{type(failure).__name__}: {failure}"
+                    final = isinstance(failure, _FINAL)
                     event(logger, "version_not_fetched", level=logging.ERROR, version=version, error=error)
                     reading = readers is not None and isinstance(failure, VersionNotHeld) and not readers[0].caught_up
                     if version not in self._manifests and not reading:
@@ -135,7 +146,7 @@ class RequestedVersions(Closing):
                     if not error and self._requested != self._held.version:
                         self._held = HeldVersion(version, arrays)
                     if version == self._requested:
-                        self._error = error
+                        self._error, self._final = error, final
 
     def _next(self) -> int | None:
         """Wait for a request for a version that is not held, and return the version; return None after `close`."""
@@ -168,7 +179,7 @@ class RequestedVersions(Closing):
             memory=self._memory,
         )
         if any(is_adapter(name) for name in arrays):
-            raise VersionNotHeld(
+            raise VersionNotMergeable(
                 f"policy version {version} has adapters, which this plug-in does not merge; set serving.engine to "
                 '"vllm-lora" or "vllm"'
             )

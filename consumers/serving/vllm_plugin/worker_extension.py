@@ -15,11 +15,17 @@ class WorkerExtension:
         self._transfer_engine().fetch(int(version))
 
     def rollstream_status(self, version: str) -> dict[str, Any]:
-        """Return whether this worker holds a version, the error of its fetch if it failed, and counts of updates."""
+        """Return whether this worker holds a version, the error of its fetch if it failed, whether another fetch would
+        fail, too, and counts of updates."""
         engine = self._transfer_engine()
         status = engine.status()
         error = status.error if status.requested == int(version) else ""
-        return {"held": engine.holds(int(version)), "error": error, "updates": dict(engine.updates)}
+        return {
+            "held": engine.holds(int(version)),
+            "error": error,
+            "final": bool(error) and status.final,
+            "updates": dict(engine.updates),
+        }
 
     def _transfer_engine(self) -> Any:
         engine = getattr(self, "weight_transfer_engine", None)

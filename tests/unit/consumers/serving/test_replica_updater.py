@@ -10,7 +10,9 @@ import pytest
 
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.engines import VersionLate, VersionUnfit
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
+from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from tests.support.serving_engines import ARRAYS, EngineStandIn, manifest
 
 CONFIG = ServingConfig(retry_s=0.01, attempts=2)
@@ -230,3 +232,108 @@ def test_an_update_in_progress_is_finished_before_the_updater_ends(tmp_path: Pat
             assert (engine.calls, engine.paused) == (["pause", "load 0", "resume"], False)
 
     asyncio.run(main())
+
+
+class FetchingStandIn(EngineStandIn):
+    """An engine that fetches versions itself, as one with our plug-in does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unfit: set[str] = set()
+        self.late = 0
+        """How many fetches still end too late."""
+
+    async def prepare(self, label: str) -> None:
+        self.calls.append(f"prepare {label}")
+        if label in self.unfit:
+            raise VersionUnfit("damaged, as told")
+        if self.late:
+            self.late -= 1
+            raise VersionLate("the store does not answer, as told")
+
+    async def load(self, directory: Path, label: str) -> None:
+        await self.call(f"load {label}")
+        self.reported = label
+
+
+def fetching(
+    test: Callable[[ReplicaUpdater, ServedVersions], Coroutine[Any, Any, None]],
+    engine: FetchingStandIn,
+    *announced: int,
+    config: ServingConfig = CONFIG,
+) -> None:
+    """Run an updater of an engine that fetches versions itself, with these versions announced."""
+
+    async def main() -> None:
+        versions = ServedVersions(keep_versions=8)
+        await versions.announce(*(ServedCheckpoint(version, Path()) for version in announced))
+        updater = ReplicaUpdater("http://engine", engine, versions, config)
+        task = asyncio.create_task(updater.run())
+        try:
+            async with asyncio.timeout(60):
+                await test(updater, versions)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+async def serves(updater: ReplicaUpdater, version: int) -> None:
+    while (updater.state, updater.version) != (ReplicaState.SERVING, version):
+        await asyncio.sleep(0.002)
+
+
+def test_an_engine_without_a_version_loads_the_newest_that_it_can_fetch_and_one_that_has_one_keeps_it() -> None:
+    engine = FetchingStandIn()
+    engine.unfit = {"2", "3"}
+
+    async def test(updater: ReplicaUpdater, versions: ServedVersions) -> None:
+        await serves(updater, 1)
+        assert engine.calls[:6] == ["prepare 3", "prepare 2", "prepare 1", "pause", "load 1", "resume"]
+        await versions.announce(ServedCheckpoint(4, Path()))
+        await serves(updater, 4)
+        engine.unfit.add("5")
+        await versions.announce(ServedCheckpoint(5, Path()))
+        while engine.calls.count("prepare 5") < CONFIG.attempts:
+            await asyncio.sleep(0.002)
+        assert (updater.state, updater.version) == (ReplicaState.SERVING, 4)
+
+    fetching(test, engine, 0, 1, 2, 3)
+    assert engine.calls[-1] == "prepare 5"
+
+
+def test_a_version_that_comes_late_is_tried_until_it_is_there() -> None:
+    engine = FetchingStandIn()
+
+    async def test(updater: ReplicaUpdater, versions: ServedVersions) -> None:
+        await serves(updater, 0)
+        engine.late = 5 * CONFIG.attempts
+        await versions.announce(ServedCheckpoint(1, Path()))
+        await serves(updater, 1)
+
+    fetching(test, engine, 0)
+    assert "prepare 0" not in engine.calls[4:], "an earlier version would come late, too"
+
+
+def test_a_version_announced_during_an_update_is_loaded_at_once() -> None:
+    engine = FetchingStandIn()
+
+    async def test(updater: ReplicaUpdater, versions: ServedVersions) -> None:
+        loading, go_on = asyncio.Event(), asyncio.Event()
+        call = engine.call
+
+        async def slow(name: str) -> None:
+            await call(name)
+            if name == "load 1":
+                loading.set()
+                await go_on.wait()
+
+        engine.call = slow  # type: ignore[method-assign]
+        await versions.announce(ServedCheckpoint(1, Path()))
+        await loading.wait()
+        await versions.announce(ServedCheckpoint(2, Path()))
+        go_on.set()
+        await serves(updater, 2)
+
+    fetching(test, engine, config=ServingConfig(retry_s=3600.0))

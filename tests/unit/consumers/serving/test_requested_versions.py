@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.consumers.serving.vllm_plugin import requested_versions
 from rollstream.consumers.serving.vllm_plugin.requested_versions import RequestedVersions
-from rollstream.consumers.weights.content import ChunksLate
+from rollstream.consumers.weights.content import ChunksLate, WeightsRefused
 from rollstream.topics.closing import Closing
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
@@ -45,6 +45,7 @@ class Log:
         self.failing = False
         """Whether the next follower that is polled is from then on useless."""
         self.unloadable: set[int] = set()
+        self.damaged: set[int] = set()
         self.most_known = 0
         """Largest number of manifests among which a version was sought."""
 
@@ -52,6 +53,8 @@ class Log:
         self.most_known = max(self.most_known, len(manifests))
         if version in self.unloadable:
             raise ChunksLate(f"version {version} is late")
+        if version in self.damaged:
+            raise WeightsRefused(f"version {version} is damaged")
         return {}
 
 
@@ -127,6 +130,14 @@ def test_a_reader_of_manifests_that_failed_is_replaced(monkeypatch: pytest.Monke
         log.failing = True
         assert await_error(requested, 0) == "the position is no longer in the log"
         await_held(requested, 0)
+
+
+def test_an_error_says_whether_another_attempt_may_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    with requesting(monkeypatch, 3) as (log, requested):
+        log.unloadable.add(1)
+        log.damaged.add(2)
+        assert (await_error(requested, 1), requested.status().final) == ("version 1 is late", False)
+        assert (await_error(requested, 2), requested.status().final) == ("version 2 is damaged", True)
 
 
 def test_manifests_that_no_requested_version_builds_on_are_not_kept_even_if_no_fetch_succeeds(
