@@ -64,28 +64,46 @@ def _difference(before: memoryview, after: memoryview, itemsize: int) -> tuple[i
 def apply_delta(
     manifest: PolicyManifest, tensor: Tensor, data: memoryview, base: NDArray[Any], memory: ReusedMemory | None = None
 ) -> NDArray[Any]:
-    """Return a tensor of the base with the changes in `data`, in `memory`; the base itself if there are none.
+    """Return a tensor of the base with the changes in `data`, in `memory`.
 
+    If there are none, this is the base itself, or a copy if the base keeps much more memory in use than it takes.
     Raises WeightsRefused if base and delta do not match.
     """
-    dtype = dtype_of(tensor.dtype)
+    dtype, memory = dtype_of(tensor.dtype), memory or ReusedMemory(0)
     if base.dtype != dtype or base.shape != tensor.shape:
         raise _refused(manifest, tensor, f"has another shape or dtype than in version {manifest.base}")
     if len(data) != tensor.changed * (_PLACE_BYTES + dtype.itemsize):
         raise _refused(manifest, tensor, "has too many or too few bytes for its changes")
     if not tensor.changed:
-        return base
+        return _apart(base, memory)
     end = tensor.changed * _PLACE_BYTES
     gaps = _from_planes(data[:end], _PLACE_BYTES).view("<i4").reshape(-1)
     places = np.cumsum(gaps, dtype=np.int64)
     if gaps[0] < 0 or (gaps[1:] <= 0).any() or places[-1] >= base.size:
         raise _refused(manifest, tensor, "has changes outside its elements")
-    result = (memory or ReusedMemory(0)).copy_of(base)
+    result = memory.copy_of(base)
     elements = _elements(memoryview(result.reshape(-1).view(np.uint8)), dtype.itemsize)  # type: ignore[arg-type]
     values = _from_planes(data[end:], dtype.itemsize)
     elements[places] = _elements(memoryview(values.reshape(-1)), dtype.itemsize)  # type: ignore[arg-type]
     result.flags.writeable = False
     return result
+
+
+def _apart(array: NDArray[Any], memory: ReusedMemory) -> NDArray[Any]:
+    """Return an array, or a copy if it takes less than half of the memory that it keeps in use.
+
+    All tensors of a full version lie in one block, which a small tensor that never changes would keep for good.
+    """
+    kept: Any = array
+    while (below := kept.obj if isinstance(kept, memoryview) else getattr(kept, "base", None)) is not None:
+        if not isinstance(below, memoryview | np.ndarray):
+            break
+        kept = below
+    if 2 * array.nbytes >= kept.nbytes:
+        return array
+    copy = memory.copy_of(array)
+    copy.flags.writeable = False
+    return copy
 
 
 def _refused(manifest: PolicyManifest, tensor: Tensor, why: str) -> WeightsRefused:

@@ -46,7 +46,7 @@ def fetch_files(
     Raises ChunksGone if a file is missing, WeightsRefused if it is damaged, and ChunksLate if none arrived for
     `timeout_s` or `stop` was set. These errors name the URL. An error from `take` also ends the fetch and is raised.
     """
-    reading = _Reading(manifest, take, _stores(chunks), threading.Event(), {})
+    reading = _Reading(manifest, [take], _stores(chunks), threading.Event(), {})
     left, deadline = len(chunks), time.monotonic() + timeout_s
 
     def check() -> None:
@@ -59,11 +59,14 @@ def fetch_files(
                 f"for {timeout_s:g} s; {problem}; {_AGAIN}"
             )
 
-    for chunk in in_parallel(chunks, reading.fetch, min(at_once, left), check=check, ended=reading.ended):
-        left, deadline = left - 1, time.monotonic() + timeout_s
-        on_chunk(chunk)
-        if stop is not None and stop.is_set():
-            check()
+    try:
+        for chunk in in_parallel(chunks, reading.fetch, min(at_once, left), check=check, ended=reading.ended):
+            left, deadline = left - 1, time.monotonic() + timeout_s
+            on_chunk(chunk)
+            if stop is not None and stop.is_set():
+                check()
+    finally:
+        reading.take.clear()
 
 
 def _stores(chunks: Sequence[Chunk]) -> Mapping[str, Store]:
@@ -79,7 +82,9 @@ class _Reading(NamedTuple):
     """The files of one version that are being read."""
 
     manifest: PolicyManifest
-    take: Callable[[Chunk, bytes], object]
+    take: list[Callable[[Chunk, bytes], object]]
+    """The function that takes files; empty once the fetch has ended, so that a thread whose read never returns does not
+    keep the memory of the version."""
     stores: Mapping[str, Store]
     ended: threading.Event
     problems: dict[str, str]
@@ -96,8 +101,10 @@ class _Reading(NamedTuple):
             except Exception as error:  # Each file system raises different errors.
                 self.problems[chunk.url] = shown(f"{chunk.url}: {brief(error)}")
             else:
+                if not self.take:
+                    break
                 try:
-                    self.take(chunk, data)
+                    self.take[0](chunk, data)
                     self.problems.pop(chunk.url, None)
                     return chunk
                 except WeightsRefused as refused:
@@ -119,7 +126,8 @@ class _Reading(NamedTuple):
                 return data
             stored = store.size_bytes(name)
         except FileNotFoundError as error:
-            if isinstance(store, LocalStore) and not store.root.is_dir():
+            # A mount point is an empty directory until the store is mounted, and publishers make one for each run.
+            if isinstance(store, LocalStore) and not (store.root / name.split("/")[0]).is_dir():
                 raise OSError(f"{root} is not on this machine; is it mounted?") from error
             raise ChunksGone(
                 f"{shown(chunk.url)}, chunk {chunk.index} of policy version {version}, is missing; {_HEALED}"

@@ -8,7 +8,7 @@ the lead has a WeightsPublisher: every other process sends its tensors itself, a
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -37,9 +37,34 @@ logger = logging.getLogger(__name__)
 
 def read_manifests(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> dict[int, PolicyManifest]:
     """Return all committed manifests at or above an offset of `policies`, by version; skip unreadable records."""
-    topic = topic_name(run, "policies")
-    records = SkippedRecords("policies").records(PolicyManifest, read_to_end(kafka, topic, start=start))
-    return {manifest.version: manifest for _message, manifest in records}
+    return _manifests_in(read_to_end(kafka, topic_name(run, "policies"), start=start))
+
+
+def _manifests_in(messages: Iterable[KafkaRecord]) -> dict[int, PolicyManifest]:
+    return {
+        manifest.version: manifest
+        for _message, manifest in SkippedRecords("policies").records(PolicyManifest, messages)
+    }
+
+
+def _all_manifests(kafka: KafkaConfig, run: str) -> tuple[dict[int, PolicyManifest], set[int]]:
+    """Return all committed manifests, by version, and the versions whose manifests are unreadable here."""
+    keys: set[bytes] = set()
+
+    def noted() -> Iterator[KafkaRecord]:
+        for message in read_to_end(kafka, topic_name(run, "policies")):
+            if message.key:
+                (keys.discard if message.value is None else keys.add)(message.key)
+            yield message
+
+    manifests, unreadable = _manifests_in(noted()), set[int]()
+    newest = max(manifests, default=-1)
+    for version in sorted(_versions_of(keys) - manifests.keys()):
+        # Versions have consecutive numbers, so that any other number is not that of a version.
+        if 0 <= version <= newest + 1:
+            unreadable.add(version)
+            newest = max(newest, version)
+    return manifests, unreadable
 
 
 class WeightsPublisher:
@@ -65,7 +90,7 @@ class WeightsPublisher:
         self._epoch = uuid.uuid4().hex[:12]
         self._weights_topic = topic_name(run, "weights")
         self._policies_topic = topic_name(run, "policies")
-        self._manifests = read_manifests(kafka, run)
+        self._manifests, self._unreadable = _all_manifests(kafka, run)
         self._files = FilePublisher(run, config, self._manifests) if config.url else None
         self._writer = ShardWriter(kafka, run, config, self._files)
         self._live = needed(self._manifests, config.keep_versions)
@@ -74,6 +99,8 @@ class WeightsPublisher:
         self._base: tuple[PolicyManifest, Arrays] | None = None
         """The latest version, if this publisher made it, and the arrays of this process."""
         self._tombstone_unnamed(kafka)
+        for version in self._manifests.keys() - self._live:
+            self._manifests[version] = _shortened(self._manifests[version])
         # This comes last, because the other processes may send chunks from now on.
         self._barrier = LeadBarrier(channel, self._epoch, config.shards_timeout_s)
 
@@ -84,8 +111,9 @@ class WeightsPublisher:
 
     @property
     def latest_version(self) -> int:
-        """Highest version published, -1 before the first."""
-        return max(self._manifests, default=-1)
+        """Highest version published, -1 before the first. A version counts even if its manifest is unreadable here,
+        because a newer release wrote it or it is damaged."""
+        return max((*self._manifests, *self._unreadable), default=-1)
 
     def manifest(self, version: int) -> PolicyManifest | None:
         """Return the manifest of a published version; None if no version has that number."""
@@ -203,8 +231,7 @@ class WeightsPublisher:
                 else:
                     self._writer.tombstone(encode_key(expired.version, expired.epoch, chunk.index), chunk.partition)
             self._live.remove(version)
-            # Drop the tensors and chunks from the manifest in memory, because a large model has many of them.
-            self._manifests[version] = replace(expired, tensors=(), chunks=())
+            self._manifests[version] = _shortened(expired)
         if self._files is not None:
             self._files.committed(manifest)
         remove_expired(files, self._config)
@@ -214,7 +241,8 @@ class WeightsPublisher:
         self._writer.close()
 
     def _tombstone_unnamed(self, kafka: KafkaConfig) -> None:
-        """Tombstone chunks of versions no longer kept, and chunks that a crash left without a manifest."""
+        """Tombstone chunks of versions no longer kept, and chunks that a crash left without a manifest, but none of a
+        version whose manifest is unreadable here."""
         kept = {
             encode_key(manifest.version, manifest.epoch, chunk.index)
             for version in self._live
@@ -223,7 +251,8 @@ class WeightsPublisher:
         }
         chunks = read_to_end(kafka, self._weights_topic, isolation="read_uncommitted", at_once=CHUNKS_AT_ONCE)
         live = _live_keys(chunks)
-        removed = {key: partition for key, partition in live.items() if key not in kept}
+        unknown = {key for key in live if self._unreadable and _versions_of((key,)) & self._unreadable}
+        removed = {key: partition for key, partition in live.items() if key not in kept | unknown}
         for key, partition in removed.items():
             self._writer.tombstone(key, partition)
         self._writer.flush()
@@ -231,8 +260,13 @@ class WeightsPublisher:
             event(logger, "chunks_tombstoned", chunks=len(removed), versions=sorted(_versions_of(removed)))
 
 
+def _shortened(manifest: PolicyManifest) -> PolicyManifest:
+    """Drop the tensors and chunks from a manifest in memory, because a large model has many of them."""
+    return replace(manifest, tensors=(), chunks=())
+
+
 def _versions_of(keys: Iterable[bytes]) -> set[int]:
-    """Versions in the keys of chunks; other programs may have written any key."""
+    """Versions in the keys of chunks or manifests; other programs may have written any key."""
     versions = set()
     for key in keys:
         with suppress(RecordError, ValueError, IndexError):

@@ -374,6 +374,21 @@ def test_a_run_has_one_publisher_whatever_learners_are_called(run: RealRun, log:
     }
 
 
+def test_the_number_and_the_chunks_of_a_version_whose_manifest_is_unreadable_stay(run: RealRun, log: StepLog) -> None:
+    source = publisher(run)
+    for step in range(3):
+        publish(source, log, step)
+    source.stage(3, arrays(3))
+    for number in (3, 9, 10**30):
+        run.send_bytes("policies", b"of a newer release", encode_key(number))
+    chunks = {key for key in live_chunks(run) if key[0] == 3}
+    again = publisher(run)
+    assert again.latest_version == 3, "no version has the other numbers"
+    assert {key for key in live_chunks(run) if key[0] == 3} == chunks != set()
+    assert publish(again, log, 4).version == 4
+    assert sorted(read_manifests(run.kafka, run.name)) == [0, 1, 2, 4]
+
+
 def test_learners_of_runs_with_similar_names_do_not_meet(run: RealRun) -> None:
     other = dataclasses.replace(run, name=f"{run.name}-lr")
     provisioning.apply(other.kafka, other.topics, other.name)

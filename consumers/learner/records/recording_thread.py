@@ -7,13 +7,15 @@ the log during it. An error ends the learner at the next call.
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, TypeVar
 
 from rollstream.topics.closing import Closing
+from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
+_BEAT_S = 1.0
 
 T = TypeVar("T")
 
@@ -48,6 +50,9 @@ class RecordingThread(Closing):
         began = time.monotonic()
         running, self._running, self._taking = self._running, None, None
         if running is not None:
+            # A large version, or one of several processes, may take minutes to publish.
+            while not wait({running}, _BEAT_S).done:
+                beat("training")
             running.result()
         return time.monotonic() - began
 

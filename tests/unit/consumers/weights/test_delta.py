@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.consumers.reused_memory import ReusedMemory
 from rollstream.consumers.weights.content import Content, WeightsRefused
 from rollstream.consumers.weights.delta import delta_content
-from rollstream.consumers.weights.layout import assemble, split
+from rollstream.consumers.weights.layout import ContentBuffer, assemble, full_content, split
 from rollstream.topics.arrays import dtype_name, dtype_of, little_endian_view
 from rollstream.topics.params_digest import params_digest, tensor_digests
 from rollstream.topics.records import Chunk, PolicyManifest
@@ -152,3 +153,30 @@ def test_a_delta_with_fewer_bytes_than_changes_is_refused() -> None:
     lying = replace(manifest, tensors=(replace(manifest.tensors[0], changed=4),))
     with pytest.raises(WeightsRefused, match="has too many or too few bytes for its changes"):
         assemble(lying, pieces, BEFORE)
+
+
+def test_tensors_that_never_change_do_not_keep_the_memory_of_the_full_version() -> None:
+    memory, rng = ReusedMemory(), np.random.default_rng(0)
+    full = {"a": rng.integers(0, 9, 2**21, "<i8"), "frozen": np.arange(2**17), "norm": np.ones(9, "<f4")}
+    content = full_content(full, tensor_digests(full))
+    manifest, pieces = published(content, full, chunk_bytes=2**22)
+    buffer = ContentBuffer(replace(manifest, kind="full", base=-1), memory=memory)
+    for chunk, piece in zip(manifest.chunks, pieces, strict=True):
+        buffer.put(chunk, piece)
+    held = buffer.arrays()
+    del buffer
+    for number in range(3):
+        after = {**held, "a": held["a"].copy()}
+        after["a"][number] += 1
+        delta = delta_content(held, after, tensor_digests(after))
+        assert delta is not None
+        manifest, pieces = published(delta, after, chunk_bytes=2**22)
+        buffer = ContentBuffer(manifest, memory=memory)
+        for chunk, piece in zip(manifest.chunks, pieces, strict=True):
+            buffer.put(chunk, piece)
+        before, held = held, buffer.arrays(held)
+        del buffer
+        assert (held["frozen"] is before["frozen"], held["norm"] is before["norm"]) == (number > 0, number > 0)
+        assert all(np.array_equal(held[name], after[name]) for name in after)
+        del before, after
+        assert memory.free_bytes >= 2**24, "the version before is free"

@@ -3,6 +3,7 @@
 import hashlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rollstream.consumers.weights.file_fetcher import fetch_files
 from rollstream.consumers.weights.file_names import file_name
 from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.faulty_store import HANG, OTHER_BYTES, SHORT, SLOW_DOWN, FaultyFiles, faulty_store
+from tests.support.waiting import eventually
 
 FILES = 5
 
@@ -80,6 +82,22 @@ def test_files_are_read_at_once_and_no_more_than_allowed(store: type[FaultyFiles
     assert len(store.calls) == FILES
 
 
+def test_a_read_that_never_returns_does_not_keep_the_memory_of_its_version(store: type[FaultyFiles]) -> None:
+    class Content:
+        def put(self, _chunk: Chunk, _data: bytes) -> None:
+            raise AssertionError("no file arrives")
+
+    store.always["w/"] = HANG
+    version, content = manifest(), Content()
+    kept = weakref.ref(content)
+    with pytest.raises(ChunksLate):
+        fetch_files(version, version.chunks, content.put, at_once=3, timeout_s=0.3)
+    del content
+    eventually(lambda: kept() is None, 60, "the memory is free although three reads still hang")
+    store.always.clear()
+    store.released.set()
+
+
 def damaged(store: type[FaultyFiles], change: Callable[[bytes], bytes]) -> None:
     [path] = [path for path in store.objects if "000002-" in path]
     store.objects[path] = change(store.objects[path][0]), 0.0
@@ -138,7 +156,11 @@ def test_a_fetch_ends_when_it_is_told_to(store: type[FaultyFiles]) -> None:
 def test_a_directory_that_is_not_there_may_come_and_a_protocol_nobody_knows_too(
     store: type[FaultyFiles], tmp_path: Path
 ) -> None:
+    version = manifest(str(tmp_path / "unmounted"))
     with pytest.raises(ChunksLate, match="is it mounted"):
-        fetched(manifest(str(tmp_path / "unmounted")), timeout_s=0.3)
+        fetched(version, timeout_s=0.3)
+    (tmp_path / "unmounted").mkdir(exist_ok=True)
+    with pytest.raises(ChunksLate, match="is it mounted"):
+        fetched(version, timeout_s=0.3)
     with pytest.raises(ChunksLate, match=r"nosuch://.*fsspec cannot open it"):
         fetched(manifest("nosuch://bucket"), timeout_s=60)

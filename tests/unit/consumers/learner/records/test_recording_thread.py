@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
+from rollstream.consumers.learner.records import recording_thread
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
 from tests.support.waiting import eventually
 
@@ -32,6 +33,21 @@ def test_a_call_runs_beside_its_caller_and_the_next_one_waits_for_it() -> None:
         second.join(60)
         assert thread.wait() >= 0
     assert done == ["first", "second"]
+
+
+def test_who_waits_for_a_long_recording_shows_that_the_learner_is_alive(monkeypatch: pytest.MonkeyPatch) -> None:
+    beats: list[str] = []
+    go_on = threading.Event()
+
+    def beat(loop: str) -> None:
+        beats.append(loop)
+        go_on.set()
+
+    monkeypatch.setattr(recording_thread, "beat", beat)
+    with RecordingThread() as thread:
+        thread.start(nothing, lambda _taken: go_on.wait(60))
+        thread.wait()
+    assert set(beats) == {"training"}
 
 
 def test_what_is_taken_is_waited_for_and_what_is_recorded_is_not() -> None:
