@@ -26,6 +26,8 @@ POD_VALUES = (
     "imagePullSecrets",
     "workingDir",
     "extraEnvFrom",
+    "extraVolumes",
+    "extraVolumeMounts",
     *BROKER_VALUES,
     "secretName",
 )
@@ -98,7 +100,11 @@ def _container(chart: RunChart, role: str, name: str, args: Sequence[str], resou
         "command": ["rollstream"],
         "args": [*args, *config_flag(chart)],
         "workingDir": value("workingDir"),
-        "envFrom": [{"configMapRef": {"name": chart.object_name("settings")}}, each_of("extraEnvFrom")],
+        "envFrom": [
+            {"configMapRef": {"name": chart.object_name("settings")}},
+            each_of("extraEnvFrom"),
+            each_of(f"roles.{values_key(role)}.extraEnvFrom"),
+        ],
     }
     if variables := _variables(chart, role):
         container["env"] = variables
@@ -152,7 +158,7 @@ def _mounts(chart: RunChart, role: str) -> list[Any]:
         mounts.append({"name": "secrets", "mountPath": str(SECRETS), "readOnly": True})
     if chart.own_brokers:
         mounts.append(when(WITH_USERS, [{"name": "kafka-ca", "mountPath": CA_FOLDER, "readOnly": True}]))
-    return mounts
+    return [*mounts, each_of("extraVolumeMounts")]
 
 
 def _volumes(chart: RunChart, role: str, volume: str) -> list[dict[str, Any] | Enclosed]:
@@ -167,7 +173,7 @@ def _volumes(chart: RunChart, role: str, volume: str) -> list[dict[str, Any] | E
         # Strimzi's own authority; its private key is in another Secret.
         authority = {"secretName": f"{chart.cluster}-cluster-ca-cert", "items": [{"key": "ca.crt", "path": "ca.crt"}]}
         volumes.append(when(WITH_USERS, [{"name": "kafka-ca", "secret": authority}]))
-    return volumes
+    return [*volumes, each_of("extraVolumes")]
 
 
 def _probes(chart: RunChart, role: RoleDescription) -> dict[str, Any]:

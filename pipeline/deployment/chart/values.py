@@ -33,6 +33,8 @@ def values(chart: RunChart) -> Values:
         "imagePullSecrets": [],
         "workingDir": str(HOME),
         "extraEnvFrom": [],
+        "extraVolumes": [],
+        "extraVolumeMounts": [],
     }
     if has_secrets(chart):
         table["secretName"] = chart.object_name("secrets")
@@ -147,6 +149,7 @@ def _role(chart: RunChart, name: str) -> Values:
         "nodeSelector": {},
         "tolerations": [],
         "affinity": {},
+        "extraEnvFrom": [],
     }
 
 
