@@ -21,8 +21,8 @@ class GatewayConfig:
     """Name of the gateway, unique among a run's running gateways. A gateway that restarts under the same name resumes
     its unfinished work at once."""
     api_key: str = ""
-    """Secret of the gateway, as a reference: env:NAME or file:PATH. Requests below /rl need it as their Bearer token,
-    and calls need it or the key of their session; if empty, nothing is checked."""
+    """Secret of the gateway, as a reference: env:NAME or file:PATH. Starting a session needs it as Bearer token; calls,
+    rewards and ends need it or the key of their session; if empty, nothing is checked."""
     environment: str = "agent"
     """Environment of sessions that do not name one."""
     sampling: Literal["run", "agent"] = "run"

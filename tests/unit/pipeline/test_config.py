@@ -265,6 +265,21 @@ def test_a_pretrained_model_gets_its_own_default_learning_rates() -> None:
     assert rates(*given) == (1e-5, 0.1, 0.2)
 
 
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ((), 60),
+        (("learner.pretrained=model",), 0),
+        (("learner.pretrained=model", "task=dsort3"), 60),
+        (("learner.pretrained=model", "environments=[{use='add'}]"), 60),
+        (("learner.pretrained=model", "learner.warm_start.file=taught.jsonl"), 60),
+        (("learner.pretrained=model", "learner.warm_start.steps=7"), 7),
+    ],
+)
+def test_a_pretrained_model_is_not_taught_a_task_that_nobody_named(flags: tuple[str, ...], steps: int) -> None:
+    assert load(flags=flags).learner.warm_start.steps == steps
+
+
 SECRETS = {"worker.api_key": "--set", "kafka.client.sasl.password": "-X", "kafka.client.ssl.key.pem": "-X"}
 
 
