@@ -102,6 +102,7 @@ def test_every_block_marked_to_run_is_run_by_one_of_these_tests() -> None:
     assert sorted((page, kind, language) for page, kind, language, _body in BLOCKS) == [
         ("commands", "alone", "sh"),
         ("commands", "with a broker", "sh"),
+        ("commands", "with a broker", "sh"),
         ("control", "with a broker", "python"),
         ("control", "with a broker", "python"),
     ]

@@ -3,6 +3,7 @@
 import json
 import signal
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import JournalRecord, TrainingBatch
-from tests.support.objectives import ESTIMATOR, write_objectives
+from tests.support.objectives import SETTINGS, write_objectives
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 from tests.unit.consumers.grouping.makers.test_registry import CODE, MINE
@@ -45,9 +46,14 @@ def test_a_run_batches_with_a_maker_of_the_user_s_and_is_verified_with_it(real_r
 
 
 def test_a_run_is_grouped_with_an_estimator_of_the_user_s_and_is_verified_with_it(
-    real_run: RealRun, tmp_path: Path
+    real_run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = f"{write_objectives(tmp_path)}:{ESTIMATOR.partition(':')[2]}"
+    """Named as on the page: by a file in the working directory."""
+    write_objectives(real_run.directory)
+    monkeypatch.chdir(real_run.directory)
+    page = tomllib.loads(SETTINGS[0])
+    name = page["grouping"]["estimator"]
+    assert page["grouper"]["estimators"] == [name]
     real_run.grouping = GroupingConfig(estimator=name, batch_rollouts=16, max_batch_age_s=2.0)
     real_run.prepare()
     real_run.start("group", grouper__estimators=f'["{name}"]')

@@ -7,7 +7,9 @@ from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs/objectives.md"
 CODE = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+SETTINGS = re.findall(r"^```toml\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 ESTIMATOR = "my_objectives:robust"
+"""The estimator, as a module that is installed; the settings of the page name its file."""
 
 
 def write_objectives(folder: Path) -> Path:
