@@ -62,6 +62,13 @@ def drawn_faults(seed: int) -> tuple[Fault, ...]:
     return tuple(Fault(step, rng.choice(KINDS), rng.choice((0.5, 3.0, 7.0, 12.0, 30.0))) for step in steps)
 
 
+def long_stops(seed: int) -> tuple[Fault, ...]:
+    """Return three stops that outlast a session, so that partitions go to another process and back."""
+    rng = random.Random(f"stops of {seed}")
+    steps = sorted(rng.randrange(HORIZON) for _ in range(3))
+    return tuple(Fault(step, "stop", rng.choice((12.0, 30.0))) for step in steps)
+
+
 @dataclass(frozen=True)
 class Outcome:
     """Outcome of a schedule."""
