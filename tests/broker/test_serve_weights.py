@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.serving.announced_versions import VersionAnnouncer
-from rollstream.consumers.serving.served_versions import ServedVersions
+from rollstream.consumers.serving.checkpoints import CheckpointDirectory
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.fleet import EngineFleet
+from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import Metrics
+from rollstream.topics.records import Metrics, PolicyManifest
 from tests.support.one_by_one import poll_one_by_one
 from tests.support.producing import serving_http
 from tests.support.runs import RealRun
@@ -116,6 +120,38 @@ def test_a_version_that_is_not_whole_on_the_log_reaches_no_engine(run: RealRun, 
         assert [line["version"] for line in passed_over] == [1]
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0
+
+
+def test_a_version_that_could_not_be_written_is_written_once_there_is_room(
+    run: RealRun, trainer: StepWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, add, refused = VllmStandIn(), CheckpointDirectory.add, list[int]()
+
+    async def short_of_room(self: Any, manifest: PolicyManifest, arrays: Any) -> ServedCheckpoint:
+        if manifest.version == 1 and len(refused) < 3:
+            refused.append(1)
+            raise StoreError("no space left on device")
+        return await add(self, manifest, arrays)
+
+    async def follow(url: str) -> None:
+        config = ServingConfig(urls=(url.removesuffix("/v1"),), retry_s=0.1)
+        fleet, stop = EngineFleet(run.kafka, run.name, config, directory=run.directory / "serving"), asyncio.Event()
+        serving = asyncio.create_task(fleet.serve_until(stop, on_ready=lambda: None))
+        async with asyncio.timeout(120):
+            for version in range(2):
+                while not serves(engine, version):
+                    assert not serving.done()
+                    await asyncio.sleep(0.01)
+                if not version:
+                    await asyncio.to_thread(trainer.publish_version, parameters(1))
+        stop.set()
+        await serving
+
+    monkeypatch.setattr(CheckpointDirectory, "add", short_of_room)
+    trainer.publish_version(parameters(0))
+    with serving_http(engine.answer) as url:
+        asyncio.run(follow(url))
+    assert refused == [1, 1, 1]
 
 
 def test_the_first_version_announced_to_engines_that_fetch_it_themselves_is_the_newest(
