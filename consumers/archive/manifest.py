@@ -173,7 +173,7 @@ def take_over(store: Store, run: str) -> ArchiveManifest:
     while True:
         before = newest(store, run) or ArchiveManifest(run=run)
         mine = replace(before, generation=before.generation + 1, writer=writer)
-        if store.create(_name(run, mine.generation), mine.to_json()) and _is_newest(store, mine):
+        if _claimed(store, mine):
             return mine
 
 
@@ -183,10 +183,7 @@ def commit(store: Store, manifest: ArchiveManifest) -> ArchiveManifest:
     Raises Fenced if another writer took over.
     """
     mine = replace(manifest, generation=manifest.generation + 1).check()
-    data = mine.to_json()
-    name = _name(mine.run, mine.generation)
-    # If the response to a successful attempt was lost, a retry finds the same data.
-    if not (store.create(name, data) or _holds(store, name, data)) or not _is_newest(store, mine):
+    if not _claimed(store, mine):
         raise _fenced(store, mine.run)
     for old in _generations(store, mine.run):
         if old < _name(mine.run, mine.generation - _KEPT + 1):
@@ -213,16 +210,24 @@ def sweep(store: Store, manifest: ArchiveManifest) -> int:
     return len(left)
 
 
-def _is_newest(store: Store, mine: ArchiveManifest) -> bool:
-    """Whether a generation that its writer created is the newest; if not, it is deleted.
+def _claimed(store: Store, mine: ArchiveManifest) -> bool:
+    """Create a generation; return whether it counts.
 
-    A writer that was suspended may create a generation again that later writers created and deleted.
+    A writer that was suspended may create a generation again that later writers created and deleted. It does not count,
+    and is deleted.
     """
-    name = _name(mine.run, mine.generation)
-    if _generations(store, mine.run)[-1:] == [name]:
+    name, data = _name(mine.run, mine.generation), mine.to_json()
+    # If the response to a successful attempt was lost, a retry finds the same data.
+    if not store.create(name, data) and not _holds(store, name, data):
+        return False
+    if _is_newest(store, mine):
         return True
     store.delete(name)
     return False
+
+
+def _is_newest(store: Store, mine: ArchiveManifest) -> bool:
+    return _generations(store, mine.run)[-1:] == [_name(mine.run, mine.generation)]
 
 
 def _holds(store: Store, name: str, data: bytes) -> bool:

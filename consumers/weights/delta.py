@@ -95,9 +95,7 @@ def _apart(array: NDArray[Any], memory: ReusedMemory) -> NDArray[Any]:
     All tensors of a full version lie in one block, which a small tensor that never changes would keep for good.
     """
     kept: Any = array
-    while (below := kept.obj if isinstance(kept, memoryview) else getattr(kept, "base", None)) is not None:
-        if not isinstance(below, memoryview | np.ndarray):
-            break
+    while isinstance(below := kept.obj if isinstance(kept, memoryview) else kept.base, memoryview | np.ndarray):
         kept = below
     if 2 * array.nbytes >= kept.nbytes:
         return array

@@ -53,8 +53,10 @@ def _all_manifests(kafka: KafkaConfig, run: str) -> tuple[dict[int, PolicyManife
 
     def noted() -> Iterator[KafkaRecord]:
         for message in read_to_end(kafka, topic_name(run, "policies")):
-            if message.key:
-                (keys.discard if message.value is None else keys.add)(message.key)
+            if message.key and message.value is not None:
+                keys.add(message.key)
+            elif message.key:
+                keys.discard(message.key)
             yield message
 
     manifests, unreadable = _manifests_in(noted()), set[int]()

@@ -265,8 +265,7 @@ class _Reading:
             if number != expected:
                 self._result.problem(f"step {expected} of learner {name} is missing before step {number}")
             before = name, number
-        for key in sorted(newest):
-            step, (name, number) = newest[key], key
+        for (name, number), step in sorted(newest.items()):
             # Skips before the next step: the record of that step replaces this one, and compaction deletes this one.
             if step.params_digest or step.policy_version >= 0 or (name, number + 1) in newest:
                 self._result.add("steps", step_leaf(step))
