@@ -42,6 +42,8 @@ def publish_version(
 ) -> int:
     """Publish one policy version; return its number once the version is committed.
 
+    A reader sees the version when Kafka has written the transaction's markers, usually milliseconds later.
+
     Use it for the version before the first step, and for trainers that record no steps. The arguments and
     the errors are those of StepWriter and its `publish_version`. The call fences a StepWriter of the same learner, so
     if you have one, call its `publish_version` instead.

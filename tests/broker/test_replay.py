@@ -120,6 +120,7 @@ def test_skips_that_are_heard_of_too_late_do_not_replace_the_step_they_belong_to
             progress = progress.after(record)
         recorder.record_skips(1, skipped, progress)
         recorder.record_skips(2, skipped, progress)
+    eventually(lambda: 2 in read_steps(real_run.kafka, real_run.name, "default"), 60, "the last record is visible")
     steps = read_steps(real_run.kafka, real_run.name, "default")
     assert steps[1].uses == trained
     assert [bool(steps[step].params_digest) for step in range(3)] == [True, True, False]

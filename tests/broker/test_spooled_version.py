@@ -11,12 +11,12 @@ import pytest
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.consumers.weights.spooled_version import SpooledVersion, SpoolFailed
 from rollstream.topics.params_digest import params_digest, whole_digest
 from rollstream.topics.records import PolicyManifest
 from tests.broker.test_weights_deltas import params, publish, publisher
 from tests.support.runs import RealRun
+from tests.support.versions import visible_manifests
 
 VERSIONS = 4
 
@@ -27,7 +27,7 @@ def manifests(run: RealRun) -> dict[int, PolicyManifest]:
     with closing(StepLog(run.kafka, run.name, "default")) as log, closing(publisher(run)) as source:
         for step in range(VERSIONS):
             publish(source, log, step)
-    return read_manifests(run.kafka, run.name)
+    return visible_manifests(run, VERSIONS - 1)
 
 
 def test_each_tensor_has_the_bits_of_its_version_and_its_files_have_no_names(

@@ -16,6 +16,7 @@ from rollstream.topics.errors import ConfigurationError, Fenced, RecordTooLarge,
 from rollstream.topics.records import LearnerStep, PolicyManifest
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches
+from tests.support.versions import visible_manifests
 from tests.support.waiting import eventually
 
 BATCHES, ROWS = 6, 16
@@ -66,6 +67,7 @@ def test_a_version_is_published_once_under_the_number_that_is_said(run: RealRun)
     assert publish_version(run.kafka, run.name, digest="checkpoint-2", version=2) == 2
     with pytest.raises(ConfigurationError, match="digest"):
         publish_version(run.kafka, run.name, params(1.5), digest="mine")
+    visible_manifests(run, 2)
     assert [(m.version, m.kind, m.learner) for m in manifests_of(run)] == [
         (0, "full", "trainer"),
         (1, "full", "trainer"),
@@ -106,7 +108,7 @@ def test_steps_go_on_from_the_log_and_name_each_batch_once(run: RealRun) -> None
     assert (first.metrics, first.policy_version) == ({"loss": 0.5}, 1)
     assert (third.params_digest, third.policy_version) == ("elsewhere", -1)
     assert (third.trained_total, third.skipped_total) == (5 * ROWS, ROWS)
-    records = steps_of(run)
+    records = eventually(lambda: steps_of(run)[2:] and steps_of(run), 60, "three steps are visible")
     assert records == [first, second, third]
     assert [use.batch_id for record in records for use in record.uses] == [f"{n % 2}-{n}" for n in range(BATCHES)]
 
@@ -115,8 +117,8 @@ def test_a_step_made_again_is_the_one_on_record_or_gets_a_version_of_its_own(run
     with StepWriter(run.kafka, run.name) as steps:
         for value in (1.0, 2.0):
             steps.record(reads_of(run, steps.position, 1), params(value))
-    written = len(run.read("steps"))
     with StepWriter(run.kafka, run.name, after_step=0) as steps:
+        written = len(run.read("steps"))
         reads = reads_of(run, steps.position, 1)
         with pytest.raises(StateRefused, match=r"step 1 .* executed again, has batches 0-0 skipped, but .* on record"):
             steps.record(reads, params(1.0), skipped={"0-0": "too old"})
@@ -124,6 +126,7 @@ def test_a_step_made_again_is_the_one_on_record_or_gets_a_version_of_its_own(run
         assert (len(run.read("steps")), steps.version) == (written, 1), "nothing is written twice"
         again = steps.record(reads_of(run, steps.position, 1), params(2.5))
         assert again.policy_version == 2, "other parameters are another version"
+    visible_manifests(run, 2)
     assert [(m.version, m.step) for m in manifests_of(run)] == [(0, 1), (1, 2), (2, 2)]
     with pytest.raises(StateRefused, match="step 3 of learner 'trainer' is not on record"):
         StepWriter(run.kafka, run.name, after_step=3)

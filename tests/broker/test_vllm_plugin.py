@@ -17,7 +17,6 @@ from rollstream.consumers.serving.vllm_plugin.requested_versions import Requeste
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.params_digest import params_digest
 from tests.support.damaged_weights import damaged_delta
 from tests.support.producing import serving_http
@@ -31,6 +30,7 @@ from tests.support.serving_engines import (
     published_exactly,
     values_digest,
 )
+from tests.support.versions import visible_manifests
 from tests.support.waiting import eventually
 
 QUICK = {"serving__retry_s": 0.2, "serving__metrics_interval_s": 0.2, "serving__attempts": 2}
@@ -62,7 +62,7 @@ def test_an_engine_fetches_deltas_onto_what_it_holds_and_names_why_a_version_can
 ) -> None:
     for version in range(3):
         trainer.publish_version(parameters(version))
-    assert [m.kind for _, m in sorted(read_manifests(run.kafka, run.name).items())] == ["full", "delta", "delta"]
+    assert [m.kind for _, m in sorted(visible_manifests(run, 2).items())] == ["full", "delta", "delta"]
     with closing(RequestedVersions(run.kafka, run.name, fetch_timeout_s=300.0)) as versions:
         assert params_digest(await_held(versions, 0)) == params_digest(parameters(0))
         with pytest.raises(VersionNotHeld, match="request it first"):
@@ -113,7 +113,7 @@ def test_versions_in_files_are_fetched_like_those_on_the_log(run: RealRun, tmp_p
     with StepWriter(run.kafka, run.name, model=MODEL_JSON, config=config) as trainer:
         for version in range(2):
             trainer.publish_version(parameters(version))
-    assert all(chunk.url for chunk in read_manifests(run.kafka, run.name)[1].chunks)
+    assert all(chunk.url for chunk in visible_manifests(run, 1)[1].chunks)
     with closing(RequestedVersions(run.kafka, run.name, fetch_timeout_s=300.0)) as versions:
         for version in range(2):
             assert params_digest(await_held(versions, version)) == params_digest(parameters(version))

@@ -16,7 +16,7 @@ from rollstream.consumers.weights.content import ChunksGone
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.layout import full_content, split
-from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import (
     ConfigurationError,
@@ -35,6 +35,7 @@ from tests.support.one_by_one import poll_one_by_one
 from tests.support.runs import RealRun
 from tests.support.topic_settings import change_settings
 from tests.support.untold_offsets import tell_no_offsets
+from tests.support.versions import visible_manifests
 from tests.support.waiting import eventually
 
 # Small chunks over two partitions: a version is a dozen records.
@@ -82,6 +83,7 @@ def test_a_follower_that_joins_late_gets_the_newest_version_at_once(run: RealRun
     source = publisher(run)
     for step in range(5):
         publish(source, log, step)
+    visible_manifests(run, 4)
     with WeightsFollower(run.kafka, run.name) as follower:
         version, parameters = follower.wait_for(0, 300)
         assert version == 4
@@ -98,6 +100,7 @@ def test_a_follower_whose_manifests_arrive_one_by_one_begins_with_the_newest(
     source = publisher(run, WeightsConfig(chunk_bytes=1000, keep_versions=5))
     for step in range(5):
         publish(source, log, step)
+    visible_manifests(run, 4)
     poll_one_by_one(monkeypatch)
     with WeightsFollower(run.kafka, run.name) as follower:
         assert follower.wait_for(0, 300)[0] == 4
@@ -202,7 +205,7 @@ def test_old_versions_lose_their_chunks_and_keep_their_manifests(run: RealRun, l
         publish(source, log, step)
     source.close()
     assert {version for version, _, _ in live_chunks(run)} == {3, 4}
-    assert sorted(read_manifests(run.kafka, run.name)) == [0, 1, 2, 3, 4]
+    assert sorted(visible_manifests(run, 4)) == [0, 1, 2, 3, 4]
 
 
 def test_a_version_that_an_earlier_release_published_is_followed_and_not_published_again(
@@ -291,6 +294,7 @@ def test_a_version_whose_weights_are_elsewhere_is_no_error_and_the_next_one_is_f
     log.commit([source.record(elsewhere)])
     source.committed(elsewhere)
     publish(source, log, 1)
+    visible_manifests(run, 1)
     with WeightsFollower(run.kafka, run.name) as follower:
         assert follower.wait_for(0, 300)[0] == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
@@ -367,7 +371,7 @@ def test_a_run_has_one_publisher_whatever_learners_are_called(run: RealRun, log:
     taken.close()
     with pytest.raises(StateRefused, match="learner 'other' publishes"):
         StepLog(run.kafka, run.name, "default")
-    assert {v: m.learner for v, m in read_manifests(run.kafka, run.name).items()} == {
+    assert {v: m.learner for v, m in visible_manifests(run, 2).items()} == {
         0: "default",
         1: "default",
         2: "other",
@@ -379,6 +383,7 @@ def test_the_number_and_the_chunks_of_a_version_whose_manifest_is_unreadable_sta
     for step in range(3):
         publish(source, log, step)
     source.stage(3, arrays(3))
+    visible_manifests(run, 2)
     for number in (3, 9, 10**30):
         run.send_bytes("policies", b"of a newer release", encode_key(number))
     chunks = {key for key in live_chunks(run) if key[0] == 3}
@@ -386,7 +391,7 @@ def test_the_number_and_the_chunks_of_a_version_whose_manifest_is_unreadable_sta
     assert again.latest_version == 3, "no version has the other numbers"
     assert {key for key in live_chunks(run) if key[0] == 3} == chunks != set()
     assert publish(again, log, 4).version == 4
-    assert sorted(read_manifests(run.kafka, run.name)) == [0, 1, 2, 4]
+    assert sorted(visible_manifests(run, 4)) == [0, 1, 2, 4]
 
 
 def test_learners_of_runs_with_similar_names_do_not_meet(run: RealRun) -> None:
@@ -413,6 +418,6 @@ def test_a_learner_of_an_earlier_release_commits_nothing_once_one_of_this_releas
     manifest = publish(publisher(run), log, 0)
     with pytest.raises(KafkaException):
         earlier.commit_transaction(120)
-    assert read_manifests(run.kafka, run.name) == {0: manifest}
+    assert visible_manifests(run, 0) == {0: manifest}
     assert manifest.epoch != lost.epoch
     log.close()

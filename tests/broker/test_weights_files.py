@@ -28,6 +28,7 @@ from tests.support.log_lines import log_lines
 from tests.support.paths import ROOT
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
 from tests.support.s3_server import objects, s3_server
+from tests.support.versions import visible_manifests
 from tests.support.waiting import eventually
 from tests.support.weights_child import params_of
 
@@ -306,7 +307,7 @@ def test_a_fetch_whose_store_hangs_says_how_far_it_is(
         WeightsFollower(run.kafka, run.name, config=WeightsConfig(fetch_timeout_s=300.0)) as follower,
     ):
         source.publish_version(params_of(0))
-        chunks = read_manifests(run.kafka, run.name)[0].chunks
+        chunks = visible_manifests(run, 0)[0].chunks
         assert len(chunks) > 1
         size = sum(chunk.size_bytes for chunk in chunks if chunk.index != 1)
         expected = {"version": 0, "fetched": len(chunks) - 1, "of": len(chunks), "size_bytes": size}
@@ -332,7 +333,7 @@ def test_a_manifest_has_the_seconds_that_its_store_took(run: RealRun, faulty: ty
         releasing.start()
         source.publish_version(params_of(0))
     releasing.join()
-    figures = read_manifests(run.kafka, run.name)[0].figures
+    figures = visible_manifests(run, 0)[0].figures
     assert figures["send_s"] >= max(1.5, figures["compare_s"])
 
 

@@ -3,17 +3,17 @@
 from dataclasses import replace
 
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.keys import encode_key
 from tests.support.runs import RealRun
+from tests.support.versions import visible_manifests
 
 
 def damaged_delta(run: RealRun, version: int) -> None:
     """Publish `version` as a delta on the previous version. It repeats the delta of the previous version with one bit
     flipped, so the result does not match the manifest's digest."""
-    before = read_manifests(run.kafka, run.name)[version - 1]
+    before = visible_manifests(run, version - 1)[version - 1]
     assert before.kind == "delta"
     [chunk] = before.chunks
     with ChunkFetcher(run.kafka, run.name) as fetcher:
