@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from rollstream.pipeline.capacity.measured_rates import MeasuredRates
+from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.errors import ConfigurationError
 
 ROLLOUT_TOKEN_BYTES = 9
@@ -20,9 +21,8 @@ RECORD_BYTES = 1024
 PARTITIONS_EACH = 4
 """Partitions for each grouping process, and for each broker to lead. There are several, because their number is fixed
 for a run while its load may grow, and because they are assigned by number, not by load."""
-_TOPICS = 4
-"""Number of topics with as many partitions as `rollouts`: `rollouts`, batches, journal, and one in place of all other
-topics."""
+_TOPICS = sum(spec.partitions == "P" for spec in CATALOGUE)
+"""Number of topics with as many partitions as `rollouts`; each of the other topics has few."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,8 @@ from rollstream.pipeline.capacity.measured_rates import MeasuredRate, MeasuredRa
 from rollstream.pipeline.capacity.plan import CapacityPlan, Machines, Workload, plan
 from rollstream.pipeline.cli import main
 from rollstream.pipeline.tools.plan import number
+from rollstream.topics.catalogue import CATALOGUE
+from rollstream.topics.config import TopicsConfig
 from rollstream.topics.errors import ConfigurationError
 from tests.support.queues import Cluster, bears, disk_use
 
@@ -92,6 +94,16 @@ def test_better_machines_never_need_more(load: Workload, factor: float) -> None:
     before, after = (plan(load, machines, RATES) for machines in (usual, better))
     for size in SIZES:
         assert getattr(after, size) <= getattr(before, size), size
+
+
+@given(loads)
+def test_brokers_bear_the_replicas_of_every_topic_that_a_run_has(load: Workload) -> None:
+    result = plan(load, Machines(), RATES)
+    config = TopicsConfig(partitions=result.partitions, weights_partitions=1)
+    replicas = load.replication * sum(spec.partition_count(config) for spec in CATALOGUE)
+    [limit] = [limit for limit in result.limits if limit.name == "replicas of partitions"]
+    single = load.replication * len(CATALOGUE)
+    assert replicas - single <= limit.needed * Machines().replicas_per_broker <= replicas
 
 
 # ---------------------------------------------------------------------- the simulation as judge
