@@ -1,12 +1,16 @@
 """The page in a browser, on a real run, served as a user serves it."""
 
 import re
+from pathlib import Path
 
 import pytest
 from playwright.sync_api import Browser, expect
 
+from rollstream.topics.config import KafkaConfig
 from tests.browser.chromium import PATIENCE_MS, visit
-from tests.browser.served_run import ServedRun, command
+from tests.browser.served_run import ServedRun, await_index, command, url_of
+from tests.support.runs import RealRun, rollout
+from tests.support.waiting import eventually
 
 
 def test_the_run_is_shown_as_the_command_line_has_it(served: ServedRun, browser: Browser) -> None:
@@ -24,6 +28,26 @@ def test_the_run_is_shown_as_the_command_line_has_it(served: ServedRun, browser:
         assert seen.violations() == []
         assert seen.errors == []
         seen.page.context.close()
+
+
+def test_the_ledger_of_a_run_that_has_ended_is_shown_to_whoever_asks_first(
+    broker: str, run_name: str, tmp_path: Path, browser: Browser
+) -> None:
+    run = RealRun(KafkaConfig(bootstrap_servers=broker), run_name, tmp_path).prepare()
+    try:
+        group = run.start("group")
+        run.send(rollout("x", member, reward=float(member)) for member in range(4))
+        eventually(lambda: run.read("batches"), 120, "a batch")
+        group.terminate()
+        assert group.wait(120) == 0
+        url = url_of(run, run.start("ui"))
+        await_index(run, url)
+        seen = visit(browser, url)
+        seen.open(f"#/{run.name}/ledger")
+        expect(seen.page.locator(".verdict")).to_contain_text("Balanced", timeout=PATIENCE_MS)
+        seen.page.context.close()
+    finally:
+        run.stop()
 
 
 @pytest.mark.long

@@ -271,6 +271,7 @@ export interface LedgerAnswer {
   at_ms: number | null;
   seconds: number | null;
   running: boolean;
+  problem: string | null;
 }
 
 export interface Offsets {

@@ -28,15 +28,19 @@ class LedgerKeeper:
         self._running = False
 
     def answer(self) -> dict[str, Any]:
-        """Return the newest ledger (None before the first proof) and its time; start the next proof if one is due."""
-        if not self._running and time.monotonic() >= self._rest_until and self._revision() != self._proven:
+        """Return the newest ledger (None before the first proof) and its time; start the next proof if one is due.
+
+        `running` is true as long as a later answer may differ: while a proof runs, and while one waits for its pause.
+        """
+        due = self._revision() != self._proven
+        if due and not self._running and time.monotonic() >= self._rest_until:
             self._running = True
             threading.Thread(target=self._work, name="ledger", daemon=True).start()
         return {
             "ledger": self._book,
             "at_ms": self._at_ms,
             "seconds": self._seconds,
-            "running": self._running,
+            "running": self._running or due,
             "problem": self._problem or None,
         }
 

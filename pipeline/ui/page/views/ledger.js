@@ -1,6 +1,6 @@
 // The ledger: every record of rollouts in one place. Each number opens to the offsets behind it, and they to rollouts.
 
-import { html, useState } from "../vendor/preact-htm.js";
+import { html, useEffect, useState } from "../vendor/preact-htm.js";
 import { address } from "../lib/api.js";
 import { useAnswer } from "../lib/data.js";
 import { duration, percent, plain, time, whole, words } from "../lib/format.js";
@@ -11,15 +11,27 @@ import { Bar, Empty, Failure, FATE_SIGNS, Loading, More, Panel, shown, Table } f
 /** @typedef {import("../contract").Ledger} Ledger */
 /** @typedef {{ fate: string, reason?: string, label: string, n: number, within?: boolean }} Place */
 
+const ASK_AGAIN_MS = 1000;
+
 /** @param {import("../app").ViewProps} props */
 export function LedgerView({ run, live, query }) {
   const [asked, setAsked] = useState(0);
+  /** @type {import("../lib/data").Answer<import("../contract").LedgerAnswer>} */
   const answer = useAnswer(address(run, "ledger"), live.tick + asked);
+  const again = () => setAsked((n) => n + 1);
+  useEffect(() => {
+    // A finished run has no more ticks, but its proof begins with the first request and takes a while.
+    if (!answer.data?.running) return undefined;
+    const timer = setTimeout(again, ASK_AGAIN_MS);
+    return () => clearTimeout(timer);
+  }, [answer.data]);
   return shown(
     answer,
-    (data) => (data.ledger
-      ? html`<${Book} run=${run} ledger=${data.ledger} answer=${data} query=${query} again=${() => setAsked((n) => n + 1)} />`
-      : html`<${Loading} what="every topic of the run, once" />`),
+    (data) => html`
+      ${data.problem ? html`<${Failure} error=${new Error(data.problem)} />` : null}
+      ${data.ledger
+        ? html`<${Book} run=${run} ledger=${data.ledger} answer=${data} query=${query} again=${again} />`
+        : data.problem ? null : html`<${Loading} what="every topic of the run, once" />`}`,
     "the ledger",
   );
 }

@@ -41,6 +41,19 @@ def test_a_proof_that_fails_is_reported_and_the_next_one_is_shown(
     problem_seen.set()
     eventually(lambda: keeper.answer()["ledger"] == {"rollouts": 3}, 60, "the next ledger")
     assert keeper.answer()["problem"] is None
+    assert not keeper.answer()["running"]
+
+
+def test_a_ledger_that_is_to_be_proven_again_after_its_pause_is_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page asks again as long as this is so; a run that ended has no other reason to ask."""
+    monkeypatch.setattr(ledger_keeper, "LEAST_REST_S", 1000.0)
+    revision = [0]
+    keeper = LedgerKeeper(lambda: {"rollouts": revision[0]}, lambda: revision[0])
+    assert keeper.answer()["running"], "the first request begins the proof"
+    eventually(lambda: not keeper.answer()["running"], 60, "the first ledger")
+    revision[0] = 1
+    answer = keeper.answer()
+    assert (answer["ledger"], answer["running"]) == ({"rollouts": 0}, True)
 
 
 def _fail(error: Exception) -> dict[str, Any]:
