@@ -64,7 +64,7 @@ def state(kafka: KafkaConfig, run: str) -> dict[str, Any]:
         "weights": dict(sorted(wanted.weights.items())),
         "stop_at_step": wanted.last_step,
         "drain": (steering.DONE if wanted.drained else steering.WANTED) if wanted.draining else None,
-        "evaluate_version": wanted.evaluated_version,
+        "evaluate_version": request.version if (request := wanted.evaluation_request) else None,
     }
 
 

@@ -17,17 +17,16 @@ from rollstream.producers.environment import AgentEnvironment, Prompt, Split
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.gateway.episode_rollouts import rollout_uids
 from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapture
-from rollstream.producers.group_player import EpisodeLimits, failure_of
+from rollstream.producers.group_player import EpisodeLimits, play_group
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.rollout_producer import RolloutProducer
-from rollstream.producers.sampling import GroupSampler, GroupSampling
+from rollstream.producers.sampling import GroupSampling
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.heartbeats import beat
 from rollstream.topics.records import Rollout
 
 
@@ -97,8 +96,8 @@ async def evaluate(
     the first `max_prompts` prompts are answered; 0 means all.
 
     Raises ConfigurationError if the split has no prompts, InferenceUnavailable if the version does not arrive, and
-    EpisodeFailed if the environment fails. With `exactly`, raises InferenceRefused if another version answered;
-    without it, a newer version may answer.
+    EpisodeFailed if the environment fails or an episode takes longer than `episode_timeout_s`. With `exactly`, raises
+    InferenceRefused if another version answered; without it, a newer version may answer.
     """
     await _await_version(client, version)
     prompts = environment.prompts(split)[: max_prompts or None]
@@ -108,6 +107,7 @@ async def evaluate(
             "false"
         )
     slots = asyncio.Semaphore(concurrency)
+    limits = EpisodeLimits(timeout_s=episode_timeout_s, attempts=1)
 
     async def answer(prompt: Prompt) -> list[Rollout]:
         stamp = GroupStamp(
@@ -121,11 +121,10 @@ async def evaluate(
         )
         async with slots:
             if environment.agent is None:
-                rollouts = [await _text_rollout(environment, client, prompt, stamp, seed)]
+                rollouts = [await _text_rollout(environment, client, prompt, stamp, seed, limits)]
             else:
                 assert capture, "an environment that calls the policy itself needs an endpoint"
-                rollouts = await _agent_rollouts(environment.agent, capture, prompt, stamp, episode_timeout_s)
-        beat("evaluating")
+                rollouts = await _agent_rollouts(environment.agent, capture, prompt, stamp, limits)
         marks = {"split": split, "phase": phase, "prompts": str(len(prompts))}
         return [replace(rollout, extra=marks) for rollout in rollouts]
 
@@ -160,28 +159,28 @@ async def evaluate(
 
 
 async def _text_rollout(
-    environment: LoadedEnvironment, client: CompletionsClient, prompt: Prompt, stamp: GroupStamp, seed: int
+    environment: LoadedEnvironment,
+    client: CompletionsClient,
+    prompt: Prompt,
+    stamp: GroupStamp,
+    seed: int,
+    limits: EpisodeLimits,
 ) -> Rollout:
+    """Return the rollout of an episode. Raises EpisodeFailed, InferenceUnavailable, InferenceRefused, RecordError."""
     sampling = GroupSampling(
         group_size=1,
         temperature=stamp.temperature,
         seed=row_seed(seed, stamp.group_id) >> 1,
         assume_version=stamp.policy_version,
     )
-    sampler = GroupSampler(client, environment, sampling)
-    try:
-        episode = await environment.run(prompt, sampler.member(0))
-    except (InferenceUnavailable, InferenceRefused):
-        raise
-    except Exception as error:
-        raise failure_of(environment.name, prompt, error) from error
-    finally:
-        sampler.close()
+    [episode] = await play_group(environment, client, prompt, sampling, limits)
+    if isinstance(episode, BaseException):
+        raise episode
     return rollout_of(episode, prompt, stamp, uid=stamp.group_id)
 
 
 async def _agent_rollouts(
-    agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, timeout_s: float
+    agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, limits: EpisodeLimits
 ) -> list[Rollout]:
     """Return the rollouts of an episode, one for each branch, with uids in the same form as for text episodes.
 
@@ -200,7 +199,7 @@ async def _agent_rollouts(
             member=0,
             policy_version=stamp.policy_version,
         ),
-        EpisodeLimits(timeout_s=timeout_s, attempts=1),
+        limits,
     )
     assert played.capture, "an agent has a session"
     if played.error:

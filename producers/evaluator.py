@@ -24,12 +24,12 @@ from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
-from rollstream.topics.heartbeats import beat
+from rollstream.topics.heartbeats import beat, beating
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.metrics import MetricsWriter
-from rollstream.topics.records import Rollout
+from rollstream.topics.records import EvaluationRequest, Rollout
 from rollstream.topics.steering_follower import SteeringFollower
 
 logger = logging.getLogger(__name__)
@@ -75,6 +75,27 @@ def evaluated_versions(rollouts: Iterable[Rollout], environment: str) -> set[int
     return {version for version, episodes in answers.items() if len(episodes) >= prompts[version]}
 
 
+class SettledVersions:
+    """The versions of one environment that are not evaluated any more, unless somebody requests it."""
+
+    def __init__(self, evaluated: Iterable[int]) -> None:
+        self.versions = set(evaluated)
+        """Versions that were evaluated, failed, or were passed by."""
+        self._given_up: dict[int, EvaluationRequest | None] = {}
+        """The newest request at the time when a version failed or was passed by."""
+
+    def give_up(self, version: int, request: EvaluationRequest | None) -> None:
+        """Settle a version without an evaluation; `request` is the newest request when its evaluation began."""
+        self.versions.add(version)
+        self._given_up[version] = request
+
+    def reopen(self, request: EvaluationRequest) -> None:
+        """Let the requested version be evaluated if it was given up before the request was made."""
+        if self._given_up.get(request.version, request) != request:
+            self.versions.remove(request.version)
+            del self._given_up[request.version]
+
+
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
     """Return the metrics of an evaluation for the topic `metrics`."""
     return {
@@ -110,15 +131,16 @@ async def run_evaluator(
         producer = stack.enter_context(RolloutProducer(kafka, run, topic="evals"))
         metrics = stack.enter_context(closing(MetricsWriter(kafka, run, COMPONENT, "eval")))
         mine: Sequence[LoadedEnvironment] = ()
-        settled: dict[str, set[int]] = {}
+        settled: dict[str, SettledVersions] = {}
 
         def take(wanted: Sequence[LoadedEnvironment]) -> None:
             """Evaluate these environments from now on, except at versions that any evaluator has already evaluated."""
             nonlocal mine, settled
             messages = read_to_end(kafka, topic_name(run, "evals"))
             past = [rollout for _message, rollout in skipped.records(Rollout, messages)]
-            mine, settled = wanted, {each.name: evaluated_versions(past, each.name) for each in wanted}
-            evaluated = {name: sorted(versions) for name, versions in settled.items()}
+            mine = wanted
+            settled = {each.name: SettledVersions(evaluated_versions(past, each.name)) for each in wanted}
+            evaluated = {name: sorted(each.versions) for name, each in settled.items()}
             event(logger, "evaluator_takes", every_versions=config.every_versions, evaluated=evaluated)
 
         take(share_of(environments, ordinal, steering.state.numbers.get("eval", config.processes)))
@@ -139,20 +161,24 @@ async def run_evaluator(
                 share = share_of(environments, ordinal, steering.state.numbers.get("eval", config.processes))
                 if share != mine:
                     await asyncio.to_thread(take, share)
-                complete = set.intersection(*settled.values()) if settled else set()
+                complete = set.intersection(*(each.versions for each in settled.values())) if settled else set()
                 published = await asyncio.to_thread(policies.read, _LOOK_EVERY_S)
                 due = published.steps if mine else ()
                 version, passed = due_version(due, config.every_versions, complete)
-                asked_for = steering.state.evaluated_version
-                if version is None and asked_for in published.steps and asked_for not in complete:
-                    version = asked_for
+                request = steering.state.evaluation_request
                 if passed:
                     event(logger, "evaluations_passed_by", versions=passed)
+                for each in settled.values():
+                    for earlier in passed:
+                        each.give_up(earlier, request)
+                if version is None and request is not None and request.version in published.steps:
+                    version = request.version
+                    for each in settled.values():
+                        each.reopen(request)
                 for environment in mine:
-                    settled[environment.name].update(passed)
-                    if version is None or version in settled[environment.name]:
+                    if version is None or version in settled[environment.name].versions:
                         continue
-                    settled[environment.name].add(version)
+                    settled[environment.name].versions.add(version)
                     progress["policy_version"] = float(version)
                     evaluating = evaluate(
                         environment,
@@ -169,8 +195,10 @@ async def run_evaluator(
                         episode_timeout_s=worker.episode_timeout_s,
                     )
                     try:
-                        evaluation = await finish_or_stop(evaluating, stop, grace_s=worker.drain_timeout_s)
+                        finishing = finish_or_stop(evaluating, stop, grace_s=worker.drain_timeout_s)
+                        evaluation = await beating("evaluating", finishing)
                     except _PASSING as error:
+                        settled[environment.name].give_up(version, request)
                         reason = str(error) or f"not finished {worker.drain_timeout_s:g} s after the request to stop"
                         progress["failed_total"] += 1
                         event(

@@ -3,9 +3,13 @@
 There is one object per process, as with logs, and every loop calls its `beat`. A beat costs one reading of the clock.
 """
 
+import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TypeVar
 
+T = TypeVar("T")
+_BEAT_S = 1.0
 START = "start"
 """Stands for the main loop until the first loop beats."""
 
@@ -40,3 +44,17 @@ class Heartbeats:
 HEARTBEATS = Heartbeats()
 """The heartbeats of this process."""
 beat = HEARTBEATS.beat
+
+
+async def beating(loop: str, work: Awaitable[T]) -> T:
+    """Return the result of work that may take long and has its own time limits, with beats of `loop` meanwhile."""
+    working = asyncio.ensure_future(work)
+    try:
+        while not working.done():
+            beat(loop)
+            await asyncio.wait({working}, timeout=_BEAT_S)
+    except asyncio.CancelledError:
+        working.cancel()
+        await asyncio.gather(working, return_exceptions=True)
+        raise
+    return working.result()

@@ -108,9 +108,9 @@ class DesiredState:
         return self.draining and self.drains.get(DONE) == self.drains[WANTED]
 
     @property
-    def evaluated_version(self) -> int | None:
-        """Version that is evaluated although it is not due; None if there is none."""
-        return self.evaluations[NOW].version if NOW in self.evaluations else None
+    def evaluation_request(self) -> EvaluationRequest | None:
+        """The newest request to evaluate a version although it is not due."""
+        return self.evaluations.get(NOW)
 
 
 _KINDS: Mapping[str, tuple[str, type]] = {

@@ -8,11 +8,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack, closing
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.safetensors_files import CheckpointRefused
@@ -28,14 +27,13 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.version_source import VersionSource, WholeVersion, check_topics
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.heartbeats import beat
+from rollstream.topics.heartbeats import beat, beating
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.2
 _LOOK_S = 0.05
-_BEAT_S = 1.0
-T = TypeVar("T")
+_LOOP = "following"
 
 
 class EngineFleet:
@@ -147,11 +145,11 @@ class EngineFleet:
         due = 0.0
         try:
             while not stop.is_set():
-                whole = await _beating(asyncio.to_thread(source.poll, _POLL_S))
+                whole = await beating(_LOOP, asyncio.to_thread(source.poll, _POLL_S))
                 if whole is not None:
                     unwritten, due = whole, 0.0
                 if unwritten is not None and time.monotonic() >= due:
-                    if await _beating(self._write(checkpoints, unwritten)):
+                    if await beating(_LOOP, self._write(checkpoints, unwritten)):
                         unwritten = None
                     due = time.monotonic() + self._config.retry_s
         finally:
@@ -161,7 +159,7 @@ class EngineFleet:
     async def _announce_versions(self, versions: ServedVersions, stop: asyncio.Event) -> None:
         with closing(VersionAnnouncer(self._kafka, self._run)) as announcer:
             while not stop.is_set():
-                beat("following")
+                beat(_LOOP)
                 newest = await announcer.poll(versions, _POLL_S)
                 self._newest = self._newest if newest is None else newest
 
@@ -186,17 +184,3 @@ class EngineFleet:
             seconds=round(time.monotonic() - began, 3),
         )
         return True
-
-
-async def _beating(work: Awaitable[T]) -> T:
-    """Await work that may take minutes with a large version, and show meanwhile that this process is alive."""
-    working = asyncio.ensure_future(work)
-    try:
-        while not working.done():
-            beat("following")
-            await asyncio.wait({working}, timeout=_BEAT_S)
-    except asyncio.CancelledError:
-        working.cancel()
-        await asyncio.gather(working, return_exceptions=True)
-        raise
-    return working.result()

@@ -14,7 +14,17 @@ import openai
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.ledger import book_text
 from rollstream.producers.config import EvaluationConfig, WorkerConfig
-from rollstream.producers.environment import AgentEnvironment, Endpoint, Environment, Prompt, Score, Split
+from rollstream.producers.environment import (
+    AgentEnvironment,
+    Endpoint,
+    Environment,
+    Episode,
+    Generate,
+    Message,
+    Prompt,
+    Score,
+    Split,
+)
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.evaluator import run_evaluator
 from rollstream.producers.policy_versions import PolicyFollower
@@ -65,7 +75,9 @@ class Thinker:
 
 
 @contextmanager
-def evaluating(run: RealRun, base_url: str, environment: Environment | AgentEnvironment = TASK) -> Iterator[None]:
+def evaluating(
+    run: RealRun, base_url: str, environment: Environment | AgentEnvironment = TASK, **worker: Any
+) -> Iterator[None]:
     """An evaluator of every second version, in a thread of its own; told to stop, and waited for, at the end."""
     loop, stop = asyncio.new_event_loop(), asyncio.Event()
     work = run_evaluator(
@@ -73,7 +85,7 @@ def evaluating(run: RealRun, base_url: str, environment: Environment | AgentEnvi
         run.kafka,
         run.name,
         EvaluationConfig(every_versions=2, max_prompts=PROMPTS),
-        WorkerConfig(inference_urls=(base_url,), request_timeout_s=20.0),
+        WorkerConfig(inference_urls=(base_url,), request_timeout_s=20.0, **worker),
         stop=stop,
     )
     failures: list[BaseException] = []
@@ -184,11 +196,15 @@ def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_c
         agent.broken, generator.versions = True, [2]
         run.publish_version(2)
         eventually(lambda: _failed(run) == 1, 60, "an evaluation that failed")
-        agent.broken, generator.versions = False, [4]
+        agent.broken = False
+        answer = answer_of(run.directory, *run.command("evaluate")[4:])
+        assert (answer.returncode, "version 2 " in answer.stdout) == (0, True), answer.stderr
+        eventually(lambda: len(run.read("evals")) == 6, 60, "the version whose evaluation failed, asked for afterwards")
+        generator.versions = [4]
         run.publish_version(4)
-        eventually(lambda: len(run.read("evals")) == 6, 60, "version 4 evaluated")
+        eventually(lambda: len(run.read("evals")) == 9, 60, "version 4 evaluated")
     rollouts = [record for record in run.read("evals") if isinstance(record, Rollout)]
-    assert {r.policy_version for r in rollouts} == {0, 4}
+    assert {r.policy_version for r in rollouts} == {0, 2, 4}
     assert {r.sampling.temperature for r in rollouts} == {0.0}, "the evaluation's, not the agent's"
     names = {r.uid: (r.example_id, r.branch, r.branches) for r in rollouts if r.policy_version == 0}
     assert names == {
@@ -205,19 +221,51 @@ def test_agents_are_evaluated_greedily_at_an_address_of_their_own_and_leave_no_c
     assert run.read("calls") == []
     book = ledger(run.kafka, run.name)
     assert book.balanced, book.problems
-    [first, last] = book.evaluations
-    assert (first["version"], last["version"]) == (0, 4)
+    first = book.evaluations[0]
+    assert [each["version"] for each in book.evaluations] == [0, 2, 4]
     # The episode of two branches counts once.
     assert (first["rollouts"], first["episodes"], first["prompts"]) == (3, 2, 2)
     assert (first["reward"], first["exact"]) == (0.75, 1.0)
     metrics = [r for r in run.read("metrics") if isinstance(r, Metrics) and r.component == "eval"]
     assert [(r.values["eval/version"], r.values["eval/reward"], r.values["eval/prompts"]) for r in metrics] == [
         (0, 0.75, 2),
+        (2, 0.75, 2),
         (4, 0.75, 2),
     ]
     with serving(generator) as server, evaluating(run, server.base_url, agent):
         pass
-    assert len(run.read("evals")) == 6, "it was done"
+    assert len(run.read("evals")) == 9, "it was done"
+
+
+class Stuck:
+    """A task whose verifier answers for every prompt but one."""
+
+    name = "stuck"
+    max_tokens = 8
+    stop = ()
+
+    def __init__(self) -> None:
+        self.released = False
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [Prompt(example_id=text, text=text) for text in ("good", "bad")] if split == "heldout" else []
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        question = Message(role="user", text=prompt.text)
+        reply = await generate(prompt.text)
+        if prompt.text == "bad" and not self.released:
+            await asyncio.Event().wait()
+        return Episode(turns=(question, reply), score=Score(reward=1.0))
+
+
+def test_an_episode_that_never_ends_ends_its_evaluation_and_no_other(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    task, generator = Stuck(), ScriptedGenerator(["yes"])
+    with serving(generator, refresh_ms=1) as server, evaluating(run, server.base_url, task, episode_timeout_s=5.0):
+        eventually(lambda: _failed(run) == 1, 60, "an evaluation that failed")
+        task.released, generator.versions = True, [2]
+        run.publish_version(2)
+        eventually(lambda: len(run.read("evals")) == 2, 60, "version 2 evaluated")
 
 
 def _failed(run: RealRun) -> float:

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.producers.config import EvaluationConfig
-from rollstream.producers.evaluator import due_version, evaluated_versions
+from rollstream.producers.evaluator import SettledVersions, due_version, evaluated_versions
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.records import Rollout
+from rollstream.topics.records import EvaluationRequest, Rollout
 from tests.support.runs import rollout
 
 
@@ -68,6 +68,21 @@ def test_an_evaluation_counts_once_all_its_answers_are_there() -> None:
     others = [answer(6, example, extra={"phase": "first", "prompts": "1"}) for example in "xy"]
     elsewhere = [answer(9, example, environment="other") for example in "xy"]
     assert evaluated_versions([*whole, *half, *others, *elsewhere], "env") == {0}
+
+
+def test_a_version_that_was_given_up_is_evaluated_once_more_for_each_later_request() -> None:
+    first, second = (EvaluationRequest(version=4, wall_time=time) for time in (1.0, 2.0))
+    settled = SettledVersions([2])
+    settled.give_up(4, None)
+    settled.reopen(first)
+    assert settled.versions == {2}
+    settled.give_up(4, first)
+    settled.reopen(first)
+    assert settled.versions == {2, 4}, "a request whose evaluation failed is not followed again and again"
+    settled.reopen(second)
+    assert settled.versions == {2}
+    settled.reopen(EvaluationRequest(version=2, wall_time=3.0))
+    assert settled.versions == {2}, "a version that was evaluated stays so"
 
 
 def test_settings_that_make_no_sense_are_refused() -> None:
