@@ -189,7 +189,9 @@ _LABELING = _rows(
 
 _LEARNING = (
     *_rows(
-        "learn", "learner", {"step": "Newest step on record.", "policy_version": "Policy version of the newest step."}
+        "learn",
+        "learner",
+        {"step": "Newest step on record.", "policy_version": "Newest policy version that a step has published."},
     ),
     _changed("learn", "learner_step_timestamp_seconds", "step", "Time at which the newest step was recorded."),
     *_rows(

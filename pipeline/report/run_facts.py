@@ -98,7 +98,10 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
             first_ms, last_ms = db.execute("select min(time_ms), max(time_ms) from rollouts").fetchone()
             versions, version_bytes = db.execute("select count(*), coalesce(sum(bytes), 0) from policies").fetchone()
             spread = _spread(db)
+        drops = index.drops(buckets=1)["totals"]
     book = None if archive else ledger(config.kafka, config.run, config.grouper.group_id(config.run))
+    if book is not None:
+        drops = book.dropped
     return RunFacts(
         run=config.run,
         source=archive or "topics",
@@ -111,7 +114,7 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         parameters=sum(math.prod(tensor.shape) for tensor in manifest.tensors) if manifest else 0,
         curves={s["name"]: Curve(s["name"], s["x"], s["y"]) for s in figures["series"] if s["x"]},
         fates=facets["fates"],
-        drops=book.dropped if book is not None else facets["reasons"],
+        drops=drops,
         ledger=book.as_dict() if book is not None else None,
         groups=sum(groups for _version, groups, _zero in spread),
         zero_variance=sum(zero for _version, _groups, zero in spread),

@@ -226,10 +226,16 @@ class MadeRun:
         self._version = self._step // self._steps_per_version
         return self.record("steps", 0, encode(step))
 
-    def policy(self, version: int) -> tuple[str, KafkaRecord]:
-        """The manifest of a version."""
+    def policy(self, version: int, step: int = -1, digest: str = "") -> tuple[str, KafkaRecord]:
+        """The manifest of a version, by default of step 64 * version and with a digest of its own."""
         manifest = PolicyManifest(
-            version=version, learner="main", step=64 * version, epoch="e", tensors=(), chunks=(), digest="d"
+            version=version,
+            learner="main",
+            step=64 * version if step < 0 else step,
+            epoch="e",
+            tensors=(),
+            chunks=(),
+            digest=digest or str(version),
         )
         return self.record("policies", 0, encode(manifest))
 

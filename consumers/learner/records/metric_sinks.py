@@ -115,7 +115,9 @@ class TopicSink:
         self._writer = MetricsWriter(kafka, run, component, "learn")
 
     def write(self, step: LearnerStep) -> None:
-        VALUES.record("learn", {"step": step.step, "policy_version": step.policy_version})
+        VALUES.record("learn", {"step": step.step})
+        if step.policy_version >= 0:  # A step that publishes nothing leaves the newest version as it is.
+            VALUES.record("learn", {"policy_version": step.policy_version})
         # Drop the reasons of earlier steps that this step does not name.
         VALUES.keep("learn", "reason", {name.removeprefix("left_out/") for name in step.metrics})
         self._writer.write(step.metrics, {"policy_version": str(step.policy_version)}, step=step.step)

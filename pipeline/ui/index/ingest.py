@@ -49,7 +49,7 @@ COMPONENT_SERIES = {
     "group": ("lag", "in_flight", "open_groups"),
 }
 """Metrics of components that become series, by role."""
-_ADD_PRODUCED = """insert into produced values (?, ?, ?, ?, 1, ?, ?, ?, ?, ?) on conflict do update set
+_ADD_PRODUCED = """insert into produced values (?, ?, ?, 1, ?, ?, ?, ?, ?) on conflict do update set
     rollouts = rollouts + 1, reward = reward + excluded.reward, successes = successes + excluded.successes,
     length = length + excluded.length, sampled = sampled + excluded.sampled, truncated = truncated + excluded.truncated
 """
@@ -123,7 +123,7 @@ class Ingest:
                 row.version, row.lowest, row.highest, row.reward, row.length, row.sampled, row.truncated = values
                 row.worker = self._name("worker", rollout.metadata.worker_id)
                 row.grp = self._group(rollout, row.environment)
-                produced.append(_produced("rollouts", message.partition, rollout, row.environment, values))
+                produced.append(_produced(message.partition, rollout, row.environment, values))
                 uid, branches = rollout.uid, rollout.branches
                 episode = rollout.episode_uid if branches > 1 else None
             names = RowNames(row.id, uid, answer.example, answer.preview, episode, branches)
@@ -174,9 +174,9 @@ class Ingest:
 
     def _journal(self, record: JournalRecord) -> None:
         partition = record.partition
-        answer = self.db.execute("select position from journals where partition = ?", (partition,)).fetchone()
-        read = answer[0] if answer else record.begin
-        if answer is None and record.sequence > 0:
+        before = self.db.execute("select position, sequence from journals where partition = ?", (partition,)).fetchone()
+        read, sequence = before or (record.begin, -1)
+        if record.sequence > sequence + 1:
             self._before(record)
         self._settle(partition, [(read, record.position - 1)], IN_FLIGHT, among=UNREAD)
         for first, count in _pairs(record.unfinished.tolist()) if record.snapshot else ():
@@ -211,8 +211,11 @@ class Ingest:
         )
 
     def _before(self, record: JournalRecord) -> None:
-        """Mark rollouts as settled if their fate was in a pruned part of the journal."""
-        self._settle(record.partition, [(0, record.position - 1)], fates.SETTLED, among=UNREAD)
+        """Mark rollouts as settled if their fate was in a pruned part of the journal.
+
+        The record after that part is a snapshot, which names the rollouts that are still in flight.
+        """
+        self._settle(record.partition, [(0, record.position - 1)], fates.SETTLED, among=IN_FLIGHT)
 
     def _settle(
         self, partition: int, ranges: Iterable[tuple[int, int]], fate: str, reason: str = "", among: str = fates.SETTLED
@@ -302,9 +305,17 @@ class Ingest:
     def _evaluated(self, message: KafkaRecord) -> None:
         rollout = self.skipped.decode(Rollout, message)
         if rollout is not None:
-            environment = self._name("environment", rollout.environment)
-            values = values_of(rollout)
-            self.db.execute(_ADD_PRODUCED, _produced("evals", message.partition, rollout, environment, values))
+            # Branches of an episode have the same score. If an evaluation was repeated, the newer answers count.
+            self.db.execute(
+                "insert or replace into evaluated values (?, ?, ?, ?, ?)",
+                (
+                    rollout.policy_version,
+                    self._name("environment", rollout.environment),
+                    rollout.episode_uid or rollout.uid,
+                    values_of(rollout).reward or 0.0,
+                    success_of(rollout),
+                ),
+            )
 
     def _policy(self, message: KafkaRecord) -> None:
         if message.value is None or kind_of(message.value) != "PolicyManifest":
@@ -330,11 +341,9 @@ def _subject(record: Metrics) -> str:
     return "/".join([record.component, *about])
 
 
-def _produced(
-    topic: str, partition: int, rollout: Rollout, environment: int | None, values: RolloutValues
-) -> tuple[Any, ...]:
+def _produced(partition: int, rollout: Rollout, environment: int | None, values: RolloutValues) -> tuple[Any, ...]:
     figures = (values.reward or 0.0, success_of(rollout), values.length, values.sampled, values.truncated)
-    return (topic, partition, values.version, environment, *figures)
+    return (partition, values.version, environment, *figures)
 
 
 def _pairs(runs: list[int]) -> Iterable[tuple[int, int]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rollstream.pipeline import sqlite_files
 
-VERSION = 4
+VERSION = 5
 """Version of the tables and of their contents; raise it with each change of either."""
 _TEXTS_HELD = 64 * 1024 * 1024
 """Bytes of new entries that the full-text index keeps in memory before it writes them; a smaller value makes many small
@@ -92,10 +92,13 @@ create table component_series (
     role text, name text, bucket integer, component text, value real, primary key (role, name, bucket, component)
 ) without rowid;
 create table produced (
-    topic text, partition integer, version integer, environment integer, rollouts integer not null,
-    reward real not null, successes real not null, length real not null, sampled real not null,
-    truncated integer not null,
-    primary key (topic, partition, version, environment)
+    partition integer, version integer, environment integer, rollouts integer not null, reward real not null,
+    successes real not null, length real not null, sampled real not null, truncated integer not null,
+    primary key (partition, version, environment)
+) without rowid;
+create table evaluated (
+    version integer, environment integer, episode text, reward real not null, success real not null,
+    primary key (version, environment, episode)
 ) without rowid;
 """
 

@@ -72,30 +72,28 @@ def series_name(metric: str) -> str:
 def _by_version(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
     """Return figures of the rollouts of each version, with evaluations in separate series."""
     sums: dict[str, dict[int, list[tuple[float, int]]]] = defaultdict(lambda: defaultdict(list))
-    for topic, version, environment, count, reward, successes, sampled, truncated in db.execute(
-        "select topic, version, (select name from names where id = environment), rollouts, reward, successes, sampled,"
+    steps = _steps_of_versions(db, learner)
+    for version, environment, count, reward, successes, sampled, truncated in db.execute(
+        "select version, (select name from names where id = environment), rollouts, reward, successes, sampled,"
         " truncated from produced"
     ):
-        evaluated = {f"reward/evaluated/{environment}": reward, f"success/evaluated/{environment}": successes}
-        figures = (
-            evaluated
-            if topic == "evals"
-            else {
-                "reward/produced": reward,
-                f"reward/{environment}": reward,
-                f"success/{environment}": successes,
-                "length/produced": sampled,
-                "truncated/produced": truncated,
-            }
-        )
-        for name, value in figures.items():
-            sums[name][version].append((value, count))
-    steps = _steps_of_versions(db, learner)
-    answer: dict[str, Points] = {}
-    for name, by_version in sums.items():
-        by_step = ((steps.get(version), _mean(parts)) for version, parts in sorted(by_version.items()))
-        answer[name] = {step: mean for step, mean in by_step if step is not None}
-    return answer
+        figures = {
+            "reward/produced": reward,
+            f"reward/{environment}": reward,
+            f"success/{environment}": successes,
+            "length/produced": sampled,
+            "truncated/produced": truncated,
+        }
+        for name, value in figures.items() if version in steps else ():
+            sums[name][steps[version]].append((value, count))
+    for version, environment, count, reward, successes in db.execute(
+        "select version, (select name from names where id = environment), count(*), sum(reward), sum(success)"
+        " from evaluated group by version, environment"
+    ):
+        figures = {f"reward/evaluated/{environment}": reward, f"success/evaluated/{environment}": successes}
+        for name, value in figures.items() if version in steps else ():
+            sums[name][steps[version]].append((value, count))
+    return {name: {step: _mean(parts) for step, parts in by_step.items()} for name, by_step in sums.items()}
 
 
 def _of_components(db: sqlite3.Connection, learner: str | None) -> dict[str, Points]:
@@ -118,14 +116,23 @@ def _mean(parts: Iterable[tuple[float, int]]) -> float:
 
 
 def _steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int, int]:
-    """Return the step that published each version of a learner; version N without a manifest counts as step N."""
-    known = {
-        version: (publisher, step)
-        for version, publisher, step in db.execute("select version, learner, step from policies")
-    }
-    versions = [version for (version,) in db.execute("select distinct version from produced")]
+    """Return the step at which each version of a learner was published; version N without a manifest counts as step N.
+
+    The manifest of a rollback names the step of the parameters. The rollback was made later, at the newest step.
+    """
+    known: dict[int, tuple[str, int]] = {}
+    newest: dict[str, int] = {}
+    earlier: set[tuple[str, str]] = set()
+    published = db.execute("select version, learner, step, digest from policies order by version")
+    for version, publisher, step, digest in published:
+        if digest and (publisher, digest) in earlier:
+            step = max(step, newest[publisher])
+        known[version] = publisher, step
+        newest[publisher] = step
+        earlier.add((publisher, digest))
+    sampled = db.execute("select version from produced union select version from evaluated")
     steps = {}
-    for version in versions:
+    for (version,) in sampled:
         publisher, step = known.get(version, (learner, version))
         if publisher == learner or learner is None or version == 0:
             steps[version] = step

@@ -2,11 +2,14 @@
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rollstream.topics.records import LearnerStep
 from tests.support import archived_run
 from tests.support.archived_run import ROWS, archive_run
 from tests.support.command_line import answer_of
@@ -59,6 +62,21 @@ def test_the_values_of_a_report_are_those_of_the_commands(tmp_path: Path) -> Non
     assert f'<td data-name="trained">{5 * ROWS}</td>' in page
     for words in ("Learner", "default", "Environments", "env", "Reward", "Loss", "Groups of zero variance"):
         assert words in Page(page).text
+
+
+def test_rollouts_that_a_learner_skipped_are_no_drops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = archived_run.step_of
+
+    def skipping(number: int, *args: Any, **names: Any) -> LearnerStep:
+        step = original(number, *args, **names)
+        [use] = step.uses
+        return replace(step, uses=(replace(use, use="skipped", reason="too old", code="stale_version"),))
+
+    monkeypatch.setattr(archived_run, "step_of", skipping)
+    archive_run(tmp_path / "archive", 2)
+    page = report(tmp_path)
+    assert f'<td data-name="skipped">{2 * ROWS}</td>' in page
+    assert "No rollout was dropped." in Page(page).text
 
 
 def test_hostile_texts_are_shown_and_do_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

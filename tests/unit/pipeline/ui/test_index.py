@@ -32,7 +32,7 @@ from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import Chunk as PolicyChunk
-from rollstream.topics.records import NamedArray, Rollout
+from rollstream.topics.records import JournalRecord, NamedArray, Rollout
 from tests.support.index_logs import Chunk, ListedLog, MadeRun
 from tests.support.runs import rollout
 
@@ -264,6 +264,70 @@ def test_an_invalid_rollout_stops_no_index_and_is_shown_as_far_as_it_makes_sense
             assert {len(tokens[name]) for name in ("ids", "mask", "logprobs", "versions", "token_rewards")} == {6}
             assert json_text(index.estimators(0, offset))
             assert tokens["ids"] == record.tokens.tolist()
+
+
+def test_what_a_pruned_part_of_the_journal_finished_is_not_in_flight(tmp_path: Path) -> None:
+    """The index has read the journal up to record 0; records 1 to 4 are pruned, and record 5 is a snapshot."""
+    run = MadeRun()
+    rollouts = [run.record("rollouts", 0, encode(rollout(f"x{n}", 0))) for n in range(20)]
+    first = run.record("journal", 0, encode(journal(sequence=0, begin=0, position=10)))
+    left = np.array([18, 2], "<i8")
+    later = run.record("journal", 0, encode(journal(sequence=5, begin=16, position=20, snapshot=True, unfinished=left)))
+    path = tmp_path / "index.sqlite"
+    fill(path, ListedLog([*rollouts[:10], first]), itertools.repeat(1000))
+    assert content(path)["facets"]["fates"] == {"in_flight": 10}
+    fill(path, ListedLog([*rollouts, first, later]), itertools.repeat(1000))
+    assert content(path)["facets"]["fates"] == {"in_flight": 2, "settled": 18}
+
+
+def journal(sequence: int, begin: int, position: int, **changes: Any) -> JournalRecord:
+    return JournalRecord(
+        partition=0,
+        sequence=sequence,
+        core_version=5,
+        topic_id="id",
+        partitions=1,
+        begin=begin,
+        position=position,
+        watermark=begin,
+        watermark_stream_time_ms=0,
+        watermark_policy_version=0,
+        watermark_generation=0,
+        watermark_configuration="",
+        stream_time_ms=0,
+        policy_version=0,
+        generation=0,
+        batch_number=0,
+        **changes,
+    )
+
+
+def test_evaluations_count_each_episode_once_and_the_newer_answers(tmp_path: Path) -> None:
+    def answer(episode: str, branch: int, reward: float) -> Rollout:
+        return rollout(episode, branch, uid=f"{episode}.{branch}", episode_uid=episode, reward=reward, policy_version=1)
+
+    run = MadeRun()
+    answers = [answer("e1", 0, 0.0), *(answer("e1", branch, 1.0) for branch in range(3)), answer("e2", 0, 0.0)]
+    evals = [run.record("evals", 0, encode(each)) for each in answers]
+    assert curve(tmp_path, [run.policy(1), *evals], "reward/evaluated/env") == ([64], [0.5])
+
+
+def test_a_version_that_was_rolled_back_to_is_at_the_step_of_the_rollback(tmp_path: Path) -> None:
+    run = MadeRun()
+    rewards = {1: 0.25, 2: 1.0, 3: 0.5}
+    made = [
+        run.record("rollouts", 0, encode(rollout(f"x{version}", 0, policy_version=version, reward=reward)))
+        for version, reward in rewards.items()
+    ]
+    policies = [run.policy(1, step=10), run.policy(2, step=20), run.policy(3, step=10, digest="1")]
+    assert curve(tmp_path, [*made, *policies], "reward/produced") == ([10, 20], [0.25, 0.75])
+
+
+def curve(directory: Path, records: Chunk, name: str) -> tuple[list[int], list[float]]:
+    fill(directory / "index.sqlite", ListedLog(records), itertools.repeat(1000))
+    with closing(sqlite_files.reader(directory / "index.sqlite")) as db:
+        [answer] = series.series(db, "main", [name])["series"]
+    return answer["x"], answer["y"]
 
 
 class SlowWriter(IndexWriter):
