@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from rollstream.consumers.grouping.core.groups import episode_of
 from rollstream.consumers.transactions import Refused
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
@@ -63,7 +64,7 @@ class LabelOutcome(NamedTuple):
 
     result: LabeledRecord | Refused | None
     cancellation: bytes | None = None
-    """Record for `rollouts` that cancels a group's member without a reward, so that the group can still seal."""
+    """Record for `rollouts` that cancels the episode of a member without a reward, so that the group can still seal."""
 
 
 async def label(
@@ -152,7 +153,7 @@ def _with_label(rollout: Rollout, label: Any) -> Rollout:
 
 
 def _cancellation(rollout: Rollout | None, reason: str, signer: Signer | None) -> bytes | None:
-    """Return the cancellation of a group's member; None for a trajectory, which has no group."""
+    """Return the cancellation of a member's whole episode; None for a trajectory, which has no group."""
     if rollout is None:
         return None
     cancelled = GroupCancelled(
@@ -160,7 +161,7 @@ def _cancellation(rollout: Rollout | None, reason: str, signer: Signer | None) -
         example_id=rollout.example_id,
         policy_version=rollout.policy_version,
         group_size=rollout.group_size,
-        uids=(rollout.uid,),
+        uids=(episode_of(rollout),),
         group_id=rollout.group_id,
         reason=reason[:500],
         metadata=RolloutMetadata(worker_id=rollout.metadata.worker_id, timestamp=rollout.metadata.timestamp),

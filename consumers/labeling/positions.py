@@ -5,21 +5,20 @@ position, records would be labeled twice or never.
 """
 
 import logging
-from contextlib import closing
 
-from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets, in_turn
 from rollstream.topics.catalogue import name_in_run, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.groups import members
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
-from rollstream.topics.kafka.transactional_ids import transactional_id
-from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
+from rollstream.topics.kafka.transactions import TransactionalProducer
 from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.logs import event
+from rollstream.topics.run_splits import moved_from
 
 logger = logging.getLogger(__name__)
 SOURCE = "rollstream.source"
@@ -28,12 +27,13 @@ _PLACE = ("topic", "partition", "offset")
 
 
 def source_of(message: KafkaRecord) -> tuple[int, int] | None:
-    """Return the place of a labeled record's source in `unlabelled`; None if the record was not labeled.
+    """Return the place of a labeled record's source in `unlabelled`; None if the record was not labeled in this run.
 
     The place is a partition and an offset. Raises RecordError if the header does not hold both.
     """
     source = dict(message.header_pairs()).get(SOURCE)
-    if source is None:
+    # A copy that `split` moved keeps the header, which names an offset of the run that it was labeled in.
+    if source is None or moved_from(message) is not None:
         return None
     text = source.decode(errors="replace")
     first, _, second = text.partition(":")
@@ -65,7 +65,8 @@ def _text(header: str | bytes | None) -> str:
 def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     """Commit the first positions of labeling if there are none; return the topic id of `unlabelled` for commits.
 
-    Raises StateRefused if positions were lost or the topic was created again, and TopicError if it is missing.
+    Raises StateRefused if positions were lost or the topic was created again, TopicError if it is missing, and
+    BrokerUnavailable.
     """
     topic = topic_name(run, "unlabelled")
     topic_id = topic_admin.topic_ids(kafka, [topic])[topic]
@@ -74,18 +75,9 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     if all(tp.offset < 0 for tp in committed):
         pruned = any(begin for begin, _end in topic_admin.bounds(kafka, topic).values())
         labeled = "already pruned" if pruned else _labeled(kafka, run)
-        if labeled:
-            raise StateRefused(
-                f"group {group} has no positions in {topic}, but a record ({labeled}) was labeled: the positions were "
-                f"lost. Commit them again with `rollstream label recover`"
-            )
         begin = LabelingProgress(topic_id=topic_id).encode()
-        try:
-            _commit(kafka, run, group, [GroupPosition(topic, p, 0, begin) for p in range(partitions)])
-            event(logger, "labeling_initialized", run=run, partitions=partitions)
-        except (TransactionFailed, Stalled) as error:
-            # Another process may have committed them at the same time.
-            event(logger, "labeling_not_initialized", level=logging.WARNING, error=str(error))
+        first = [GroupPosition(topic, p, 0, begin) for p in range(partitions)]
+        in_turn(kafka, run, group, lambda producer: _initialize(producer, kafka, group, first, labeled), "labeller")
         committed = committed_offsets(kafka, group, topic, partitions)
     lost = [tp.partition for tp in committed if tp.offset < 0]
     if lost:
@@ -107,14 +99,32 @@ def _labeled(kafka: KafkaConfig, run: str) -> str:
     for name in ("trajectories", "rollouts"):
         for message in read_to_end(kafka, topic_name(run, name)):
             source = message.header(SOURCE)
-            if source is not None:
+            if source is not None and moved_from(message) is None:
                 return source
     return ""
 
 
-def _commit(kafka: KafkaConfig, run: str, group: str, positions: list[GroupPosition]) -> None:
-    producer = TransactionalProducer(kafka, transactional_id(run, "labeller", "bootstrap"))
-    with closing(producer), Reader(kafka, group=group) as reader:
-        producer.start()
-        with producer.transaction() as transaction:
-            transaction.send_offsets(positions, reader.group_metadata())
+def _initialize(
+    producer: TransactionalProducer, kafka: KafkaConfig, group: str, first: list[GroupPosition], labeled: str
+) -> None:
+    """Commit the first positions, unless another process has committed positions.
+
+    `labeled` names a labeled record. Labels are searched for before the producer has fenced all others, so a process
+    that wrote one in the meantime has committed its positions before they are read here. Raises StateRefused if
+    positions were lost.
+    """
+    topic = first[0].topic
+    if any(place.offset >= 0 for place in committed_offsets(kafka, group, topic, len(first))):
+        return
+    if labeled:
+        raise StateRefused(
+            f"group {group} has no positions in {topic}, but a record ({labeled}) was labeled: the positions were "
+            f"lost. Commit them again with `rollstream label recover`"
+        )
+    with Reader(kafka, group=group) as reader, producer.transaction() as transaction:
+        transaction.send_offsets(first, reader.group_metadata())
+        if members(kafka, group):
+            raise StateRefused(
+                f"group {group} has members but no positions in {topic}; stop them, and start this again"
+            )
+    event(logger, "labeling_initialized", topic=topic, partitions=len(first))

@@ -3,7 +3,7 @@
 The plan keeps the records that recovery reads, the records that the verification window needs, and the records that
 learners have yet to read. It also keeps the batches and index entries that the kept journal names, so that the ledger
 balances and every index entry has its batch. Trajectories, labeled or not, may be deleted below the lowest position of
-their readers.
+their readers. Labeled records stay if they are needed to recover lost positions of labeling.
 """
 
 from collections.abc import Mapping, Sequence
@@ -145,7 +145,8 @@ def plan(positions: Positions, *, keep_batches: int, keep_from_ms: int | None = 
         else:
             rollouts[partition] = _least((task.watermark, RECOVERY), (chosen.watermark, WINDOW))
             journal[partition] = _least((task.journal_from, RECOVERY), (chosen.journal_from, WINDOW))
-        rollouts[partition] = _least(rollouts[partition], *_group_needs(positions, *places[0]))
+        needs = (*_group_needs(positions, *places[0]), *_lost_labeling(positions, partition))
+        rollouts[partition] = _least(rollouts[partition], *needs)
         journal[partition] = _least(journal[partition], *_group_needs(positions, *places[1]))
         account = next((s for s in task.snapshots if s.offset >= max(journal[partition][0], begin_of_journal)), None)
         number = 0 if account is None else account.batch_number
@@ -187,18 +188,25 @@ def _control_stops(positions: Positions) -> dict[TopicAndPartition, tuple[int, s
     labeled = positions.groups.get(positions.labeling_group, {})
     for place in positions.begins:
         topic, partition = place
-        source = ("unlabelled", partition)
         if topic == "unlabelled":
             stops[place] = _least(*_group_needs(positions, *place)) if place in labeled else (0, NO_LABELER)
         if topic == "trajectories":
             filled = any(place in positions.groups.get(filler, {}) for filler in positions.fillers)
-            stops[place] = _least(*_group_needs(positions, *place)) if filled else (0, NO_FILLER)
-            # If the positions of labeling are lost, they are recovered from the trajectories still on the topic.
-            if source in positions.begins and source not in labeled:
-                stops[place] = (0, NO_LABELER)
-            elif source in stops and stops[source][0] < labeled[source]:
+            needs = _group_needs(positions, *place) if filled else [(0, NO_FILLER)]
+            stops[place] = _least(*_lost_labeling(positions, partition), *needs)
+            # If the positions are lost later, they are recovered from the trajectories of all sources that are kept.
+            source = ("unlabelled", partition)
+            if source in stops and stops[source][0] < labeled.get(source, 0):
                 stops[place] = (0, stops[source][1])
     return stops
+
+
+def _lost_labeling(positions: Positions, partition: int) -> list[tuple[int, str]]:
+    """Return a need for all trajectories and rollouts of a partition if `unlabelled` has held records but labeling has
+    no position there, because lost positions are recovered from them."""
+    source = ("unlabelled", partition)
+    labeled = positions.groups.get(positions.labeling_group, {})
+    return [(0, NO_LABELER)] if source in positions.begins and source not in labeled else []
 
 
 def _calls_stops(

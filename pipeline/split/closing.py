@@ -71,7 +71,8 @@ def close(config: RunConfig, wait_s: float) -> None:
     """Close a run whose split is on record. Safe to repeat.
 
     Raises DeadlineExceeded if a grouping process does not end, labels do not arrive, or a partition is not read within
-    `wait_s`, and StateRefused if records that are not moved have arrived since the split began.
+    `wait_s`, and StateRefused if records that are not moved have arrived since the split began, or if the run does not
+    stay closed.
     """
     kafka, run = config.kafka, config.run
     rollouts = topic_name(run, "rollouts")
@@ -95,11 +96,35 @@ def close(config: RunConfig, wait_s: float) -> None:
                 f"{len(delivered)} rollouts of rollouts[{partition}] are in a batch although their groups are not "
                 f"complete: records arrived after the drain; stop the producers, and split again"
             )
+    check_closed(config)
 
 
 def reopen(config: RunConfig) -> None:
     """Let producers write to a run again."""
     closed_topics.reopen(config.kafka, topic_name(config.run, "rollouts"))
+
+
+def close_again(config: RunConfig) -> None:
+    """Close `rollouts` of a run whose records are being moved, if somebody has opened it. Safe to repeat."""
+    topic = topic_name(config.run, "rollouts")
+    if not closed_topics.is_closed(config.kafka, topic):
+        _fence(config, topic_admin.partitions_of(config.kafka, topic))
+
+
+def check_closed(config: RunConfig) -> None:
+    """Raise StateRefused if `rollouts` accepts records again: they would be neither grouped nor moved."""
+    kafka, topic = config.kafka, topic_name(config.run, "rollouts")
+    if closed_topics.is_closed(kafka, topic):
+        return
+    partitions = topic_admin.partitions_of(kafka, topic)
+    committed = committed_offsets(kafka, config.grouper.group_id(config.run), topic, partitions)
+    positions = {place.partition: place.offset for place in committed}
+    arrived = sum(1 for _record in read_to_end(kafka, topic, start=positions))
+    raise StateRefused(
+        f"{topic} accepts records again, because somebody has set its max.message.bytes back; {arrived} records have "
+        f"arrived since it was closed, and are not moved. Annotate the KafkaTopic of {topic} with "
+        f'strimzi.io/managed: "false" if Strimzi manages it, and split again'
+    )
 
 
 def _await_quiet(config: RunConfig) -> None:
@@ -157,9 +182,14 @@ def _drain_and_fence(config: RunConfig) -> dict[int, int]:
     with Sender(clients.producer(config.kafka, **{"linger.ms": "0"}), remedy="split again") as sender:
         for partition in range(partitions):
             sender.send(topic, signer.encoded(drain, partition), key, partition=partition, on_delivery=delivered)
-    probe = encode(Mark(kind="deadline", wall_time=time.time(), author="split"))
-    closed_topics.close(config.kafka, topic, probe, encode_key("mark", "deadline"), partitions)
+    _fence(config, partitions)
     return at
+
+
+def _fence(config: RunConfig, partitions: int) -> None:
+    probe = encode(Mark(kind="deadline", wall_time=time.time(), author="split"))
+    topic = topic_name(config.run, "rollouts")
+    closed_topics.close(config.kafka, topic, probe, encode_key("mark", "deadline"), partitions)
 
 
 @contextmanager

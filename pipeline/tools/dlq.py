@@ -18,6 +18,7 @@ from rollstream.pipeline.audit.ledger import REDRIVEN
 from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import clipped, printable, table
+from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
 from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, tell, time_text
 from rollstream.topics.catalogue import name_in_run, topic_name
 from rollstream.topics.codec import decode, encode
@@ -32,6 +33,7 @@ from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Rollout, TrajectoryRecord
+from rollstream.topics.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain, signer_of
 from rollstream.topics.trajectories import from_record
 from rollstream.topics.validation import cancellation_problems, problems
 
@@ -240,16 +242,21 @@ def resend(
 ) -> tuple[list[Letter], list[tuple[Letter, str]]]:
     """Send letters to their source again, each once; return the letters sent, and each other letter with its reason.
 
-    With `dry_run`, nothing is sent. Raises DeliveryError if the transaction fails; nothing is then sent.
+    With `dry_run`, nothing is sent. Raises DeliveryError if the transaction fails, and StateRefused if letters of
+    `rollouts` are to be sent but the run has no grouping state; nothing is then sent.
     """
     ready: list[tuple[Letter, bytes, bytes]] = []
     refused: list[tuple[Letter, str]] = []
+    signer = signer_of(config.kafka.signing_key, "kafka.signing_key")
     for letter in letters:
-        why, key, value = _mended(letter, fix)
+        why, key, value = _mended(letter, fix, signer)
         if why:
             refused.append((letter, why))
         else:
             ready.append((letter, key, value))
+    unsigned = _unsigned(config, ready)
+    refused += [(letter, unsigned[letter.place]) for letter, _key, _value in ready if letter.place in unsigned]
+    ready = [item for item in ready if item[0].place not in unsigned]
     if ready and not dry_run:
         done = _send(config, ready)
         refused += [
@@ -270,8 +277,11 @@ def _fix_of(path: Path | None) -> Fix | None:
     return fix  # type: ignore[no-any-return]
 
 
-def _mended(letter: Letter, fix: Fix | None) -> tuple[str, bytes, bytes]:
-    """Return why a letter cannot be sent, or "" with the key and value to send."""
+def _mended(letter: Letter, fix: Fix | None, signer: Signer | None) -> tuple[str, bytes, bytes]:
+    """Return why a letter cannot be sent, or "" with the key and value to send.
+
+    A record that `fix` returns is signed. Bytes are sent as they are, so that no letter gets a signature unexamined.
+    """
     if letter.redriven:
         return f"was redriven at {letter.redriven}", b"", b""
     if not letter.complete and fix is None:
@@ -284,7 +294,10 @@ def _mended(letter: Letter, fix: Fix | None) -> tuple[str, bytes, bytes]:
         return "fix returned None", b"", b""
     try:
         record = decode(fixed) if isinstance(fixed, bytes) else fixed
-        value = fixed if isinstance(fixed, bytes) else encode(fixed)
+        if isinstance(fixed, bytes):
+            value = fixed
+        else:
+            value = encode(fixed) if isinstance(fixed, TrajectoryRecord) else signed_or_plain(fixed, signer, ROLLOUT)
     except RecordError as error:
         return str(error), b"", b""
     if not isinstance(record, TrajectoryRecord | Rollout if letter.topic == "unlabelled" else Rollout | GroupCancelled):
@@ -293,6 +306,23 @@ def _mended(letter: Letter, fix: Fix | None) -> tuple[str, bytes, bytes]:
         return _unsound(record), encode_key(record.environment, record.metadata.worker_id), value
     errors = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
     return "; ".join(errors), encode_key(record.environment, record.example_id), value
+
+
+def _unsigned(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> dict[Place, str]:
+    """Return, by place, why grouping would drop records for `rollouts` that lack the signature of their environment."""
+    values = {letter.place: value for letter, _key, value in ready if letter.topic == "rollouts"}
+    if not values:
+        return {}
+    keys = newest(partition_configurations(config.kafka, config.run, config.grouper)).keys_by_environment
+    unsigned: dict[Place, str] = {}
+    for place, value in values.items():
+        environment = decode(value).environment
+        if environment in keys and not is_signed_by(value, ROLLOUT, keys[environment]):
+            unsigned[place] = (
+                f"no key of environment {environment} in grouping.environment_keys signed it; name its private key in "
+                f"kafka.signing_key, and let a script return the record"
+            )
+    return unsigned
 
 
 def _unsound(record: TrajectoryRecord) -> str:

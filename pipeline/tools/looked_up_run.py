@@ -6,7 +6,7 @@ The index only gives the place of a record; the record itself is read from its t
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from rollstream.pipeline.audit.configuration_history import ConfigurationHistory, ConfigurationSummary, summary
@@ -25,7 +25,9 @@ from rollstream.pipeline.tools.run_view import (
 from rollstream.pipeline.tools.tabulated_run import TabulatedRun
 from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import (
     JournalRecord,
     PolicyManifest,
@@ -97,8 +99,24 @@ class LookedUpRun(TabulatedRun):
         row = self._db.execute("select begin, position from journals where partition = ?", (partition,)).fetchone()
         read = range(*row) if row else range(0)
         places = sorted({place for offset in offsets for place in self._told(partition, offset)})
-        records = [self.record("journal", partition, place) for place in places]
-        return fates_in([decode_as(JournalRecord, record.value) for record in records], read, offsets)
+        records: dict[int, JournalRecord] = {}
+        for place in places:
+            records |= self._transaction_from(partition, place)
+        return fates_in(records.values(), read, offsets)
+
+    def _transaction_from(self, partition: int, place: int) -> dict[int, JournalRecord]:
+        """Return the journal record at an offset and the later parts of its transaction, by offset."""
+        record = decode_as(JournalRecord, self.record("journal", partition, place).value)
+        records = {place: record}
+        if record.part + 1 == record.parts:
+            return records
+        topic, start = self._topics.topic("journal"), {partition: place + 1}
+        with closing(read_to_end(self._topics.kafka, topic, partitions=[partition], start=start)) as messages:
+            for message, part in SkippedRecords(logged=False).records(JournalRecord, messages):
+                records[message.offset] = part
+                if part.part + 1 == part.parts:
+                    break
+        return records
 
     def _told(self, partition: int, offset: int) -> Iterator[int]:
         """Yield the offset of the journal record that finishes an offset of `rollouts`, if there is one."""

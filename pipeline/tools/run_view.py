@@ -313,16 +313,26 @@ class RunView(Closing):
 
 def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -> dict[int, Fate]:
     """Return the fates of offsets from their partition's journal; `read` holds the offsets that grouping has read."""
+    journal = list(journal)
+    # A large transaction is split into records, and the drops and batches of an offset may follow in a later one.
+    drops = {drop.offset: drop for record in journal for drop in record.drops if drop.offset in offsets}
+    batches: dict[int, tuple[str, ...]] = {}
+    for record in journal:
+        batches[_transaction(record)] = batches.get(_transaction(record), ()) + record.batch_ids
     fates = {offset: Fate(IN_FLIGHT if offset in read else UNREAD) for offset in offsets}
     for record in journal:
-        drops = {drop.offset: drop for drop in record.drops}
         for finished in record.finished:
             for offset in offsets.intersection(from_ranges(finished.runs)):
-                batch_ids = record.batch_ids if finished.fate == BATCHED else ()
+                batch_ids = batches[_transaction(record)] if finished.fate == BATCHED else ()
                 drop = drops.get(offset) if finished.fate == DROPPED else None
                 generation = record.generation if drop else -1
                 fates[offset] = Fate(finished.fate, drop, batch_ids, generation)
     return fates
+
+
+def _transaction(record: JournalRecord) -> int:
+    """Return the sequence of the first record of a record's transaction."""
+    return record.sequence - record.part
 
 
 def carrying_batch(

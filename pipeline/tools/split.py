@@ -102,7 +102,8 @@ def split_run(
     """Continue a run as `into` with a different number of partitions; safe to repeat after any failure.
 
     Raises ConfigurationError if the successor's name or number of partitions is not possible. Raises StateRefused,
-    DeadlineExceeded and others if the run cannot be closed; the run is then open again.
+    DeadlineExceeded and others if the run cannot be closed; the run is then open again. Raises StateRefused if the run
+    was opened while its records were moved; a repeated call closes it again.
     """
     clients.check_broker(config.kafka)
     count = topic_admin.partitions_of(config.kafka, topic_name(config.run, "rollouts"))
@@ -119,6 +120,7 @@ def split_run(
         split = replace(split, phase="moving", wall_time=time.time())
         write_to_predecessor(config.kafka, split)
     else:
+        closing.close_again(config)
         carried = learners.stopped_learners(config, wait_s, with_checkpoints=with_checkpoints)
     moving.create(config, after, split)
     moved = moving.move_rollouts(config, after)
@@ -126,6 +128,8 @@ def split_run(
     positions = learners.carry_checkpoints(config, after, placed, carried)
     version = learners.carry_weights(config, after)
     moving.copy_decisions(config, after)
+    # On a cluster, an operator may set the topic back to the settings that it knows at any time.
+    closing.check_closed(config)
     path = plans.write(after)
     ended = replace(placed, phase="moved", wall_time=time.time())
     # The successor is opened last.

@@ -4,8 +4,10 @@ import itertools
 import json
 import subprocess
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import replace
 
 import pytest
 from confluent_kafka import KafkaException, TopicPartition
@@ -18,10 +20,13 @@ from rollstream.consumers.labeling.recovery import recover
 from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.codec import decode
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.transactional_ids import transactional_id
+from rollstream.topics.kafka.transactions import TransactionalProducer
 from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.records import same
@@ -130,6 +135,36 @@ def test_labeling_begins_once_and_positions_that_are_lost_or_of_another_topic_ar
         ensure_positions(run.kafka, run.name, f"{run.name}.half")
 
 
+@pytest.mark.parametrize("reading", ["trajectories", "rollouts"])
+def test_a_labeler_that_another_one_overtakes_at_its_start_leaves_the_positions_of_the_other(
+    run: RealRun, monkeypatch: pytest.MonkeyPatch, reading: str
+) -> None:
+    """It is overtaken as it begins to look for labels in a topic; the label is in `trajectories`."""
+    group, topic = f"{run.name}.labeller", run.topic("unlabelled")
+    progress: list[str] = []
+
+    def overtaken(kafka: KafkaConfig, name: str) -> Iterator[KafkaRecord]:
+        if name == run.topic(reading) and not progress:
+            progress.append("overtaken")
+            topic_id = ensure_positions(run.kafka, run.name, group)
+            metadata = LabelingProgress(topic_id=topic_id).encode()
+            with (
+                closing(TransactionalProducer(run.kafka, transactional_id(run.name, "labeller", 0))) as producer,
+                Reader(run.kafka, group=group) as reader,
+            ):
+                producer.start()
+                with producer.transaction() as transaction:
+                    labels = run.topic("trajectories")
+                    transaction.send(labels, b"labeled", b"key", partition=0, headers={SOURCE: "0:9"})
+                    transaction.send_offsets([GroupPosition(topic, 0, 10, metadata)], reader.group_metadata())
+        return read_to_end(kafka, name)
+
+    monkeypatch.setattr("rollstream.consumers.labeling.positions.read_to_end", overtaken)
+    ensure_positions(run.kafka, run.name, group)
+    assert progress == ["overtaken"]
+    assert position(run, "labeller", "unlabelled") == {0: 10, 1: 0}
+
+
 def test_lost_positions_of_labeling_are_committed_again_from_what_was_labeled(run: RealRun) -> None:
     send(run, [numbered(number) for number in (11, 10, 12, 55, 20)], "unlabelled")
     group, partition = f"{run.name}.labeller", partition_of(encode_key("cart", "w0"), run.topics.partitions)
@@ -196,7 +231,15 @@ def test_labelers_that_come_and_go_share_the_work_and_label_everything_exactly_o
 
 
 @pytest.mark.long
-def test_what_was_aborted_is_read_and_labeled_again(run: RealRun, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("protocol", "client"),
+    [("classic", {}), ("classic", {"partition.assignment.strategy": "cooperative-sticky"}), ("consumer", {})],
+    ids=["eager", "cooperative", "consumer"],
+)
+def test_what_was_aborted_is_read_and_labeled_again(
+    run: RealRun, monkeypatch: pytest.MonkeyPatch, protocol: str, client: dict[str, str]
+) -> None:
+    kafka = replace(run.kafka, group_protocol=protocol, client=client)
     send(run, [numbered(number, worker=f"w{number % 4}") for number in range(1, 200)], "unlabelled")
     config = LabelingConfig(max_poll_records=4)
     commit, calls = ExactlyOnce.publish, itertools.count()
@@ -207,7 +250,7 @@ def test_what_was_aborted_is_read_and_labeled_again(run: RealRun, monkeypatch: p
         commit(publisher, parts)
 
     monkeypatch.setattr(ExactlyOnce, "publish", lost_now_and_then)
-    process = LabelingProcess(double, run.kafka, run.name, config, 0, lambda: None)
+    process = LabelingProcess(double, kafka, run.name, config, 0, lambda: None)
     stop = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(process.run, stop)

@@ -7,20 +7,28 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollstream.consumers.grouping.core.journal_splitting import split_record
+from rollstream.consumers.grouping.core.task_state import initial_record
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.audit.place_index import PlaceIndex
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.lineage import lineage_trees
 from rollstream.pipeline.tools.looked_up_run import LookedUpRun, index_file
-from rollstream.pipeline.tools.run_view import RunView, SearchableRun
+from rollstream.pipeline.tools.run_view import Fate, RunView, SearchableRun
+from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
+from rollstream.topics.fates import DROPPED
 from rollstream.topics.kafka import provisioning, topic_admin
+from rollstream.topics.keys import encode_key
+from rollstream.topics.offset_ranges import to_ranges
+from rollstream.topics.records import Drop, FinishedOffsets
 from tests.support.command_line import answer_of
 from tests.support.planted import Planted, plant
 from tests.support.runs import RealRun, rollout
@@ -114,6 +122,21 @@ def test_an_index_goes_on_with_what_is_new(real_run: RealRun, tmp_path: Path) ->
     assert assert_both_say_the_same(other, path) > 3
     with closing(sqlite_files.reader(path)) as db:
         assert db.execute("select count(*) from steps").fetchone() == (0,)
+
+
+def test_both_forms_read_all_parts_of_a_large_transaction(real_run: RealRun, tmp_path: Path) -> None:
+    run = real_run.prepare()
+    drops = tuple(Drop(offset=offset, reason="late", detail=f"detail {offset}") for offset in range(4))
+    first = initial_record(0, run.topics.partitions, "topic", run.grouping)
+    finished = (FinishedOffsets(fate=DROPPED, runs=to_ranges(range(4))),)
+    parts = split_record(replace(first, sequence=1, position=4, finished=finished, drops=drops), limit_bytes=100)
+    assert len(parts) > 2
+    for part in parts:
+        run.send_bytes("journal", encode(part), encode_key(0), 0)
+    with RunView(run.kafka, run.name) as topics, PlaceIndex(run.kafka, run.name, tmp_path / "places.sqlite") as index:
+        index.update()
+        by_index, by_reading = (view.fates(0, {1, 3}) for view in (LookedUpRun(index, topics), topics))
+    assert by_index == by_reading == {offset: Fate(DROPPED, drops[offset], generation=0) for offset in (1, 3)}
 
 
 def bounds(run: RealRun, name: str) -> dict[int, tuple[int, int]]:

@@ -132,3 +132,31 @@ def test_forged_records_are_dropped_by_a_run_with_keys_and_its_own_tools_are_obe
         "marks": "signed", "signed environments": "env", "changed": "exclude_environments",
     }  # fmt: skip
     assert early["children"][-1]["name"] == "of generation 0"
+
+
+MENDING = """
+from tests.support.runs import rollout
+
+def fix(value, key, headers):
+    return rollout("x0", int(value))
+"""
+
+
+def test_a_letter_is_sent_again_only_with_a_signature_that_its_environment_needs(real_run: RealRun) -> None:
+    run = real_run
+    run.grouping = GroupingConfig(batch_rollouts=4, environment_keys=(f"env:{new_key(run.directory, 'env.pem')}",))
+    run.prepare()
+    run.start("group")
+    for member in range(4):
+        run.send_bytes("rollouts", b"%d" % member, encode_key("env", "x0"))
+    eventually(lambda: ledger(run.kafka, run.name).dead_lettered == 4, 120, "four letters")
+    (run.directory / "mending.py").write_text(MENDING)
+    redrive = ("dlq", "redrive", "--json", "--fix", str(run.directory / "mending.py"))
+    left = json.loads(said(run, *redrive).stdout)["left"]
+    assert len(left) == 4
+    assert all("name its private key in kafka.signing_key" in why for why in left.values())
+    signing = run.command(*redrive, kafka__signing_key=f"file:{run.directory / 'env.pem'}")[4:]
+    answer = json.loads(answer_of(run.directory, *signing).stdout)
+    assert (len(answer["redriven"]), answer["left"]) == (4, {})
+    eventually(lambda: len(batched(run)) == 4, 120, "the repaired group in a batch")
+    assert ledger(run.kafka, run.name).dropped == {}

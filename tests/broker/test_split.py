@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.grouping.process.bootstrap import initialise
+from rollstream.consumers.grouping.process.bootstrap import committed_offsets, initialise
+from rollstream.consumers.labeling.config import LabelingConfig
+from rollstream.consumers.labeling.positions import SOURCE, ensure_positions
+from rollstream.consumers.labeling.recovery import recover
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.codec import encode
@@ -162,6 +165,44 @@ def test_a_split_that_is_killed_at_any_point_and_run_again_moves_every_record_on
     )
 
 
+OPENED = """
+import sys
+from rollstream.pipeline.split import closing, moving
+from rollstream.pipeline.cli import main
+original = moving.copy_decisions
+
+def opening(config, after):
+    original(config, after)
+    closing.reopen(config)
+
+moving.copy_decisions = opening
+sys.exit(main(sys.argv[1:]))
+"""
+"""A split during which somebody sets the topic back, as an operator of topics on a cluster does."""
+
+
+def test_a_split_whose_topic_is_opened_again_is_refused_until_it_stays_closed(real_run: RealRun) -> None:
+    run = real_run
+    run.topics = TopicsConfig(partitions=2)
+    run.prepare()
+    process = run.start("group")
+    run.send(rollout(f"x{example}", member) for example in range(8) for member in range(2))
+    eventually(lambda: settled(run, in_flight=16), 120, "open groups")
+    words = ("split", "--into", f"{run.name}-3", "--partitions", "3")
+    opened = run.start(*words, script=OPENED)
+    assert opened.wait(300) == 2, run.log_of(opened)
+    assert process.wait(60) == 0
+    assert "accepts records again" in run.log_of(opened)
+    assert 'strimzi.io/managed: "false"' in run.log_of(opened)
+    assert splits_of(run.kafka, run.name).successor.phase == "moving"
+
+    split(run, f"{run.name}-3", 3)
+    assert splits_of(run.kafka, run.name).successor.phase == "moved"
+    old = ledger(run.kafka, run.name)
+    assert old.balanced, old.problems
+    assert (old.moved, old.in_flight, old.unread) == (16, 0, 0)
+
+
 class Producer:
     """Sends members of groups one after another, and to the successor once the broker refuses them."""
 
@@ -295,3 +336,17 @@ def test_a_run_whose_records_wait_for_labels_is_refused_and_stays_open(real_run:
     assert "wait for labels" in done.stderr
     run.send([rollout("open")])
     assert splits_of(run.kafka, run.name).successor is None
+
+
+def test_labeling_of_a_successor_begins_at_offset_0_though_copies_were_labeled_before(real_run: RealRun) -> None:
+    run, wide = real_run.prepare(), f"{real_run.name}-3"
+    producer = clients.producer(run.kafka)
+    value, key = encode(rollout("open")), encode_key("env", "open")
+    producer.produce(run.topic("rollouts"), value, key, headers={SOURCE: "1:5000"})
+    assert producer.flush(120) == 0
+    assert split(run, wide, 3)["moved"] == 1
+    config, beginning = LabelingConfig(), {0: 0, 1: 0, 2: 0}
+    ensure_positions(run.kafka, wide, config.group_id(wide))
+    committed = committed_offsets(run.kafka, config.group_id(wide), f"{wide}.unlabelled", 3)
+    assert {place.partition: place.offset for place in committed} == beginning
+    assert recover(run.kafka, wide, config) == beginning

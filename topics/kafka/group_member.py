@@ -127,9 +127,11 @@ class GroupMember(Poller):
         return {place.partition for place in self._consumer.assignment()}
 
     def go_back(self, offsets: Mapping[int, int]) -> None:
-        """Read exactly these partitions, from these offsets on."""
-        self.positions.clear()
-        self._consumer.assign(self._places(offsets))
+        """Continue at these offsets of assigned partitions. Raises NotFetching if a partition was taken away."""
+        for partition, offset in offsets.items():
+            # A partition that is at its offset may not be fetched yet, and the client refuses to seek in it.
+            if self.positions.get((self._topic, partition)) != offset:
+                self.seek(partition, offset)
 
     def seek(self, partition: int, offset: int) -> None:
         """Continue at another offset. Raises NotFetching if the partition is not being fetched yet."""

@@ -199,12 +199,15 @@ def committed_offsets(
             raise BrokerUnavailable(f"{error}; {hanging_transactions.open_on_offsets(kafka, group)}") from error
 
 
-def in_turn(kafka: KafkaConfig, run: str, group: str, work: Callable[[TransactionalProducer], T]) -> T:
-    """Return the result of `work`, whose producer fenced all earlier producers and aborted their transactions.
+def in_turn(
+    kafka: KafkaConfig, run: str, group: str, work: Callable[[TransactionalProducer], T], role: str = "grouper"
+) -> T:
+    """Return the result of `work`, whose producer fenced all earlier producers of the role, and aborted their
+    transactions.
 
     A process that is fenced tries again later, and then finds that the other process has done the work.
     """
-    identity = transactional_id(run, "grouper", "bootstrap")
+    identity = transactional_id(run, role, "bootstrap")
     deadline = time.monotonic() + kafka.patience_s
     while True:
         producer = TransactionalProducer(kafka, identity, logger=logger)

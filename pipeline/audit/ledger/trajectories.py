@@ -26,7 +26,6 @@ from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.labeling_progress import LabelingProgress
 from rollstream.topics.records import TrajectoryRecord
-from rollstream.topics.run_splits import moved_from
 
 _SETTLED = ("labeled", "dead_lettered", "left_out")
 _FATES = ("produced", "labeled", "left_out", "dead_lettered", "pending", "undecided", "pruned")
@@ -205,8 +204,6 @@ class LabelingRecords:
             with self.trajectories.skipped.passing(message):
                 self._count(source_of(message), LABELED)
         for message in self.rollouts.messages() if self.labels else ():
-            if moved_from(message) is not None:
-                continue  # The rollout was labeled in the run that was split into this one.
             with self.rollouts.skipped.passing(message):
                 self._count(source_of(message), LABELED)
         for message in self.letters.messages():

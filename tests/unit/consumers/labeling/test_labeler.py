@@ -188,6 +188,13 @@ def test_a_member_without_a_reward_is_cancelled_so_that_its_group_goes_on(
     assert (refused or "left it out") in cancelled.reason
 
 
+def test_a_branch_without_a_reward_cancels_its_whole_episode() -> None:
+    branch = replace(UNREWARDED, uid="q-1.2", episode_uid="q-1", branch=2, branches=3)
+    outcome = finish(label(failing, given(encode(branch)), LIMIT))
+    assert outcome.cancellation is not None
+    assert decode(outcome.cancellation).uids == ("q-1",)
+
+
 @pytest.mark.parametrize("answer", ["7", True, object()])
 def test_a_labeler_that_returns_no_number_ends_the_process(answer: object) -> None:
     with pytest.raises(ConfigurationError, match="return a RolloutLabel or a number"):

@@ -341,6 +341,25 @@ def test_trajectories_stay_while_another_reader_keeps_their_sources() -> None:
     }
 
 
+def labeled_rollouts(**unlabelled: int) -> Positions:
+    """One partition whose rollouts were labeled, and the position of each group in `unlabelled`."""
+    groups = {name: {("unlabelled", 0): offset} for name, offset in unlabelled.items()}
+    positions = one_partition(groups=groups, labeling_group="labeller")
+    return replace(positions, begins={**positions.begins, ("rollouts", 0): 2, ("unlabelled", 0): 0})
+
+
+def test_labeled_rollouts_stay_while_the_positions_of_labeling_are_lost() -> None:
+    assert stops(planned(labeled_rollouts(labeller=40)))["rollouts"] == (60, WINDOW)
+    assert stops(planned(labeled_rollouts(labeller=40, other=40)))["rollouts"] == (60, WINDOW)
+    # An archiver is always somewhat behind; the labels of what it has yet to read are newer than the window.
+    assert stops(planned(labeled_rollouts(labeller=40, other=39)))["rollouts"] == (60, WINDOW)
+    lost = stops(planned(labeled_rollouts(other=40)))
+    assert (lost["rollouts"], lost["unlabelled"]) == ((2, NO_LABELER), (0, NO_LABELER))
+    assert lost["journal"] == (55, WINDOW)
+    # A run without labeling has no records in `unlabelled`, and the plan does not name the topic.
+    assert stops(planned(one_partition(labeling_group="labeller")))["rollouts"] == (60, WINDOW)
+
+
 def with_calls(*groups: tuple[int, int, bool], **changes: object) -> Positions:
     """Batches cut every second, and groups of sessions: offset, time of the last record, and whether it has ended."""
     positions = one_partition(**changes)
