@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from rollstream.producers.environment import AgentEnvironment, Prompt, Score
 from rollstream.producers.gateway.worker_capture import EpisodeCapture, EpisodeStamp, WorkerCapture
 from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, failure_of, note_failure
-from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.rollout_assembly import GroupStamp
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Rollout
@@ -73,9 +73,9 @@ async def play_agent(
                 return await _finished(episode, score)
             name = type(score).__name__
             failure = EpisodeFailed(f"environment {stamp.environment} returned {name} instead of a Score")
-        if episode.failure:
+        if episode.failure is not None:
             # The requests to the servers were already retried.
-            return PlayedEpisode(error=InferenceUnavailable(episode.failure), capture=episode)
+            return PlayedEpisode(error=episode.failure, capture=episode)
         note_failure(stamp.environment, prompt, attempt, failure)
         if attempt == limits.attempts:
             return PlayedEpisode(error=failure, capture=episode)
@@ -90,5 +90,5 @@ async def play_agent(
 async def _finished(episode: EpisodeCapture, score: Score) -> PlayedEpisode:
     try:
         return PlayedEpisode(rollouts=tuple(await episode.finish(score)), capture=episode)
-    except (InferenceUnavailable, RecordError) as error:
+    except (InferenceUnavailable, InferenceRefused, EpisodeFailed, RecordError) as error:
         return PlayedEpisode(error=error, capture=episode)

@@ -184,7 +184,7 @@ async def _agent_rollouts(
 ) -> list[Rollout]:
     """Return the rollouts of an episode, one for each branch, with uids in the same form as for text episodes.
 
-    Raises EpisodeFailed, InferenceUnavailable, RecordError.
+    Raises EpisodeFailed, InferenceUnavailable, InferenceRefused, RecordError.
     """
     played = await play_agent(
         agent,

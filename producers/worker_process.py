@@ -103,7 +103,9 @@ async def run_worker(
                 undelivered=undelivered,
                 read_progress=read_progress,
                 dual=stack.enter_context(DualWriter(kafka, topic)) if topic else None,
-                steering=WorkerSteering(follower, mixture, client, flow, workers=workers, servers=servers),
+                steering=WorkerSteering(
+                    follower, mixture, client, flow, workers=workers, captures=captures.values(), servers=servers
+                ),
             )
             publisher = MetricsPublisher(
                 kafka, run, config.worker_id, "env", worker.metrics, interval_s=config.metrics_interval_s

@@ -7,6 +7,7 @@ from dataclasses import replace
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.env import servers_of
 from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.producers.gateway.gateway_process import run_gateway
@@ -36,5 +37,13 @@ async def _serve(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
         announce_ready()
 
     await run_gateway(
-        config.kafka, config.run, gateway, config.worker, capacity=config.capacity, stop=stop, on_ready=on_ready
+        config.kafka,
+        config.run,
+        gateway,
+        config.worker,
+        capacity=config.capacity,
+        stop=stop,
+        on_ready=on_ready,
+        workers=config.supervisor.workers,
+        servers=servers_of(config),
     )

@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollstream.producers.episodes.call_sequences import CallSequence, CallSequences, ChatMessage, new_messages
+from rollstream.producers.episodes.call_sequences import (
+    TOOLS,
+    CallSequence,
+    CallSequences,
+    ChatMessage,
+    new_messages,
+)
 from rollstream.topics.records import Bool, Float32, InferenceMetadata, Int32, Int64, ModelCall, Turn
 
 
@@ -119,7 +125,7 @@ def _branch(leaf: _Sample) -> Branch:
                 timestamp=call.answered,
                 inference=InferenceMetadata(
                     model_version=highest,
-                    sampling_params=dict(call.sampling),
+                    sampling_params={name: value for name, value in call.sampling.items() if name != TOOLS},
                     inference_time_s=max(0.0, call.answered - call.began),
                 ),
             )

@@ -18,6 +18,8 @@ from rollstream.topics.records import Int32, ModelCall
 ChatMessage = Mapping[str, Any]
 PROMPT_ROLE = "prompt"
 """Role of the single message that represents a text prompt."""
+TOOLS = "tools"
+"""Name under which a call's recorded parameters hold the digest of its tools."""
 _DIGEST_BYTES = 16
 _HEAD = 64
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rollstream.producers.episodes.call_sequences import PROMPT_ROLE, CallSequences, ChatMessage
+from rollstream.producers.episodes.call_sequences import PROMPT_ROLE, TOOLS, CallSequences, ChatMessage
 from rollstream.producers.inference.answers import Dialect, Sample
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SamplingParams
@@ -26,9 +26,31 @@ _SHAPING = {
     "presence_penalty": 0.0,
     "repetition_penalty": 1.0,
     "logit_bias": None,
+    "min_tokens": 0,
+    "ignore_eos": False,
+    "bad_words": None,
+    "allowed_token_ids": None,
 }
 """Parameters that make the sampled distribution differ from the policy's, each with its neutral value."""
+_CONSTRAINTS: Mapping[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    "tool_choice": ("auto", "none"),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+}
+"""Fields that make a server leave out tokens so that the answer has a form, each with the values that do not. An agent
+needs that form, so they cannot be removed."""
 _RECORDED = ("temperature", "max_tokens", "max_completion_tokens", "seed", "stop", "n", *_SHAPING)
+_RECORDED_LENGTH = 200
+"""Most characters of a constraint that a record keeps."""
+_UNFIT = (*(name for name in _SHAPING if name not in ("top_p", "top_k", "min_p")), *_CONSTRAINTS)
+"""Parameters without a field in a rollout: an episode that was sampled with them cannot be trained on."""
 _PROMPT_FIELDS = ("prompt_token_ids",)
 _ENGINE_FIELDS = (*_PROMPT_FIELDS, "token_ids", "response_token_ids", "weight_versions", "metadata")
 """Fields of an answer that an agent receives only if it asks for tokens, because its client may not know them."""
@@ -99,7 +121,8 @@ def server_request(
     temperature: float,
     sampling: Literal["run", "agent"],
 ) -> dict[str, Any]:
-    """Return the body for an inference server of any kind."""
+    """Return the body for an inference server of any kind. Raises RecordError for a constraint on the answer's form,
+    unless the agent's parameters stay."""
     body = dict(request.body)
     body["model"] = model
     body["return_token_ids"] = True
@@ -109,20 +132,43 @@ def server_request(
     else:
         body["logprobs"] = max(1, int(body.get("logprobs") or 0))
     if sampling == "run":
+        if constraint := next(iter(_constraints(body)), ""):
+            raise RecordError(
+                f"{constraint} is not supported here, because the tokens of a constrained answer are not sampled from "
+                "the policy; leave it out"
+            )
         body["temperature"] = temperature
         for name in _SHAPING:
             body.pop(name, None)
     return body
 
 
-def previous_turn(messages: Sequence[ChatMessage], known: CallSequences) -> dict[str, Any] | None:
-    """Return the tokens of the call whose conversation and answer the messages continue; None if no call is known."""
+def _constraints(body: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the constraints on the answer's form that a body contains."""
+    return {
+        name: body[name] for name, off in _CONSTRAINTS.items() if body.get(name) is not None and body[name] not in off
+    }
+
+
+def _tools_digest(body: Mapping[str, Any]) -> str:
+    """Return the digest of the tools that a prompt is rendered with; empty if there are none."""
+    tools = body.get("tools")
+    if not tools or body.get("tool_choice") == "none":
+        return ""
+    return hashlib.blake2b(json.dumps(tools, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def previous_turn(request: AgentRequest, known: CallSequences) -> dict[str, Any] | None:
+    """Return the tokens of the call that a request continues: the request has its tools, and further messages follow
+    its conversation and answer. None if no such call is known."""
+    messages = request.messages
     answers = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
-    if not answers:
+    if not answers or answers[-1] == len(messages) - 1:
         return None
-    last = answers[-1]
+    last, tools = answers[-1], _tools_digest(request.body)
     for sequence in reversed(known.by_uid.values()):
-        if list(sequence.messages) == list(messages[:last]):
+        # The tools of a call from an earlier release are unknown, so nothing continues it.
+        if sequence.call.sampling.get(TOOLS) == tools and list(sequence.messages) == list(messages[:last]):
             for index, message in enumerate(answered_messages(sequence.call)):
                 if _same_answer(message, messages[last]):
                     return {
@@ -192,19 +238,20 @@ def call_answers(samples: Sequence[Sample], versions: Mapping[str, int]) -> tupl
     )
 
 
-def recorded_sampling(body: Mapping[str, Any]) -> dict[str, str]:
-    """Return the sampling parameters that a record keeps of a request to the server."""
-    return {name: str(body[name]) for name in _RECORDED if body.get(name) is not None}
+def recorded_sampling(route: str, body: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sampling parameters that a record keeps of a request to the server, and the digest of its tools."""
+    kept = {name: str(body[name]) for name in _RECORDED if body.get(name) is not None}
+    kept |= {name: str(value)[:_RECORDED_LENGTH] for name, value in _constraints(body).items()}
+    return {**kept, TOOLS: _tools_digest(body)} if ROUTES[route] == "chat" else kept
 
 
 def sampling_params(sampling: Mapping[str, str], temperature: float) -> SamplingParams:
     """Return recorded parameters in the form of a rollout. Raises RecordError for parameters that are not numbers, and
     for parameters that make logprobs unfit for training and have no field in a rollout."""
-    for name in ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"):
-        if name in sampling and sampling[name] not in ("{}", str(_SHAPING[name])):
-            raise RecordError(
-                f"its calls were sampled with {name}={sampling[name]}, so their logprobs are not the policy's"
-            )
+    for name in _UNFIT:
+        neutral = () if name in _CONSTRAINTS else ("{}", "[]", str(_SHAPING[name]))
+        if name in sampling and sampling[name] not in neutral:
+            raise RecordError(f"its calls were sampled with {name}={sampling[name]}, so they are not the policy's")
     try:
         return SamplingParams(
             temperature=float(sampling.get("temperature", temperature)),

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any, NamedTuple, TypeVar
 
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
@@ -19,7 +20,7 @@ from rollstream.producers.record_sender import RECORD_OVERHEAD_BYTES
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import DeliveryError, RecordError, RecordTooLarge
+from rollstream.topics.errors import BrokerUnavailable, DeliveryError, RecordError, RecordTooLarge
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import Reader
@@ -36,6 +37,8 @@ _POLL_S = 0.1
 _CLOSE_S = 10.0
 _ALONE_AFTER_MS = 60_000
 """Time without a record of another gateway after which this gateway counts as alone."""
+_SWITCH_AGAIN_S = 10.0
+"""Time until a gateway that could not change its client settings, because no broker answered, tries again."""
 _SELDOM: dict[str, Any] = {"fetch.min.bytes": 1_000_000, "fetch.wait.max.ms": 100}
 """Client settings of a gateway that is alone. It reads only its own records, which it has already applied, and a fetch
 for each of them would compete with the acknowledgements that its callers wait for. With these settings it sees another
@@ -262,22 +265,37 @@ class CallLog:
             self._probing = None
 
     def _follow(self) -> None:
+        """Follow the topic until this gateway closes, with the client settings for `self.alone`."""
         try:
-            while not self._stop.is_set():
-                self._follow_while(alone=self.alone)
+            with ExitStack() as stack:
+                alone = self.alone
+                follower = stack.enter_context(self._follower(alone=alone))
+                switch_at_s = 0.0
+                while not self._stop.is_set():
+                    if self.alone != alone and time.monotonic() >= switch_at_s:
+                        try:
+                            other = self._follower(alone=not alone)
+                        except BrokerUnavailable:
+                            # The present follower goes on when the brokers are back.
+                            switch_at_s = time.monotonic() + _SWITCH_AGAIN_S
+                        else:
+                            stack.close()
+                            follower, alone = stack.enter_context(other), not alone
+                    self._read(follower)
         except Exception as error:  # `applied` raises it in the event loop
             self._loop.call_soon_threadsafe(self._fail, error)
 
-    def _follow_while(self, *, alone: bool) -> None:
-        """Follow the topic from the fold's position until this gateway closes, or `self.alone` differs from `alone`."""
+    def _follower(self, *, alone: bool) -> TopicFollower:
+        """Return a follower from the fold's position on. Raises BrokerUnavailable or TopicError."""
         start = {(self.topic, p): fold.position or BEGINNING for p, fold in enumerate(self.folds)}
-        with TopicFollower(self._kafka, start, **(_SELDOM if alone else {})) as follower:
-            while self.alone == alone and not self._stop.is_set():
-                messages = follower.poll(500, _POLL_S)
-                ends = {partition: end for (_topic, partition), end in follower.ends.items()}
-                # Most messages are this gateway's own and already applied.
-                new = [self._decode(m) for m in messages if m.offset >= self.folds[m.partition].position]
-                self._loop.call_soon_threadsafe(self._apply, new, ends)
+        return TopicFollower(self._kafka, start, **(_SELDOM if alone else {}))
+
+    def _read(self, follower: TopicFollower) -> None:
+        messages = follower.poll(500, _POLL_S)
+        ends = {partition: end for (_topic, partition), end in follower.ends.items()}
+        # Most messages are this gateway's own and already applied.
+        new = [self._decode(m) for m in messages if m.offset >= self.folds[m.partition].position]
+        self._loop.call_soon_threadsafe(self._apply, new, ends)
 
     def _decode(self, message: KafkaRecord) -> _Read:
         record = None

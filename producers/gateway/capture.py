@@ -86,14 +86,29 @@ class CallCapture:
         self._delivered.pop(session, None)
         del self._sent[session]
 
-    def recorded(self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool) -> ModelCall | None:
+    def undelivered(self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool) -> ModelCall | None:
+        """Return an equal recorded call whose answer this process has not delivered: the oldest one for a first
+        attempt, the newest one for a retry; None if there is none."""
+        delivered = self._delivered.get(session.name, set())
+        calls = [call for call in session.answered(request.digest) if call.uid not in delivered]
+        return next(iter(calls if first_attempt else reversed(calls)), None)
+
+    async def _repeated(
+        self, session: CapturedSession, request: AgentRequest, *, first_attempt: bool
+    ) -> ModelCall | None:
         """Return the call that a request repeats; None if the request is new.
 
         A request is also new if its client says that this is the first attempt and the answers of all equal requests
-        have been delivered.
+        have been delivered. Raises the error of an equal request in flight.
         """
-        handed_out = self._delivered.get(session.name, set()) if first_attempt else set()
-        return next((call for call in session.answered(request.digest) if call.uid not in handed_out), None)
+        call = self.undelivered(session, request, first_attempt=first_attempt)
+        if call is not None or first_attempt:
+            return call
+        key = session.name, request.digest
+        if key in self._in_flight:
+            # A retry repeats the newest equal request, not one that was answered before.
+            return await self._equal_call(key)
+        return next(reversed(session.answered(request.digest)), None)
 
     def answer_of(self, session: CapturedSession, request: AgentRequest, call: ModelCall) -> dict[str, Any]:
         """Return the answer of a recorded call as it was first given."""
@@ -108,12 +123,9 @@ class CallCapture:
         Raises SessionClosed, InferenceUnavailable, InferenceRefused, UpstreamRefused, and errors of writes to the log.
         """
         await self._log.current(session)
-        if call := self.recorded(session, request, first_attempt=first_attempt):
+        if call := await self._repeated(session, request, first_attempt=first_attempt):
             return call, self.answer_of(session, request, call)
-        key = session.name, request.digest
-        if not first_attempt and (call := await self._equal_call(key)):
-            return call, self.answer_of(session, request, call)
-        with self._announced(key) as recorded:
+        with self._announced((session.name, request.digest)) as recorded:
             call = await self._new_call(session, request, first_attempt=first_attempt)
             recorded.set_result(call)
         return call, self.answer_of(session, request, call)
@@ -152,7 +164,7 @@ class CallCapture:
         body.pop("stream", None)
         body.pop("stream_options", None)
         began = time.time()
-        turn = partial(previous_turn, request.messages, session.sequences)
+        turn = partial(previous_turn, request, session.sequences)
         answer = await self._upstream.call(session.name, f"/{request.route}", body, turn)
         return await self._record(
             session,
@@ -171,17 +183,15 @@ class CallCapture:
         """Yield the events of a streamed answer; the events that complete it follow once the call is recorded.
 
         Raises the errors of `answer`, before the first event or after it. It also raises InferenceUnavailable if the
-        connection to the server breaks, and InferenceRefused if the server's stream ends too early.
+        connection to the server breaks, InferenceRefused if the server's stream ends too early, and
+        ConnectionResetError after the first event if the recorded answer is not the one that was streamed.
         """
         await self._log.current(session)
         chat = ROUTES[request.route] == "chat"
         usage = request.wants_usage
-        call = self.recorded(session, request, first_attempt=first_attempt)
-        key = session.name, request.digest
-        if call is None and not first_attempt:
-            call = await self._equal_call(key)
+        call = await self._repeated(session, request, first_attempt=first_attempt)
         if call is None:
-            with self._announced(key) as recorded:
+            with self._announced((session.name, request.digest)) as recorded:
                 self._check_open(session)
                 body = {
                     **self._server_body(session, request),
@@ -191,7 +201,8 @@ class CallCapture:
                 uid, began, url, label = _uid(request), time.time(), "", ""
                 whole = StreamedAnswer(chat=chat)
                 held: list[dict[str, Any]] = []
-                turn = partial(previous_turn, request.messages, session.sequences)
+                begun = False
+                turn = partial(previous_turn, request, session.sequences)
                 async for streamed in self._upstream.stream(session.name, f"/{request.route}", body, turn):
                     url, label = streamed.url, streamed.label
                     if streamed.data == DONE:
@@ -203,6 +214,7 @@ class CallCapture:
                     held.append(agent_answer(request, part, uid))
                     if not whole.complete:
                         for ready in held:
+                            begun = True
                             yield ready
                         held.clear()
                 if not whole.complete:
@@ -224,6 +236,8 @@ class CallCapture:
                 self.delivered(session, call)
                 yield DONE
                 return
+            if begun:
+                raise ConnectionResetError("another answer to this request is recorded; a retry gets it")
         for ready in events_of(self.answer_of(session, request, call), chat=chat, usage=usage):
             yield ready
         self.delivered(session, call)
@@ -267,7 +281,7 @@ class CallCapture:
         versions = await self._upstream.versions_of({span.label for sample in samples for span in sample.spans})
         self._upstream.note_version(max(versions.values(), default=-1))
         self._check_open(session)
-        if known := self.recorded(session, request, first_attempt=first_attempt):
+        if known := self.undelivered(session, request, first_attempt=first_attempt):
             return known
         key = session.name, request.digest
         reserved = self._reserved.setdefault(key, set())
@@ -293,7 +307,7 @@ class CallCapture:
                 messages=delta.messages,
                 answers=call_answers(samples, versions),
                 body=encode(agent_answer(request, answer, uid)).decode(),
-                sampling=recorded_sampling(body),
+                sampling=recorded_sampling(request.route, body),
                 replica_id=samples[0].replica_id or url,
                 author=self._rules.author,
                 began=began,

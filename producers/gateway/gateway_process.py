@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from rollstream.producers.config import CapacityConfig, WorkerConfig
@@ -11,6 +11,7 @@ from rollstream.producers.gateway.call_log import CallLog
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.episode_rollouts import RolloutForm
+from rollstream.producers.gateway.gateway_steering import GatewaySteering
 from rollstream.producers.gateway.rollout_writing import RolloutWriter
 from rollstream.producers.gateway.server import GatewayServer, serve_until
 from rollstream.producers.gateway.service import SessionService, SharedLog
@@ -30,13 +31,17 @@ async def run_gateway(
     worker: WorkerConfig,
     *,
     capacity: CapacityConfig | None,
+    workers: int | None = None,
+    servers: Callable[[int], Sequence[str]] | None = None,
     stop: asyncio.Event,
     on_ready: Callable[[str], None] = lambda _url: None,
 ) -> None:
     """Run a gateway until `stop` is set; `on_ready` is called with its URL once it serves.
 
     Servers, model, key, temperature and logprobs_mode come from `worker`. Without `capacity`, the only limit is
-    gateway.max_sessions. Raises ConfigurationError, TopicError, BrokerUnavailable.
+    gateway.max_sessions. `capacity` is shared with `workers`, or with the number of workers that operators request;
+    `servers` returns the URLs for the number of inference servers that they request. Raises ConfigurationError,
+    TopicError, BrokerUnavailable.
     """
     async with AsyncExitStack() as stack:
         read_progress: Callable[[], RunProgress] = RunProgress
@@ -97,7 +102,9 @@ async def run_gateway(
 
         readers += [service.read, forget_finished]
         await log.start()
-        beside = {asyncio.ensure_future(work) for work in (service.attend(stop), _look_for_versions(upstream, stop))}
+        steered = GatewaySteering(upstream, service, capacity, workers=workers, servers=servers)
+        follows = _look_for_versions(upstream, lambda: steered.follow(steering.state), stop)
+        beside = {asyncio.ensure_future(work) for work in (service.attend(stop), follows)}
         server = await stack.enter_async_context(GatewayServer(service, capture, upstream, config))
         await stack.enter_async_context(
             MetricsPublisher(
@@ -127,9 +134,11 @@ async def _until_served(serving: "asyncio.Task[None]", beside: "set[asyncio.Task
 _LOOK_EVERY_S = 1.0
 
 
-async def _look_for_versions(upstream: Upstream, stop: asyncio.Event) -> None:
-    """Keep the newest policy version up to date, because groups are stamped with it."""
+async def _look_for_versions(upstream: Upstream, follow: Callable[[], None], stop: asyncio.Event) -> None:
+    """Follow the operators' requests, and keep the newest policy version up to date, because groups are stamped with
+    it."""
     while not stop.is_set():
+        follow()
         await upstream.version()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), _LOOK_EVERY_S)

@@ -8,12 +8,13 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow_control import RunProgress, may_start
+from rollstream.producers.flow_control import RunProgress, check_capacity, may_start
 from rollstream.producers.gateway.call_log import AppendedRecord, CallLog
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed
@@ -85,6 +86,8 @@ class SessionService:
         self._config = config
         self._assume_version = assume_version
         self._capacity, self._read_progress, self._draining = capacity, read_progress, draining
+        self._starting = 0
+        """Sessions admitted whose starts are not applied yet."""
         self._marked: dict[str, float] = {}
         self._seen: dict[str, float] = {}
 
@@ -100,8 +103,16 @@ class SessionService:
 
     @property
     def open_sessions(self) -> int:
-        """Number of sessions whose rollouts are not written."""
+        """Number of sessions whose rollouts are not written, with those of agents in workers."""
         return sum(len(fold.open) for fold in self._log.folds)
+
+    def share_with(self, workers: int) -> None:
+        """Share the capacity among this number of workers from now on; the gateways of a run are one of them. Raises
+        ConfigurationError and changes nothing if the pipeline could then stall for ever."""
+        if self._capacity is not None and self._capacity.workers != workers:
+            capacity = replace(self._capacity, workers=workers)
+            check_capacity(capacity)
+            self._capacity = capacity
 
     @property
     def newest_version(self) -> int:
@@ -134,19 +145,23 @@ class SessionService:
         fold = await self._log.current(partition)
         new = [(name, member) for name, member in zip(names, members, strict=True) if name not in fold.sessions]
         if new:
-            self._admit(len(new))
-            version = max(self._upstream.newest_version, self._assume_version)
-            if version < 0:
-                version = max(await self._upstream.version(), self._assume_version)
-            if version < 0:
-                raise NoVersion(
-                    "no inference server names a policy version yet; try again, or set worker.assume_version for a "
-                    "model that never changes"
-                )
-            starts = [self._start_event(request, group, name, member, version) for name, member in new]
-            places = await asyncio.gather(*map(self._log.append, starts))
-            fold = await self._log.applied(partition, max(place.offset for place in places) + 1)
+            with self._admitted(len(new)):
+                version = await self._newest_known_version()
+                starts = [self._start_event(request, group, name, member, version) for name, member in new]
+                places = await asyncio.gather(*map(self._log.append, starts))
+                fold = await self._log.applied(partition, max(place.offset for place in places) + 1)
         return [fold.sessions[name] for name in names]
+
+    async def _newest_known_version(self) -> int:
+        version = max(self._upstream.newest_version, self._assume_version)
+        if version < 0:
+            version = max(await self._upstream.version(), self._assume_version)
+        if version < 0:
+            raise NoVersion(
+                "no inference server names a policy version yet; try again, or set worker.assume_version for a "
+                "model that never changes"
+            )
+        return version
 
     def _check(self, request: SessionRequest) -> None:
         for name, value in (("task_id", request.task_id), ("environment", request.environment)):
@@ -159,10 +174,26 @@ class SessionService:
         if request.member is not None and not request.group_id:
             raise RecordError("member is given without group_id; name the group that it belongs to")
 
+    @contextmanager
+    def _admitted(self, sessions: int) -> Iterator[None]:
+        """Admit new sessions, and count them as open while the caller starts them. Raises NoCapacity."""
+        self._admit(sessions)
+        self._starting += sessions
+        try:
+            yield
+        finally:
+            self._starting -= sessions
+
+    @property
+    def _unfinished(self) -> int:
+        """Sessions of gateways that are open or being started. Workers' sessions are in the workers' share."""
+        sessions = (session for fold in self._log.folds for session in fold.open.values())
+        return self._starting + sum(session.start.owner == "gateway" for session in sessions)
+
     def _admit(self, sessions: int) -> None:
         if self._draining():
             raise NoCapacity("the run is being drained, so no session can start; open sessions continue to their ends")
-        is_open = self.open_sessions
+        is_open = self._unfinished
         if is_open + sessions > self._config.max_sessions:
             raise NoCapacity(f"{is_open} sessions are open, and at most {self._config.max_sessions} may be open")
         if self._capacity is None:

@@ -89,7 +89,7 @@ class Upstream:
         self.model = model
         self.newest_version = -1
         """Newest policy version in any answer; -1 before the first."""
-        self._urls = [url.rstrip("/") for url in urls]
+        self.use(urls)
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._rests: dict[str, float] = {}
@@ -111,6 +111,15 @@ class Upstream:
     ) -> None:
         if self._http:
             await self._http.close()
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Servers in use."""
+        return tuple(self._urls)
+
+    def use(self, urls: Sequence[str]) -> None:
+        """Use these servers, at least one, from now on. Other servers may still answer calls in flight."""
+        self._urls = [url.rstrip("/") for url in urls]
 
     async def version(self) -> int:
         """Ask the servers that are up, and return the newest policy version that any server has named; -1 if none

@@ -28,7 +28,8 @@ from rollstream.producers.gateway.left_episodes import longest_silence_s
 from rollstream.producers.gateway.session_names import session_key, session_name, session_of_key
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import Upstream
-from rollstream.producers.inference.errors import ContextTooLong, InferenceUnavailable
+from rollstream.producers.group_player import EpisodeFailed
+from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
 from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError, RollstreamError
@@ -105,6 +106,8 @@ class WorkerCapture:
         self._author, self._sampling, self._recorded = author, sampling, recorded
         self._temperature = worker.temperature if temperature is None else temperature
         self._sessions: dict[str, CapturedSession] = {}
+        self._failures: dict[str, RollstreamError] = {}
+        """Errors of the calls that failed sessions."""
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
@@ -151,6 +154,17 @@ class WorkerCapture:
         """Newest policy version in any answer; -1 before the first."""
         return self._upstream.newest_version
 
+    def use(self, urls: Sequence[str]) -> None:
+        """Send calls to these servers, at least one, from now on."""
+        self._upstream.use(urls)
+
+    def failure_of(self, session: CapturedSession) -> RollstreamError | None:
+        """Return the error of the call that failed a session; None if none did."""
+        if not session.failure:
+            return None
+        # Without an error of a call, the session's own records are at fault.
+        return self._failures.get(session.name) or RecordError(session.failure)
+
     async def open(self, stamp: EpisodeStamp, attempt: int = 1) -> "EpisodeCapture":
         """Start the session of an attempt at an episode. Raises RecordError for an invalid group id, DeliveryError."""
         # A gateway ends the session after this time if no worker does.
@@ -194,6 +208,7 @@ class WorkerCapture:
         session.add_event(change, place.append_ms)
         if kind == "finished":
             self._sessions.pop(session.name, None)
+            self._failures.pop(session.name, None)
             self._capture.forget(session.name)
 
     async def _session_of(self, http: web.Request) -> CapturedSession:
@@ -207,7 +222,12 @@ class WorkerCapture:
         if isinstance(error, ContextTooLong):
             await self.change(session, "truncated")
         else:
-            await self.change(session, "failed", reason=f"a model call failed: {error}"[:4096])
+            reason = f"a model call failed: {error}"[:4096]
+            kinds = (InferenceUnavailable, InferenceRefused)
+            # The remaining error is SessionClosed: the agent made more calls than a session may have.
+            kind = next((kind for kind in kinds if isinstance(error, kind)), EpisodeFailed)
+            self._failures.setdefault(session.name, kind(reason))
+            await self.change(session, "failed", reason=reason)
 
 
 class EpisodeCapture:
@@ -219,9 +239,9 @@ class EpisodeCapture:
         """Address for the environment."""
 
     @property
-    def failure(self) -> str:
-        """Why a model call failed; empty if none did."""
-        return self._session.failure
+    def failure(self) -> RollstreamError | None:
+        """Error of the model call that failed the episode; None if none did."""
+        return self._capture.failure_of(self._session)
 
     @property
     def branches(self) -> list[Branch]:
@@ -231,10 +251,11 @@ class EpisodeCapture:
     async def finish(self, score: Score) -> list[Rollout]:
         """End the session, and return its rollouts: one for each branch, with uids that begin with GROUP.MEMBER.
 
-        Raises InferenceUnavailable if a call failed, RecordError if no call was made or the calls cannot be trained on.
+        Raises InferenceUnavailable, InferenceRefused or EpisodeFailed if a call failed, RecordError if no call was made
+        or the calls cannot be trained on.
         """
-        if self.failure:
-            raise InferenceUnavailable(self.failure)
+        if self.failure is not None:
+            raise self.failure
         calls = list(self._session.calls)
         if not calls:
             raise RecordError("no model call was made")

@@ -132,7 +132,7 @@ def _passed_on(hostile: HostileInput, body: Any) -> object:
     assert len(request.messages) >= 0
     assert request.streamed in (True, False)
     assert request.wants_usage in (True, False)
-    previous_turn(request.messages, CallSequences())
+    previous_turn(request, CallSequences())
     return server_request(
         request,
         model="m",

@@ -1,0 +1,133 @@
+"""Only a call with the same tools is continued, and only calls sampled from the policy are trained on."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.producers.episodes.branches import branches_of
+from rollstream.producers.episodes.call_sequences import CallSequences, token_digest
+from rollstream.producers.gateway.call_forms import (
+    AgentRequest,
+    parse_request,
+    previous_turn,
+    recorded_sampling,
+    sampling_params,
+    server_request,
+)
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import CallAnswer, ModelCall
+
+CHAT = "chat/completions"
+QUESTION = {"role": "user", "content": "8+9?"}
+ANSWER = {"role": "assistant", "content": "17"}
+GO_ON = {"role": "user", "content": "sure?"}
+TURN = {"prompt_token_ids": [1, 2], "token_ids": [3]}
+
+
+def tools(name: str) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}}]
+
+
+def chat(*messages: dict[str, Any], **fields: Any) -> AgentRequest:
+    return parse_request(CHAT, {"messages": list(messages), **fields})
+
+
+def recorded(request: AgentRequest) -> ModelCall:
+    """The record of a call that was answered with 17."""
+    prompt = np.array([1, 2], "<i4")
+    body = server_request(request, model="m", temperature=1.0, sampling="run")
+    return ModelCall(
+        session="g.0",
+        uid="c",
+        request=request.digest,
+        prompt=prompt,
+        prompt_digest=token_digest(prompt),
+        answers=(CallAnswer(tokens=np.array([3], "<i4"), logprobs=np.array([-0.5], "<f4")),),
+        messages=json.dumps(request.messages),
+        body=json.dumps({"choices": [{"index": 0, "message": ANSWER}]}),
+        sampling=recorded_sampling(CHAT, body),
+    )
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "continued"),
+    [
+        ({}, {}, True),
+        ({}, {"tools": [], "tool_choice": "none"}, True),
+        ({"tools": tools("search")}, {"tools": tools("search"), "tool_choice": "auto"}, True),
+        ({"tools": tools("search")}, {"tools": tools("read")}, False),
+        ({"tools": tools("search")}, {"tools": tools("search"), "tool_choice": "none"}, False),
+        ({"tools": tools("search")}, {}, False),
+        ({}, {"tools": tools("search")}, False),
+    ],
+)
+def test_only_a_request_with_the_tools_of_a_call_continues_it(
+    before: dict[str, Any], after: dict[str, Any], continued: bool
+) -> None:
+    known = CallSequences([recorded(chat(QUESTION, **before))])
+    assert previous_turn(chat(QUESTION, ANSWER, GO_ON, **after), known) == (TURN if continued else None)
+
+
+def test_a_history_that_ends_with_the_answer_continues_nothing() -> None:
+    known = CallSequences([recorded(chat(QUESTION))])
+    assert previous_turn(chat(QUESTION, ANSWER), known) is None
+
+
+def test_the_digest_of_the_tools_is_on_the_call_and_not_in_its_rollout() -> None:
+    call = recorded(chat(QUESTION, tools=tools("search")))
+    assert call.sampling["tools"]
+    (branch,) = branches_of([call])
+    assert branch.turns[-1].inference.sampling_params == {"temperature": "1.0"}
+
+
+REMOVED: dict[str, Any] = {"min_tokens": 5, "ignore_eos": True, "bad_words": ["no"], "allowed_token_ids": [1, 2]}
+REFUSED: dict[str, Any] = {
+    "response_format": {"type": "json_object"},
+    "tool_choice": "required",
+    "structured_outputs": {"choice": ["a"]},
+    "guided_json": {},
+    "guided_regex": "a+",
+    "guided_choice": ["a"],
+    "guided_grammar": "root ::= a",
+    "json_schema": "{}",
+    "regex": "a+",
+    "ebnf": "root ::= a",
+}
+
+
+@pytest.mark.parametrize("name", [*REMOVED])
+def test_what_samples_from_another_distribution_is_removed(name: str) -> None:
+    body = server_request(chat(QUESTION, **{name: REMOVED[name]}), model="m", temperature=1.0, sampling="run")
+    assert name not in body
+
+
+@pytest.mark.parametrize("name", [*REFUSED])
+def test_a_call_that_constrains_the_form_of_its_answer_is_refused(name: str) -> None:
+    with pytest.raises(RecordError, match=f"{name} is not supported here"):
+        server_request(chat(QUESTION, **{name: REFUSED[name]}), model="m", temperature=1.0, sampling="run")
+
+
+def test_a_tool_that_must_be_called_is_a_constraint_and_the_free_forms_are_none() -> None:
+    forced = {"type": "function", "function": {"name": "search"}}
+    with pytest.raises(RecordError, match="tool_choice is not supported here"):
+        server_request(chat(QUESTION, tool_choice=forced), model="m", temperature=1.0, sampling="run")
+    free = {"response_format": {"type": "text"}, "tool_choice": "auto", "guided_json": None}
+    body = server_request(chat(QUESTION, **free), model="m", temperature=1.0, sampling="run")
+    assert body["tool_choice"] == "auto"
+
+
+@pytest.mark.parametrize(("name", "value"), [*{**REMOVED, **REFUSED}.items()])
+def test_with_the_agents_parameters_such_a_call_is_sent_but_not_trained_on(name: str, value: Any) -> None:
+    body = server_request(chat(QUESTION, **{name: value}), model="m", temperature=1.0, sampling="agent")
+    assert body[name] == value
+    with pytest.raises(RecordError, match=f"its calls were sampled with {name}="):
+        sampling_params(recorded_sampling(CHAT, body), 1.0)
+
+
+def test_parameters_at_their_neutral_values_are_trained_on() -> None:
+    neutral = {"min_tokens": 0, "ignore_eos": False, "bad_words": [], "allowed_token_ids": [], "logit_bias": {}}
+    free = {"response_format": {"type": "text"}, "tool_choice": "none"}
+    body = server_request(chat(QUESTION, **neutral, **free), model="m", temperature=1.0, sampling="agent")
+    assert sampling_params(recorded_sampling(CHAT, body), 0.5).temperature == 0.5

@@ -1,0 +1,139 @@
+"""A retry gets the answer of the newest equal request, and a stream never goes on with another call's answer."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Collection, Mapping
+from typing import Any
+
+import pytest
+
+from rollstream.producers.gateway.call_forms import AgentRequest, parse_request
+from rollstream.producers.gateway.call_log import AppendedRecord
+from rollstream.producers.gateway.capture import CallCapture, CaptureRules
+from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.upstream import UpstreamAnswer, UpstreamEvent
+from rollstream.topics.records import ModelCall, SessionEvent
+
+START = SessionEvent(session="g.0", kind="start", author="a", environment="e", example_id="t", group_id="g")
+REQUEST = parse_request("completions", {"prompt": "21>"})
+STREAMED = parse_request("completions", {"prompt": "21>", "stream": True})
+
+
+def answer(text: str) -> dict[str, Any]:
+    logprobs = {"token_logprobs": [-1.0], "tokens": [text]}
+    choice = {"index": 0, "text": text, "finish_reason": "stop", "token_ids": [2], "logprobs": logprobs}
+    return {"id": "x", "prompt_token_ids": [1], "choices": [choice]}
+
+
+class NumberedUpstream:
+    """Answers each call with its number, once `go_on` is set; a stream has a first part before that."""
+
+    model = "policy"
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.go_on = asyncio.Event()
+        self.go_on.set()
+
+    async def call(self, *_request: Any) -> UpstreamAnswer:
+        self.calls += 1
+        number = self.calls
+        await self.go_on.wait()
+        return UpstreamAnswer("server", answer(str(number)))
+
+    async def stream(self, *_request: Any) -> AsyncIterator[UpstreamEvent]:
+        self.calls += 1
+        number = self.calls
+        begun = {"id": "x", "prompt_token_ids": [1], "choices": [{"index": 0, "text": "begun"}]}
+        yield UpstreamEvent("server", "", json.dumps(begun))
+        await self.go_on.wait()
+        yield UpstreamEvent("server", "", json.dumps(answer(str(number))))
+
+    async def versions_of(self, labels: Collection[str]) -> Mapping[str, int]:
+        return dict.fromkeys(labels, -1)
+
+    def note_version(self, version: int) -> None:
+        pass
+
+
+class MemoryLog:
+    """The log of one process, in memory."""
+
+    async def append(self, _record: ModelCall | SessionEvent) -> AppendedRecord:
+        return AppendedRecord(0, 1, 1)
+
+    async def current(self, session: CapturedSession) -> None:
+        pass
+
+    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
+        session.add_call(record, place.append_ms)
+
+
+class Agent:
+    """Makes the calls of one session."""
+
+    def __init__(self) -> None:
+        self.upstream = NumberedUpstream()
+        rules = CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a")
+        self.capture = CallCapture(self.upstream, MemoryLog(), rules)  # type: ignore[arg-type]
+        self.session = CapturedSession(START, 0, -1, 0)
+
+    async def ask(self, *, retry: bool = False, delivered: bool = True) -> str:
+        """The text of the answer; without `delivered` the connection breaks before the agent has it."""
+        call, body = await self.capture.answer(self.session, REQUEST, first_attempt=not retry)
+        if delivered:
+            self.capture.delivered(self.session, call)
+        return str(body["choices"][0]["text"])
+
+    async def texts(self, request: AgentRequest) -> AsyncIterator[str]:
+        """The texts of a streamed answer."""
+        async for event in self.capture.stream(self.session, request, first_attempt=True):
+            if isinstance(event, Mapping):
+                yield event["choices"][0]["text"]
+
+
+def test_a_retry_of_the_second_of_two_equal_requests_gets_the_second_answer() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        assert await agent.ask() == "1"
+        assert await agent.ask(delivered=False) == "2"
+        assert await agent.ask(retry=True) == "2"
+        assert await agent.ask(retry=True) == "2", "the newest of those delivered"
+        assert agent.upstream.calls == 2
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_retry_waits_for_the_equal_request_in_flight_and_gets_no_earlier_answer(leaves: bool) -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        assert await agent.ask() == "1"
+        agent.upstream.go_on.clear()
+        second = asyncio.ensure_future(agent.ask())
+        while agent.upstream.calls < 2:
+            await asyncio.sleep(0)
+        retry = asyncio.ensure_future(agent.ask(retry=True))
+        await asyncio.sleep(0)
+        if leaves:
+            second.cancel()
+        agent.upstream.go_on.set()
+        assert await retry == ("3" if leaves else "2")
+        assert leaves or await second == "2"
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_that_has_begun_breaks_if_another_answer_to_its_request_is_recorded() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        agent.upstream.go_on.clear()
+        stream = agent.texts(STREAMED)
+        assert await anext(stream) == "begun"
+        agent.upstream.go_on.set()
+        assert await agent.ask(delivered=False) == "2"
+        with pytest.raises(ConnectionResetError, match="another answer to this request is recorded"):
+            await anext(stream)
+        assert [text async for text in agent.texts(STREAMED)] == ["2"]
+
+    asyncio.run(scenario())

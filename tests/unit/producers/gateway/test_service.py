@@ -1,0 +1,154 @@
+"""Sessions start only within the limits, however many requests come at once, and beside the sessions of workers."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollstream.producers.config import CapacityConfig
+from rollstream.producers.flow_control import RunProgress
+from rollstream.producers.gateway.call_log import AppendedRecord
+from rollstream.producers.gateway.config import GatewayConfig
+from rollstream.producers.gateway.errors import NoCapacity
+from rollstream.producers.gateway.gateway_steering import GatewaySteering
+from rollstream.producers.gateway.service import SessionRequest, SessionService
+from rollstream.producers.gateway.sessions import PartitionSessions
+from rollstream.producers.gateway.upstream import Upstream
+from rollstream.producers.policy_versions import PolicyVersions
+from rollstream.topics.errors import DeliveryError
+from rollstream.topics.records import DesiredProcesses, SessionEvent
+from rollstream.topics.steering import DesiredState
+
+CAPACITY = CapacityConfig(
+    max_policy_lag=5, rollouts_per_step=8, partitions=1, batch_rollouts=4, group_size=4, workers=2
+)
+REQUEST = SessionRequest(task_id="t", environment="e", group_size=4)
+SERVER = "http://127.0.0.1:9/v1"
+
+
+class MemoryLog:
+    """`calls` of one partition, in memory; appends fail while it is `broken`."""
+
+    def __init__(self) -> None:
+        self.folds = [PartitionSessions()]
+        self.writer = SimpleNamespace(partition_of=lambda _session: 0)
+        self.broken = False
+
+    async def append(self, record: SessionEvent) -> AppendedRecord:
+        await asyncio.sleep(0)  # No acknowledgement comes before the other requests of the moment.
+        if self.broken:
+            raise DeliveryError("no broker")
+        offset = self.folds[0].position
+        self.folds[0].apply(offset, 0, record)
+        return AppendedRecord(0, offset, 0)
+
+    async def current(self, _partition: int) -> PartitionSessions:
+        return self.folds[0]
+
+    async def applied(self, _partition: int, _end: int) -> PartitionSessions:
+        return self.folds[0]
+
+
+class NoPolicy:
+    """Policies without a version on record."""
+
+    versions = PolicyVersions()
+
+    def read(self, _wait_s: float) -> PolicyVersions:
+        return self.versions
+
+
+def service(
+    log: MemoryLog, upstream: Any = None, capacity: CapacityConfig | None = CAPACITY, **settings: Any
+) -> SessionService:
+    return SessionService(
+        log,  # type: ignore[arg-type]
+        SimpleNamespace(deliveries=[]),  # type: ignore[arg-type]
+        upstream or SimpleNamespace(newest_version=3),
+        GatewayConfig(**settings),
+        assume_version=-1,
+        capacity=capacity,
+        read_progress=RunProgress,
+    )
+
+
+async def started(gateway: SessionService, count: int) -> Sequence[Any]:
+    """Sessions of so many groups that are requested one after the other, or the error of each."""
+    return [(await asyncio.gather(gateway.start(REQUEST), return_exceptions=True))[0] for _ in range(count)]
+
+
+def refused(results: Sequence[Any]) -> int:
+    assert all(isinstance(result, list | NoCapacity) for result in results), results
+    return sum(isinstance(result, NoCapacity) for result in results)
+
+
+@pytest.mark.parametrize("limited_by", ["capacity", "max_sessions"])
+def test_requests_that_come_at_once_start_no_more_sessions_than_those_that_come_one_by_one(limited_by: str) -> None:
+    async def scenario() -> None:
+        limits = {"capacity": None, "max_sessions": 12} if limited_by == "max_sessions" else {}
+        one_by_one = refused(await started(service(MemoryLog(), **limits), 20))  # type: ignore[arg-type]
+        gateway = service(MemoryLog(), **limits)  # type: ignore[arg-type]
+        starts = (gateway.start(REQUEST) for _ in range(20))
+        assert refused(await asyncio.gather(*starts, return_exceptions=True)) == one_by_one
+        assert 0 < one_by_one < 20
+
+    asyncio.run(scenario())
+
+
+def test_a_start_that_fails_leaves_its_room_to_the_next() -> None:
+    async def scenario() -> None:
+        log = MemoryLog()
+        gateway = service(log, capacity=None, max_sessions=4)
+        log.broken = True
+        with pytest.raises(DeliveryError):
+            await gateway.start(REQUEST)
+        log.broken = False
+        assert len(await gateway.start(REQUEST)) == 4
+
+    asyncio.run(scenario())
+
+
+def test_sessions_of_agents_in_workers_take_no_room_of_the_gateways() -> None:
+    async def scenario() -> None:
+        log = MemoryLog()
+        for member in range(100):
+            start = SessionEvent(
+                session=f"w.{member}", kind="start", owner="worker", group_id="w", group_size=100, member=member
+            )
+            await log.append(start)
+        gateway = service(log, max_sessions=50)
+        assert len(await gateway.start(REQUEST)) == 4
+        assert gateway.open_sessions == 104
+
+    asyncio.run(scenario())
+
+
+def steered(**numbers: int) -> DesiredState:
+    return DesiredState(processes={role: DesiredProcesses(role=role, processes=n) for role, n in numbers.items()})
+
+
+@pytest.mark.parametrize(("workers", "groups"), [(None, 3), (3, 1), (500, 2)])
+def test_gateways_share_the_capacity_with_the_workers_that_operators_want(workers: int | None, groups: int) -> None:
+    async def scenario() -> None:
+        upstream = Upstream([SERVER], model="m", api_key="", timeout_s=1.0, policies=NoPolicy())  # type: ignore[arg-type]
+        upstream.note_version(3)
+        gateway = service(MemoryLog(), upstream)
+        steering = GatewaySteering(upstream, gateway, CAPACITY, workers=1)
+        steering.follow(steered(env=2))
+        steering.follow(steered() if workers is None else steered(env=workers))
+        assert 20 - refused(await started(gateway, 20)) == groups
+
+    asyncio.run(scenario())
+
+
+def test_a_gateway_asks_the_servers_that_operators_want() -> None:
+    upstream = Upstream([SERVER], model="m", api_key="", timeout_s=1.0, policies=NoPolicy())  # type: ignore[arg-type]
+    steering = GatewaySteering(
+        upstream, service(MemoryLog()), CAPACITY, servers=lambda count: [f"http://server-{n}/v1" for n in range(count)]
+    )
+    steering.follow(steered(infer=2))
+    assert upstream.urls == ("http://server-0/v1", "http://server-1/v1")
+    steering.follow(steered())
+    assert upstream.urls == (SERVER,)

@@ -1,0 +1,129 @@
+"""Why the calls of an agent failed decides how a worker goes on, and its calls follow the operators' servers."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import openai
+import pytest
+from aiohttp import web
+
+from rollstream.producers.agent_player import play_agent
+from rollstream.producers.config import EnvironmentConfig, WorkerConfig
+from rollstream.producers.environment import Endpoint, Prompt, Score, Split
+from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapture
+from rollstream.producers.group_player import EpisodeLimits
+from rollstream.producers.inference.client import CompletionsClient
+from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
+from rollstream.producers.mixture import Mixture
+from rollstream.producers.policy_versions import PolicyVersions
+from rollstream.producers.worker_steering import WorkerSteering
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.records import DesiredProcesses
+from rollstream.topics.steering import DesiredState
+from tests.support.producing import nobody_listening, serving_http
+
+PROMPT = Prompt(example_id="t", text="8+9?")
+STAMP = EpisodeStamp(environment="sums", example_id="t", group_id="g", group_size=1, member=0, policy_version=3)
+
+
+class NoPolicy:
+    """Policies without a version on record."""
+
+    versions = PolicyVersions()
+
+    def read(self, _wait_s: float) -> PolicyVersions:
+        return self.versions
+
+
+class Sums:
+    """An agent that makes one call."""
+
+    name, max_tokens = "sums", 4
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [PROMPT]
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as agent:
+            await agent.completions.create(model=endpoint.model, prompt=prompt.text)
+        return Score(reward=1.0)
+
+
+class SwallowingSums(Sums):
+    """An agent that scores an episode whose call failed."""
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        try:
+            return await super().play(prompt, endpoint)
+        except openai.APIStatusError:
+            return Score(reward=0.0)
+
+
+def choice(**fields: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "text": "17", "finish_reason": "stop", **fields}]}
+
+
+def answering(body: dict[str, Any]) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
+    async def handle(http: web.Request) -> web.Response:
+        return web.json_response(body) if http.method == "POST" else web.Response(status=404)
+
+    return handle
+
+
+def capture_of(url: str) -> WorkerCapture:
+    worker = WorkerConfig(inference_urls=(url,), request_timeout_s=1.0)
+    return WorkerCapture(
+        KafkaConfig(),
+        "run",
+        worker,
+        author="w.1",
+        policies=NoPolicy(),
+        recorded=False,  # type: ignore[arg-type]
+    )
+
+
+async def error_of(agent: Sums, url: str) -> BaseException | None:
+    """The error of an episode."""
+    async with capture_of(url) as capture:
+        return (await play_agent(agent, capture, PROMPT, STAMP, EpisodeLimits(timeout_s=60, attempts=2))).error
+
+
+@pytest.mark.parametrize("agent", [Sums(), SwallowingSums()])
+def test_a_server_whose_answers_lack_tokens_refuses_and_one_that_is_down_is_unavailable(agent: Sums) -> None:
+    with serving_http(answering(choice())) as url:
+        refused = asyncio.run(error_of(agent, url))
+    assert type(refused) is InferenceRefused
+    assert "a model call failed" in str(refused)
+    with nobody_listening() as url:
+        assert type(asyncio.run(error_of(agent, url))) is InferenceUnavailable
+
+
+def test_calls_of_agents_go_to_the_servers_that_operators_want() -> None:
+    logprobs = {"token_logprobs": [-1.0], "tokens": ["17"]}
+    body = {**choice(token_ids=[2], logprobs=logprobs), "prompt_token_ids": [1]}
+
+    async def scenario(before: str, after: str) -> None:
+        async with capture_of(before) as capture, CompletionsClient([before]) as client:
+            follower = SimpleNamespace(state=DesiredState())
+            environment = with_settings(Sums(), WorkerConfig(), EnvironmentConfig(use="x:Y"))
+            steering = WorkerSteering(
+                follower,  # type: ignore[arg-type]
+                Mixture([environment]),
+                client,
+                None,
+                workers=1,
+                captures=[capture],
+                servers=lambda _count: [after],
+            )
+            follower.state = DesiredState(processes={"infer": DesiredProcesses(role="infer", processes=2)})
+            steering.follow()
+            assert client.urls == (after,)
+            episode = await capture.open(STAMP)
+            await Sums().play(PROMPT, episode.endpoint)
+            assert [branch.tokens.tolist() for branch in episode.branches] == [[1, 2]]
+
+    with nobody_listening() as before, serving_http(answering(body)) as after:
+        asyncio.run(scenario(before, after))
