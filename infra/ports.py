@@ -42,7 +42,8 @@ def port_before(layout: BrokerLayout) -> int | None:
 
 
 def is_free(host: str, port: int) -> bool:
-    with socket.socket() as trial:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as trial:
         # Binds as the broker does: a port in TIME_WAIT is free, a port with a listener is not.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

@@ -6,7 +6,7 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_control import end_with_split
-from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
+from rollstream.pipeline.run.role_process import TERMINATED, announce_ready, stop_on_signals
 from rollstream.producers.trajectories.collecting import Player, run_collecting
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.user_code import load_object
@@ -19,10 +19,11 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Collect until the player has returned and its trajectories are sent, or until stopped."""
+    """Collect until the player has returned and its trajectories are sent, or until stopped. The exit code is
+    TERMINATED after a stop, unless the run was drained or split or all trajectories were sent."""
     player, stop = player_of(config.collect.player), stop_on_signals()
-    end_with_split(config.kafka, config.run, lambda wanted: wanted.draining)
-    run_collecting(
+    over = end_with_split(config.kafka, config.run, lambda wanted: wanted.draining)
+    sent = run_collecting(
         player,
         config.kafka,
         config.run,
@@ -31,7 +32,8 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         stop=stop,
         on_ready=announce_ready,
     )
-    return 0
+    done = over.is_set() or sent >= config.collect.trajectories > 0
+    return TERMINATED if stop.is_set() and not done else 0
 
 
 def player_of(name: str) -> Player:

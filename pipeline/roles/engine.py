@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ from rollstream.topics.secrets import program_environment
 _LOOK_S = 0.5
 _PROGRESS_S = 10.0
 _STOP_S = 15.0
+_ANSWER_S = 2.0
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -79,6 +81,7 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
     tokenizer = tokenizer_of(config.learner)
     if isinstance(tokenizer, CharacterTokenizer):
         write_character_tokenizer(directory, tokenizer)
+    check_nobody_answers(config.serving.urls[0])
     # The engine is in this role's process group, so that whatever ends the role also ends the engine and its children.
     process = subprocess.Popen(
         command_of(config, directory),
@@ -102,6 +105,19 @@ def check_engine_python(serving: ServingConfig) -> None:
     look = "import importlib.util, sys; sys.exit(importlib.util.find_spec('vllm') is None)"
     if subprocess.run([serving.python, "-P", "-c", look], capture_output=True).returncode:
         raise ConfigurationError(f"serving.python, {serving.python}, has no vLLM; install it there: pip install vllm")
+
+
+def check_nobody_answers(url: str) -> None:
+    """Raise ConfigurationError if a server listens at the engine's address: its answers would pass for the engine's."""
+    address = urlsplit(url)
+    try:
+        socket.create_connection((address.hostname, address.port), _ANSWER_S).close()
+    except OSError:
+        return
+    raise ConfigurationError(
+        f"another server, perhaps a vLLM that an earlier run left, already answers at {url}: end it, or name another "
+        "address in serving.urls"
+    )
 
 
 def command_of(config: RunConfig, directory: Path) -> list[str]:

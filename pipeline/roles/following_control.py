@@ -30,18 +30,24 @@ Ends = Callable[[DesiredState], bool]
 """Returns whether the state that operators want ends a role."""
 
 
-def end_with_split(kafka: KafkaConfig, run: str, also: Ends = lambda _state: False, *, last: bool = False) -> None:
-    """Stop this process by SIGTERM once its run is split, or once `also` returns true. With `last`, wait until the
-    successor of a split run is open, so that a split that is given up does not stop this process. Raises StateRefused
-    if the split would stop this process already, or if the run is still being filled."""
+def end_with_split(
+    kafka: KafkaConfig, run: str, also: Ends = lambda _state: False, *, last: bool = False
+) -> threading.Event:
+    """Stop this process by SIGTERM once its run is split, or once `also` returns true; return an event that is set just
+    before, and not by any other SIGTERM. With `last`, wait until the successor of a split run is open, so that a split
+    that is given up does not stop this process. Raises StateRefused if the split would stop this process already, or if
+    the run is still being filled."""
     check_open(kafka, run, while_closing=last)
-    threading.Thread(target=_follow, args=(kafka, run, also, last), name="control", daemon=True).start()
+    over = threading.Event()
+    threading.Thread(target=_follow, args=(kafka, run, also, last, over), name="control", daemon=True).start()
+    return over
 
 
-def _follow(kafka: KafkaConfig, run: str, also: Ends, last: bool) -> None:
+def _follow(kafka: KafkaConfig, run: str, also: Ends, last: bool, over: threading.Event) -> None:
     while True:
         try:
             if _ends(kafka, run, also, last):
+                over.set()
                 os.kill(os.getpid(), signal.SIGTERM)
             return
         except TopicError:

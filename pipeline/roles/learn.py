@@ -2,6 +2,7 @@
 
 import argparse
 import threading
+from typing import TYPE_CHECKING
 
 from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
@@ -10,9 +11,14 @@ from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
-from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
+from rollstream.pipeline.run.role_process import TERMINATED, announce_progress, announce_ready, stop_on_signals
 from rollstream.pipeline.run.warm_start import warm_start_examples
 from rollstream.topics.kafka import clients
+
+if TYPE_CHECKING:
+    from rollstream.consumers.learner.parallel.team import Team
+
+_STOPPED = "stopped"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -29,10 +35,12 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
-    """Train until the last step, or until the lead process is stopped, and write a checkpoint."""
+    """Train until the last step, or until the lead process is stopped, and write a checkpoint. The exit code is
+    TERMINATED after a stop, unless the run was split."""
     check_lengths(config, environments_of(config))
+    over = threading.Event()
     if args.process == 0:  # the other processes follow this one
-        end_with_split(config.kafka, config.run)
+        over = end_with_split(config.kafka, config.run)
     clients.check_broker(config.kafka)
     prepare_jax(config)
     from rollstream.consumers.learner.learner import learn
@@ -57,4 +65,13 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             on_ready=ready,
             on_progress=announce_progress,
         )
-    return 0
+        stopped = _shared(team, stop.is_set() and not over.is_set())
+    return TERMINATED if stopped else 0
+
+
+def _shared(team: "Team", stopped: bool) -> bool:
+    """Return the lead's `stopped` in every process, because all of them must start again if the lead does."""
+    if team.process:
+        return team.receive(_STOPPED) == b"yes"
+    team.publish(_STOPPED, b"yes" if stopped else b"no")
+    return stopped

@@ -18,6 +18,7 @@ from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.consumers.grouping.process.mark_writer import drain
 from rollstream.consumers.grouping.process.moving import committed_task
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.description import ENV, GATEWAY, counts
 from rollstream.pipeline.run.component_metrics import GONE_S, ComponentMetrics, NewestMetrics
 from rollstream.pipeline.run.control_run import is_labeling_behind
 from rollstream.topics import steering
@@ -43,8 +44,7 @@ _NEWEST_METRICS = 5000
 _QUIET_S = 2.0
 """Time without a new record of `rollouts` after which producers whose metrics show no open work count as ended."""
 _UNKNOWN_QUIET_S = GONE_S
-"""The same time if no producer writes metrics."""
-_PRODUCERS = ("env", "gateway")
+"""The same time if the metrics of some producers are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,21 +139,27 @@ class QuietProducers:
         if ends != self._ends:
             self._ends, self._since = ends, self._clock()
         components = newest_components(kafka, run)
-        known = any(component.role in _PRODUCERS for component in components)
-        quiet_s = _QUIET_S if known else _UNKNOWN_QUIET_S
+        quiet_s = required_quiet_s(self._config, components)
         return not has_open_producers(components) and self._clock() - self._since >= quiet_s
+
+
+def required_quiet_s(config: RunConfig, components: tuple[ComponentMetrics, ...]) -> float:
+    """Return the time without a new rollout after which producers count as ended; a minute if the metrics of workers or
+    of gateways do not tell whether they have open work."""
+    intervals = {ENV: config.worker.metrics_interval_s, GATEWAY: config.gateway.metrics_interval_s}
+    there = {*counts(config), *(component.role for component in components)} & intervals.keys()
+    known = {component.role for component in components if component.alive or not component.running}
+    known -= {role for role, interval_s in intervals.items() if not 0 < interval_s < GONE_S}
+    return _QUIET_S if there and there <= known else _UNKNOWN_QUIET_S
 
 
 def has_open_producers(components: tuple[ComponentMetrics, ...]) -> bool:
     """Whether a worker plays, or a gateway has a session open, according to their newest metrics."""
-    for component in components:
-        if component.alive and (component.role == "env" or _has_open_sessions(component)):
-            return True
-    return False
+    return any(component.alive and (component.role == ENV or _has_open_sessions(component)) for component in components)
 
 
 def _has_open_sessions(component: ComponentMetrics) -> bool:
-    return component.role == "gateway" and component.values.get("open_sessions", 0) > 0
+    return component.role == GATEWAY and component.values.get("open_sessions", 0) > 0
 
 
 def newest_components(kafka: KafkaConfig, run: str) -> tuple[ComponentMetrics, ...]:

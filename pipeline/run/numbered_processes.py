@@ -64,6 +64,11 @@ class NumberedProcesses:
         """Whether the wanted number of processes runs, and no process is ending."""
         return not self._ending and self._wanted == self.processes
 
+    @property
+    def ending(self) -> tuple[int, ...]:
+        """Ordinals of processes that were told to end and may still run."""
+        return self._ending
+
     def want(self, processes: int) -> None:
         """Set the wanted number of processes, which `poll` brings about."""
         self._wanted = processes

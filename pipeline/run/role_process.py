@@ -31,6 +31,8 @@ LIFELINE_VARIABLE = "ROLLSTREAM_LIFELINE_FD"
 ORPHAN_GRACE_S = 5.0
 """How long an orphan may take for a clean stop before it is killed."""
 SUPERVISOR_LOST = 70
+TERMINATED = 128 + signal.SIGTERM
+"""Exit code of a role that would end by itself, but was told to stop before its work was done."""
 HURRY_S = 0.8
 """How long a role may drain after Ctrl-C; after SIGTERM its settings decide."""
 _BEAT_S = 1.0
@@ -205,20 +207,25 @@ class Interrupts:
         self.kill_now: Callable[[], None] = lambda: None
 
     def install(self) -> None:
-        """Handle SIGINT, SIGTERM and SIGHUP for the rest of the process."""
+        """Handle SIGINT, SIGTERM and SIGHUP for the rest of the process; an ignored SIGHUP stays ignored."""
         interruption.last_acts.append(lambda: self.kill_now())
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, self._receive)
+        signal.signal(signal.SIGINT, self._receive)
+        signal.signal(signal.SIGTERM, self._receive)
+        # `nohup` ignores SIGHUP, so that the run outlives the terminal.
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signal.signal(signal.SIGHUP, self._receive)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Return a context within which no interrupt is raised; an interrupt that arrives is raised at the end."""
+    def deferred(self, *, raises: bool = True) -> Iterator[None]:
+        """Return a context within which no interrupt is raised. An interrupt that arrives is raised at the end, unless
+        `raises` is false."""
         self._deferrals += 1
         try:
             yield
         finally:
             self._deferrals -= 1
-        self._raise_once()
+        if raises:
+            self._raise_once()
 
     def _receive(self, number: int, _frame: FrameType | None) -> None:
         PHASE.drain()

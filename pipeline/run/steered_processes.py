@@ -4,7 +4,7 @@ The configuration file of the processes keeps the configured numbers. A process 
 follows the topic `control` itself.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -101,7 +101,9 @@ class SteeredProcesses:
             number = counts(with_numbers(self._config, {role: number}))[role]
             if role in (INFER, GATEWAY):
                 section = self._config.inference if role == INFER else self._config.gateway
-                _check_ports(role, section.host, section.port, range(numbered.processes, number))
+                # A process that is still ending gives its port to its successor, which starts after it.
+                added = [ordinal for ordinal in range(numbered.processes, number) if ordinal not in numbered.ending]
+                _check_ports(role, section.host, section.port, added)
         except ConfigurationError as error:
             self._say(_refusal(role, number, error))
             return
@@ -113,7 +115,7 @@ class SteeredProcesses:
         return lambda ordinal: plans.process_spec(self._config, self._path, role_of(name), ordinal, expendable=True)
 
 
-def _check_ports(role: str, host: str, port: int, ordinals: range) -> None:
+def _check_ports(role: str, host: str, port: int, ordinals: Iterable[int]) -> None:
     """Raise ConfigurationError if the port of a process to be added is in use."""
     setting = "inference.port" if role == INFER else "gateway.port"
     for ordinal in ordinals:

@@ -49,8 +49,9 @@ class SupervisedRole:
         return identify(self.process.pid)
 
     def kill_group(self) -> None:
-        """SIGKILL the process and whatever it started, unless its id may have been reused."""
-        if isinstance(self.process, AdoptedProcess) and self.identity is None:
+        """SIGKILL the process and whatever it started, unless another process has its id now."""
+        # The system gives the id to no other process while a process that this one started is in the group of that id.
+        if isinstance(self.process, AdoptedProcess) and identify(self.process.pid) not in (None, self.process.identity):
             return
         with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
             os.killpg(self.process.pid, signal.SIGKILL)

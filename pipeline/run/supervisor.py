@@ -107,15 +107,17 @@ class Supervisor:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        try:
-            if in_a_hurry(value):
-                self.stop(list(self._roles), within_s=HURRY_S)
-            else:
-                self.stop_all()
-        finally:
-            self.kill_all()
-            os.close(self._lifeline_write)
-            os.close(self._lifeline_read)
+        # An interrupt must not cut the stop short, nor replace an error that ends the run.
+        with self._interrupts.deferred(raises=value is None):
+            try:
+                if in_a_hurry(value):
+                    self.stop(list(self._roles), within_s=HURRY_S)
+                else:
+                    self.stop_all()
+            finally:
+                self.kill_all()
+                os.close(self._lifeline_write)
+                os.close(self._lifeline_read)
 
     @property
     def pids(self) -> dict[str, int]:

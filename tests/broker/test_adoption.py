@@ -1,5 +1,7 @@
 """`rollstream run` is killed with -9 and started again: its processes go on meanwhile, and it adopts them."""
 
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,6 +37,13 @@ def test_an_overseer_that_is_started_again_adopts_what_runs(overseen: SteeredRun
     run.start()
     assert "4 of 4 processes go on" in run.output
     assert processes(run) == before
+    # The end of a learner that somebody else stops is not the end of the run.
+    [learner] = run.pids("learn")
+    os.kill(learner, signal.SIGTERM)
+    run.await_output('"event": "role_ready", "role": "learn"')
+    run.await_steps(1)
+    before = processes(run)
+    assert before["learn"] != [learner]
     # The overseer watches them as before, and starts one that died while it was gone.
     run.kill_role("group")
     run.await_output('"event": "role_ready", "role": "group-0"')

@@ -4,11 +4,13 @@ import json
 import subprocess
 
 import numpy as np
+import psutil
 import pytest
 
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.pipeline.config import load
 from rollstream.pipeline.deployment.description import counts
+from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.codec import decode
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.trajectories import from_record
@@ -153,6 +155,22 @@ def test_a_run_that_is_told_to_stop_stops_and_the_next_goes_on_from_there(run: R
     assert (unlabelled["pending"], trajectories["fillers"]["fill"]["waiting"]) == (0, 0)
     with TrajectoryReplayBuffer(auto_save=True, auto_save_path=run.directory / "windows") as buffer:
         assert len(buffer) == trajectories["records"] > 2
+
+
+def test_a_collector_that_somebody_else_stops_is_started_again_and_the_run_goes_on(run: RealRun) -> None:
+    running = start(run, collect__trajectories=0)
+    log = run.directory / "runs" / run.name / "logs" / "collect-0.log"
+    eventually(lambda: '"ready"' in log.read_text(), 60, "the collector")
+    [collector] = [
+        child
+        for child in psutil.Process(running.pid).children()
+        if {"collect", "--ordinal", "0"} <= set(child.cmdline())
+    ]
+    collector.terminate()
+    eventually(lambda: f'"exit_code": {TERMINATED}' in run.log_of(running), 60, "its end")
+    eventually(lambda: log.read_text().count('"ready"') == 2, 60, "its second start")
+    running.terminate()
+    assert running.wait(300) == 0, run.log_of(running)
 
 
 def test_a_player_that_is_no_generator_ends_the_run_and_is_named(run: RealRun) -> None:

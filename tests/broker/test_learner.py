@@ -17,6 +17,7 @@ from rollstream.consumers.learner.input.excluded_batches import Exclusions
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
@@ -186,7 +187,7 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
     process = run.start("learn", script=COUNTING, **settings)
     eventually(lambda: 4 in steps_of(run), 90, "step 4 of 8, and no more batches")
     process.send_signal(signal.SIGTERM)
-    finish(run, process)
+    assert process.wait(300) == TERMINATED, run.log_of(process)[-3000:]
     taken = (run.directory / "snapshots").read_text().splitlines()
     assert len(taken) == 2, "a step that publishes nothing copies no parameters to the host"
 

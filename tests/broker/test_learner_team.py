@@ -13,6 +13,7 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import read_manifests
 from rollstream.infra.ports import free_port
+from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.params_checksum import params_checksum
 from rollstream.topics.records import LearnerStep
 from tests.broker.test_learner import SETTINGS
@@ -183,7 +184,9 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint(real_run: RealRun
             for process in team:
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
-            finish(mixed, *team)
+            # All processes end alike, so that a supervisor starts all of them again, or none.
+            [code] = {process.wait(900) for process in team}
+            assert code in (0, TERMINATED), mixed.log_of(team[0])[-3000:]
             assert ('"environment_changed"' in mixed.log_of(team[0])) == (last > 2)
         finish(alone, *start(alone, processes=1))
     finally:

@@ -29,7 +29,8 @@ SMALLER = (
 )
 """Flags for a run of the demo's settings that a machine with two cores trains beside tests."""
 TERMINATED = 143
-"""Exit code of Java, and of a tool of rollstream that has no end, such as the archive, after SIGTERM."""
+"""Exit code after SIGTERM of Java, of a tool of rollstream that has no end, such as the archive, and of a learner that
+has steps to make."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ class ContainedRun:
         """Stop services, which must end by themselves within their grace periods."""
         self.compose("stop", *services)
         ended = {name: self.ended(name) for name in services}
-        without_end = (*self.brokers, ARCHIVE)
+        without_end = (*self.brokers, ARCHIVE, "learn")
         assert ended == {name: TERMINATED if name in without_end else 0 for name in services}
 
     def troubles(self) -> dict[str, str]:

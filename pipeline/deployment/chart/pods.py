@@ -28,6 +28,7 @@ POD_VALUES = (
     "extraEnvFrom",
     "extraVolumes",
     "extraVolumeMounts",
+    "wait.resources",
     *BROKER_VALUES,
     "secretName",
 )

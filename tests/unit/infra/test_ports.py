@@ -45,3 +45,12 @@ def test_a_row_of_ports_is_free_from_end_to_end_or_refused() -> None:
         assert ports.free_port_row("127.0.0.1", 2, candidates) == row
         with pytest.raises(ConfigurationError, match="no 3 free ports in a row"):
             ports.free_port_row("127.0.0.1", 3, candidates)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "::"])
+def test_a_port_is_free_until_a_server_listens_there(host: str) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        port = server.getsockname()[1]
+        assert not ports.is_free(host, port)
+    assert ports.is_free(host, port)

@@ -211,6 +211,25 @@ def test_topics_are_those_that_topics_apply_would_create(releases: dict[str, Rel
         assert topic["metadata"]["annotations"] == {"helm.sh/resource-policy": "keep"}, "the log outlives a release"
 
 
+def test_a_value_that_changes_the_pods_of_a_job_makes_another_job(chart: Path) -> None:
+    """Kubernetes refuses a change of a job's pods."""
+    changes: tuple[Mapping[str, Any], ...] = (
+        {"image": "registry.example/rollstream:2"},
+        {"wait": {"resources": {"limits": {"memory": "3Gi"}}}},
+        {"roles": {"learn": {"resources": {"limits": {"memory": "3Gi"}}}}},
+    )
+
+    def jobs(over: Mapping[str, Any]) -> dict[str, Any]:
+        release = Release(chart, over=over)
+        return release.of("Job") | release.of("JobSet")
+
+    before = jobs({})
+    for change in changes:
+        after = jobs(change)
+        assert before.keys() != after.keys(), change
+        assert [name for name in before.keys() & after.keys() if before[name] != after[name]] == [], change
+
+
 def test_probes_ask_the_service_port_and_producers_wait_for_consumers(chart: Path) -> None:
     release = Release(chart)
     services = release.of("Service")

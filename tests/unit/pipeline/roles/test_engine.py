@@ -2,13 +2,14 @@
 
 import os
 import re
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from rollstream.pipeline.config import load
-from rollstream.pipeline.roles.engine import check_engine_python, command_of, environment_of
+from rollstream.pipeline.roles.engine import check_engine_python, check_nobody_answers, command_of, environment_of
 from rollstream.topics.errors import ConfigurationError
 
 FLAGS = ['serving.urls=["http://127.0.0.1:8123"]', f"serving.python={sys.executable}"]
@@ -39,3 +40,11 @@ def test_a_python_without_vllm_is_refused_before_anything_starts() -> None:
         check_engine_python(load(flags=FLAGS).serving)
     with pytest.raises(ConfigurationError, match="which is not a program on this machine"):
         check_engine_python(load(flags=["serving.python=vllm/bin/none"]).serving)
+
+
+def test_an_address_where_another_server_answers_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigurationError, match=re.escape(f"already answers at {url}: end it")):
+            check_nobody_answers(url)
+    check_nobody_answers(url)

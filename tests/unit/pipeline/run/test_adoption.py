@@ -34,6 +34,12 @@ while not stop.wait(0.02) and not Path("finish").exists():
     pass
 leave_exit_code(0)
 """
+WITH_A_CHILD = (
+    "import subprocess, sys\n"
+    "from pathlib import Path\n"
+    "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+    "Path(f'child-{child.pid}').touch()\n"
+) + ROLE
 MUTE = ROLE.replace("role_process.announce_ready()", "")
 SUPERVISING = """
 import json, sys
@@ -126,6 +132,17 @@ def test_an_adopted_process_that_dies_is_started_again_by_its_new_supervisor() -
         poll_until(supervisor, lambda: supervisor.pids.get("a-0", pids["a-0"]) != pids["a-0"], "a restart")
         supervisor.wait_ready(["a-0"])
         assert supervisor.adopted == ()
+
+
+def test_what_an_adopted_process_started_ends_with_it_when_it_is_killed() -> None:
+    pids = left(a_0=WITH_A_CHILD)
+    [started] = Path().glob("child-*")
+    child = int(started.name.removeprefix("child-"))
+    with registry() as taken, Supervisor(Path("logs"), registry=taken) as supervisor:
+        supervisor.start(spec("a-0", WITH_A_CHILD))
+        assert runs(child)
+        os.kill(pids["a-0"], signal.SIGKILL)
+        poll_until(supervisor, lambda: not runs(child), "the end of its child")
 
 
 @pytest.mark.parametrize(("by_itself", "code"), [(True, 0), (False, NO_EXIT_CODE)])

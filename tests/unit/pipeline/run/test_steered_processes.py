@@ -1,16 +1,22 @@
 """Numbers of processes that operators want, for the configuration of a run."""
 
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
+from rollstream.infra.ports import free_port_row
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.description import counts, role_of
 from rollstream.pipeline.run.plan import process_spec
-from rollstream.pipeline.run.steered_processes import begin_with, with_numbers
+from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.service_ports import ServicePorts
+from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with, with_numbers
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import DesiredProcesses
 from rollstream.topics.steering import DesiredState
+from tests.support.waiting import eventually
 
 
 def wanted(**numbers: int) -> DesiredState:
@@ -57,3 +63,49 @@ def test_gateways_and_evaluators_follow_numbers_where_the_run_has_them() -> None
 def test_a_role_that_the_run_does_not_have_stays_out() -> None:
     config = load(flags=['worker.inference_urls=["http://127.0.0.1:9/v1"]'])
     assert "infer" not in begun(config, infer=2)[0]
+
+
+@dataclass
+class Roles:
+    """Roles that take as long to end as a test wants."""
+
+    started: list[str] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
+
+    @property
+    def pids(self) -> dict[str, int]:
+        return dict.fromkeys(self.held, 1)
+
+    def start(self, *specs: RoleSpec) -> None:
+        self.started += [spec.name for spec in specs]
+        self.held |= {spec.name for spec in specs}
+
+    def retire(self, *names: str) -> None:
+        assert self.held.issuperset(names)
+
+    def holds(self, name: str) -> bool:
+        return name in self.held
+
+
+def test_a_server_is_added_again_while_the_former_one_of_its_port_still_drains(tmp_path: Path) -> None:
+    port = free_port_row("127.0.0.1", 3)
+    config = load(flags=[f"inference.port={port}", "inference.replicas=2", f"data_dir={tmp_path}"])
+    roles, lines = Roles(held={"infer", "infer-1"}), list[str]()
+    steered = SteeredProcesses(
+        config, config, tmp_path / "run.toml", roles, ServicePorts(config), scaler=None, say=lines.append
+    )
+    with socket.create_server(("127.0.0.1", port + 1)):  # infer-1 answers what it has admitted
+        steered.poll(wanted(infer=1))
+        steered.poll(wanted(infer=2))
+    assert lines == ["infer has 2 processes and will have 1", "infer has 1 processes and will have 2"]
+    assert roles.started == []
+    roles.held.remove("infer-1")
+
+    def started() -> bool:
+        steered.poll(wanted(infer=2))
+        return roles.started == ["infer-1"]
+
+    eventually(started, 60, "the next server of this port")
+    with socket.create_server(("127.0.0.1", port + 2)):
+        steered.poll(wanted(infer=3))
+    assert "infer=3 is not followed: port" in lines[-1]

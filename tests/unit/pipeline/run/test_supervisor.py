@@ -351,7 +351,7 @@ interrupts.install()
 with Supervisor(Path("logs"), interrupts=interrupts) as supervisor:
     interrupts.kill_now = supervisor.kill_now
     for n, script in enumerate(sys.argv[1:]):
-        supervisor.start(RoleSpec(name=f"a-{n}", arguments=("-c", script), stop_timeout_s=30))
+        supervisor.start(RoleSpec(name=f"a-{n}", arguments=("-c", script), stop_timeout_s=30, restarts=0))
     supervisor.wait_ready(f"a-{n}" for n in range(len(sys.argv) - 1))
     try:
         print(*supervisor.pids.values(), flush=True)  # inside: a test may interrupt as soon as it has read this
@@ -414,3 +414,42 @@ def test_an_interrupt_after_another_signal_kills_at_once() -> None:
     process.send_signal(signal.SIGINT)
     assert finish(process) == 130
     assert all(map(gone, pids))
+
+
+DRAINING = PRELUDE + (
+    "stop = stop_on_signals(); announce_ready(); stop.wait(); Path('told').touch()\n"
+    "while not Path('go').exists():\n"
+    "    time.sleep(0.01)\n"
+    "Path('drained').touch()"
+)
+FAILING = PRELUDE + "announce_ready()\nwhile not Path('fail').exists():\n    time.sleep(0.01)\nsys.exit('no room')"
+
+
+@pytest.mark.usefixtures("supervisor")
+def test_a_signal_during_the_stop_of_a_failed_run_keeps_its_error_and_its_roles_drain() -> None:
+    process, pids = supervise(DRAINING, FAILING)
+    Path("fail").touch()
+    eventually(Path("told").exists, 60, "the stop of the other role")
+    process.send_signal(signal.SIGTERM)
+    Path("go").touch()
+    _output, errors = process.communicate(timeout=300)
+    assert process.returncode == 1
+    assert "RoleFailed: role a-1 exited with code 1" in errors
+    assert "Interrupted" not in errors
+    assert Path("drained").exists()
+    assert all(map(gone, pids))
+
+
+@pytest.mark.parametrize(("handler", "code"), [("SIG_DFL", 1), ("SIG_IGN", 0)])
+def test_a_hangup_interrupts_unless_it_was_ignored_as_nohup_does(handler: str, code: int) -> None:
+    script = f"""
+import os, signal
+from rollstream.pipeline.run.role_process import Interrupted, Interrupts
+signal.signal(signal.SIGHUP, signal.{handler})
+Interrupts().install()
+try:
+    os.kill(os.getpid(), signal.SIGHUP)
+except Interrupted:
+    raise SystemExit(1)
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == code
