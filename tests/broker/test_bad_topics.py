@@ -9,6 +9,7 @@ import pytest
 from rollstream.consumers.batch_reader import BatchReader, IndexReader
 from rollstream.consumers.grouping.process.bootstrap import recover
 from rollstream.consumers.learner.input.excluded_batches import Exclusions
+from rollstream.consumers.learner.records.past_steps import index_between
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.run.observer import RunObserver
@@ -118,6 +119,7 @@ def test_every_reader_of_a_run_passes_over_bad_records(real_run: RealRun) -> Non
     with IndexReader(run.kafka, run.name) as index:
         eventually(lambda: index.poll(0.1) is None and index.at_end, 60, "the index to its end")
         assert index.skipped.total == 4
+    assert [indexed.batch_id for indexed in index_between(run.kafka, run.name, 0, 1000).values()] == [entry(4).batch_id]
     with Exclusions(run.kafka, run.name) as exclusions:
         assert exclusions.reason("0-0") == ""
         assert [s.offset for s in exclusions.skipped.first] == list(range(9))

@@ -115,8 +115,10 @@ class HilEpisodeBuffer(Closing):
             parts = self._auto.cut(item, **episode)
             for side in (self._auto, self._human):
                 side.check(parts)
+            # A tree does not tell whether it continues or begins the episode of its uid; it is routed by its content.
+            stored = self._stored_on(at) if isinstance(item, Trajectory) else None
             added = False
-            for side, mine in zip((self._auto, self._human), self._routed(parts), strict=True):
+            for side, mine in zip((self._auto, self._human), self._routed(parts, stored), strict=True):
                 if mine or at is not None:
                     added |= side.add_parts(mine, at=at)
             return added
@@ -220,15 +222,26 @@ class HilEpisodeBuffer(Closing):
 
     # ------------------------------------------------------------------ helpers
 
-    def _routed(self, parts: Sequence[EpisodePart]) -> tuple[list[EpisodePart], list[EpisodePart]]:
-        """Return the parts of each side. A continued episode stays on the side where it began. Raises RecordError."""
+    def _stored_on(self, at: tuple[int, int] | None) -> int | None:
+        """Return the control mode of the one side that has the record at `at`; None if neither or both have it."""
+        sides = ((AUTO, self._auto), (HUMAN, self._human))
+        stored = [mode for mode, side in sides if at is not None and at[1] < side.position.get(at[0], 0)]
+        return stored[0] if len(stored) == 1 else None
+
+    def _routed(self, parts: Sequence[EpisodePart], stored: int | None) -> tuple[list[EpisodePart], list[EpisodePart]]:
+        """Return the parts of each side. A continued episode stays on the side where it began. Raises RecordError.
+
+        `stored` is the control mode of the side that already has these parts, if one has. It may have ended an episode
+        with them, so a continued episode that is open nowhere is of that side.
+        """
         sides: dict[int, list[EpisodePart]] = {AUTO: [], HUMAN: []}
         first_modes: dict[str, int] = {}
         for part in parts:
             mode = part.control_mode
             if not part.first and part.uid:
                 held = [m for m, side in ((AUTO, self._auto), (HUMAN, self._human)) if side.is_open(part.uid)]
-                mode = first_modes.get(part.uid, held[0] if held else mode)
+                began = mode if stored is None else stored
+                mode = first_modes.get(part.uid, held[0] if held else began)
             if mode not in sides:
                 problem = f"it has no {CONTROL_MODE}" if mode is None else f"its {CONTROL_MODE} is {mode}"
                 raise RecordError(

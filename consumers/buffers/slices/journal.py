@@ -8,7 +8,8 @@ an error.
 import os
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -99,14 +100,59 @@ class JournalReading(NamedTuple):
     """Whether the damaged part was on disk, because a writer closed the journal after it."""
 
 
-def read_journal(path: Path, start: int = 0) -> JournalReading:
-    """Read the complete records from byte `start` on. Raises StoreError if the file is unreadable or not a journal."""
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            data = file.read()
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read ({error.strerror or error}); fill the buffer from the log") from error
+def read_journal(path: Path) -> JournalReading:
+    """Read the complete records. Raises StoreError if the file is unreadable or not a journal."""
+    with closing(JournalFollower(path)) as follower:
+        return follower.read()
+
+
+class JournalFollower:
+    """Reads a journal while its writer appends to it.
+
+    The file stays open: the file system could otherwise give its inode to the file that replaces it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Open the journal. Raises StoreError."""
+        self._path = path
+        self._stop = 0
+        with self._failing():
+            # Unbuffered, because the file grows.
+            self._file = path.open("rb", buffering=0)
+
+    @property
+    def replaced(self) -> bool:
+        """Whether the path names another file now, or none."""
+        try:
+            return not os.path.samestat(os.fstat(self._file.fileno()), os.stat(self._path))
+        except OSError:
+            return True
+
+    def read(self) -> JournalReading:
+        """Read the complete records after those read before. Raises StoreError."""
+        with self._failing():
+            self._file.seek(self._stop)
+            data = self._file.read()
+        reading = _reading_of(data, self._stop, self._path)
+        self._stop = reading.stop
+        return reading
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StoreError(
+                f"{self._path} cannot be read ({error.strerror or error}); fill the buffer from the log"
+            ) from error
+
+
+def _reading_of(data: bytes, start: int, path: Path) -> JournalReading:
+    """Return the complete records in the bytes of a journal from byte `start` on. Raises StoreError."""
     records: list[Record] = []
     place, damaged = 0, False
     while place + _HEAD.size <= len(data):

@@ -4,7 +4,6 @@ After a kill at any instruction, it contains everything for which `add` had retu
 After a crash of the machine, it contains everything that was flushed, except steps that were being overwritten.
 """
 
-import os
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from rollstream.consumers.buffers.slices.episode_cuts import EpisodePart, Leaves
 from rollstream.consumers.buffers.slices.journal import (
     CloseRecord,
     FlushRecord,
+    JournalFollower,
     OpenRecord,
     ReserveOnDiskRecord,
     ReserveRecord,
@@ -58,7 +58,8 @@ class SliceStore:
         """
         self._directory, self._read_only = directory, read_only
         self._journal: SliceJournal | None = None
-        self._read_to = 0
+        self._followed: JournalFollower | None = None
+        """In a reader, the journal that `state` is read from."""
         self._closed = False
         self._lock: DirectoryLock | None = None if read_only else lock_directory(directory, LOCK)
         try:
@@ -191,18 +192,16 @@ class SliceStore:
         """Apply the changes of the writer; do nothing in the writer itself. Raises StoreError if the buffer is gone."""
         if not self._read_only:
             return
-        try:
-            replaced = os.stat(self._journal_path).st_ino != self._journal_inode
-        except OSError:
-            replaced = True
-        if replaced or not self.state.head:  # The arrays are known only once there is a step.
+        # The arrays are known only once there is a step.
+        if self._followed is None or self._followed.replaced or not self.state.head:
+            draws = self.state.draws
             self._close_files()
             self._open(None)
+            # The journal has only the writer's draws, but this reader does not repeat its own.
+            self.state.draws = max(self.state.draws, draws)
             return
-        reading = read_journal(self._journal_path, self._read_to)
-        for record in reading.records:
+        for record in self._followed.read().records:
             self.state.apply(record)
-        self._read_to = reading.stop
 
     # ------------------------------------------------------------------ helpers
 
@@ -216,8 +215,9 @@ class SliceStore:
     def _recover(self) -> None:
         """Read the journal, but only up to the last flush if the machine has restarted since a writer opened it."""
         boot = slice_directory.boot_id()
-        self._journal_inode = self._journal_path.stat().st_ino if self._journal_path.exists() else -1
-        reading = read_journal(self._journal_path)
+        if self._read_only:
+            self._followed = JournalFollower(self._journal_path)
+        reading = read_journal(self._journal_path) if self._followed is None else self._followed.read()
         records = reading.records
         lost = next((record.boot for record in reversed(records) if isinstance(record, OpenRecord)), boot) != boot
         if (
@@ -242,7 +242,8 @@ class SliceStore:
             ) from error
         if lost:
             self.state.forget(self._ahead - self.capacity)
-        self._read_to = reading.stop
+            # The next step is not below the steps to forget, or it would count as overwritten.
+            self.state.head = max(self.state.head, self.state.low)
         self._snapshot_bytes = 0
         if self._read_only:
             return
@@ -343,6 +344,9 @@ class SliceStore:
         if self._journal is not None:
             self._journal.close()
             self._journal = None
+        if self._followed is not None:
+            self._followed.close()
+            self._followed = None
 
     def _unlock(self) -> None:
         if self._lock is not None:

@@ -7,7 +7,7 @@ its record instead, so it takes the same batches.
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -77,6 +77,8 @@ class BatchSelection:
     step may then have fewer rollouts, and no step follows it. `publisher_step` is given if another learner publishes
     the policy versions of the batches: it returns how many steps that learner had completed when it read the entry at
     an offset of the index, None if that is not on record. Lags are then counted in the publisher's steps.
+    `past_versions` are the policy versions of earlier entries of the index; they matter only to input that has no steps
+    on record.
     """
 
     def __init__(
@@ -92,6 +94,7 @@ class BatchSelection:
         last_of: Callable[[int], int | None] = lambda _step: None,
         nothing_after: Callable[[int], bool] = lambda _position: False,
         publisher_step: Callable[[int], int | None] | None = None,
+        past_versions: Collection[int] = (),
     ) -> None:
         self._index = index
         self._rollouts_per_step = rollouts_per_step
@@ -99,8 +102,8 @@ class BatchSelection:
         self._read_version_steps = read_version_steps
         self._version_steps: dict[int, int] = {}
         self._publisher_step = publisher_step
-        self._newest_step = 0
-        """Publisher's step of the newest policy version among the index entries that this process has read."""
+        self._newest_step = max((self._step_of(version) or 0 for version in past_versions), default=0)
+        """Publisher's step of the newest policy version among the index entries up to the position."""
         self._skipped = skipped
         self._decided = decided
         self._excluded = excluded
@@ -162,10 +165,12 @@ class BatchSelection:
     def _lag(self, read: IndexedBatch, step: int) -> int | None:
         """Steps since the lowest policy version of the batch was published; None if that version is not on record."""
         lowest = self._step_of(read.entry.lowest_version)
-        if lowest is None or self._publisher_step is None:
+        if self._publisher_step is None:
             return None if lowest is None else step - lowest
         # Input without steps on record, such as a replayed run, is as old as the newest version in it.
         self._newest_step = max(self._newest_step, self._step_of(read.entry.highest_version) or 0)
+        if lowest is None:
+            return None
         completed = self._publisher_step(read.index_offset)
         return max(self._newest_step if completed is None else completed, lowest) - lowest
 

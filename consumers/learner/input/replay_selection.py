@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from rollstream.consumers.batch_reader import IndexedBatch
@@ -29,6 +30,8 @@ from rollstream.topics.skip_reasons import EXCLUDED, UNKNOWN_VERSION, Skip
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_NOT_ON_RECORD = -(2**63)
+"""Weight step of a rollout whose policy version is not on record: below the step of any version."""
 REPORT_SKIPS_AFTER_S = 1.0
 """Seconds that a step waits to fill up before its skipped rollouts are recorded without it."""
 
@@ -96,9 +99,10 @@ class ReplaySelection:
     """Draws the rollouts of each step from the batches it reads.
 
     `fetch` returns a batch, `read_version_steps` the learner step of every published version, `recorded` the record of
-    a step, and `excluded` the reason to leave a batch out. `nothing_after` tells whether the index will have no entry
-    from an offset on: then no step follows the step that read the last batch. `skipped` receives skipped rollouts that
-    have waited for their step to fill up.
+    a step, and `excluded` the reason to leave a batch out. `earlier_steps` has the steps of versions that other
+    learners of the run published, counted in this learner's steps: their rollouts carry the other learners' steps.
+    `nothing_after` tells whether the index will have no entry from an offset on: then no step follows the step that
+    read the last batch. `skipped` receives skipped rollouts that have waited for their step to fill up.
     """
 
     def __init__(
@@ -111,6 +115,7 @@ class ReplaySelection:
         recorded: Callable[[int], LearnerStep | None],
         skipped: Callable[[tuple[BatchUse, ...]], None],
         excluded: Callable[[str], str] = lambda _batch_id: "",
+        earlier_steps: Mapping[int, int] = MappingProxyType({}),
         nothing_after: Callable[[int], bool] = lambda _position: False,
     ) -> None:
         buffer = config.buffer
@@ -133,6 +138,7 @@ class ReplaySelection:
         self._recorded = recorded
         self._skipped = skipped
         self._excluded = excluded
+        self._earlier_steps = earlier_steps
         self._nothing_after = nothing_after
         self._learner = config
         self._unfit: dict[BatchRow, Skip] = {}
@@ -233,7 +239,7 @@ class ReplaySelection:
         fit, left = [], self._shelf.refresh(step, self._now_ms / 1000)
         for entry in self._entries(read, batch, step):
             skip = excluded or unfit.get(entry.item) if forced is None else forced.get(entry.item)
-            if not skip and entry.weight_step < 0 and forced is None:
+            if not skip and entry.weight_step == _NOT_ON_RECORD and forced is None:
                 version = int(batch.lowest_versions[entry.item.number])
                 skip = Skip(UNKNOWN_VERSION, f"policy version {version} is not on record")
             if skip:
@@ -245,15 +251,18 @@ class ReplaySelection:
     def _entries(self, read: IndexedBatch, batch: TrainingBatch, step: int) -> list[ShelfEntry[BatchRow]]:
         """Entries of a batch read after `step` steps, with the stamps of their rollouts.
 
-        A row without a weight step gets the step of its lowest version, -1 if that version is not on record.
+        A row without a weight step, or of an earlier learner, gets the step of its lowest version; it is
+        `_NOT_ON_RECORD` if that version is not on record.
         """
         entries = []
         for number, version in enumerate(batch.lowest_versions.tolist()):
             weight_step, timestamp = stamp_of(batch, number)
-            if weight_step < 0:
+            if version in self._earlier_steps:
+                weight_step = self._earlier_steps[version]
+            elif weight_step < 0:
                 if version not in self._version_steps:
                     self._version_steps = self._read_version_steps(version)
-                weight_step = self._version_steps.get(version, -1)
+                weight_step = self._version_steps.get(version, _NOT_ON_RECORD)
             environment = batch.groups[int(batch.group_index[number])].environment
             row = BatchRow(read.index_offset, number)
             entries.append(ShelfEntry(row, environment, min(weight_step, step), timestamp))

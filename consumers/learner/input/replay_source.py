@@ -51,6 +51,7 @@ class ReplaySource(LogSource[ReplaySelection]):
             recorded=recorder.recorded,
             skipped=self._skipped,
             excluded=exclusions.reason,
+            earlier_steps=recorder.earlier_steps,
             nothing_after=self._nothing_after,
         )
 

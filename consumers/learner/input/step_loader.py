@@ -10,7 +10,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, replace
 from typing import Generic, Protocol, TypeVar
 
@@ -33,19 +33,22 @@ from rollstream.consumers.learner.input.packing import PackedStep, TrainingSeque
 from rollstream.consumers.learner.input.prefetch import Prefetcher
 from rollstream.consumers.learner.input.publisher_steps import PublisherSteps
 from rollstream.consumers.learner.parallel.team import Team
+from rollstream.consumers.learner.records.past_steps import index_between
 from rollstream.consumers.learner.records.step_recorder import StepRecorder
 from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.consumers.learner.training.train_step import PlacedStep
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import AccessDenied, RollstreamError, TopicError
+from rollstream.topics.errors import AccessDenied, DeadlineExceeded, RollstreamError, TopicError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
 
 logger = logging.getLogger(__name__)
 _KEPT_BYTES = 256 * 1024 * 1024
+_LISTEN_S = 1.0
+"""Seconds after which a process that waits for a plan checks whether the plan is still wanted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,7 +261,12 @@ class BatchSource(LogSource[BatchSelection]):
     def _new_selection(
         self, config: LearnerConfig, index: IndexReader, exclusions: Exclusions, recorder: StepRecorder
     ) -> BatchSelection:
-        publisher_step = None if recorder.publishes_input_versions else self._publisher_step(config.input_run)
+        publisher_step, past_versions = None, set[int]()
+        if not recorder.publishes_input_versions:
+            publisher_step = self._publisher_step(config.input_run)
+            if publisher_step(index.position) is None:
+                past = index_between(self._kafka, config.input_run, 0, index.position)
+                past_versions = {entry.highest_version for entry in past.values()}
         return BatchSelection(
             index,
             rollouts_per_step=config.rollouts_per_step,
@@ -270,6 +278,7 @@ class BatchSource(LogSource[BatchSelection]):
             last_of=recorder.last_batch,
             nothing_after=self._nothing_after,
             publisher_step=publisher_step,
+            past_versions=past_versions,
         )
 
     def _publisher_step(self, run: str) -> Callable[[int], int | None]:
@@ -337,11 +346,18 @@ class StepLoader(Closing):
     def _plan(self, step: int, unwanted: threading.Event) -> StepPlan | None:
         key = f"step/{step}"
         if self._team.process:
-            return msgspec.json.decode(self._team.receive(key), type=StepPlan | None)
+            return self._received(key, unwanted)
         beyond = _Beyond(step, self._last_wanted)
         plan = None if beyond.is_set() else self._source.plan(step - 1, _Either(self._stop, unwanted, beyond))
         self._team.publish(key, msgspec.json.encode(plan))
         return plan
+
+    def _received(self, key: str, unwanted: threading.Event) -> StepPlan | None:
+        """Wait for the lead's plan; None once it is unwanted, because a lead that waits for this process sends none."""
+        while not unwanted.is_set():
+            with suppress(DeadlineExceeded):
+                return msgspec.json.decode(self._team.receive(key, _LISTEN_S), type=StepPlan | None)
+        return None
 
 
 class _Either(threading.Event):

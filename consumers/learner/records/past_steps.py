@@ -11,11 +11,11 @@ from rollstream.consumers.learner.input.batch_selection import StepPlan
 from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.topics.batch_uses import taken_rows, trained_rows
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import decode_as
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
 
 _MOST_NAMED = 5
@@ -86,16 +86,18 @@ def _fits(use: BatchUse, entry: BatchIndexEntry) -> bool:
 
 
 def index_between(kafka: KafkaConfig, run: str, first: int, end: int) -> dict[int, BatchIndexEntry]:
-    """Entries that batch-index still holds from offset `first` up to, not including, `end`."""
+    """Entries that batch-index still holds from offset `first` up to, not including, `end`.
+
+    Unreadable records are skipped and logged, as by an IndexReader.
+    """
     topic = topic_name(run, "batch-index")
     low, high = topic_admin.bounds(kafka, topic)[0]
     entries: dict[int, BatchIndexEntry] = {}
     if max(first, low) >= min(end, high):
         return entries
     with closing(read_to_end(kafka, topic, start={0: max(first, low)})) as messages:
-        for message in messages:
-            offset = message.offset
-            if offset >= end:
+        for message, entry in SkippedRecords("learner").records(BatchIndexEntry, messages):
+            if message.offset >= end:
                 break
-            entries[offset] = decode_as(BatchIndexEntry, message.value)
+            entries[message.offset] = entry
     return entries

@@ -5,8 +5,9 @@ A step executed again must match its record; a version that is already published
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
+from itertools import groupby
 from typing import NamedTuple
 
 from rollstream.consumers.learner.config import LearnerConfig
@@ -46,6 +47,26 @@ class StepParams(NamedTuple):
     """Seconds spent on the digest and the copies."""
 
 
+def earlier_steps(manifests: Iterable[PolicyManifest], learner: str, first_step: int) -> dict[int, int]:
+    """Steps after which other learners of a run published their versions, counted in the steps of `learner`.
+
+    Each learner counts from its own first step. The last step of a learner that was replaced counts as the step of
+    `learner` at that time, which is `first_step` unless it published before. So a version of an earlier learner is at
+    least as old as the replacement, and the steps may be negative. They change only when another learner takes over.
+    """
+    steps: dict[int, int] = {}
+    reached = first_step
+    in_order = sorted(manifests, key=lambda manifest: manifest.version)
+    for name, following in groupby(in_order, key=lambda manifest: manifest.learner):
+        published = {manifest.version: manifest.step for manifest in following}
+        last = max(published.values())
+        if name == learner:
+            reached = max(reached, last)
+        else:
+            steps |= {version: reached - (last - step) for version, step in published.items()}
+    return steps
+
+
 class StepRecorder(Closing):
     """Records the steps of one learner. Creating it fences every earlier learner of the run."""
 
@@ -69,6 +90,7 @@ class StepRecorder(Closing):
         recorded = read_steps(kafka, run, config.name)
         self._recorded = {step: record for step, record in recorded.items() if record.params_digest}
         self._made = -1
+        self._first_made: int | None = None
         self.same_bits = True
         """Whether steps executed again must match their records; False if hardware or software has changed."""
         self.tolerance = 0.0
@@ -119,14 +141,31 @@ class StepRecorder(Closing):
         recorded = self._recorded.get(step)
         return () if recorded is None else tuple(use for use in recorded.uses if use.batch_id == batch_id)
 
+    @property
+    def earlier_steps(self) -> Mapping[int, int]:
+        """Steps of the versions that other learners of this run published, counted in the steps of this learner; empty
+        if the input run is another run."""
+        return self._earlier_steps(self._published()) if self.publishes_input_versions else {}
+
     def version_steps(self, version: int) -> dict[int, int]:
         """Learner step of every policy version of the input run, including `version` if it exists.
 
-        Reads the topic only if the input run is another run, or `version` is not known yet.
+        In the learner's own run, these are its own steps, also for versions of other learners (`earlier_steps`). Reads
+        the topic only if the input run is another run, or `version` is not known yet.
         """
-        if self.publishes_input_versions and version in (own := self._publisher.versions):
-            return own
-        return {version: manifest.step for version, manifest in read_manifests(self._kafka, self._input_run).items()}
+        known = self._published() if self.publishes_input_versions else {}
+        manifests = known if version in known else read_manifests(self._kafka, self._input_run)
+        steps = {version: manifest.step for version, manifest in manifests.items()}
+        return steps | (self._earlier_steps(manifests) if self.publishes_input_versions else {})
+
+    def _published(self) -> dict[int, PolicyManifest]:
+        """Manifests of this run, by version; may be called from another thread."""
+        manifests = {version: self._publisher.manifest(version) for version in self._publisher.versions}
+        return {version: manifest for version, manifest in manifests.items() if manifest is not None}
+
+    def _earlier_steps(self, manifests: Mapping[int, PolicyManifest]) -> dict[int, int]:
+        first = min(self._recorded, default=self._first_made)
+        return {} if first is None else earlier_steps(manifests.values(), self._config.name, first)
 
     def record(
         self,
@@ -181,6 +220,7 @@ class StepRecorder(Closing):
         )
         self._log.commit([self._log.record(record)] + ([self._publisher.record(staged)] if staged else []))
         self._made = step
+        self._first_made = step if self._first_made is None else self._first_made
         if staged is not None:
             self._publisher.committed(staged)
         if not again:

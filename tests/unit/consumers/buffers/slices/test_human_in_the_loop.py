@@ -178,6 +178,22 @@ def test_the_position_is_the_lower_of_both_sides_and_each_side_adds_what_it_lack
         assert (both.auto.size(), both.hil.size()) == (9, 3)
 
 
+def test_the_end_of_an_episode_that_one_side_has_is_not_added_to_the_other(tmp_path: Path) -> None:
+    """The human acts first in the end of the policy's episode; a kill comes between the two sides."""
+    end = span("a", 0, 3, 1, first=False)
+    record = trajectory(2, end, span("b", 3, 6, 1))
+    with buffer(tmp_path) as both:
+        both.add(trajectory(1, span("a", 0, 6, 0, last=False)), at=(0, 0))
+        both.auto.add(trajectory(2, end), at=(0, 1))
+        assert not both.auto.is_open("a")
+        assert both.add(record, at=(0, 1))
+        assert (both.auto.size(), both.hil.size()) == (9, 3)
+        both.add(trajectory(3, span("c", 0, 6, 1, last=False)), at=(0, 2))
+        both.auto.skip((0, 3))
+        assert both.add(trajectory(4, span("c", 0, 6, 0, first=False)), at=(0, 3))
+        assert (both.auto.size(), both.hil.size()) == (9, 15)
+
+
 def test_both_sides_are_saved_or_neither(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with buffer(tmp_path / "live") as both:
         both.add(episode(0, 0), at=(0, 0))

@@ -70,6 +70,38 @@ def test_a_reader_follows_a_buffer_that_was_replaced(tmp_path: Path) -> None:
         assert reader.position == {0: 8}
 
 
+def test_a_reader_follows_a_journal_that_is_replaced_again_and_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system may give the inode of a deleted journal to the next one."""
+    with ring(tmp_path) as writer, ring(tmp_path, read_only=True) as reader:
+        for offset in range(300):
+            feed(writer, offset)
+        monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", -(2**20))
+        offset = 300
+        for replacements in range(1, 6):
+            assert reader.size() == writer.size()
+            for _time in range(replacements):
+                feed(writer, offset)
+                offset += 1
+            assert reader.stats()["total_steps_added"] == writer.stats()["total_steps_added"]
+            content(reader, tmp_path)
+
+
+def test_a_reader_does_not_repeat_its_draws_when_the_journal_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ring(tmp_path) as writer, ring(tmp_path, read_only=True) as reader, ring(tmp_path, read_only=True) as other:
+        for offset in range(50):
+            feed(writer, offset)
+        reader.sample(30)
+        expected = [other.sample(30)["offset"].tolist() for _ in range(2)][1]
+        monkeypatch.setattr(store, "LEAST_JOURNAL_BYTES", -(2**20))
+        writer.flush()
+        assert reader.sample(30)["offset"].tolist() == expected
+        assert reader.stats()["draws"] == 2
+
+
 def test_a_saved_copy_opens_by_itself_and_can_be_loaded(tmp_path: Path) -> None:
     with ring(tmp_path / "ring") as buffer:
         for offset in range(300):

@@ -149,6 +149,36 @@ def test_after_the_machine_stops_everything_flushed_is_there_except_steps_being_
         assert content(buffer, left) | {"drawn": 0} == actual | {"drawn": 0}
 
 
+def test_a_ring_that_lost_everything_when_the_machine_stopped_is_filled_and_drawn_from_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring was overwritten almost whole since the last flush."""
+    directory = tmp_path / "ring"
+    with ring(directory) as buffer:
+        for offset in range(100):
+            feed(buffer, offset)
+        buffer.flush()
+        flushed = stored(directory).head
+        for offset in range(100, 390):
+            feed(buffer, offset)
+        assert stored(directory).head - flushed > CAPACITY * 15 // 16
+        left = left_by_kill(directory)
+    monkeypatch.setattr(slice_directory, "boot_id", lambda: "another")
+    with ring(left) as buffer:
+        assert buffer.position == {0: 100}
+        assert buffer.size() == 0
+        for offset in range(100, 500):
+            assert feed(buffer, offset)
+            if offset in (110, 499):
+                content(buffer, left)
+        buffer.save(tmp_path / "saved")
+        actual = content(buffer, left)
+    with ring(tmp_path / "saved") as saved:
+        assert content(saved, tmp_path / "saved") == actual
+    with ring(left) as buffer:
+        assert content(buffer, left) | {"drawn": 0} == actual | {"drawn": 0}
+
+
 def test_a_machine_that_stops_before_anything_is_overwritten_loses_only_what_was_not_flushed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,6 +140,26 @@ def test_without_steps_on_record_batches_of_another_run_age_by_the_newest_versio
         assert plan.lags == (0, 0, 2)
 
 
+def test_after_a_restart_batches_without_steps_on_record_age_by_the_versions_read_before() -> None:
+    published_after = {0: 0, 1: 1, 8: 7, 9: 9}
+    plan, _ = take([1, 8, 8, 9], 0, published_after, publisher_step=lambda _offset: None, past_versions={0, 5, 9})
+    assert plan is not None
+    assert [use.use for use in plan.uses] == ["skipped", "trained", "trained", "trained"]
+    assert plan.uses[0].reason == "policy version 1 is 8 steps old, max_policy_lag is 2"
+
+
+def test_batches_of_an_earlier_learner_age_by_its_steps_until_it_was_replaced_and_by_ours_since() -> None:
+    # The learner was replaced after its step 100, and this learner's first own version is 101.
+    steps_of_versions = {97: -3, 98: -2, 99: -1, 100: 0, 101: 0}
+    plan, _ = take([97, 98, 100, 101], 0, steps_of_versions)
+    assert plan is not None
+    assert plan.uses[0].reason == "policy version 97 is 3 steps old, max_policy_lag is 2"
+    assert plan.lags == (2, 0, 0)
+    plan, _ = take([98, 99, 100, 101, 101], 2, steps_of_versions)
+    assert plan is not None
+    assert [use.use for use in plan.uses] == ["skipped", "skipped", "trained", "trained", "trained"]
+
+
 def test_an_excluded_batch_is_skipped_whatever_its_version_and_replaced() -> None:
     stop, request = threading.Event(), []
 

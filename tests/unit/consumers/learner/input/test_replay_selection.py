@@ -103,6 +103,7 @@ class Learner:
         self.steps: dict[int, LearnerStep] = {}
         self.excluded: dict[str, str] = {}
         self.versions = {version: version for version in range(100)}
+        self.earlier_steps: dict[int, int] = {}
         self.skips: list[tuple[BatchUse, ...]] = []
         self.drained = False
         self._random = random.Random(seed)
@@ -121,6 +122,7 @@ class Learner:
             recorded=self.steps.get,
             skipped=self.skips.append,
             excluded=lambda name: self.excluded.get(name, ""),
+            earlier_steps=self.earlier_steps,
             nothing_after=lambda position: self.drained and not self.log.entries(position),
         )
         uses = PastUses.after(step, position, past)
@@ -277,6 +279,44 @@ def test_rollouts_of_another_learner_that_is_ahead_count_as_new_when_they_are_re
     assert lags[0] == 0
     assert max(lags) <= 3
     assert lags[-1] > 0
+
+
+@pytest.mark.parametrize("stamped", [False, True])
+def test_rollouts_of_an_earlier_learner_age_by_the_steps_since_they_were_sampled(stamped: bool) -> None:
+    """The rollouts carry steps of the earlier learner, which was replaced after its step 50."""
+
+    def sampled(number: int, version: int) -> TrainingBatch:
+        made = batch(number, version=version)
+        if not stamped:
+            return made
+        return replace(made, weight_steps=np.full(ROWS, version), timestamps=np.zeros(ROWS))
+
+    log = Log()
+    log.append(sampled(0, 46), sampled(1, 47), sampled(2, 50))
+    learner = Learner(log, config(max_samples=-1))
+    learner.versions = {46: -4, 47: -3, 50: 0, 51: 0, 52: 1}
+    learner.earlier_steps = {46: -4, 47: -3, 50: 0}
+    learner.start(0)
+    first = learner.plan()
+    assert first is not None
+    assert [use.reason for use in first.uses if use.index_offset == 0] == [
+        "weight step -4 is 4 steps old, at most 3 may be"
+    ]
+    assert set(first.lags) == {3, 0}
+    log.append(batch(3, version=51), batch(4, version=99))
+    second = learner.plan()
+    assert second is not None
+    reasons = {use.index_offset: use.reason for use in second.uses if use.use == "skipped"}
+    assert reasons == {
+        2: "weight step -3 is 4 steps old, at most 3 may be",
+        8: "policy version 99 is not on record",
+    }
+    before = dict(learner.steps)
+    for begin in (0, 1):
+        learner.start(begin)
+        while learner.step < 2:
+            learner.plan()
+        assert learner.steps == before
 
 
 def test_other_settings_do_not_pass_for_the_step_on_record() -> None:
