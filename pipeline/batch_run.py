@@ -22,14 +22,14 @@ TimedEntry = tuple[int, BatchIndexEntry]
 """Time at which a batch was cut, and its entry."""
 
 
-def prepare(kafka: KafkaConfig, run: str, into: str, partitions: int) -> None:
-    """Create the topics of `into`, and copy the policy versions of `run`.
+def prepare(kafka: KafkaConfig, run: str, into: str, topics: TopicsConfig) -> None:
+    """Create the topics of `into` with these settings, and copy the policy versions of `run`.
 
     Raises ConfigurationError if `into` is `run` itself, and TopicError if `into` has batches.
     """
     if into == run:
         raise ConfigurationError(f"--into {into} is the run that is read; name another")
-    provisioning.apply(kafka, TopicsConfig(partitions=partitions), into)
+    provisioning.apply(kafka, topics, into)
     if next(iter(read_to_end(kafka, topic_name(into, "batches"))), None) is not None:
         raise TopicError(f"run {into} has batches already; name another run with --into")
     policies = read_to_end(kafka, topic_name(run, "policies"))

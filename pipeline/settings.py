@@ -285,8 +285,15 @@ def _guarded(guard: Guard, layer: Layer, key: str, value: Any) -> Any:
     return guard(layer, key, value)
 
 
+_KAFKA_KEYS = ("kafka.client", "broker.properties")
+"""Tables of keys that belong to Kafka, none of which contains `_`."""
+
+
 def _rejoin_table_keys(root: type, nested: dict[str, Any], from_environment: bool) -> dict[str, Any]:
-    """Join the keys below a table of strings, e.g. `kafka.client`, into one dotted key; in variables, `_` is a dot."""
+    """Join the keys below a table of strings, e.g. `kafka.client`, into one dotted key.
+
+    The names of variables cannot contain dots, so in variables `_` is a dot in the tables of Kafka's own keys.
+    """
     path = []
     value: Any = nested
     while isinstance(value, dict):
@@ -300,7 +307,8 @@ def _rejoin_table_keys(root: type, nested: dict[str, Any], from_environment: boo
         hint = _hints(cast(type, hint)).get(part) if dataclasses.is_dataclass(hint) else None
         if hint is not None and _is_table(hint) and not _is_free_table(hint) and depth + 1 < len(path):
             key = ".".join(path[depth + 1 :])
-            path[depth + 1 :] = [key.replace("_", ".") if from_environment else key]
+            dotted = from_environment and ".".join(path[: depth + 1]) in _KAFKA_KEYS
+            path[depth + 1 :] = [key.replace("_", ".") if dotted else key]
             break
     for part in reversed(path):
         value = {part: value}

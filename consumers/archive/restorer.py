@@ -46,6 +46,8 @@ _WHILE_RESTORING = {
     _ANY_TIMESTAMP: str(2**63 - 1),
 }
 _WHOLE_IN_TRANSACTION = 100
+GAP_AT_ONCE = 50_000
+"""Largest part of a gap that one transaction fills, so that it does not outlive the transaction timeout."""
 _FILLER = b"not a record: it is where an archived topic had none"
 
 
@@ -146,7 +148,10 @@ class _Cursor:
         return self._next is None and self.at >= self._end
 
     def next_records(self) -> tuple[list[ArchivedRecord], int]:
-        """Return the next records, and the length of the gap between them and the next record or the end."""
+        """Return the next records, and the length of the gap between them and the next record or the end.
+
+        A long gap is returned in parts, none of which has a length of one.
+        """
         entries: list[ArchivedRecord] = []
         size, at = 0, self.at
         while self._next is not None and self._next.offset == at and len(entries) < _AT_ONCE and size < _AT_ONCE_BYTES:
@@ -154,8 +159,10 @@ class _Cursor:
             size += len(self._next.value or b"")
             at += 1
             self._next = next(self._entries, None)
-        following = self._end if self._next is None else self._next.offset
-        return entries, following - at
+        gap = (self._end if self._next is None else self._next.offset) - at
+        if gap > GAP_AT_ONCE:
+            gap = GAP_AT_ONCE - (gap == GAP_AT_ONCE + 1)
+        return entries, gap
 
 
 class _TopicFiller:

@@ -256,8 +256,9 @@ def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
 
 
 def _rollout(entry: ArchivedRecord, r: Rollout, arrays: bool) -> Rows:
-    place, environment, about = entry[:4], r.environment, r.metadata
-    table = "evals" if entry.topic == "evals" else "rollouts"
+    if entry.topic not in ("rollouts", "evals"):
+        return  # It waits for its reward in `unlabelled`, or was refused.
+    place, environment, about, table = entry[:4], r.environment, r.metadata, entry.topic
     row = (
         *place,
         r.uid,

@@ -4,6 +4,7 @@ Objects are written completely and never changed. `create` writes only new objec
 have no rename. Accepted objects survive a crash of this machine.
 """
 
+import errno
 import os
 import re
 import uuid
@@ -201,6 +202,8 @@ class FsspecStore:
         except FileExistsError:
             raise
         except OSError as error:
+            if mode and error.errno == errno.ENOSYS:
+                raise NotImplementedError(str(error)) from error
             raise StoreError(
                 f"{shown(self.url)}/{name} cannot be written ({shown(str(error))}); nothing was stored"
             ) from error

@@ -20,10 +20,10 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Collect until the player has returned and its trajectories are sent, or until stopped. The exit code is
-    TERMINATED after a stop, unless the run was drained or split or all trajectories were sent."""
+    TERMINATED if it was stopped before, unless the run was drained or split."""
     player, stop = player_of(config.collect.player), stop_on_signals()
     over = end_with_split(config.kafka, config.run, lambda wanted: wanted.draining)
-    sent = run_collecting(
+    done = run_collecting(
         player,
         config.kafka,
         config.run,
@@ -32,8 +32,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         stop=stop,
         on_ready=announce_ready,
     )
-    done = over.is_set() or sent >= config.collect.trajectories > 0
-    return TERMINATED if stop.is_set() and not done else 0
+    return 0 if done or over.is_set() else TERMINATED
 
 
 def player_of(name: str) -> Player:

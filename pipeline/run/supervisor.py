@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Self
 
 from rollstream.infra.process_identity import await_end
+from rollstream.pipeline import interruption
 from rollstream.pipeline.run.adopted_process import AdoptedProcess
 from rollstream.pipeline.run.orphans import REGISTRY_VARIABLE
 from rollstream.pipeline.run.process_registry import ProcessRegistry
@@ -42,6 +43,8 @@ from rollstream.topics.metric_values import VALUES
 logger = logging.getLogger(__name__)
 _LONGEST_PAUSE_S = 60.0
 """Longest pause before a role is started again."""
+_LOOK_S = 0.1
+"""How often a wait for a role looks for a Ctrl-C."""
 _KILLED_S = 1.0
 """How long to wait for a killed process to end."""
 
@@ -98,6 +101,8 @@ class Supervisor:
         self._clock = clock
         self._roles: dict[str, SupervisedRole] = {}
         self._loops: dict[str, CrashLoop] = {}
+        self._hurry_until: float | None = None
+        """Time until which roles may stop after a Ctrl-C."""
         self._lifeline_read, self._lifeline_write = os.pipe()  # the write end is never inherited
         log_dir.mkdir(parents=True, exist_ok=True)
 
@@ -223,11 +228,24 @@ class Supervisor:
                 continue
             try:
                 patience_s = min(role.spec.stop_timeout_s, within_s)
-                code = role.process.wait(max(began + patience_s - time.monotonic(), 0.0))
+                code = self._exit_code(role, began + patience_s)
                 event(logger, "role_stopped", role=role.spec.name, exit_code=code, seconds=_since(began))
             except subprocess.TimeoutExpired:
                 event(logger, "role_killed", level=logging.WARNING, role=role.spec.name, seconds=_since(began))
             self._kill(role)
+
+    def _exit_code(self, role: SupervisedRole, deadline: float) -> int:
+        """Wait for a role to end. Raises TimeoutExpired at the deadline, and soon after a Ctrl-C."""
+        while True:
+            if interruption.received():
+                self._hurry_until = self._hurry_until or time.monotonic() + HURRY_S
+                deadline = min(deadline, self._hurry_until)
+            left_s = deadline - time.monotonic()
+            try:
+                return role.process.wait(max(min(left_s, _LOOK_S), 0.0))
+            except subprocess.TimeoutExpired:
+                if left_s <= _LOOK_S:
+                    raise
 
     def retire(self, *names: str) -> None:
         """Send SIGTERM to roles that are no longer wanted, without waiting. `poll` kills a role that takes too long,

@@ -3,6 +3,7 @@
 Until records are moved, the run can be reopened as if nothing had happened.
 """
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -27,10 +28,12 @@ from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.keys import encode_key
+from rollstream.topics.logs import event
 from rollstream.topics.paused_partitions import paused_partitions
 from rollstream.topics.records import Mark
 from rollstream.topics.signatures import MarkSigner
 
+logger = logging.getLogger(__name__)
 _ORDINAL = 1_000_000_000
 """Ordinal of the grouping process that reads a run to its end; no other process has it."""
 _POLL_S = 0.1
@@ -108,7 +111,10 @@ def close_again(config: RunConfig) -> None:
     """Close `rollouts` of a run whose records are being moved, if somebody has opened it. Safe to repeat."""
     topic = topic_name(config.run, "rollouts")
     if not closed_topics.is_closed(config.kafka, topic):
-        _fence(config, topic_admin.partitions_of(config.kafka, topic))
+        partitions = topic_admin.partitions_of(config.kafka, topic)
+        arrived = _arrived(config, partitions)
+        _fence(config, partitions)
+        event(logger, "records_not_moved", level=logging.WARNING, topic=topic, records=arrived)
 
 
 def check_closed(config: RunConfig) -> None:
@@ -116,15 +122,20 @@ def check_closed(config: RunConfig) -> None:
     kafka, topic = config.kafka, topic_name(config.run, "rollouts")
     if closed_topics.is_closed(kafka, topic):
         return
-    partitions = topic_admin.partitions_of(kafka, topic)
-    committed = committed_offsets(kafka, config.grouper.group_id(config.run), topic, partitions)
-    positions = {place.partition: place.offset for place in committed}
-    arrived = sum(1 for _record in read_to_end(kafka, topic, start=positions))
+    arrived = _arrived(config, topic_admin.partitions_of(kafka, topic))
     raise StateRefused(
         f"{topic} accepts records again, because somebody has set its max.message.bytes back; {arrived} records have "
         f"arrived since it was closed, and are not moved. Annotate the KafkaTopic of {topic} with "
         f'strimzi.io/managed: "false" if Strimzi manages it, and split again'
     )
+
+
+def _arrived(config: RunConfig, partitions: int) -> int:
+    """Return the number of records of `rollouts` that grouping has not read."""
+    topic = topic_name(config.run, "rollouts")
+    committed = committed_offsets(config.kafka, config.grouper.group_id(config.run), topic, partitions)
+    positions = {place.partition: place.offset for place in committed}
+    return sum(1 for _record in read_to_end(config.kafka, topic, start=positions))
 
 
 def _await_quiet(config: RunConfig) -> None:

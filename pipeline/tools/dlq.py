@@ -23,7 +23,7 @@ from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, p
 from rollstream.topics.catalogue import name_in_run, topic_name
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError, TopicError
+from rollstream.topics.errors import ConfigurationError, DeliveryError, RecordError, StateRefused, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.open_transactions import await_decided
@@ -242,12 +242,12 @@ def resend(
 ) -> tuple[list[Letter], list[tuple[Letter, str]]]:
     """Send letters to their source again, each once; return the letters sent, and each other letter with its reason.
 
-    With `dry_run`, nothing is sent. Raises DeliveryError if the transaction fails, and StateRefused if letters of
-    `rollouts` are to be sent but the run has no grouping state; nothing is then sent.
+    With `dry_run`, nothing is sent. Raises DeliveryError if the transaction fails; nothing is then sent.
     """
     ready: list[tuple[Letter, bytes, bytes]] = []
     refused: list[tuple[Letter, str]] = []
-    signer = signer_of(config.kafka.signing_key, "kafka.signing_key")
+    # Unchanged letters are not signed, so that the page, which does not have the key, can send them.
+    signer = None if fix is None else signer_of(config.kafka.signing_key, "kafka.signing_key")
     for letter in letters:
         why, key, value = _mended(letter, fix, signer)
         if why:
@@ -313,7 +313,11 @@ def _unsigned(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -
     values = {letter.place: value for letter, _key, value in ready if letter.topic == "rollouts"}
     if not values:
         return {}
-    keys = newest(partition_configurations(config.kafka, config.run, config.grouper)).keys_by_environment
+    try:
+        keys = newest(partition_configurations(config.kafka, config.run, config.grouper)).keys_by_environment
+    except (StateRefused, ConfigurationError):
+        # Grouping has no state, or its makers cannot be imported here: the settings of this command decide.
+        keys = config.grouping.keys_by_environment
     unsigned: dict[Place, str] = {}
     for place, value in values.items():
         environment = decode(value).environment

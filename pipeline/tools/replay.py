@@ -37,7 +37,7 @@ from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools.cat import milliseconds
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.config import KafkaConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -206,6 +206,7 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
             estimators=config.grouper.estimators,
             since_ms=since_ms,
             into=args.into,
+            topics=config.topics,
             processes=os.cpu_count() or 1,
             progress=show,
         )
@@ -234,18 +235,20 @@ def replay(
     estimators: Iterable[str] = (),
     since_ms: int | None = None,
     into: str | None = None,
+    topics: TopicsConfig | None = None,
     processes: int = 1,
     progress: ProgressCallback = lambda _done, _all: None,
 ) -> ReplayComparison:
     """Fold a run again with `overrides` in every configuration of its log.
 
     With `since_ms`, begin at that time: from a snapshot before it if nothing is overridden, else with an empty state.
-    With `into`, write the batches to the topics of run `into`. Raises TopicError if that run already has batches.
+    With `into`, write the batches to the topics of run `into`, which get the settings of `topics`. Raises TopicError if
+    that run already has batches.
     """
     clients.check_broker(kafka)
     partitions = topic_admin.partitions_of(kafka, topic_name(run, "rollouts"))
     if into is not None:
-        prepare(kafka, run, into, partitions)
+        prepare(kafka, run, into, replace(topics or TopicsConfig(), partitions=partitions))
     grouper = GrouperConfig(makers=tuple(makers), estimators=tuple(estimators))
     jobs = [_Job(kafka, run, p, grouper, dict(overrides), since_ms, into) for p in range(partitions)]
     result = ReplayComparison()

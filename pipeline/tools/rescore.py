@@ -8,7 +8,7 @@ import argparse
 import os
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
@@ -136,7 +136,7 @@ def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, s
         if args.into is not None:
             taken = {**taken, **_excluded(view)}
             partitions = topic_admin.partitions_of(config.kafka, view.topic("rollouts"))
-            prepare(config.kafka, config.run, args.into, partitions)
+            prepare(config.kafka, config.run, args.into, replace(config.topics, partitions=partitions))
             entries = _corrected(config, rescoring, scored, args.into, taken).entries
             write_index(config.kafka, args.into, entries)
             report.batches_written = len(entries)

@@ -32,7 +32,7 @@ from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, 
 from rollstream.producers.gateway.upstream import Upstream, labelled
 from rollstream.producers.inference.answers import samples_of
 from rollstream.producers.inference.decoding import row_seed
-from rollstream.producers.inference.errors import InferenceRefused
+from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.json_text import decode, encode
 from rollstream.topics.records import ModelCall, SessionEvent
 
@@ -183,8 +183,8 @@ class CallCapture:
         """Yield the events of a streamed answer; the events that complete it follow once the call is recorded.
 
         Raises the errors of `answer`, before the first event or after it. It also raises InferenceUnavailable if the
-        connection to the server breaks, InferenceRefused if the server's stream ends too early, and
-        ConnectionResetError after the first event if the recorded answer is not the one that was streamed.
+        connection to the server breaks or the server's stream ends too early, and ConnectionResetError after the first
+        event if the recorded answer is not the one that was streamed.
         """
         await self._log.current(session)
         chat = ROUTES[request.route] == "chat"
@@ -218,7 +218,7 @@ class CallCapture:
                             yield ready
                         held.clear()
                 if not whole.complete:
-                    raise InferenceRefused(f"{url} ended a stream before the answer was complete")
+                    raise InferenceUnavailable(f"{url} ended a stream before the answer was complete")
                 call = await self._record(
                     session,
                     request,

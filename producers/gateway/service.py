@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -86,8 +86,8 @@ class SessionService:
         self._config = config
         self._assume_version = assume_version
         self._capacity, self._read_progress, self._draining = capacity, read_progress, draining
-        self._starting = 0
-        """Sessions admitted whose starts are not applied yet."""
+        self._starting: set[str] = set()
+        """Sessions admitted whose starts may not be applied yet."""
         self._marked: dict[str, float] = {}
         self._seen: dict[str, float] = {}
 
@@ -145,7 +145,7 @@ class SessionService:
         fold = await self._log.current(partition)
         new = [(name, member) for name, member in zip(names, members, strict=True) if name not in fold.sessions]
         if new:
-            with self._admitted(len(new)):
+            with self._admitted({name for name, _member in new}):
                 version = await self._newest_known_version()
                 starts = [self._start_event(request, group, name, member, version) for name, member in new]
                 places = await asyncio.gather(*map(self._log.append, starts))
@@ -175,20 +175,23 @@ class SessionService:
             raise RecordError("member is given without group_id; name the group that it belongs to")
 
     @contextmanager
-    def _admitted(self, sessions: int) -> Iterator[None]:
-        """Admit new sessions, and count them as open while the caller starts them. Raises NoCapacity."""
-        self._admit(sessions)
-        self._starting += sessions
+    def _admitted(self, names: Set[str]) -> Iterator[None]:
+        """Admit new sessions, and count them as open while the caller starts them. Sessions that another request is
+        starting are admitted already. Raises NoCapacity."""
+        added = names - self._starting
+        if added:
+            self._admit(len(added))
+        self._starting |= added
         try:
             yield
         finally:
-            self._starting -= sessions
+            self._starting -= added
 
     @property
     def _unfinished(self) -> int:
         """Sessions of gateways that are open or being started. Workers' sessions are in the workers' share."""
         sessions = (session for fold in self._log.folds for session in fold.open.values())
-        return self._starting + sum(session.start.owner == "gateway" for session in sessions)
+        return len(self._starting.union(session.name for session in sessions if session.start.owner == "gateway"))
 
     def _admit(self, sessions: int) -> None:
         if self._draining():

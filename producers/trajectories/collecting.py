@@ -68,8 +68,8 @@ def run_collecting(
     ordinal: int,
     stop: threading.Event,
     on_ready: Callable[[], None],
-) -> int:
-    """Collect until the player returns, `config.trajectories` are sent or `stop` is set; return the number sent.
+) -> bool:
+    """Collect until the player returns, `config.trajectories` are sent or `stop` is set; return false in the last case.
 
     Raises BrokerUnavailable or TopicError if there is no topic to write to, ConfigurationError if the player is not a
     generator function, RecordError for an invalid step, and the player's own errors.
@@ -89,7 +89,7 @@ def run_collecting(
         on_ready()
         first = next((step for step in _beating(steps) if step is not None or stop.wait(_IDLE_S)), None)
         if first is None:
-            return 0
+            return not stop.is_set()
         with TrajectoryProducer(kafka, run, topic=topic_of(first)) as producer:
             collector = TrajectoryCollector(
                 config.environment,
@@ -99,7 +99,7 @@ def run_collecting(
                 max_bytes=producer.limit_bytes,
                 max_episode_length=config.max_episode_length,
             )
-            sent = 0
+            sent, done = 0, True
             for step in itertools.chain([first], _beating(steps)):
                 if step is None:
                     producer.poll()
@@ -108,9 +108,11 @@ def run_collecting(
                     producer.send(trajectory)
                     VALUES.count("rollstream_collecting_trajectories_total")
                     sent += 1
-                if stop.is_set() or sent == config.trajectories > 0:
+                if sent == config.trajectories > 0:
+                    break
+                if stop.is_set():
+                    done = False
                     break
             if (rest := collector.finish()) is not None:
                 producer.send(rest)
-                sent += 1
-    return sent
+    return done

@@ -10,6 +10,7 @@ import pytest
 from confluent_kafka import Producer, TopicPartition
 
 from rollstream.consumers.archive import manifest as manifests
+from rollstream.consumers.archive import restorer
 from rollstream.consumers.archive.archiver import TOPICS, Archiver
 from rollstream.consumers.archive.restorer import restore
 from rollstream.consumers.archive.tables import ArchivedRecord
@@ -267,7 +268,11 @@ def transaction(producer: Producer, records: Sequence[tuple[str, int]], end: Cal
 
 
 @pytest.mark.long
-def test_what_lies_between_records_lies_there_again(real_run: RealRun) -> None:
+@pytest.mark.parametrize("at_once", [restorer.GAP_AT_ONCE, 2], ids=["whole gaps", "parts of gaps"])
+def test_what_lies_between_records_lies_there_again(
+    real_run: RealRun, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(restorer, "GAP_AT_ONCE", at_once)
     real_run.prepare()
     rollouts, steps, letters = (real_run.topic(name) for name in ("rollouts", "steps", "dead-letters"))
     plain = clients.producer(real_run.kafka)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from rollstream.topics.codec import encode
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.keys import encode_key
 from tests.support.runs import RealRun, rollout
@@ -33,7 +33,8 @@ def test_a_replay_into_another_run_waits_for_room(real_run: RealRun) -> None:
     run = real_run.prepare()
     for version in range(1, 20):
         run.publish_version(version)
-    process = run.start("replay", "--into", f"{run.name}-into", **LITTLE_ROOM)
+    process = run.start("replay", "--into", f"{run.name}-into", topics__weights_partitions=3, **LITTLE_ROOM)
     assert process.wait(300) == 0, run.log_of(process)
     there = dataclasses.replace(run, name=f"{run.name}-into")
     assert len(there.read("policies")) == 20
+    assert topic_admin.partitions_of(run.kafka, there.topic("weights")) == 3, "the topics have the settings of the run"

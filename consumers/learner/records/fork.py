@@ -22,7 +22,7 @@ def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, 
     returns.
 
     Copying twice has no further effect. Raises StateRefused, naming the available steps, if there is no checkpoint of
-    this step, ConfigurationError if the target holds another checkpoint.
+    this step, ConfigurationError if the target holds another checkpoint or a copy with other places.
     """
     available = checkpoint_steps(source)
     if step not in available:
@@ -32,6 +32,11 @@ def copy_checkpoint(source: Path, step: int, target: Path, places: Mapping[str, 
         if held != [step]:
             raise ConfigurationError(
                 f"{target} already holds checkpoints of steps {held}; give another run, or another learner.name"
+            )
+        if (target / str(step) / META).read_text() != _without_steps(source / str(step) / META, places):
+            raise ConfigurationError(
+                f"{target} already holds a copy of step {step} from another source, or for another index; give another "
+                "run, or another learner.name"
             )
         return
     if is_remote(target):

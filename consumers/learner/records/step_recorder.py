@@ -19,7 +19,7 @@ from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted
-from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of, read_manifests
 from rollstream.consumers.weights.shard_barrier import Channel
 from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.closing import Closing
@@ -53,18 +53,29 @@ def earlier_steps(manifests: Iterable[PolicyManifest], learner: str, first_step:
     Each learner counts from its own first step. The last step of a learner that was replaced counts as the step of
     `learner` at that time, which is `first_step` unless it published before. So a version of an earlier learner is at
     least as old as the replacement, and the steps may be negative. They change only when another learner takes over.
+    A rollback publishes earlier parameters again, and is as old as these.
     """
+    originals: dict[tuple[str, str], int] = {}
+    rollbacks: dict[int, int] = {}
+    in_order: list[PolicyManifest] = []
+    for manifest in sorted(manifests, key=lambda manifest: manifest.version):
+        digest = params_digest_of(manifest)
+        original = originals.setdefault((manifest.learner, digest), manifest.version) if digest else manifest.version
+        if original == manifest.version:
+            in_order.append(manifest)
+        else:
+            rollbacks[manifest.version] = original
     steps: dict[int, int] = {}
     reached = first_step
-    in_order = sorted(manifests, key=lambda manifest: manifest.version)
     for name, following in groupby(in_order, key=lambda manifest: manifest.learner):
         published = {manifest.version: manifest.step for manifest in following}
-        last = max(published.values())
+        *_earlier, last = published.values()
         if name == learner:
             reached = max(reached, last)
         else:
-            steps |= {version: reached - (last - step) for version, step in published.items()}
-    return steps
+            # Steps that were executed again may have lower numbers than the steps before.
+            steps |= {version: reached - max(0, last - step) for version, step in published.items()}
+    return steps | {version: steps[original] for version, original in rollbacks.items() if original in steps}
 
 
 class StepRecorder(Closing):

@@ -30,7 +30,8 @@ class LedgerKeeper:
     def answer(self) -> dict[str, Any]:
         """Return the newest ledger (None before the first proof) and its time; start the next proof if one is due.
 
-        `running` is true as long as a later answer may differ: while a proof runs, and while one waits for its pause.
+        `running` is true while a proof runs or waits for its pause, so that a later answer will differ. After a failed
+        proof, only a request starts the next one.
         """
         due = self._revision() != self._proven
         if due and not self._running and time.monotonic() >= self._rest_until:
@@ -40,7 +41,7 @@ class LedgerKeeper:
             "ledger": self._book,
             "at_ms": self._at_ms,
             "seconds": self._seconds,
-            "running": self._running or due,
+            "running": self._running or (due and not self._problem),
             "problem": self._problem or None,
         }
 

@@ -111,6 +111,8 @@ class LiveRun:
                 with closing(self._observer(log)) as observer:
                     self._read(observer, log)
             except (RollstreamError, OSError) as error:
+                if self._stop.is_set():
+                    return  # Nobody shows this run any more.
                 event(logger, "run_not_read", level=logging.WARNING, run=self.name, error=str(error))
                 self._problem = str(error)
                 self._publish()

@@ -329,6 +329,14 @@ def test_every_setting_that_holds_a_secret_is_handed_on_to_the_processes_of_a_ru
     assert secret_references(config) == {key: ("env", value.removeprefix("env:")) for key, value in named.items()}
 
 
+def test_a_secret_option_given_by_its_own_variable_is_a_secret() -> None:
+    variable = "ROLLSTREAM_COLLECT__OPTIONS__API_KEY"
+    config = load(environment={variable: "canary", "ROLLSTREAM_KAFKA__CLIENT__LINGER_MS": "7"})
+    assert secret_references(config) == {"collect.options.api_key": ("env", variable)}
+    assert "canary" not in repr(config)
+    assert config.kafka.client == {"linger.ms": "7"}
+
+
 def test_secrets_among_options_reach_the_roles_that_use_them_and_no_others(tmp_path: Path) -> None:
     variable = "ROLLSTREAM_ENVIRONMENTS__0__OPTIONS__API_KEY"
     path = write(

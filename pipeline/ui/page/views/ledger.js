@@ -28,7 +28,7 @@ export function LedgerView({ run, live, query }) {
   return shown(
     answer,
     (data) => html`
-      ${data.problem ? html`<${Failure} error=${new Error(data.problem)} />` : null}
+      ${data.problem ? html`<${Failure} error=${new Error(data.problem)} again=${again} />` : null}
       ${data.ledger
         ? html`<${Book} run=${run} ledger=${data.ledger} answer=${data} query=${query} again=${again} />`
         : data.problem ? null : html`<${Loading} what="every topic of the run, once" />`}`,
@@ -40,7 +40,7 @@ export function LedgerView({ run, live, query }) {
 function Book({ run, ledger, answer, query, again }) {
   const places = placesOf(ledger);
   const verdict = ledger.balanced ? "Balanced" : "Not balanced";
-  const note = `as of ${time(answer.at_ms)}, read in ${duration(answer.seconds)}${answer.running ? ", being read again" : ""}`;
+  const note = `as of ${time(answer.at_ms)}, read in ${duration(answer.seconds)}${answer.running ? ", to be read again" : ""}`;
   return html`
     <${Panel} title="Ledger" note=${note} actions=${html`<button type="button" onClick=${again}>Read again</button>`}>
       <p class=${`verdict ${ledger.balanced ? "good" : "bad"}`}>

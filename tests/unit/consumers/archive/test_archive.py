@@ -358,6 +358,13 @@ def test_a_rollout_has_its_columns_and_its_arrays_where_they_are_asked_for() -> 
     assert row["logprobs"] == subject.logprobs.tolist()
 
 
+@pytest.mark.parametrize("topic", ["unlabelled", "dead-letters"])
+def test_a_rollout_that_waits_for_its_reward_or_was_refused_is_no_row_of_rollouts(topic: str) -> None:
+    store = archived(ArchivedRecord(topic, 0, 0, 0, b"[]", encode(rollout())))
+    assert rows(store, "rollouts") == []
+    assert [row["topic"] for row in rows(store, "log")] == [topic]
+
+
 def test_a_number_that_no_column_has_room_for_leaves_its_record_in_the_log_alone() -> None:
     """Sizes have 64 bits in records, and 32 in tables."""
     records = [rollout("x", 0, group_size=2**32 - 1), rollout("x", 1, branch=-(2**55)), rollout("x", 2)]

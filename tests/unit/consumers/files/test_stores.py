@@ -1,9 +1,13 @@
 """Stores report the sizes and ages of their objects, and messages about stores hold no secret."""
 
+import errno
 import time
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +33,23 @@ def test_a_store_lists_sizes_and_times_below_a_folder(url: str, tmp_path: Path) 
     assert sorted(store.listing("a")) == ["a/b/one"]
     with pytest.raises(FileNotFoundError):
         store.size_bytes("a/two")
+
+
+class WithoutConditions(MemoryFileSystem):
+    """A store that answers, as s3fs passes it on, that it has no conditional writes."""
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if mode == "create":
+            raise OSError(errno.ENOSYS, "A header you provided implies functionality that is not implemented")
+        super().pipe_file(path, value, mode, **options)
+
+
+def test_a_store_without_conditional_writes_looks_before_it_creates() -> None:
+    fsspec.register_implementation("unconditional", WithoutConditions, clobber=True)
+    store = open_store("unconditional://conditions")
+    assert store.create("a", b"first")
+    assert not store.create("a", b"second")
+    assert store.read("a") == b"first"
 
 
 @given(user=WORDS, host=WORDS, path=WORDS)

@@ -440,6 +440,19 @@ def test_a_signal_during_the_stop_of_a_failed_run_keeps_its_error_and_its_roles_
     assert all(map(gone, pids))
 
 
+@pytest.mark.usefixtures("supervisor")
+def test_ctrl_c_during_the_stop_of_a_failed_run_cuts_the_stop_short_and_keeps_the_error() -> None:
+    process, pids = supervise(DRAINING, FAILING)
+    Path("fail").touch()
+    eventually(Path("told").exists, 60, "the stop of the other role, which would take 30 s")
+    with FairTime() as passed:
+        process.send_signal(signal.SIGINT)
+        _output, errors = process.communicate(timeout=300)
+    assert passed.seconds < LIMIT_S
+    assert "RoleFailed: role a-1 exited with code 1" in errors
+    assert all(map(gone, pids))
+
+
 @pytest.mark.parametrize(("handler", "code"), [("SIG_DFL", 1), ("SIG_IGN", 0)])
 def test_a_hangup_interrupts_unless_it_was_ignored_as_nohup_does(handler: str, code: int) -> None:
     script = f"""

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,6 +107,23 @@ def test_a_start_that_fails_leaves_its_room_to_the_next() -> None:
             await gateway.start(REQUEST)
         log.broken = False
         assert len(await gateway.start(REQUEST)) == 4
+
+    asyncio.run(scenario())
+
+
+def test_a_session_that_is_starting_takes_room_once_however_often_it_is_requested() -> None:
+    async def scenario() -> None:
+        log = MemoryLog()
+        gateway = service(log, capacity=None, max_sessions=8)
+        repeated = replace(REQUEST, group_id="g")
+        [first, again] = await asyncio.gather(gateway.start(repeated), gateway.start(repeated))
+        assert [session.name for session in first] == [session.name for session in again]
+        starting = asyncio.ensure_future(gateway.start(REQUEST))
+        while len(log.folds[0].open) < 5:  # A part of the sessions is started.
+            await asyncio.sleep(0)
+        with pytest.raises(NoCapacity, match="8 sessions are open"):
+            await gateway.start(REQUEST)
+        assert len(await starting) == 4
 
     asyncio.run(scenario())
 

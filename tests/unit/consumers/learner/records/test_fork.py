@@ -46,6 +46,8 @@ def test_a_checkpoint_is_copied_without_its_steps(source: Path, tmp_path: Path) 
 
     copy_checkpoint(source, 12, target)
     assert checkpoint_steps(target) == [12]
+    with pytest.raises(ConfigurationError, match="already holds a copy of step 12 from another source, or for another"):
+        copy_checkpoint(source, 12, target, {"position": 0})
 
 
 def test_a_copy_that_fails_leaves_no_checkpoint(source: Path, tmp_path: Path) -> None:

@@ -1,15 +1,26 @@
 """Steps of a run's earlier learners, counted in the steps of the learner that replaced them."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from rollstream.consumers.learner.records.step_recorder import earlier_steps
 from rollstream.topics.records import PolicyManifest
 
 
-def manifests(*published: tuple[str, int]) -> list[PolicyManifest]:
-    """The versions of a run, in order, each of a learner after a step."""
+def manifests(*published: tuple[str, int], again: Mapping[int, int] | None = None) -> list[PolicyManifest]:
+    """The versions of a run, in order, each of a learner after a step; `again` has the version of which a version
+    repeats the parameters."""
     return [
-        PolicyManifest(version=version, learner=learner, step=step, epoch="e", tensors=(), chunks=(), digest="d")
+        PolicyManifest(
+            version=version,
+            learner=learner,
+            step=step,
+            epoch="e",
+            tensors=(),
+            chunks=(),
+            digest=str((again or {}).get(version, version)),
+        )
         for version, (learner, step) in enumerate(published)
     ]
 
@@ -36,4 +47,12 @@ def test_a_learner_that_takes_over_again_counts_versions_since_then_from_its_own
 
 
 def test_a_version_that_was_rolled_back_to_stays_as_old_as_its_parameters() -> None:
-    assert earlier_steps(manifests(("a", 40), ("a", 100), ("a", 40)), "b", 0) == {0: -60, 1: 0, 2: -60}
+    before = (("a", 40), ("a", 100))
+    assert earlier_steps(manifests(*before, ("a", 40), again={2: 0}), "b", 0) == {0: -60, 1: 0, 2: -60}
+    later = manifests(*before, ("b", 0), ("b", 50), ("a", 40), ("b", 51), again={4: 0})
+    assert earlier_steps(later, "b", 0) == {0: -60, 1: 0, 4: -60}
+    assert earlier_steps(later, "a", 0) == {2: 49, 3: 99, 5: 100}
+
+
+def test_a_step_that_was_made_again_with_other_bits_is_the_last_of_its_learner() -> None:
+    assert earlier_steps(manifests(("a", 80), ("a", 100), ("a", 81)), "b", 0) == {0: -1, 1: 0, 2: 0}
