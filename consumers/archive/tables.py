@@ -58,7 +58,8 @@ _PLACE = [
     ("offset", pa.int64()),
     ("timestamp_ms", pa.int64()),
 ]
-"""First columns of every row, which identify its record. `date` is the date of the record's timestamp, UTC."""
+"""First columns of every row, which identify its record. `date` is the date of the record's timestamp,
+UTC; in `log`, of the first record of its file."""
 _GROUP = [("example_id", pa.string()), ("policy_version", pa.int64()), ("group_id", pa.string())]
 _ROLLOUT = [
     ("uid", pa.string()),

@@ -57,10 +57,11 @@ def save_merged(
 ) -> None:
     """Write a checkpoint with the adapters merged, and with the tokenizer and further files of another checkpoint.
 
-    `companions` is the directory of the other checkpoint, of which huggingface.COMPANIONS are copied; empty: no further
-    files. Raises as `huggingface.save` does.
+    `companions` is the directory of the other checkpoint, of which huggingface.COMPANIONS are copied, and whose longest
+    context the model has; empty: no further files. Raises as `huggingface.save` does.
     """
-    huggingface.save(directory, config, merged(config, params), dtype=dtype)
+    max_positions = huggingface.max_positions_of(companions) if companions else 0
+    huggingface.save(directory, config, merged(config, params), dtype=dtype, max_positions=max_positions)
     if companions:
         huggingface.copy_companions(companions, directory)
 

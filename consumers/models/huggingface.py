@@ -35,6 +35,7 @@ COMPANIONS = (
     "chat_template.jinja",
 )
 """Files of a checkpoint that belong to its model whatever its parameters are."""
+_MAX_POSITIONS = "max_position_embeddings"
 _QKV_BIAS = {"qwen2": True, "qwen3": False, "qwen3_moe": False, "llama": False, "mistral": False}
 """Whether a family has biases on queries, keys and values if config.json has no attention_bias."""
 _MISTRAL_WINDOW = 4096
@@ -239,15 +240,18 @@ def save(
     *,
     dtype: DTypeLike | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_positions: int = 0,
 ) -> None:
     """Write a checkpoint that `load` and other libraries read, in shards if it exceeds `max_shard_bytes`.
 
     `params` are arrays of any kind, copied to the host one at a time; `dtype` is the stored dtype, by default their
-    own. The single file, or the index, marks the checkpoint complete and is written last. Raises ConfigurationError
-    if no family has the model's combination of parts, and CheckpointRefused unless `params` are exactly the model's, or
-    if the directory already holds a model.
+    own. `max_positions` is the longest context of the model; with 0 other libraries assume that of its family, 2048
+    for Llama. The single file, or the index, marks the checkpoint complete and is written last. Raises
+    ConfigurationError if no family has the model's combination of parts, and CheckpointRefused unless `params` are
+    exactly the model's, or if the directory already holds a model.
     """
-    _write(Path(directory), config_json(config), base_shapes(config), params, dtype, max_shard_bytes)
+    document = config_json(config) | ({_MAX_POSITIONS: max_positions} if max_positions else {})
+    _write(Path(directory), document, base_shapes(config), params, dtype, max_shard_bytes)
 
 
 def save_like(
@@ -264,6 +268,13 @@ def save_like(
         wanted |= {name: array.shape for name, array in safetensors_files.read(path).items()}
     _write(Path(directory), read_json(template / CONFIG), wanted, params, dtype, MAX_SHARD_BYTES)
     copy_companions(template, directory)
+
+
+def max_positions_of(directory: Path | str) -> int:
+    """Return the longest context that the config.json of a checkpoint names; 0 if it names none."""
+    path = Path(directory) / CONFIG
+    named = read_json(path).get(_MAX_POSITIONS) if path.exists() else None
+    return named if isinstance(named, int) else 0
 
 
 def copy_companions(source: Path | str, directory: Path | str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.steered_run import SteeredRun
+from tests.support.steered_run import VALUES, SteeredRun
 from tests.support.waiting import eventually
 
 ROLES = ("env", "group", "infer", "learn")
@@ -15,7 +15,8 @@ ROLES = ("env", "group", "infer", "learn")
 
 @pytest.fixture
 def overseen(broker: str, run_name: str, tmp_path: Path) -> Iterator[SteeredRun]:
-    run = SteeredRun(broker, run_name, tmp_path)
+    # Each command of the test takes seconds, on a busy machine more than the default of 30 s together.
+    run = SteeredRun(broker, run_name, tmp_path, values={**VALUES, "supervisor.adoption_s": 300})
     try:
         yield run
     finally:

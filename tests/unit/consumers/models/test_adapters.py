@@ -74,18 +74,20 @@ def test_merging_adds_alpha_over_rank_times_the_product() -> None:
 
 
 @pytest.mark.parametrize("companions", [True, False])
-def test_a_merged_checkpoint_is_the_model_without_adapters_and_has_a_tokenizer_if_there_is_one(
+def test_a_merged_checkpoint_is_the_model_without_adapters_with_the_tokenizer_and_the_context_of_another(
     companions: bool, tmp_path: Path
 ) -> None:
     other, saved = tmp_path / "other", tmp_path / "saved"
     other.mkdir()
-    for name in ("tokenizer.json", "config.json", "model.safetensors"):
+    for name in ("tokenizer.json", "model.safetensors"):
         (other / name).write_text("another checkpoint's")
+    (other / "config.json").write_text('{"max_position_embeddings": 131072, "vocab_size": 3}')
     params = random_params(MODEL)
     save_merged(saved, MODEL, params, companions=other if companions else "")
     assert {path.name for path in saved.iterdir()} == {"config.json", "model.safetensors"} | (
         {"tokenizer.json"} if companions else set()
     )
+    assert huggingface.max_positions_of(saved) == (131072 if companions else 0)
     stored = huggingface.load(saved)
     assert stored.keys() == parameters.base_shapes(MODEL).keys()
     for name, array in merged(MODEL, params).items():
