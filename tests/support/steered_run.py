@@ -115,9 +115,11 @@ class SteeredRun:
         eventually(lambda: self.top()["step"] >= before + more or self.process.poll() is not None, 300, "further steps")
         assert self.process.poll() is None, self.output
 
-    def step_ahead(self, seconds: float = 15.0) -> int:
-        """A step that the learner makes in about so many seconds at its present pace, and at least 100 steps ahead: a
-        command takes seconds, and a learner that compiles shows no pace."""
+    def step_ahead(self, seconds: float = 45.0) -> int:
+        """A step that the learner makes in about so many seconds at its present pace, and at least 100 steps ahead.
+
+        On a busy machine a command takes ten seconds, and a learner that compiles shows no pace.
+        """
         began, before = time.monotonic(), self.top()["step"]
         now = self.top()["step"]
         return int(now + max(100, seconds * (now - before) / (time.monotonic() - began)))
