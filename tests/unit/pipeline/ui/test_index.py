@@ -19,6 +19,8 @@ from hypothesis import strategies as st
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import open_store
+from rollstream.consumers.grouping.config import GroupingConfig
+from rollstream.consumers.grouping.core.task_state import initial_record
 from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, series
@@ -280,26 +282,8 @@ def test_what_a_pruned_part_of_the_journal_finished_is_not_in_flight(tmp_path: P
     assert content(path)["facets"]["fates"] == {"in_flight": 2, "settled": 18}
 
 
-def journal(sequence: int, begin: int, position: int, **changes: Any) -> JournalRecord:
-    return JournalRecord(
-        partition=0,
-        sequence=sequence,
-        core_version=5,
-        topic_id="id",
-        partitions=1,
-        begin=begin,
-        position=position,
-        watermark=begin,
-        watermark_stream_time_ms=0,
-        watermark_policy_version=0,
-        watermark_generation=0,
-        watermark_configuration="",
-        stream_time_ms=0,
-        policy_version=0,
-        generation=0,
-        batch_number=0,
-        **changes,
-    )
+def journal(**changes: Any) -> JournalRecord:
+    return replace(initial_record(0, 1, "id", GroupingConfig()), **{"snapshot": False, **changes})
 
 
 def test_evaluations_count_each_episode_once_and_the_newer_answers(tmp_path: Path) -> None:

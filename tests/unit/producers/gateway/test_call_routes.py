@@ -7,13 +7,13 @@ from typing import Any
 
 from aiohttp import web
 
-from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.call_routes import CallRoutes, Listener
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamEvent
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.records import SessionEvent
+from tests.support.memory_session_log import MemoryLog
 
 PATIENCE_S = 60
 START = SessionEvent(session="g.0", kind="start", author="a", environment="e", example_id="t", group_id="g")
@@ -56,19 +56,6 @@ class EndlessUpstream:
 
     def note_version(self, version: int) -> None:
         pass
-
-
-class MemoryLog:
-    """The log of one process, in memory."""
-
-    async def append(self, _record: ModelCall | SessionEvent) -> AppendedRecord:
-        return AppendedRecord(0, 1, 1)
-
-    async def current(self, session: CapturedSession) -> None:
-        pass
-
-    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
-        session.add_call(record, place.append_ms)
 
 
 async def answer_to_the_repetition(upstream: EndlessUpstream, stalled_client_s: float) -> bytes:

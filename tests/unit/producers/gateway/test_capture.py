@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from rollstream.producers.gateway.call_forms import AgentRequest, parse_request
-from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamAnswer, UpstreamEvent
-from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.records import SessionEvent
+from tests.support.memory_session_log import MemoryLog
 
 START = SessionEvent(session="g.0", kind="start", author="a", environment="e", example_id="t", group_id="g")
 REQUEST = parse_request("completions", {"prompt": "21>"})
@@ -54,19 +54,6 @@ class NumberedUpstream:
 
     def note_version(self, version: int) -> None:
         pass
-
-
-class MemoryLog:
-    """The log of one process, in memory."""
-
-    async def append(self, _record: ModelCall | SessionEvent) -> AppendedRecord:
-        return AppendedRecord(0, 1, 1)
-
-    async def current(self, session: CapturedSession) -> None:
-        pass
-
-    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
-        session.add_call(record, place.append_ms)
 
 
 class Agent:
