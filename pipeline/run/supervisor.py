@@ -6,7 +6,6 @@ exits by itself is started again a bounded number of times, or without end if th
 """
 
 import logging
-import math
 import os
 import selectors
 import signal
@@ -116,7 +115,7 @@ class Supervisor:
         with self._interrupts.deferred(raises=value is None):
             try:
                 if in_a_hurry(value):
-                    self.stop(list(self._roles), within_s=HURRY_S)
+                    self.stop(list(self._roles))
                 else:
                     self.stop_all()
             finally:
@@ -213,9 +212,9 @@ class Supervisor:
         role.ready = False
         return role.process.pid
 
-    def stop(self, names: Sequence[str], within_s: float = math.inf) -> None:
-        """Send SIGTERM to these roles together, wait for each until its own deadline, at most `within_s`, then SIGKILL
-        those that still run."""
+    def stop(self, names: Sequence[str]) -> None:
+        """Send SIGTERM to these roles together, wait for each until its own deadline, after Ctrl-C for HURRY_S at most,
+        then SIGKILL those that still run."""
         roles = [self._roles[name] for name in names if name in self._roles]
         began = time.monotonic()
         for role in roles:
@@ -227,8 +226,7 @@ class Supervisor:
             if role.reaped:
                 continue
             try:
-                patience_s = min(role.spec.stop_timeout_s, within_s)
-                code = self._exit_code(role, began + patience_s)
+                code = self._exit_code(role, began + role.spec.stop_timeout_s)
                 event(logger, "role_stopped", role=role.spec.name, exit_code=code, seconds=_since(began))
             except subprocess.TimeoutExpired:
                 event(logger, "role_killed", level=logging.WARNING, role=role.spec.name, seconds=_since(began))

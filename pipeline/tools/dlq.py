@@ -293,11 +293,12 @@ def _mended(letter: Letter, fix: Fix | None, signer: Signer | None) -> tuple[str
     if fixed is None:
         return "fix returned None", b"", b""
     try:
-        record = decode(fixed) if isinstance(fixed, bytes) else fixed
         if isinstance(fixed, bytes):
-            value = fixed
+            record, value = decode(fixed), fixed
+        elif isinstance(fixed, TrajectoryRecord):
+            record, value = fixed, encode(fixed)
         else:
-            value = encode(fixed) if isinstance(fixed, TrajectoryRecord) else signed_or_plain(fixed, signer, ROLLOUT)
+            record, value = fixed, signed_or_plain(fixed, signer, ROLLOUT)
     except RecordError as error:
         return str(error), b"", b""
     if not isinstance(record, TrajectoryRecord | Rollout if letter.topic == "unlabelled" else Rollout | GroupCancelled):
