@@ -68,6 +68,11 @@ class SupervisorConfig:
     worker_python: str = ""
     """Python interpreter of the workers, e.g. of a virtual environment in which rollstream and an environment's library
     are installed; empty: the interpreter of `rollstream run`."""
+    learner_gpus: tuple[str, ...] = ()
+    """GPUs of each learner process, e.g. ["0,1"] for one process with two GPUs: values of CUDA_VISIBLE_DEVICES by
+    process number, from the front again if there are more processes; empty: each process sees all GPUs."""
+    inference_gpus: tuple[str, ...] = ()
+    """GPUs of each inference server, or of the vLLM of serving.python, as learner_gpus."""
     ready_timeout_s: float = 120.0
     """How long a role may take from its start, or from its last progress report, until it is ready."""
     stop_timeout_s: float = 20.0

@@ -54,6 +54,8 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
 
     from rollstream.consumers.learner.training.user_objectives import code_of
 
+    # None stands for the device's own: TF32 on Nvidia's GPUs, bfloat16 on TPUs. A CPU has one precision.
+    precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     return {
         **{package: metadata.version(package) for package in ("jax", "jaxlib", "numpy", "optax")},
         "device": ", ".join(sorted({device.device_kind for device in jax.devices()})),
@@ -63,6 +65,7 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
         "machine": platform.machine(),
         "threads": os.environ.get("NPROC", ""),
         "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        **({"matmul_precision": str(precision)} if precision else {}),
         "configuration": repr(_training_settings(config)),
         **({"code": repr(code)} if (code := code_of(config)) else {}),
     }

@@ -26,6 +26,7 @@ from rollstream.pipeline.deployment.description import (
     role_of,
 )
 from rollstream.pipeline.deployment.role_secrets import withheld_variables
+from rollstream.pipeline.run.devices import device_variables
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.settings import is_setting_variable
 from rollstream.topics.errors import ConfigurationError
@@ -167,8 +168,11 @@ def process_spec(
     return RoleSpec(
         name=process_name(role, number),
         arguments=("-P", "-m", "rollstream", command, "--config", str(path), *flags),
-        # An empty value removes a variable.
-        environment=dict.fromkeys(withheld_variables(config, role.secrets), ""),
+        environment={
+            # An empty value removes a variable.
+            **dict.fromkeys(withheld_variables(config, role.secrets), ""),
+            **device_variables(config, role.name, number, os.environ),
+        },
         python=supervisor.worker_python if role.name == ENV else "",
         finishes=role.finishes,
         ready_timeout_s=supervisor.ready_timeout_s,

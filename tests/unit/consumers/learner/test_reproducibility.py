@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import replace
 
+import jax
 import pytest
 
 from rollstream.consumers.learner import reproducibility
@@ -63,3 +64,9 @@ def test_checkpoints_of_releases_without_an_axis_for_tokens_name_the_same_mesh()
     config = LearnerConfig(mesh=MeshConfig(fsdp=2))
     assert fingerprint(config)["mesh"] == "MeshConfig(data=0, fsdp=2, tensor=1)"
     assert fingerprint(replace(config, mesh=MeshConfig(fsdp=2, sequence=2)))["mesh"] != fingerprint(config)["mesh"]
+
+
+def test_the_fingerprint_names_a_precision_of_matrix_products_that_a_user_sets() -> None:
+    plain = fingerprint(LearnerConfig())
+    with jax.default_matmul_precision("highest"):
+        assert fingerprint(LearnerConfig()) == {**plain, "matmul_precision": "highest"}

@@ -92,7 +92,7 @@ def test_a_role_is_given_the_secrets_that_it_uses_and_no_others() -> None:
 
     def given(role: str) -> set[str]:
         changed = {**environment, **planned.of(role)[0].environment}
-        return {name for name, value in changed.items() if value}
+        return {name for name, value in changed.items() if value == "secret"}
 
     assert environment.keys() == set(keys.values())
     assert given("group") == {"REGISTRY", "GROUPING"}
@@ -101,3 +101,53 @@ def test_a_role_is_given_the_secrets_that_it_uses_and_no_others() -> None:
     assert given("label") == {"REGISTRY", "ROLLOUTS", "JUDGE"}
     assert given("infer") == {"REGISTRY", "SERVER"}
     assert given("learn") == {"REGISTRY"}
+
+
+RESERVES = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
+@pytest.fixture
+def variables(monkeypatch: pytest.MonkeyPatch):
+    """A function that returns the variables that a run with these settings gives its processes, by their names."""
+    for name in (RESERVES, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def planned(*flags: str) -> dict[str, dict[str, str]]:
+        roles = plans.plan(load(flags=flags, environment={}), Path("run.toml"))
+        specs = (*roles.consumers, *roles.producers)
+        return {spec.name: {name: value for name, value in spec.environment.items() if value} for spec in specs}
+
+    return planned
+
+
+def test_processes_that_may_share_a_gpu_reserve_none_of_its_memory(variables) -> None:
+    given = variables()
+    assert given.pop("learn") == given.pop("infer") == {RESERVES: "false"}
+    assert not any(given.values()), "only these two use JAX"
+    vllm = variables(f"serving.python={sys.executable}", 'serving.urls=["http://127.0.0.1:8000"]')
+    assert (vllm["learn"], vllm["engine"]) == ({RESERVES: "false"}, {})
+    elsewhere = variables("inference.replicas=0")
+    assert not any(elsewhere.values()), "a learner that is alone reserves memory, as JAX does by default"
+
+
+@pytest.mark.parametrize("name", [RESERVES, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
+def test_users_who_say_how_jax_takes_memory_are_obeyed(variables, name: str, monkeypatch) -> None:
+    monkeypatch.setenv(name, "0.4")
+    assert not any(variables().values())
+
+
+def test_processes_have_the_gpus_that_are_named_for_them_by_number(variables) -> None:
+    given = variables(
+        "learner.processes=2",
+        "inference.replicas=3",
+        'supervisor.learner_gpus=["0,1", "2,3"]',
+        'supervisor.inference_gpus=["4", "5", "6"]',
+    )
+    seen = {name: of_process["CUDA_VISIBLE_DEVICES"] for name, of_process in given.items() if of_process}
+    assert seen == {"learn": "0,1", "learn-1": "2,3", "infer": "4", "infer-1": "5", "infer-2": "6"}
+    assert not any(RESERVES in of_process for of_process in given.values()), "each has GPUs of its own"
+
+
+def test_a_gpu_that_is_named_twice_is_shared(variables) -> None:
+    given = variables("inference.replicas=2", 'supervisor.learner_gpus=["0"]', 'supervisor.inference_gpus=["1", "0"]')
+    assert given["infer-1"] == {"CUDA_VISIBLE_DEVICES": "0", RESERVES: "false"}
