@@ -47,7 +47,8 @@ _WHILE_RESTORING = {
 }
 _WHOLE_IN_TRANSACTION = 100
 GAP_AT_ONCE = 50_000
-"""Largest part of a gap that one transaction fills, so that it does not outlive the transaction timeout."""
+"""Largest part of a gap that one transaction fills, so that it does not outlive the transaction timeout; at least 3,
+because a longer gap must be divided into parts of at least 2."""
 _FILLER = b"not a record: it is where an archived topic had none"
 
 

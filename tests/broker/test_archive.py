@@ -268,7 +268,7 @@ def transaction(producer: Producer, records: Sequence[tuple[str, int]], end: Cal
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("at_once", [restorer.GAP_AT_ONCE, 2], ids=["whole gaps", "parts of gaps"])
+@pytest.mark.parametrize("at_once", [restorer.GAP_AT_ONCE, 3], ids=["whole gaps", "parts of gaps"])
 def test_what_lies_between_records_lies_there_again(
     real_run: RealRun, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,12 @@ from tests.support.runs import RealRun
 @pytest.mark.parametrize(
     "name", ["codec", *(pytest.param(name, marks=pytest.mark.long) for name in ROWS if name != "codec")]
 )
-def test_a_row_of_the_benchmark_yields_a_ratio_and_a_table_line(name: str, broker: str, tmp_path: Path) -> None:
+def test_a_row_of_the_benchmark_yields_a_ratio_and_a_table_line(
+    name: str, broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "jax" in sys.modules:
+        # An earlier test imported it, with more threads than rows ask for. The figures mean nothing here.
+        monkeypatch.setenv("NPROC", "1")
     settings = Settings(
         kafka=KafkaConfig(bootstrap_servers=broker),
         directory=tmp_path,
