@@ -450,7 +450,8 @@ def archived_records(data: bytes, topic: str, partition: int) -> Iterator[Archiv
 
     names = ["offset", "timestamp_ms", "key", "value", "headers"]
     with refusing(f"a file of the log of {topic}[{partition}]"):
-        for batch in pq.ParquetFile(pa.BufferReader(data)).iter_batches(500, columns=names):
+        # Threads of Arrow may abort the process at its exit (apache/arrow issue 39862).
+        for batch in pq.ParquetFile(pa.BufferReader(data)).iter_batches(500, columns=names, use_threads=False):
             columns = [batch.column(name).to_pylist() for name in names]
             for offset, timestamp_ms, key, value, headers in zip(*columns, strict=True):
                 named = None if headers is None else tuple((h["name"], h["value"]) for h in headers)

@@ -307,8 +307,8 @@ def read_table(store: Store, file: ArchivedFile) -> pa.Table:
     """Read the rows of a file. Raises StateRefused if it is missing, or differs from the manifest."""
     data = checked(store, file.path, file.sha256)
     with refusing(f"{store.url}/{file.path}"):
-        # Not pq.read_table, whose threads may abort the process at its exit (apache/arrow issue 39862).
-        return pq.ParquetFile(pa.BufferReader(data)).read().cast(SCHEMAS[file.table])
+        # Threads of Arrow may abort the process at its exit (apache/arrow issue 39862).
+        return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False).cast(SCHEMAS[file.table])
 
 
 def _tables(store: Store, file: ArchivedFile) -> Iterator[pa.Table]:
@@ -319,7 +319,7 @@ def _tables(store: Store, file: ArchivedFile) -> Iterator[pa.Table]:
         described = parts.metadata
         size_bytes = sum(described.row_group(group).total_byte_size for group in range(described.num_row_groups))
         rows = max(1, described.num_rows * PIECE_BYTES // max(1, size_bytes))
-        for batch in parts.iter_batches(rows):
+        for batch in parts.iter_batches(rows, use_threads=False):
             yield pa.Table.from_batches([batch]).cast(SCHEMAS[file.table])
 
 

@@ -1,5 +1,8 @@
 """Merging of small files: a few times for each row, and in pieces."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from random import Random
 
@@ -10,6 +13,7 @@ from rollstream.consumers.archive import writer as writing
 from rollstream.consumers.archive.manifest import LOG
 from rollstream.consumers.archive.writer import MOST_SMALL, ArchiveWriter, records
 from tests.support.archiving import StoppingStore, entry
+from tests.support.paths import ROOT
 
 
 def test_an_archive_that_grows_for_long_has_few_files_and_writes_a_row_again_a_few_times() -> None:
@@ -53,3 +57,35 @@ def test_files_are_merged_in_pieces_however_large_they_are(monkeypatch: pytest.M
     assert writer.compact() == 1
     assert list(records(store, writer.manifest, "rollouts", 0)) == log
     assert max(decoded) < 20_000 < sum(decoded)
+
+
+READING = """
+import os, threading
+from rollstream.consumers.archive.writer import ArchiveWriter, check_files, records
+from tests.support.archiving import StoppingStore, entry
+
+def native_threads():
+    return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+store = StoppingStore()
+writer = ArchiveWriter(store, "main")
+writer.begin("rollouts", "id", {0: 0})
+before = native_threads()
+for offset in range(20):
+    writer.add(entry(0, offset, "none"))
+    writer.commit({("rollouts", 0): offset + 1})
+assert writer.compact()
+assert check_files(store, writer.manifest.files)
+assert len(list(records(store, writer.manifest, "rollouts", 0))) == 20
+print(native_threads() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_reading_and_merging_files_starts_no_thread_of_arrow_which_may_abort_the_process_at_its_exit() -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    child = subprocess.run(
+        [sys.executable, "-c", READING], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout) == 0
