@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.config import load
+from rollstream.pipeline.deployment.description import role_of
 from rollstream.pipeline.run import plan as plans
 from rollstream.topics.errors import ConfigurationError
 
@@ -104,12 +105,13 @@ def test_a_role_is_given_the_secrets_that_it_uses_and_no_others() -> None:
 
 
 RESERVES = "XLA_PYTHON_CLIENT_PREALLOCATE"
+JAX_MEMORY = (RESERVES, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR")
 
 
 @pytest.fixture
 def variables(monkeypatch: pytest.MonkeyPatch):
     """A function that returns the variables that a run with these settings gives its processes, by their names."""
-    for name in (RESERVES, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_ALLOCATOR"):
+    for name in JAX_MEMORY:
         monkeypatch.delenv(name, raising=False)
 
     def planned(*flags: str) -> dict[str, dict[str, str]]:
@@ -120,7 +122,7 @@ def variables(monkeypatch: pytest.MonkeyPatch):
     return planned
 
 
-def test_processes_that_may_share_a_gpu_reserve_none_of_its_memory(variables) -> None:
+def test_learners_and_servers_of_a_run_reserve_no_memory_of_a_gpu_which_they_may_share(variables) -> None:
     given = variables()
     assert given.pop("learn") == given.pop("infer") == {RESERVES: "false"}
     assert not any(given.values()), "only these two use JAX"
@@ -130,7 +132,7 @@ def test_processes_that_may_share_a_gpu_reserve_none_of_its_memory(variables) ->
     assert not any(elsewhere.values()), "a learner that is alone reserves memory, as JAX does by default"
 
 
-@pytest.mark.parametrize("name", [RESERVES, "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
+@pytest.mark.parametrize("name", JAX_MEMORY)
 def test_users_who_say_how_jax_takes_memory_are_obeyed(variables, name: str, monkeypatch) -> None:
     monkeypatch.setenv(name, "0.4")
     assert not any(variables().values())
@@ -145,9 +147,14 @@ def test_processes_have_the_gpus_that_are_named_for_them_by_number(variables) ->
     )
     seen = {name: of_process["CUDA_VISIBLE_DEVICES"] for name, of_process in given.items() if of_process}
     assert seen == {"learn": "0,1", "learn-1": "2,3", "infer": "4", "infer-1": "5", "infer-2": "6"}
-    assert not any(RESERVES in of_process for of_process in given.values()), "each has GPUs of its own"
 
 
-def test_a_gpu_that_is_named_twice_is_shared(variables) -> None:
-    given = variables("inference.replicas=2", 'supervisor.learner_gpus=["0"]', 'supervisor.inference_gpus=["1", "0"]')
-    assert given["infer-1"] == {"CUDA_VISIBLE_DEVICES": "0", RESERVES: "false"}
+def test_a_server_that_is_added_while_the_run_goes_on_shares_the_gpu_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in JAX_MEMORY:
+        monkeypatch.delenv(name, raising=False)
+    config = load(flags=['supervisor.learner_gpus=["0"]', 'supervisor.inference_gpus=["1"]'], environment={})
+    first, added = (plans.process_spec(config, Path("run.toml"), role_of("infer"), number) for number in (0, 1))
+    assert added.environment["CUDA_VISIBLE_DEVICES"] == first.environment["CUDA_VISIBLE_DEVICES"] == "1"
+    assert added.environment[RESERVES] == first.environment[RESERVES] == "false"
