@@ -19,8 +19,8 @@ def device_variables(config: RunConfig, role: str, number: int, environment: Map
     """Return the variables that process `number` of a role gets in addition to `environment`.
 
     By default the first process that uses JAX reserves three quarters of a GPU's memory, and leaves too little to the
-    next one for the workspaces of its matrix products. So a learner beside others, and servers, to which others may be
-    added while the run goes on, take memory as they need it, unless `environment` says how they take it.
+    next one for the workspaces of its matrix products. So the learners and servers of a run with several of them, which
+    `rollstream scale` may add to, take memory as they need it, unless `environment` says how they take it.
     """
     gpus = config.supervisor.learner_gpus if role == LEARN else config.supervisor.inference_gpus
     variables = {VISIBLE: gpus[number % len(gpus)]} if gpus and role in _ROLES else {}
