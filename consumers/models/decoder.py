@@ -224,8 +224,9 @@ def decode_step(
     for layer in range(config.num_hidden_layers):
 
         def cached_attention(q: jax.Array, k: jax.Array, v: jax.Array, layer: int = layer) -> jax.Array:
-            keys[layer] = keys[layer].at[rows, positions].set(k[:, 0], mode="drop")
-            values[layer] = values[layer].at[rows, positions].set(v[:, 0], mode="drop")
+            # Each row writes only its own slot. XLA need not order these writes to make them deterministic.
+            keys[layer] = keys[layer].at[rows, positions].set(k[:, 0], mode="drop", unique_indices=True)
+            values[layer] = values[layer].at[rows, positions].set(v[:, 0], mode="drop", unique_indices=True)
             return attend_once(q[:, 0], keys[layer], values[layer], positions, config.sliding_window)[:, None]
 
         x = _block(params, config, layer, x, positions[:, None], cached_attention)
