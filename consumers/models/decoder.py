@@ -66,6 +66,14 @@ def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
     return params
 
 
+def init_from_data(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
+    """`init` with a key's data, uint32 [2], which a compiled function takes as an argument.
+
+    XLA computes a function without arguments while it compiles it, which takes minutes for large models.
+    """
+    return init(jax.random.wrap_key_data(key), config)
+
+
 def pspecs(params: Mapping[str, Any], axis_sizes: Mapping[str, int] | None = None) -> dict[str, PartitionSpec]:
     """Partition of each parameter over the mesh axes `fsdp` and `tensor` (Megatron's column and row split).
 

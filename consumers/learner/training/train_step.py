@@ -140,12 +140,11 @@ class TrainStep:
         self.shardings: Any = TrainState(params, optimizer, everywhere, everywhere)  # type: ignore[arg-type]
         """Sharding of each array of a state, as a TrainState."""
         self._rows = layout.of_rows(self.mesh)
-        attention = config.attention if rules.attention == "causal" else earlier_implementation(config.attention)
         self._compute = ComputeSettings(
             dtype=config.compute_dtype,
             remat=config.remat,
             vocabulary_chunk=config.vocabulary_chunk,
-            attention=attention,
+            attention=config.attention if rules.attention == "causal" else earlier_implementation(config.attention),
             scanned=rules.layers == "configured" and _scanned(config),
         )
         policy = partial(policy_loss, model=config.model, compute=self._compute, config=config.loss)
@@ -155,7 +154,8 @@ class TrainStep:
         self._log_probs = self._log_probs_of(config.model, params)
         self.teacher = teacher_of(config, self.mesh, self._log_probs_of)
         """The teacher of on-policy distillation, if there is one."""
-        self._init = self._jit(lambda: decoder.init(jax.random.key(config.seed), config.model), (), params)
+        draw = self._jit(partial(decoder.init_from_data, config=config.model), (everywhere,), params)
+        self._init = partial(draw, np.asarray(jax.random.key_data(jax.random.key(config.seed))))
         self._fresh = self._jit(self._beside, (params,), tuple(self.shardings[1:]))
         self._apply = self._jit(
             self._update,
