@@ -80,7 +80,9 @@ def indexed_batches(kafka: KafkaConfig, run: str, start: int = 0) -> list[ReadBa
 
 def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch], *, together: bool = False) -> None:
     """Write each batch and its index entry in a transaction of its own, or `together` in one, in the order given."""
-    producer = clients.transactional_producer(kafka, f"test-batches-{run}")
+    # A broker of a busy machine may be silent for longer than the product lets a transaction last.
+    patient = replace(kafka, transaction_timeout_s=120.0)
+    producer = clients.transactional_producer(patient, f"test-batches-{run}")
     producer.init_transactions(120)
     for number, batch in enumerate(batches):
         places: list[int] = []
