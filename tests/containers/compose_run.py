@@ -132,9 +132,13 @@ class ContainedRun:
         return self._compose(("logs", "--no-color", service), 120.0).stdout
 
     def show(self) -> None:
-        """Print the end of every log, for a test that fails."""
+        """Print the end of every log, and its last errors, for a test that fails."""
         for name in self.services:
-            print(f"--- {name}", self.log(name)[-3000:], sep="\n")
+            log = self.log(name)
+            print(f"--- {name}", log[-3000:], sep="\n")
+            # A container that was started again since has its reasons further up.
+            errors = [line for line in log.splitlines() if "rollstream: " in line or '"level": "error"' in line]
+            print(f"--- errors of {name}", *errors[-10:], sep="\n")
 
     def _compose(self, words: Sequence[str], timeout_s: float) -> "subprocess.CompletedProcess[str]":
         files = [f"--file={file}" for file in (self.folder / "compose.yaml", *self.overrides)]
