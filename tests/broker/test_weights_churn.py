@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import numpy as np
 import pytest
@@ -127,6 +128,10 @@ def test_a_publisher_killed_between_any_two_chunks_leaves_nothing_torn(run: Real
     die_at(run, moments_of_death(run))
 
 
+def all_at(watchers: list[Watcher], version: int) -> bool:
+    return all(watcher.versions[-1:] == [version] for watcher in watchers)
+
+
 def churn(run: RealRun, versions: int, followers: int) -> None:
     """Publish while the log is compacted as fast as a broker can and followers join and leave at random."""
     change_settings(
@@ -141,30 +146,26 @@ def churn(run: RealRun, versions: int, followers: int) -> None:
     expected = up_to(versions - 1)
     chance = random.Random(SEED)
     print(f"seed {SEED}")
-    visits: list[Watcher] = []
-    child = publisher(run, versions - 1)
+    here = [Watcher(run, expected) for _ in range(followers)]
+    visits = [*here]
     try:
-        here = [Watcher(run, expected) for _ in range(followers)]
-        visits.extend(here)
-        assert child.stdout is not None
-        for _version in child.stdout:
-            if chance.random() < 0.5:
-                place = chance.randrange(1, followers)  # the first one stays from beginning to end
-                here[place].leave()
-                here[place] = Watcher(run, expected)
-                visits.append(here[place])
-        assert child.wait(600) == 0
-        eventually(
-            lambda: all(f.versions[-1:] == [versions - 1] for f in here), 300, "everybody is at the last version"
-        )
+        # On a busy machine a publisher may be through before a follower has read once, so it stops on its way.
+        for last in (versions // 3, 2 * versions // 3, versions - 1):
+            with publisher(run, last) as child:
+                assert child.stdout is not None
+                for _version in child.stdout:
+                    if chance.random() < 0.5:
+                        place = chance.randrange(1, followers)  # the first one stays from beginning to end
+                        here[place].leave()
+                        here[place] = Watcher(run, expected)
+                        visits.append(here[place])
+            assert child.returncode == 0
+            eventually(partial(all_at, here, last), 300, f"everybody is at version {last}")
     finally:
         for watcher in visits:
             watcher.leave()
-        child.kill()
-        child.communicate()
     assert [fault for watcher in visits for fault in watcher.faults] == []
     assert {manifest.kind for manifest in read_manifests(run.kafka, run.name).values()} == {"full", "delta"}
-    assert sum(len(watcher.versions) for watcher in visits) > versions, "versions between the first and last were held"
 
 
 def test_followers_that_come_and_go_hold_whole_versions_while_the_log_is_compacted(run: RealRun) -> None:
