@@ -88,7 +88,7 @@ class JournalTailer(Tailer):
                     self._apply(message)
                 if (self._index, 0) in follower.ends:
                     self._consumption.end_index()
-                behind.difference_update(follower.ends)
+                behind.difference_update(follower.caught_up)
                 if messages or not (behind or self._caught_up.is_set()):
                     consumed, skipped = self._consumption.consumed, self.skipped.total
                     self._progress = replace(

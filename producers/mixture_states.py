@@ -46,7 +46,7 @@ class MixtureStates(Closing):
         self._lock = threading.Lock()
         self._follower = TopicFollower(kafka, {(self._topic, 0): BEGINNING})
         try:
-            while (self._topic, 0) not in self._follower.ends:
+            while (self._topic, 0) not in self._follower.caught_up:
                 self._read(0.1)
             self._sender = RecoveringSender(kafka, on_failure=lambda failure: self._lose(failure.reason))
         except BaseException:

@@ -69,7 +69,7 @@ def _ends(kafka: KafkaConfig, run: str, also: Ends, last: bool) -> bool:
                     event(logger, "run_split", run=run)
                     return True
             # Before the end of the topic is read, a request that was withdrawn later may still seem valid.
-            if (topic, 0) in follower.ends and also(state):
+            if (topic, 0) in follower.caught_up and also(state):
                 event(logger, "run_drained", run=run)
                 return True
 

@@ -43,7 +43,9 @@ class TopicFollower(Closing):
         self.ends: dict[Place, int] = {}
         """End offset of each partition that has been read to its end, with transaction markers counted."""
         self.caught_up: set[Place] = set()
-        """Partitions that were read to their end at least once."""
+        """Partitions that were read to their end, or to the end that they had when the first records arrived."""
+        self._behind = set(start)
+        self._first_ends: dict[Place, int] = {}
         self._kafka = kafka
         with ExitStack() as stack:
             self._reader = stack.enter_context(Reader(kafka, doing="following", **overrides))
@@ -83,6 +85,7 @@ class TopicFollower(Closing):
     def add(self, start: Mapping[Place, int]) -> None:
         """Follow further partitions, each from an offset."""
         for place, at in start.items():
+            self._behind.add(place)
             self._reader.add(place, at)
 
     def poll(self, most: int, wait_s: float) -> list[KafkaRecord]:
@@ -97,6 +100,9 @@ class TopicFollower(Closing):
             if self._reader.positions[place] <= end:
                 self.ends[place] = end
                 self.caught_up.add(place)
+        if self._behind:
+            self.caught_up.update(self._reader.passed_ends(self._behind, self._first_ends, records))
+            self._behind -= self.caught_up
         return apart + records
 
     def _approached(self, most: int) -> list[KafkaRecord]:

@@ -165,11 +165,7 @@ class GroupMember(Poller):
 
     def known_end(self, partition: int) -> int | None:
         """End of a partition at the last fetch; None if nothing was fetched."""
-        try:
-            _, end = self._consumer.get_watermark_offsets(TopicPartition(self._topic, partition), cached=True)
-        except KafkaException:  # the partition was just revoked
-            return None
-        return end if end >= 0 else None
+        return self._fetched_end((self._topic, partition))
 
 
 def _fenced(error: KafkaError) -> bool:

@@ -6,7 +6,7 @@ reader stops at it. The isolation level is read_committed unless a function says
 
 import logging
 import time
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Mapping
 from contextlib import closing
 from functools import partial
 from typing import Any, NamedTuple
@@ -157,6 +157,33 @@ class Poller(Closing):
         self._asked.add(topic)
         return topic_admin.partitions_of(self._kafka, topic, self._consumer)
 
+    def passed_ends(
+        self, places: Collection[Place], ends: dict[Place, int], records: Iterable[KafkaRecord]
+    ) -> list[Place]:
+        """Return the partitions, out of `places`, that have been read to the ends that they had at the first records.
+
+        A client reports an end only when a fetch returns nothing, which never happens while records keep arriving.
+        `records` are those of the latest poll; `ends` keeps the ends between calls.
+        """
+        passed = []
+        for place in {(record.topic, record.partition) for record in records}.intersection(places):
+            if place not in ends:
+                end = self._fetched_end(place)
+                if end is None:
+                    continue
+                ends[place] = end
+            if self.positions[place] >= ends[place]:
+                passed.append(place)
+        return passed
+
+    def _fetched_end(self, place: Place) -> int | None:
+        """Return the end of a partition at its last fetch, with open transactions; None if nothing was fetched."""
+        try:
+            _, end = self._consumer.get_watermark_offsets(TopicPartition(*place), cached=True)
+        except KafkaException:  # the partition was just revoked
+            return None
+        return end if end >= 0 else None
+
     def bounds(
         self, topic: str, partitions: Iterable[int] | None = None, timeout_s: float = 30.0
     ) -> dict[int, tuple[int, int]]:
@@ -279,8 +306,9 @@ def read_to_end(
 ) -> Generator[KafkaRecord]:
     """Yield every record of a topic up to its present end, in offset order within each partition.
 
-    `start` is the first offset, for all partitions or by partition. Raises TopicError if the topic is missing or a
-    start is out of range, BrokerUnavailable if no record arrives and the end is not reached within `timeout_s`
+    This ends while producers go on writing, too: the present end is the end at the time of the first records. `start`
+    is the first offset, for all partitions or by partition. Raises TopicError if the topic is missing or a start is out
+    of range, BrokerUnavailable if no record arrives and the end is not reached within `timeout_s`
     (kafka.patience_s by default). An existing `reader` may be passed; its isolation level applies then. At most
     `at_once` records are in memory in addition to the client's own.
     """
@@ -293,12 +321,14 @@ def read_to_end(
         pending = {(topic, p) for p in numbers}
         source.assign({(topic, p): begins.get(p, BEGINNING) for p in numbers})
         deadline = time.monotonic() + timeout_s
+        ends: dict[Place, int] = {}
         while pending:
             polled = source.poll(at_once, 0.05)
             for record in polled.records:
                 if (topic, record.partition) in pending:
                     yield record
             pending.difference_update(polled.ends)
+            pending.difference_update(source.passed_ends(pending, ends, polled.records))
             if polled.records or polled.ends:
                 deadline = time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
