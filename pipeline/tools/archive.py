@@ -5,9 +5,10 @@ An archive is always complete up to the positions it names, even after a crash.
 
 import argparse
 import json
+import logging
 import time
 from collections import Counter
-from typing import Any
+from typing import Any, NoReturn
 
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import Archiver
@@ -19,7 +20,10 @@ from rollstream.pipeline.command_parser import set_handler, wait_seconds
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, table
 from rollstream.pipeline.tools.plain_values import tell
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, DeadlineExceeded
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
 
 
 def place_of(config: RunConfig, given: str | None) -> str:
@@ -60,15 +64,32 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
         print_summary(store, writer.manifest, args.json, fewer=fewer)
         return 0
     if args.follow:
-        use_c_library_for_arrow()
+        follow(config, store, args)
     with Archiver(config.kafka, config.run, store, arrays=args.arrays) as archiver:
-        while True:
-            result = archiver.once()
-            if result.records or not args.follow:
-                print_summary(store, result.manifest, args.json, records=result.records)
-            if not args.follow:
-                tell(archiver.writer.skipped)
-                return 0
+        result = archiver.once()
+        print_summary(store, result.manifest, args.json, records=result.records)
+        tell(archiver.writer.skipped)
+    return 0
+
+
+def follow(config: RunConfig, store: Store, args: argparse.Namespace) -> NoReturn:
+    """Archive new records until interrupted; after the first pass, outages of the brokers are waited out."""
+    use_c_library_for_arrow()
+    begun = False
+    while True:
+        try:
+            # A new archiver begins where the newest manifest ends, as after a kill.
+            with Archiver(config.kafka, config.run, store, arrays=args.arrays) as archiver:
+                while True:
+                    result = archiver.once()
+                    begun = True
+                    if result.records:
+                        print_summary(store, result.manifest, args.json, records=result.records)
+                    time.sleep(args.every)
+        except (BrokerUnavailable, DeadlineExceeded) as error:
+            if not begun or isinstance(error, AccessDenied):
+                raise
+            event(logger, "not_archived", level=logging.WARNING, error=str(error), again_in_s=args.every)
             time.sleep(args.every)
 
 

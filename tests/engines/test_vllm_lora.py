@@ -99,7 +99,7 @@ def test_vllm_samples_with_the_adapters_of_each_version(run: RealRun, vllm_with_
     config = replace(load_config(vllm.directory), lora=lora)
     base = load(vllm.directory)
     provisioning.apply(run.kafka, TopicsConfig(partitions=1, weights_partitions=2), run.name)
-    with StepWriter(run.kafka, run.name, model=json.dumps(asdict(config))) as trainer:
+    with StepWriter(run.patient_kafka, run.name, model=json.dumps(asdict(config))) as trainer:
         trainer.publish_version(with_adapters(config, base, 0))
         process = run.start("serve-weights", "--engine", "vllm-lora", "--url", vllm.url, serving__dtype="float32")
         answers = []

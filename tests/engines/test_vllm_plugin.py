@@ -37,7 +37,7 @@ def model(vllm: Vllm) -> str:
 @pytest.fixture
 def trainer(run: RealRun, model: str) -> Iterator[StepWriter]:
     provisioning.apply(run.kafka, TopicsConfig(partitions=1, weights_partitions=2), run.name)
-    with StepWriter(run.kafka, run.name, model=model, config=WeightsConfig(anchor_every=100)) as writer:
+    with StepWriter(run.patient_kafka, run.name, model=model, config=WeightsConfig(anchor_every=100)) as writer:
         yield writer
 
 

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 def test_vllm_samples_with_each_version_and_a_request_in_flight_survives(run: RealRun, served: Vllm) -> None:
     config, parameters = load_config(served.directory), original(served)
     provisioning.apply(run.kafka, TopicsConfig(partitions=1, weights_partitions=2), run.name)
-    with StepWriter(run.kafka, run.name, model=json.dumps(asdict(config))) as trainer:
+    with StepWriter(run.patient_kafka, run.name, model=json.dumps(asdict(config))) as trainer:
         trainer.publish_version(version_of(parameters, 0))
         process = run.start("serve-weights", "--url", served.url, serving__dtype="float32")
         answers = []
