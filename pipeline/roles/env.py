@@ -16,6 +16,7 @@ from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
 from rollstream.pipeline.tools import environment_check, environment_template
 from rollstream.producers.config import WorkerConfig
+from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.worker_process import run_worker
 from rollstream.topics.steering import desired_state
 
@@ -50,15 +51,21 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
     announce_ready()
     state = await asyncio.to_thread(desired_state, config.kafka, config.run)
-    if state.draining:
-        return  # No group may begin before the drain is withdrawn.
-    environments = environments_of(config, ordinal)
     wanted = state.numbers.get(ENV)
+    name = worker_name(config, ordinal, wanted)
+    if state.draining:
+        # No group may begin before the drain is withdrawn. A process of this name that was killed would otherwise
+        # count as one that plays, and hold up the drain, for a minute after its last metrics.
+        async with MetricsPublisher(
+            config.kafka, config.run, name, ENV, dict, interval_s=config.worker.metrics_interval_s
+        ):
+            return
+    environments = environments_of(config, ordinal)
     await run_worker(
         environments,
         config.kafka,
         config.run,
-        replace(config.worker, worker_id=worker_name(config, ordinal, wanted)),
+        replace(config.worker, worker_id=name),
         incarnation=uuid.uuid4().hex[:8],
         group_secret=secrets.token_bytes(16),
         ordinal=ordinal,

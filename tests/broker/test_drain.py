@@ -8,7 +8,7 @@ import pytest
 
 from rollstream.pipeline import steering
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.pipeline.run.draining import open_groups
+from rollstream.pipeline.run.draining import has_open_producers, newest_components, open_groups
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Metrics, TrainingBatch
@@ -25,7 +25,11 @@ def said(run: RealRun, *words: str) -> str:
 
 def worker_has_ended(run: RealRun) -> None:
     """Write a worker's last metrics: without them, a drain waits until no worker can be running."""
-    labels, values = {"role": "env"}, {"running": 0.0}
+    write_metrics(run, running=0.0)
+
+
+def write_metrics(run: RealRun, **values: float) -> None:
+    labels = {"role": "env"}
     record = Metrics(component="env-0", timestamp=time.time(), labels=labels, values=values)
     run.send_bytes("metrics", encode(record), b"env-0")
 
@@ -65,6 +69,14 @@ def test_what_is_complete_is_batched_and_what_is_not_is_named(run: RealRun) -> N
     assert "train as long as their settings say" in said(run, "--withdraw")
     # A later drain does not mistake the end of this one for its own.
     assert (drain(run), "is being drained" in said(run, "--drain"), drain(run)) == (None, True, "wanted")
+
+
+def test_a_drain_does_not_wait_for_a_worker_that_was_killed_once_another_takes_its_place(run: RealRun) -> None:
+    write_metrics(run, running=1.0)
+    said(run, "--drain")
+    assert has_open_producers(newest_components(run.kafka, run.name))
+    assert run.start("env", "--ordinal", "0").wait(120) == 0, "it begins nothing"
+    assert not has_open_producers(newest_components(run.kafka, run.name))
 
 
 def test_nothing_is_cut_for_a_drain_that_is_withdrawn(run: RealRun) -> None:
