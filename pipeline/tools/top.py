@@ -53,7 +53,9 @@ def top(config: RunConfig, args: argparse.Namespace) -> int:
     clients.check_broker(config.kafka)
     group = config.labeling.group_id(config.run)
     patience_s = config.supervisor.step_patience_s
-    following = RunObserver(config.kafka, config.run, logged=False, labeling_group=group, step_patience_s=patience_s)
+    following = RunObserver(
+        config.kafka, config.run, keep=NEWEST, logged=False, labeling_group=group, step_patience_s=patience_s
+    )
     with closing(following) as observer:
         if args.json or args.once:
             observer.catch_up(
