@@ -77,16 +77,26 @@ def _scale(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
         _check_scaled(str(role))
         if number is not None:
             _check_number(kafka, run, str(role), number)
+    _write_numbers(kafka, run, numbers)
+
+
+def _write_numbers(kafka: KafkaConfig, run: str, numbers: Mapping[str, int | None]) -> None:
     now = time.time()
-    steering.write(
-        kafka,
-        run,
-        steering.PROCESSES,
-        {
-            str(role): None if number is None else DesiredProcesses(role=role, processes=number, wall_time=now)
-            for role, number in numbers.items()
-        },
-    )
+    records = {
+        str(role): None if number is None else DesiredProcesses(role=role, processes=number, wall_time=now)
+        for role, number in numbers.items()
+    }
+    steering.write(kafka, run, steering.PROCESSES, records)
+
+
+def put_back(kafka: KafkaConfig, run: str, role: str, refused: int, kept: int | None) -> None:
+    """Record the number of processes that a run keeps in place of one that it cannot use, unless another is wanted now.
+
+    None stands for the number in the settings. Other processes follow these numbers, too: workers would send requests
+    to servers that do not exist. Raises TopicError, BrokerUnavailable or DeliveryError.
+    """
+    if steering.desired_state(kafka, run).numbers.get(role) == refused:
+        _write_numbers(kafka, run, {role: kept})
 
 
 def _check_scaled(role: str) -> None:

@@ -36,6 +36,7 @@ from rollstream.pipeline.run.stall_watch import StallWatch
 from rollstream.pipeline.run.steered_processes import SteeredProcesses, begin_with
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.pipeline.run.workspace import log_to
+from rollstream.pipeline.steering import put_back
 from rollstream.pipeline.tools.top import NEWEST, frame, line
 from rollstream.pipeline.tools.topics import provision
 from rollstream.pipeline.ui.beside_run import RunPage
@@ -119,7 +120,8 @@ def _supervise(
             scaler = None
             if config.grouper.autoscale.enabled:
                 scaler = stack.enter_context(closing(GroupScaler(running, path, supervisor, ports, say=say)))
-            steered = SteeredProcesses(config, running, path, supervisor, ports, scaler=scaler, say=say)
+            keep = partial(put_back, config.kafka, config.run)
+            steered = SteeredProcesses(config, running, path, supervisor, ports, scaler=scaler, say=say, put_back=keep)
             return Steer(following, steered, scaler, say)
 
         watch(config, supervisor, interrupts, steer, page)

@@ -17,7 +17,7 @@ from rollstream.pipeline.run.numbered_processes import NumberedProcesses, Scaled
 from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.steering import SCALED
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.steering import DesiredState
 
 
@@ -63,10 +63,13 @@ class SteeredProcesses:
         *,
         scaler: GroupScaler | None,
         say: Callable[[str], None],
+        put_back: Callable[[str, int, int | None], None],
     ) -> None:
         """`config` is complete and was written to `path`; `running` is the result of `begin_with`, whose processes
-        already run. `scaler`, if there is one, controls the grouping processes."""
+        already run. `scaler`, if there is one, controls the grouping processes. `put_back` records the number of
+        processes of a role that the run keeps (None: as configured) in place of one that it refuses."""
         self._config, self._path, self._scaler, self._say = config, path, scaler, say
+        self._put_back = put_back
         self._configured = counts(config)
         self._seen: dict[str, int] | None = None
         there = counts(running)
@@ -106,10 +109,20 @@ class SteeredProcesses:
                 _check_ports(role, section.host, section.port, added)
         except ConfigurationError as error:
             self._say(_refusal(role, number, error))
+            self._keep(role, number, numbered.processes)
             return
         if number != numbered.processes:
             self._say(f"{role} has {numbered.processes} processes and will have {number}")
         numbered.want(number)
+
+    def _keep(self, role: str, refused: int, processes: int) -> None:
+        try:
+            self._put_back(role, refused, None if processes == self._configured.get(role) else processes)
+        except RollstreamError as error:
+            self._say(
+                f"{role}={refused} stays on record, and other processes may follow it: run `rollstream scale "
+                f"{role}={processes}` ({error})"
+            )
 
     def _spec_of(self, name: str) -> Callable[[int], RoleSpec]:
         return lambda ordinal: plans.process_spec(self._config, self._path, role_of(name), ordinal, expendable=True)

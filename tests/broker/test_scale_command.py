@@ -3,6 +3,7 @@
 import json
 import subprocess
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -71,6 +72,29 @@ def test_numbers_are_recorded_withdrawn_and_refused_with_a_remedy(run: RealRun) 
         steering.record(run.kafka, run.name, {"command": "scale"})
 
 
+def test_a_number_that_a_run_has_no_room_for_is_off_the_record_once_the_run_has_said_so(run: RealRun) -> None:
+    config = settings(run)
+    ports = ServicePorts(config)
+    environment = plans.child_environment(config, run.environment())
+    with (
+        SteeringFollower(run.kafka, run.name) as follower,
+        Supervisor(run.directory / "logs", environment=environment, place=ports.place) as supervisor,
+    ):
+        groups = Grouping(run, supervisor, follower, ports)
+        assert said(run, "env=512").returncode == 0
+        groups.await_refusal("env=512 is not followed: max_policy_lag")
+    assert shown(run) == {}
+
+
+def test_a_number_that_a_run_refuses_gives_way_to_the_number_that_it_keeps(run: RealRun) -> None:
+    assert said(run, "env=512", "infer=2").returncode == 0
+    steering.put_back(run.kafka, run.name, "infer", 3, None)
+    assert shown(run) == {"env": 512, "infer": 2}, "another number is wanted by now"
+    steering.put_back(run.kafka, run.name, "infer", 2, None)
+    steering.put_back(run.kafka, run.name, "env", 512, 4)
+    assert shown(run) == {"env": 4}
+
+
 def settings(run: RealRun) -> RunConfig:
     config = load(flags=[f"run={run.name}", f"data_dir={run.directory}", f"topics.partitions={PARTITIONS}"])
     grouper = replace(run.grouper, processes=1)
@@ -90,7 +114,10 @@ class Grouping:
         supervisor.start(*groupers)
         supervisor.wait_ready(self.began_with)
         self._run, self._supervisor, self._follower = run, supervisor, follower
-        self._steered = SteeredProcesses(config, running, path, supervisor, ports, scaler=None, say=self.said.append)
+        put_back = partial(steering.put_back, run.kafka, run.name)
+        self._steered = SteeredProcesses(
+            config, running, path, supervisor, ports, scaler=None, say=self.said.append, put_back=put_back
+        )
 
     def await_processes(self, processes: int) -> None:
         """Wait until so many processes run and are ready, and no others are members of their group."""
@@ -105,6 +132,15 @@ class Grouping:
         eventually(there, 120, f"{processes} processes")
         group = self._run.grouper.group_id(self._run.name)
         eventually(lambda: there() and members(self._run.kafka, group) == processes, 60, "members of the group")
+
+    def await_refusal(self, text: str) -> None:
+        """Wait until the run says that it does not follow a number, and nothing else is wanted."""
+
+        def refused() -> bool:
+            self._steered.poll(self._follower.state)
+            return any(text in line for line in self.said) and not self._follower.state.numbers
+
+        eventually(refused, 120, text)
 
 
 def grouping(run: RealRun, began_with: list[str], *numbers: int) -> None:

@@ -90,10 +90,11 @@ class Roles:
 def test_a_server_is_added_again_while_the_former_one_of_its_port_still_drains(tmp_path: Path) -> None:
     port = free_port_row("127.0.0.1", 3)
     config = load(flags=[f"inference.port={port}", "inference.replicas=2", f"data_dir={tmp_path}"])
-    roles, lines = Roles(held={"infer", "infer-1"}), list[str]()
+    roles, lines, kept = Roles(held={"infer", "infer-1"}), list[str](), list[tuple[str, int, int | None]]()
     steered = SteeredProcesses(
-        config, config, tmp_path / "run.toml", roles, ServicePorts(config), scaler=None, say=lines.append
-    )
+        config, config, tmp_path / "run.toml", roles, ServicePorts(config), scaler=None, say=lines.append,
+        put_back=lambda *numbers: kept.append(numbers),
+    )  # fmt: skip
     with socket.create_server(("127.0.0.1", port + 1)):  # infer-1 answers what it has admitted
         steered.poll(wanted(infer=1))
         steered.poll(wanted(infer=2))
@@ -109,3 +110,4 @@ def test_a_server_is_added_again_while_the_former_one_of_its_port_still_drains(t
     with socket.create_server(("127.0.0.1", port + 2)):
         steered.poll(wanted(infer=3))
     assert "infer=3 is not followed: port" in lines[-1]
+    assert kept == [("infer", 3, None)], "the configured number holds again"
