@@ -13,7 +13,8 @@ from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import BatchIndexEntry, LearnerStep
+from rollstream.topics.records import LearnerStep
+from tests.support.batches import index_entry
 from tests.support.runs import RealRun
 
 BEFORE = 20
@@ -25,21 +26,6 @@ LONG_MS = 500
 """A broker waits this long for a record before it answers that there is none."""
 
 
-def entry(number: int) -> BatchIndexEntry:
-    return BatchIndexEntry(
-        batch_id=f"0-{number}",
-        partition=0,
-        offset=number,
-        rollouts=1,
-        tokens=2,
-        trained_tokens=1,
-        lowest_version=0,
-        highest_version=0,
-        size_bytes=100,
-        digest="digest",
-    )
-
-
 @contextmanager
 def written_steadily(run: RealRun) -> Iterator[str]:
     """The batch index of a run, to which entries are added all the time."""
@@ -48,7 +34,7 @@ def written_steadily(run: RealRun) -> Iterator[str]:
     with Sender(clients.producer(run.kafka, **{"linger.ms": 0})) as sender:
 
         def send(number: int) -> None:
-            made = entry(number)
+            made = index_entry(number)
             sender.send(topic, encode(made), encode_key(made.batch_id))
 
         def write() -> None:

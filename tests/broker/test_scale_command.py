@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -73,14 +75,7 @@ def test_numbers_are_recorded_withdrawn_and_refused_with_a_remedy(run: RealRun) 
 
 
 def test_a_number_that_a_run_has_no_room_for_is_off_the_record_once_the_run_has_said_so(run: RealRun) -> None:
-    config = settings(run)
-    ports = ServicePorts(config)
-    environment = plans.child_environment(config, run.environment())
-    with (
-        SteeringFollower(run.kafka, run.name) as follower,
-        Supervisor(run.directory / "logs", environment=environment, place=ports.place) as supervisor,
-    ):
-        groups = Grouping(run, supervisor, follower, ports)
+    with begun(run) as groups:
         assert said(run, "env=512").returncode == 0
         groups.await_refusal("env=512 is not followed: max_policy_lag")
     assert shown(run) == {}
@@ -143,8 +138,8 @@ class Grouping:
         eventually(refused, 120, text)
 
 
-def grouping(run: RealRun, began_with: list[str], *numbers: int) -> None:
-    """Begin as `rollstream run` does, ask for each number of processes in turn, and end."""
+@contextmanager
+def begun(run: RealRun) -> Iterator[Grouping]:
     config = settings(run)
     ports = ServicePorts(config)
     environment = plans.child_environment(config, run.environment())
@@ -152,7 +147,12 @@ def grouping(run: RealRun, began_with: list[str], *numbers: int) -> None:
         SteeringFollower(run.kafka, run.name) as follower,
         Supervisor(run.directory / "logs", environment=environment, place=ports.place) as supervisor,
     ):
-        groups = Grouping(run, supervisor, follower, ports)
+        yield Grouping(run, supervisor, follower, ports)
+
+
+def grouping(run: RealRun, began_with: list[str], *numbers: int) -> None:
+    """Begin as `rollstream run` does, ask for each number of processes in turn, and end."""
+    with begun(run) as groups:
         assert groups.began_with == began_with
         for number in numbers:
             assert said(run, f"group={number}").returncode == 0

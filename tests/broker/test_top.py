@@ -24,7 +24,8 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep
+from rollstream.topics.records import BatchUse, LearnerStep
+from tests.support.batches import index_entry
 from tests.support.runs import RealRun, rollout
 
 ROLLOUTS = 2500
@@ -76,18 +77,7 @@ def test_no_batch_of_a_long_run_waits_if_a_step_used_it(broker: str, tmp_path: P
             )
             sender.send(run.topic("steps"), encode(step_made), encode_key("test", step))
         for number in range(steps * batches + 1):
-            entry = BatchIndexEntry(
-                batch_id=f"0-{number}",
-                partition=0,
-                offset=number,
-                rollouts=1,
-                tokens=2,
-                trained_tokens=1,
-                lowest_version=0,
-                highest_version=0,
-                size_bytes=100,
-                digest="digest",
-            )
+            entry = index_entry(number)
             sender.send(run.topic("batch-index"), encode(entry), encode_key(entry.batch_id))
     with closing(RunObserver(run.kafka, run.name)) as observer:
         observer.catch_up()

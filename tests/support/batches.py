@@ -78,6 +78,22 @@ def indexed_batches(kafka: KafkaConfig, run: str, start: int = 0) -> list[ReadBa
     return [batch for batch in batches if batch is not None]
 
 
+def index_entry(number: int) -> BatchIndexEntry:
+    """An entry for batch `number` of partition 0, which no batch backs."""
+    return BatchIndexEntry(
+        batch_id=f"0-{number}",
+        partition=0,
+        offset=number,
+        rollouts=1,
+        tokens=2,
+        trained_tokens=1,
+        lowest_version=0,
+        highest_version=0,
+        size_bytes=100,
+        digest="digest",
+    )
+
+
 def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch], *, together: bool = False) -> None:
     """Write each batch and its index entry in a transaction of its own, or `together` in one, in the order given."""
     # A broker of a busy machine may be silent for longer than the product lets a transaction last.
