@@ -69,7 +69,7 @@ def init(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
 def init_from_data(key: jax.Array, config: DecoderConfig) -> dict[str, jax.Array]:
     """`init` with a key's data, uint32 [2], which a compiled function takes as an argument.
 
-    XLA computes a function without arguments while it compiles it, which takes minutes for large models.
+    XLA may compute a function without arguments while it compiles it, which would take long for large models.
     """
     return init(jax.random.wrap_key_data(key), config)
 

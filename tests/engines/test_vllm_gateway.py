@@ -20,6 +20,7 @@ from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.validation import problems
 from tests.engines.conftest import Vllm
 from tests.engines.vllm_answers import PROMPT, logprobs, original, sample, version_of
+from tests.support.batches import patient
 from tests.support.gateways import gateway, records
 from tests.support.producing import serving_http
 from tests.support.runs import RealRun
@@ -173,7 +174,7 @@ def test_tokens_carry_the_version_that_a_vllm_that_follows_the_run_had(
     config, parameters = load_config(served.directory), original(served)
     apply(run.kafka, TopicsConfig(partitions=2, weights_partitions=2), run.name)
     with (
-        StepWriter(run.patient_kafka, run.name, model=json.dumps(asdict(config))) as trainer,
+        StepWriter(patient(run.kafka), run.name, model=json.dumps(asdict(config))) as trainer,
         gateway(run.kafka, run.name, served.url, tmp_path) as under_test,
     ):
         assert under_test.post("/rl/start_session", {"task_id": "t"})[0] == 503, "nobody has named its weights"

@@ -26,6 +26,7 @@ from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import Rollout
 from tests.engines.conftest import Vllm
 from tests.engines.vllm_answers import LongRequest, Parameters, logprobs
+from tests.support.batches import patient
 from tests.support.runs import RealRun
 from tests.support.serving_engines import published_exactly
 from tests.support.vllm_server import vllm_server
@@ -99,7 +100,7 @@ def test_vllm_samples_with_the_adapters_of_each_version(run: RealRun, vllm_with_
     config = replace(load_config(vllm.directory), lora=lora)
     base = load(vllm.directory)
     provisioning.apply(run.kafka, TopicsConfig(partitions=1, weights_partitions=2), run.name)
-    with StepWriter(run.patient_kafka, run.name, model=json.dumps(asdict(config))) as trainer:
+    with StepWriter(patient(run.kafka), run.name, model=json.dumps(asdict(config))) as trainer:
         trainer.publish_version(with_adapters(config, base, 0))
         process = run.start("serve-weights", "--engine", "vllm-lora", "--url", vllm.url, serving__dtype="float32")
         answers = []

@@ -20,6 +20,7 @@ from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning
 from tests.engines.conftest import Vllm
 from tests.engines.vllm_answers import LongRequest, assert_sampled_by, few_changed, original, sample
+from tests.support.batches import patient
 from tests.support.damaged_weights import damaged_delta
 from tests.support.runs import RealRun
 from tests.support.vllm_server import ENVIRONMENT
@@ -37,7 +38,7 @@ def model(vllm: Vllm) -> str:
 @pytest.fixture
 def trainer(run: RealRun, model: str) -> Iterator[StepWriter]:
     provisioning.apply(run.kafka, TopicsConfig(partitions=1, weights_partitions=2), run.name)
-    with StepWriter(run.patient_kafka, run.name, model=model, config=WeightsConfig(anchor_every=100)) as writer:
+    with StepWriter(patient(run.kafka), run.name, model=model, config=WeightsConfig(anchor_every=100)) as writer:
         yield writer
 
 

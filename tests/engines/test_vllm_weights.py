@@ -19,6 +19,7 @@ from rollstream.topics.kafka import provisioning
 from rollstream.topics.records import PolicyManifest
 from tests.engines.conftest import Vllm
 from tests.engines.vllm_answers import LongRequest, assert_sampled_by, original, sample, version_of
+from tests.support.batches import patient
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
@@ -28,7 +29,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
 def test_vllm_samples_with_each_version_and_a_request_in_flight_survives(run: RealRun, served: Vllm) -> None:
     config, parameters = load_config(served.directory), original(served)
     provisioning.apply(run.kafka, TopicsConfig(partitions=1, weights_partitions=2), run.name)
-    with StepWriter(run.patient_kafka, run.name, model=json.dumps(asdict(config))) as trainer:
+    with StepWriter(patient(run.kafka), run.name, model=json.dumps(asdict(config))) as trainer:
         trainer.publish_version(version_of(parameters, 0))
         process = run.start("serve-weights", "--url", served.url, serving__dtype="float32")
         answers = []

@@ -94,11 +94,15 @@ def index_entry(number: int) -> BatchIndexEntry:
     )
 
 
+def patient(kafka: KafkaConfig) -> KafkaConfig:
+    """For transactions of a test's own process: beside other work of a busy machine, a broker may be silent for longer
+    than the default lets a transaction last."""
+    return replace(kafka, transaction_timeout_s=120.0)
+
+
 def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch], *, together: bool = False) -> None:
     """Write each batch and its index entry in a transaction of its own, or `together` in one, in the order given."""
-    # A broker of a busy machine may be silent for longer than the product lets a transaction last.
-    patient = replace(kafka, transaction_timeout_s=120.0)
-    producer = clients.transactional_producer(patient, f"test-batches-{run}")
+    producer = clients.transactional_producer(patient(kafka), f"test-batches-{run}")
     producer.init_transactions(120)
     for number, batch in enumerate(batches):
         places: list[int] = []

@@ -70,12 +70,6 @@ class RealRun:
         self.publish_version(0)
         return self
 
-    @property
-    def patient_kafka(self) -> KafkaConfig:
-        """For transactions of a test's own process: beside other work of a busy machine, a broker may be silent for
-        longer than the default lets a transaction last."""
-        return dataclasses.replace(self.kafka, transaction_timeout_s=120.0)
-
     def beside(self, name: str) -> "RealRun":
         """Another run with a directory of its own."""
         directory = self.directory / name
