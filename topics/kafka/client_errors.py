@@ -133,6 +133,14 @@ def retrying(call: Callable[[], T], doing: str, timeout_s: float = 30.0) -> T:
             time.sleep(0.05)
 
 
+def is_unanswered(error: KafkaError) -> bool:
+    """Whether no broker has told the client where a partition begins or ends, which is not to say that it is gone.
+
+    The client reports the broker's own error next, such as a missing permission. Only the text distinguishes this case.
+    """
+    return error.code() == KafkaError._AUTO_OFFSET_RESET and error.str().startswith("failed to query logical offset")
+
+
 def raise_for(error: KafkaError, doing: str) -> None:
     """Raise the matching error for a consumer's error, unless the client recovers from it by itself."""
     code = error.code()

@@ -17,7 +17,7 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients, stranded_clients, topic_admin
-from rollstream.topics.kafka.client_errors import raise_for, retrying
+from rollstream.topics.kafka.client_errors import is_unanswered, raise_for, retrying
 from rollstream.topics.kafka.records import BEGINNING, GroupPosition, KafkaRecord, Place, record_of
 from rollstream.topics.logs import event
 
@@ -112,6 +112,9 @@ class Poller(Closing):
     def _take_event(self, error: KafkaError, message: Message, polled: Polled, passed: set[Place]) -> None:
         """Handle a message that is an event or error, not a record."""
         topic, partition, offset = message.topic(), message.partition(), message.offset()
+        if topic is not None and partition is not None and is_unanswered(error):
+            self._ask_again((topic, partition))
+            return
         if topic is None or partition is None or offset is None:
             self._raise_for(error, f"{self._doing} {topic or self._topics()}")
             return
@@ -148,6 +151,10 @@ class Poller(Closing):
 
     def _raise_for(self, error: KafkaError, doing: str) -> None:
         raise_for(error, doing)
+
+    def _ask_again(self, place: Place) -> None:
+        """Let the client ask once more where a partition begins or ends; it has stopped to read the partition."""
+        raise NotImplementedError
 
     def _topics(self) -> str:
         return ", ".join(sorted({topic for topic, _partition in self.positions}))
@@ -279,6 +286,11 @@ class Reader(Poller):
         self._consumer = self._new_consumer()
         offsets = self._begins | self.positions
         self._consumer.assign([TopicPartition(*place, offsets[place]) for place in self._begins])
+
+    def _ask_again(self, place: Place) -> None:
+        if place in self._begins:
+            self._consumer.incremental_unassign([TopicPartition(*place)])
+            self._consumer.incremental_assign([TopicPartition(*place, self._begins[place])])
 
     def offsets_at(self, topic: str, partitions: Iterable[int], at_ms: int) -> dict[int, int | None]:
         """Offset of each partition's first record with this timestamp or a later one; None if there is none."""
