@@ -5,6 +5,7 @@ follows the topic `control` itself.
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,14 +40,15 @@ def with_numbers(config: RunConfig, numbers: Mapping[str, int]) -> RunConfig:
     return config
 
 
-def begin_with(config: RunConfig, state: DesiredState, say: Callable[[str], None]) -> RunConfig:
-    """Return the configuration with the numbers of processes that are wanted, as far as the run can work with them."""
+def begin_with(config: RunConfig, state: DesiredState) -> RunConfig:
+    """Return the configuration with the numbers of processes that are wanted, as far as the run can work with them.
+
+    `SteeredProcesses` reports the other numbers with its first poll, and puts them back.
+    """
     numbers = {} if config.is_control else state.numbers
     for role in (role for role in SCALED if role in numbers):
-        try:
+        with suppress(ConfigurationError):
             config = with_numbers(config, {role: numbers[role]})
-        except ConfigurationError as error:
-            say(_refusal(role, numbers[role], error))
     return config
 
 
@@ -108,7 +110,7 @@ class SteeredProcesses:
                 added = [ordinal for ordinal in range(numbered.processes, number) if ordinal not in numbered.ending]
                 _check_ports(role, section.host, section.port, added)
         except ConfigurationError as error:
-            self._say(_refusal(role, number, error))
+            self._say(f"{role}={number} is not followed: {error}")
             self._keep(role, number, numbered.processes)
             return
         if number != numbered.processes:
@@ -137,7 +139,3 @@ def _check_ports(role: str, host: str, port: int, ordinals: Iterable[int]) -> No
                 f"port {port + ordinal} of {host} is in use, and {role} {ordinal} would listen there: free it, or set "
                 f"{setting} and start `rollstream run` again"
             )
-
-
-def _refusal(role: str, number: int, error: ConfigurationError) -> str:
-    return f"{role}={number} is not followed: {error}"

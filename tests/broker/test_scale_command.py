@@ -103,7 +103,7 @@ class Grouping:
         config = settings(run)
         path = plans.write(config)
         self.said: list[str] = []
-        running = begin_with(config, follower.state, self.said.append)
+        running = begin_with(config, follower.state)
         groupers = plans.plan(running, path).of(GROUP)
         self.began_with = [spec.name for spec in groupers]
         supervisor.start(*groupers)
