@@ -278,6 +278,9 @@ class CallCapture:
         samples = samples_of(answer, ROUTES[request.route], source=url)
         if not samples:
             raise InferenceRefused(f"{url} answered without a choice")
+        if any(sample.aborted for sample in samples):
+            # The tokens so far are no answer of the policy. A retry of the agent gets a whole one.
+            raise InferenceUnavailable(f"{url} aborted the request before its answer was complete")
         versions = await self._upstream.versions_of({span.label for sample in samples for span in sample.spans})
         self._upstream.note_version(max(versions.values(), default=-1))
         self._check_open(session)

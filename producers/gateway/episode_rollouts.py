@@ -41,6 +41,8 @@ def rollouts_of(session: CapturedSession, form: RolloutForm, policies: PolicyVer
     Raises RecordError if they cannot be trained on.
     """
     branches = branches_of(session.calls)
+    if not branches:
+        raise RecordError(f"no model call of session {session.name} sampled a token")
     rewards = _rewards_by_call(session)
     reward = sum(rewards.values()) if session.reward is None else session.reward
     return [

@@ -21,7 +21,7 @@ import aiohttp
 
 from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.streamed_answers import EventLines
-from rollstream.producers.inference.answers import refusal_of
+from rollstream.producers.inference.answers import has_aborted_choice, refusal_of
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.inference.requests import LABEL_ROUTES, listed_models
 from rollstream.producers.json_text import decode, encode
@@ -39,6 +39,7 @@ _UNNAMED = "default"
 """Default label of weights in vLLM and SGLang."""
 _REST_S = 1.0
 """Time for which a failed server is tried last."""
+_NO_ANSWER = "no answer in time"
 
 
 PreviousTurn = Callable[[], dict[str, Any] | None]
@@ -187,22 +188,31 @@ class Upstream:
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
     ) -> UpstreamAnswer:
         """Return the answer to a request. A server that accepts the tokens of a conversation's last turn, as
-        rollstream's does, receives the result of `turn`. Raises UpstreamRefused, and InferenceUnavailable after the
-        deadline or if an answer breaks off."""
-        async with self._response(session, path, body, turn) as (url, label, response):
-            try:
-                answer = decode(await response.read())
-            except (aiohttp.ClientError, ValueError, RecursionError) as error:
-                raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
-        if not isinstance(answer, dict):
-            raise InferenceUnavailable(f"{url} answered with a JSON {type(answer).__name__} instead of an object")
-        return UpstreamAnswer(url, labelled(answer, label))
+        rollstream's does, receives the result of `turn`. A request that a server aborts is sent again. Raises
+        UpstreamRefused, and InferenceUnavailable after the deadline or if an answer breaks off."""
+        deadline = time.monotonic() + self._timeout_s
+        pause_s, cause = _FIRST_PAUSE_S, _NO_ANSWER
+        while True:
+            async with self._response(session, path, body, turn, deadline, cause) as (url, label, response):
+                try:
+                    answer = decode(await response.read())
+                except (aiohttp.ClientError, ValueError, RecursionError) as error:
+                    raise InferenceUnavailable(f"{url} broke off its answer: {error!r}") from error
+            if not isinstance(answer, dict):
+                raise InferenceUnavailable(f"{url} answered with a JSON {type(answer).__name__} instead of an object")
+            if not has_aborted_choice(answer):
+                return UpstreamAnswer(url, labelled(answer, label))
+            cause = f"{url} aborted the request"
+            self._rests[url] = time.monotonic() + _REST_S
+            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def stream(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
     ) -> AsyncIterator[UpstreamEvent]:
         """Yield each event of a streamed answer. Raises as `call` does."""
-        async with self._response(session, path, body, turn) as (url, label, response):
+        deadline = time.monotonic() + self._timeout_s
+        async with self._response(session, path, body, turn, deadline) as (url, label, response):
             lines = EventLines()
             try:
                 async for data in response.content.iter_any():
@@ -213,14 +223,20 @@ class Upstream:
 
     @asynccontextmanager
     async def _response(
-        self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn
+        self,
+        session: str,
+        path: str,
+        body: dict[str, Any],
+        turn: PreviousTurn,
+        deadline: float,
+        cause: str = _NO_ANSWER,
     ) -> AsyncIterator[tuple[str, str, aiohttp.ClientResponse]]:
         """Send a request until a server answers; yield the server, the label in force (empty if answers name it), and
-        the answer."""
+        the answer. After `deadline` on the monotonic clock, raises InferenceUnavailable with the latest cause, which is
+        `cause` at first."""
         assert self._http, "used outside its context manager"
         headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
-        deadline = time.monotonic() + self._timeout_s
-        pause_s, cause = _FIRST_PAUSE_S, "no answer in time"
+        pause_s = _FIRST_PAUSE_S
         while time.monotonic() < deadline:
             url = self._ranked(session)[0]
             try:

@@ -17,6 +17,8 @@ from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.records import Float32, Int32, Int64
 
 Dialect = Literal["chat", "completions", "generate", "sglang"]
+_ABORTED = "abort"
+"""Reason that vLLM and SGLang give for the end of a sample that they abort."""
 _NO_LOGPROB = -9999.0
 """vLLM's stand-in for a log-probability that JSON cannot represent."""
 _TOKEN_ID = "token_id:"
@@ -69,7 +71,15 @@ class Sample:
     @property
     def aborted(self) -> bool:
         """Whether the server aborted the sample, e.g. to swap weights; a new request may succeed."""
-        return self.finish_reason == "abort"
+        return self.finish_reason == _ABORTED
+
+
+def has_aborted_choice(answer: Mapping[str, Any]) -> bool:
+    """Whether the server aborted a sample of an answer of OpenAI's routes, which then has only the tokens so far."""
+    choices = answer.get("choices")
+    return isinstance(choices, list) and any(
+        isinstance(choice, dict) and choice.get("finish_reason") == _ABORTED for choice in choices
+    )
 
 
 def refusal_of(status: int, text: str, *, source: str) -> InferenceRefused:

@@ -11,6 +11,7 @@ from rollstream.producers.gateway.call_forms import AgentRequest, parse_request
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamAnswer, UpstreamEvent
+from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.topics.records import SessionEvent
 from tests.support.memory_session_log import MemoryLog
 
@@ -19,9 +20,9 @@ REQUEST = parse_request("completions", {"prompt": "21>"})
 STREAMED = parse_request("completions", {"prompt": "21>", "stream": True})
 
 
-def answer(text: str) -> dict[str, Any]:
+def answer(text: str, finish_reason: str = "stop") -> dict[str, Any]:
     logprobs = {"token_logprobs": [-1.0], "tokens": [text]}
-    choice = {"index": 0, "text": text, "finish_reason": "stop", "token_ids": [2], "logprobs": logprobs}
+    choice = {"index": 0, "text": text, "finish_reason": finish_reason, "token_ids": [2], "logprobs": logprobs}
     return {"id": "x", "prompt_token_ids": [1], "choices": [choice]}
 
 
@@ -32,6 +33,7 @@ class NumberedUpstream:
 
     def __init__(self) -> None:
         self.calls = 0
+        self.finish_reason = "stop"
         self.go_on = asyncio.Event()
         self.go_on.set()
 
@@ -47,7 +49,7 @@ class NumberedUpstream:
         begun = {"id": "x", "prompt_token_ids": [1], "choices": [{"index": 0, "text": "begun"}]}
         yield UpstreamEvent("server", "", json.dumps(begun))
         await self.go_on.wait()
-        yield UpstreamEvent("server", "", json.dumps(answer(str(number))))
+        yield UpstreamEvent("server", "", json.dumps(answer(str(number), self.finish_reason)))
 
     async def versions_of(self, labels: Collection[str]) -> Mapping[str, int]:
         return dict.fromkeys(labels, -1)
@@ -107,6 +109,19 @@ def test_a_retry_waits_for_the_equal_request_in_flight_and_gets_no_earlier_answe
         agent.upstream.go_on.set()
         assert await retry == ("3" if leaves else "2")
         assert leaves or await second == "2"
+
+    asyncio.run(scenario())
+
+
+def test_a_streamed_answer_that_the_server_aborts_is_not_recorded() -> None:
+    async def scenario() -> None:
+        agent = Agent()
+        agent.upstream.finish_reason = "abort"
+        stream = agent.texts(STREAMED)
+        assert await anext(stream) == "begun"
+        with pytest.raises(InferenceUnavailable, match="^server aborted the request before its answer was complete"):
+            await anext(stream)
+        assert not agent.session.calls
 
     asyncio.run(scenario())
 

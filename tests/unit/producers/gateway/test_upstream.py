@@ -45,12 +45,14 @@ class Server:
         paused: int = 0,
         silent: str = "",
         metadata: Any = None,
+        aborted: int = 0,
         **busy: int,
     ) -> None:
-        """It is paused at the first `paused` queries, and then has version 4; requests of `silent` get no answer."""
+        """It is paused at the first `paused` queries, and then has version 4; requests of `silent` get no answer. It
+        aborts the first `aborted` calls."""
         self.silent, self.answer = silent, {"choices": []} | ({} if metadata is None else {"metadata": metadata})
         self.owner, self.label, self.label_route, self.paused = owner, label, label_route, paused
-        self.busy = busy
+        self.busy, self.aborted = busy, aborted
         self.asked = Counter[str]()
         self.bodies: list[dict[str, Any]] = []
 
@@ -73,7 +75,8 @@ class Server:
             self.bodies.append(await http.json())
             if self.bodies[-1].get("stream"):
                 return web.Response(text='data: {"choices": []}\n\ndata: [DONE]\n\n')
-            return web.json_response(self.answer)
+            aborts = len(self.bodies) <= self.aborted
+            return web.json_response({"choices": [{"finish_reason": "abort"}]} if aborts else self.answer)
         return web.Response(status=404, text="<html>")
 
 
@@ -127,6 +130,15 @@ def test_the_tokens_of_vllm_are_of_the_weights_in_force_when_they_were_asked_for
     else:
         assert answer.body == {"choices": [], "metadata": {"weight_version": "4"}}
     assert len(server.bodies) == 1
+
+
+def test_a_request_that_a_server_aborts_is_sent_again_until_the_time_of_the_call_is_over() -> None:
+    server = Server("vllm", aborted=2)
+    _upstream, answer = asked(server)
+    assert answer.body == {"choices": []}
+    assert len(server.bodies) == 3
+    with pytest.raises(InferenceUnavailable, match=r"within 0\.3 s \(http.* aborted the request\)"):
+        asked(Server("vllm", aborted=10**9), timeout_s=0.3)
 
 
 def test_a_request_that_vllm_would_keep_waiting_has_the_weights_that_sample_it() -> None:
