@@ -8,7 +8,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from rollstream.consumers.files.atomic_files import StoreError
@@ -92,11 +92,18 @@ class FileWriter:
 class FilePublisher(FileWriter):
     """The files of one publisher of a run. Build it only when no other publisher can commit any more."""
 
-    def __init__(self, run: str, config: WeightsConfig, manifests: Mapping[int, PolicyManifest]) -> None:
-        """Find files that earlier publishers left. Raises ConfigurationError if the URL cannot be opened."""
+    def __init__(
+        self,
+        run: str,
+        config: WeightsConfig,
+        manifests: Mapping[int, PolicyManifest],
+        unreadable: Collection[int] = (),
+    ) -> None:
+        """Find files that earlier publishers left. Files of versions whose manifests are `unreadable` stay. Raises
+        ConfigurationError if the URL cannot be opened."""
         super().__init__(run, config)
-        self._latest = max(manifests, default=-1)
-        self._find_left_behind(manifests)
+        self._latest = max((*manifests, *unreadable), default=-1)
+        self._find_left_behind(manifests, unreadable)
 
     def committed(self, manifest: PolicyManifest) -> None:
         """Note that a version is committed; remove reusable files of this and older versions that it does not name."""
@@ -107,14 +114,14 @@ class FilePublisher(FileWriter):
         for name in over:
             del self._reusable[name]
 
-    def _find_left_behind(self, manifests: Mapping[int, PolicyManifest]) -> None:
+    def _find_left_behind(self, manifests: Mapping[int, PolicyManifest], unreadable: Collection[int]) -> None:
         """Remove the files that earlier publishers left, except files that this publisher may reuse."""
         url, timeout_s = self._store.url, self._config.store_timeout_s
         listed = listed_files(self._run, [url], timeout_s=timeout_s)[url]
         if isinstance(listed, str):
             event(logger, "weight_files_left", level=logging.WARNING, reason=f"{shown(url)}: not listed: {listed}")
             return
-        left = left_behind(self._run, listed, manifests, self._config.keep_versions, url)
+        left = left_behind(self._run, listed, manifests, self._config.keep_versions, unreadable=unreadable)
         # Reuse only files so young that `rollstream prune` does not remove them before they are reused.
         youngest = time.time() - self._config.orphan_hours * 3600 / 2
         for name in left:

@@ -7,7 +7,7 @@ enough, or by the publisher itself.
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from rollstream.consumers.files.atomic_files import StoreError
@@ -38,27 +38,35 @@ class FilesToPrune(NamedTuple):
 
 
 def left_behind(
-    run: str, listed: Iterable[str], manifests: Mapping[int, PolicyManifest], keep_versions: int, url: str
+    run: str,
+    listed: Iterable[str],
+    manifests: Mapping[int, PolicyManifest],
+    keep_versions: int,
+    *,
+    unreadable: Collection[int] = (),
 ) -> list[str]:
-    """Return the listed files of a run that no kept version needs; `url` is the URL of their store.
+    """Return the listed files of a run that no kept version needs.
 
-    Files with other names are not returned, because they do not belong to the run. Files of an earlier version without
-    a manifest are not returned either, because this release may be unable to read its manifest.
+    Files with other names are not returned, because they do not belong to the run. Files of a version without a
+    manifest are not returned either if the version is one of `unreadable` or a later version has a manifest, because
+    this release may be unable to read its manifest.
     """
-    latest = max(manifests, default=-1)
+    latest = max((*manifests, *unreadable), default=-1)
+    # Names, not URLs: the same store may have another URL now, such as another path to the same directory.
     named = {
-        chunk.url
+        place_of(chunk.url)[1]
         for version in needed(manifests, keep_versions)
         for manifest in (manifests.get(version),)
         if manifest is not None
         for chunk in manifest.chunks
+        if chunk.url
     }
     left = []
     for name in listed:
         file = parsed(run, name)
         if file is None or (file.version <= latest and file.version not in manifests):
             continue
-        if f"{url.rstrip('/')}/{name}" not in named:
+        if name not in named:
             left.append(name)
     return left
 
@@ -116,7 +124,7 @@ def prunable(
             reason = f"{unreadable} unreadable records of policies may name these files"
             plans.append(FilesToPrune(shown(url), len(files), (), 0, reason))
         else:
-            left = left_behind(run, files, manifests, config.keep_versions, url)
+            left = left_behind(run, files, manifests, config.keep_versions)
             old = [name for name in left if (written := files[name].modified) is not None and written < oldest]
             urls = tuple(f"{url.rstrip('/')}/{name}" for name in old)
             ours = sum(parsed(run, name) is not None for name in files)

@@ -93,7 +93,7 @@ class WeightsPublisher:
         self._weights_topic = topic_name(run, "weights")
         self._policies_topic = topic_name(run, "policies")
         self._manifests, self._unreadable = _all_manifests(kafka, run)
-        self._files = FilePublisher(run, config, self._manifests) if config.url else None
+        self._files = FilePublisher(run, config, self._manifests, self._unreadable) if config.url else None
         self._writer = ShardWriter(kafka, run, config, self._files)
         self._live = needed(self._manifests, config.keep_versions)
         """Versions whose chunks are not tombstoned."""

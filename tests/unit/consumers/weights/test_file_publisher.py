@@ -103,6 +103,18 @@ def test_the_next_publisher_writes_only_what_the_killed_one_had_not_stored(store
     assert read(manifest(4, params(0), before))
 
 
+def test_files_that_the_manifest_of_a_newer_release_names_stay(store: type[FaultyFiles], tmp_path: Path) -> None:
+    config = replace(CONFIG, url=str(tmp_path))
+    committed = {3: manifest(3, params(0), FilePublisher("main", config, {}).write(3, content_of(params(0))))}
+    FilePublisher("main", config, committed).write(4, content_of(params(1)))
+    newer = sorted(tmp_path.glob("main/00000004/*"))
+    os.utime(newer[0], (1.0, 1.0))
+    publisher = FilePublisher("main", config, committed, {4})
+    version = manifest(5, params(0), publisher.write(5, content_of(params(0))))
+    publisher.committed(version)
+    assert sorted(tmp_path.glob("main/00000004/*")) == newer
+
+
 def test_files_of_an_attempt_that_was_not_committed_go_with_the_first_version_or_by_age(
     store: type[FaultyFiles], tmp_path: Path
 ) -> None:

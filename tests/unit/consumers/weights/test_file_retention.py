@@ -61,8 +61,8 @@ def test_files_of_others_and_of_versions_that_cannot_be_told_stay() -> None:
     manifests = published(set(), 4)
     del manifests[1]
     strangers = ["main/notes.txt", "main/00000002/readme", name(1)]
-    assert left_behind("main", strangers, manifests, 1, "/w") == []
-    assert left_behind("main", [name(3), name(4)], {}, 1, "/w") == [name(3), name(4)]
+    assert left_behind("main", strangers, manifests, 1) == []
+    assert left_behind("main", [name(3), name(4)], {}, 1) == [name(3), name(4)]
 
 
 def test_nothing_goes_while_a_manifest_is_unreadable_or_a_store_gives_no_list() -> None:
@@ -73,6 +73,19 @@ def test_nothing_goes_while_a_manifest_is_unreadable_or_a_store_gives_no_list() 
     assert (deletions.removable, deletions.problem) == ((), "1 unreadable records of policies may name these files")
     [deletions] = prunable("main", {"/w": "503 Slow Down"}, manifests, config, now_s=NOW)
     assert (deletions.removable, deletions.problem) == ((), "not listed: 503 Slow Down")
+
+
+def test_files_stay_if_their_store_has_another_url_now() -> None:
+    manifests, files = published(set(), 4), [name(version) for version in range(4)]
+    moved = {f"/elsewhere{url}": stored for url, stored in listed(dict.fromkeys(files, 100.0)).items()}
+    [deletions] = prunable("main", moved, manifests, WeightsConfig(url="/elsewhere/w", keep_versions=1), now_s=NOW)
+    assert (deletions.files, deletions.removable) == (4, ())
+
+
+def test_files_of_a_version_whose_manifest_is_unreadable_stay() -> None:
+    manifests, newest = published({2}, 3), [name(3), name(4)]
+    assert left_behind("main", newest, manifests, 1) == newest
+    assert left_behind("main", newest, manifests, 1, unreadable={3}) == [name(4)]
 
 
 def test_files_without_a_time_stay() -> None:
