@@ -170,7 +170,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         partitions="1",
         cleanup="none",
         writers=("learn", "infer", "serve-weights", "gateway", "env", "group", "label", "eval"),
-        readers=("learn", TOOLS),
+        readers=("learn", "group", TOOLS),
         doc="Metrics of every component.",
     ),
     TopicSpec(

@@ -5,6 +5,7 @@ not do is refused in one clear line. Every command is a process that connects wi
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +14,16 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.step_writer import StepWriter
+from rollstream.pipeline import steering
+from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.records import Metrics
 from tests.support import planted
 from tests.support.command_line import answer_of
 from tests.support.planted import Planted
 from tests.support.runs import RealRun
 from tests.support.secured_broker import SecuredBroker, secured_broker
+from tests.support.waiting import eventually
 
 RUN, NEIGHBOUR = "governed", "neighbour"
 USERS = ("audit", "operate", "group")
@@ -245,6 +250,27 @@ def test_whoever_operates_may_do_all_that_changes_a_run(governed: Governed) -> N
     finally:
         grouping.terminate()
         assert grouping.wait(300) == 0, log.read_text()[-3000:]
+
+
+@pytest.mark.long
+def test_a_grouping_process_has_all_rights_that_a_drain_needs(governed: Governed) -> None:
+    run, log = governed.planted.run, governed.folder / "drained.log"
+    # Without the last metrics of workers, a drain waits a minute longer.
+    ended = Metrics(component="env-0", timestamp=time.time(), labels={"role": "env"}, values={"running": 0.0})
+    run.send_bytes("metrics", encode(ended), b"env-0")
+    answer = governed.said("operate", "stop", "--drain")
+    assert answer.returncode == 0, answer.stderr
+    with log.open("wb") as output:
+        grouping = subprocess.Popen(
+            governed.command("group", "group"), cwd=governed.folder, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        eventually(lambda: steering.state(run.kafka, RUN)["drain"] == "done", 120, "the end of the drain")
+        assert grouping.wait(120) == 0
+    finally:
+        print(log.read_text()[-3000:])
+        grouping.kill()
+        grouping.wait()
 
 
 @pytest.mark.long
