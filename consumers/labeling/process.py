@@ -160,7 +160,8 @@ class LabelingProcess:
         try:
             records = self._member.poll(self._config.max_poll_records, self._config.commit_interval_s).records
         except MembershipLost as lost:
-            if lost.fenced:
+            # A broker that was silent may take this member's repeated request to join for that of another process.
+            if lost.fenced and self._publisher.has_rival:
                 raise Fenced(
                     f"another process labels under the name {self._name}; only one process may run under an ordinal"
                 ) from lost

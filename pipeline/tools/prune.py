@@ -53,10 +53,10 @@ from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.groups import group_names, group_positions
+from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.topic_admin import delete_records, topic_names
+from rollstream.topics.kafka.topic_admin import delete_records, group_names, topic_names
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, PolicyManifest, batch_numbers
 from rollstream.topics.retired_learners import retired_learners
 from rollstream.topics.validation import entry_problems

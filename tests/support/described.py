@@ -6,8 +6,8 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ROLES, expanded, role_of
 from rollstream.topics.catalogue import CATALOGUE, TOOLS, topic_name
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.groups import group_names
 from rollstream.topics.kafka.hanging_transactions import admin_client
+from rollstream.topics.kafka.topic_admin import group_names
 
 
 def undescribed(config: RunConfig, processes: Mapping[str, int]) -> set[str]:

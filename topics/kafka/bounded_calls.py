@@ -40,8 +40,9 @@ class BoundedCalls:
             try:
                 return future.result(min(_SLICE_S, timeout_s))
             except FutureTimeoutError:
+                # The call may have ended just after this wait, or have raised a TimeoutError itself.
                 if future.done():
-                    raise
+                    return future.result()
         raise Stalled(f"{name} did not return within {timeout_s:g} s")
 
     def submit(self, call: Callable[[], Any]) -> Future[Any]:

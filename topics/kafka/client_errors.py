@@ -20,6 +20,12 @@ _MOVING = (
     # This broker does not know a new topic's leader yet, although another broker does.
     KafkaError.NOT_LEADER_FOR_PARTITION,
     KafkaError.LEADER_NOT_AVAILABLE,
+    # The client asks for offsets with the leader epoch that it knows; the new leader may not be known, or not be ready.
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+    KafkaError.REPLICA_NOT_AVAILABLE,
+    KafkaError.KAFKA_STORAGE_ERROR,
 )
 _LEARNT_S = 5.0
 """Longest time for which a partition may be unknown: a new partition becomes known late, a missing one never."""

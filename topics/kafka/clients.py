@@ -91,7 +91,8 @@ def producer(config: KafkaConfig, **overrides: Any) -> Producer:
             "compression.level": config.compression_level,
             "linger.ms": "5",
             "message.max.bytes": config.max_record_bytes,
-            "queue.buffering.max.kbytes": 64 * 1024,
+            # A record that does not fit into the empty queue would be refused forever.
+            "queue.buffering.max.kbytes": max(64 * 1024, 2 * config.max_record_bytes // 1024),
             "delivery.timeout.ms": 120_000,
             **_common(config),
             **overrides,

@@ -79,6 +79,7 @@ class GroupMember(Poller):
         self._consumer.subscribe([self._topic], on_assign=assign, on_revoke=revoke, on_lost=lose)
 
     def _forget(self, partitions: list[TopicPartition]) -> Numbers:
+        self._reassigned.update((place.topic, place.partition) for place in partitions)
         for place in partitions:
             self.positions.pop((place.topic, place.partition), None)
         return [place.partition for place in partitions]

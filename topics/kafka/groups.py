@@ -1,7 +1,6 @@
-"""Consumer groups as the brokers know them: their names, members and committed offsets."""
+"""Consumer groups as the brokers know them: their members and committed offsets."""
 
 from collections.abc import Iterable
-from functools import partial
 
 from confluent_kafka import ConsumerGroupState, ConsumerGroupTopicPartitions, KafkaError, KafkaException
 
@@ -52,16 +51,12 @@ def remove_members(kafka: KafkaConfig, group: str, names: Iterable[str]) -> list
     return sorted(str(name) for name, answer in answers.items() if answer is not NoError)
 
 
-def group_names(kafka: KafkaConfig) -> list[str]:
-    """Names of all consumer groups, sorted. Raises BrokerUnavailable."""
-    client = clients.admin(kafka)
-    listed = retrying(lambda: answer_of(client.list_consumer_groups(), _TIMEOUT_S), "listing consumer groups")
-    return sorted(item.group_id for item in listed.valid)
-
-
 def group_positions(kafka: KafkaConfig, group: str) -> list[GroupPosition]:
     """All positions that a group has committed. Raises BrokerUnavailable."""
     client = clients.admin(kafka)
-    answer = client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group]
-    offsets = retrying(partial(answer_of, answer, _TIMEOUT_S), f"asking for offsets of group {group}")
-    return [GroupPosition.from_client(place) for place in offsets.topic_partitions or () if place.offset >= 0]
+
+    def committed() -> list[GroupPosition]:
+        answer = answer_of(client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group], _TIMEOUT_S)
+        return [GroupPosition.from_client(place) for place in answer.topic_partitions or () if place.offset >= 0]
+
+    return retrying(committed, f"asking for offsets of group {group}", kafka.patience_s)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, RollstreamError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import answer_of, retrying
 from rollstream.topics.secrets import resolve
 
 if TYPE_CHECKING:
@@ -102,9 +101,7 @@ def places_of(kafka: KafkaConfig, run: str) -> dict[str, list[int]]:
     partitions_by_topic = {f"{run}.{name}": list(range(count)) for name, count in counts.items()}
     if not partitions_by_topic:
         topic_admin.partitions_of(kafka, f"{run}.rollouts")
-    client = clients.admin(kafka)
-    listed = retrying(lambda: answer_of(client.list_consumer_groups(), kafka.patience_s).valid, "listing groups")
-    groups = [group.group_id for group in listed or [] if group.group_id.startswith(f"{run}.")]
+    groups = [group for group in topic_admin.group_names(kafka) if group.startswith(f"{run}.")]
     if groups:
         count = topic_admin.partitions_of(kafka, OFFSETS)
         partitions_by_topic[OFFSETS] = sorted({offsets_partition(group, count) for group in groups})

@@ -7,11 +7,13 @@ keys would move.
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import MappingProxyType
 
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
+from confluent_kafka.admin._metadata import ClusterMetadata
 from confluent_kafka.admin._resource import ResourceType
 from confluent_kafka.cimpl import NewTopic
 
@@ -19,9 +21,10 @@ from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import answer_of, denial
+from rollstream.topics.kafka.client_errors import answer_of, denial, retrying
 
 _TIMEOUT_S = 30.0
+_ANSWER_S = 5.0
 _REGISTRY_TIMEOUT_S = 60.0
 """Timeout of a request to the schema registry, which answers its first request slowly."""
 
@@ -167,21 +170,32 @@ def unset(kafka: KafkaConfig, run: str, names: Iterable[str]) -> None:
             raise TopicError(f"settings of topic {resource.name} cannot be removed: {error.args[0].str()}") from error
 
 
+def _listed(client: AdminClient) -> ClusterMetadata:
+    """Return the brokers and topics that a client knows. Raises BrokerUnavailable."""
+    return retrying(partial(client.list_topics, timeout=_ANSWER_S), "listing the brokers", _TIMEOUT_S)
+
+
 def _await_leaders(kafka: KafkaConfig, client: AdminClient, created: set[str]) -> None:
     """Wait until every broker knows the topics: the controller acknowledges a creation, and brokers may lag behind."""
     deadline = time.monotonic() + _TIMEOUT_S
-    brokers = client.list_topics(timeout=_TIMEOUT_S).brokers.values() if created else ()
+    brokers = _listed(client).brokers.values() if created else ()
     for broker in brokers:
         # A client with one address asks that broker; a client with several asks any.
         broker_client = clients.admin(replace(kafka, bootstrap_servers=f"{broker.host}:{broker.port}"))
         missing = created
         while missing:
-            known = broker_client.list_topics(timeout=_TIMEOUT_S).topics
+            try:
+                known = broker_client.list_topics(timeout=_ANSWER_S).topics
+            except KafkaException:
+                # A broker that has died is listed until its session ends.
+                if broker.id not in _listed(client).brokers:
+                    break
+                known = {}
             missing = {t for t in missing if t not in known or any(p.leader < 0 for p in known[t].partitions.values())}
             if missing and time.monotonic() > deadline:
                 raise BrokerUnavailable(
-                    f"topics {sorted(missing)} were created, but have no leader after {_TIMEOUT_S:g} s according to "
-                    f"{broker.host}:{broker.port}"
+                    f"topics {sorted(missing)} were created, but after {_TIMEOUT_S:g} s broker "
+                    f"{broker.host}:{broker.port} does not answer or knows no leader for them; apply them again"
                 )
             time.sleep(0.02 if missing else 0)
 

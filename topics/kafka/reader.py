@@ -43,6 +43,8 @@ class Poller(Closing):
         self._kafka, self._consumer, self._doing = kafka, consumer, doing
         self._gather_s = 0.0
         """How long a poll waits for further messages after its first message."""
+        self._reassigned: set[Place] = set()
+        """Partitions that were assigned or revoked since the first message of this poll."""
         self.positions: dict[Place, int] = {}
         """Next offset of each partition, as far as it is known."""
         self._heard, self._check = time.monotonic(), stranded_clients.StrandedCheck()
@@ -99,7 +101,12 @@ class Poller(Closing):
         if wait_s <= 0:
             return self._consume_once(most, wait_s)
         first = self._consume_once(1, wait_s)
-        return [*first, *self._consume_once(most - 1, self._gather_s)] if first and most > 1 else first
+        if not first or most <= 1:
+            return first
+        self._reassigned.clear()
+        rest = self._consume_once(most - 1, self._gather_s)
+        # The owner has gone back in a partition that was assigned again meanwhile, so its first message comes again.
+        return [*(m for m in first if (m.topic(), m.partition()) not in self._reassigned), *rest]
 
     def _consume_once(self, most: int, wait_s: float) -> list[Message]:
         """Return `most` messages, or those that arrive within `wait_s`."""

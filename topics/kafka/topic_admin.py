@@ -73,6 +73,20 @@ def await_brokers(kafka: KafkaConfig, count: int, timeout_s: float) -> None:
             time.sleep(min(max(0.0, deadline - time.monotonic()), _LOOK_S))
 
 
+def group_names(kafka: KafkaConfig) -> list[str]:
+    """Names of all consumer groups, sorted. Raises BrokerUnavailable if a broker does not list its groups."""
+    client = clients.admin(kafka)
+
+    def listed() -> list[str]:
+        answer = answer_of(client.list_consumer_groups(), min(kafka.patience_s, _TIMEOUT_S))
+        # The client answers with the groups of the other brokers if one is starting or out of reach.
+        if answer.errors:
+            raise answer.errors[0]
+        return sorted(group.group_id for group in answer.valid or ())
+
+    return retrying(listed, "listing consumer groups", kafka.patience_s)
+
+
 def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consumer | None" = None) -> int:
     """Number of partitions of a topic, requested with `client` if given; `client` knows the leaders afterwards.
 

@@ -18,11 +18,12 @@ from rollstream.topics.codec import decode_as
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, RecordError, TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.groups import group_names, group_positions
+from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.hanging_transactions import open_on
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import BEGINNING, UNREADABLE, GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.kafka.topic_admin import group_names
 from rollstream.topics.logs import event
 from rollstream.topics.records import TrajectoryRecord
 from rollstream.topics.trajectories import Trajectory, from_record

@@ -119,7 +119,7 @@ def test_a_streamed_answer_that_the_server_aborts_is_not_recorded() -> None:
         agent.upstream.finish_reason = "abort"
         stream = agent.texts(STREAMED)
         assert await anext(stream) == "begun"
-        with pytest.raises(InferenceUnavailable, match="^server aborted the request before its answer was complete"):
+        with pytest.raises(InferenceUnavailable, match=r"^server aborted the request before its answer was complete"):
             await anext(stream)
         assert not agent.session.calls
 

@@ -87,7 +87,7 @@ def test_a_session_with_calls_an_end_and_a_reward_becomes_rollouts() -> None:
 def test_an_episode_whose_calls_sampled_no_token_is_an_error_and_no_empty_list_of_rollouts() -> None:
     nothing = CallAnswer(tokens=np.array([], "<i4"), logprobs=np.array([], "<f4"), spans=())
     session = folded((1, call(0, answers=(nothing,))), (2, event("reward", scored=True, reward=0.5)))
-    with pytest.raises(RecordError, match="^no model call of session g.0 sampled a token"):
+    with pytest.raises(RecordError, match=r"^no model call of session g\.0 sampled a token"):
         rollouts_of(session, FORM, POLICIES)
 
 

@@ -5,6 +5,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any
 
 import pytest
 
@@ -34,6 +37,23 @@ def test_what_a_call_returns_or_raises_comes_through() -> None:
     with pytest.raises(TimeoutError, match="its own"):
         calls.run(fail, "fail", 5.0)
     assert calls.run(lambda: 4, "four", 5.0) == 4
+    calls.close()
+
+
+class EndsAfterWait(Future[Any]):
+    """The result of a call that ends right after a wait for it has given up."""
+
+    def result(self, timeout: float | None = None) -> Any:
+        if self.done():
+            return super().result(timeout)
+        self.set_result("ended")
+        raise FutureTimeoutError
+
+
+def test_a_call_that_ends_right_after_a_wait_has_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = BoundedCalls()
+    monkeypatch.setattr(calls, "submit", lambda _call: EndsAfterWait())
+    assert calls.run(lambda: "ended", "slow", 5.0) == "ended"
     calls.close()
 
 

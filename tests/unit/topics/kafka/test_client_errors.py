@@ -8,6 +8,7 @@ from confluent_kafka import KafkaError, KafkaException
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable
+from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.client_errors import answer_of, fatal_error, raise_for, refusal, retrying
 from rollstream.topics.kafka.groups import members
 
@@ -28,7 +29,8 @@ class Call:
 
 
 GONE = [KafkaError._DESTROY_BROKER, KafkaError._RESOLVE, KafkaError._TRANSPORT]
-PASSING = [*GONE, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._UNKNOWN_PARTITION]
+LEADERS = [KafkaError.FENCED_LEADER_EPOCH, KafkaError.UNKNOWN_LEADER_EPOCH, KafkaError.OFFSET_NOT_AVAILABLE]
+PASSING = [*GONE, *LEADERS, KafkaError.NOT_LEADER_FOR_PARTITION, KafkaError._UNKNOWN_PARTITION]
 
 
 @pytest.mark.parametrize("code", PASSING)
@@ -102,3 +104,8 @@ def test_a_question_that_no_broker_answers_ends_with_a_message_that_says_so() ->
     message = r"^describing group g: no answer within 0\.1 s; check that every broker is up and can be reached"
     with pytest.raises(BrokerUnavailable, match=message):
         members(nobody, "g")
+
+
+def test_a_record_of_the_largest_allowed_size_fits_into_the_queue_of_its_producer() -> None:
+    kafka = KafkaConfig(bootstrap_servers="127.0.0.1:1", max_record_bytes=100 * 2**20)
+    clients.producer(kafka).produce("t", bytes(70 * 2**20))

@@ -1,0 +1,76 @@
+"""Groups and their positions are asked for again while a broker is starting; an incomplete list is none."""
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
+
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.groups import group_positions
+
+LOADING = KafkaException(KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS))
+DENIED = KafkaException(KafkaError(KafkaError.INVALID_REQUEST))
+
+
+@dataclass
+class Listing:
+    """One group, or one position, of each broker that answered, and the errors of the others."""
+
+    valid: list[Any] = field(default_factory=list)
+    errors: list[KafkaException] = field(default_factory=list)
+    topic_partitions: list[TopicPartition] = field(default_factory=list)
+
+
+@dataclass
+class Group:
+    group_id: str
+
+
+class Admin:
+    """Gives its answers in order; an answer that is an error fails the request."""
+
+    def __init__(self, *answers: Listing | KafkaException) -> None:
+        self.answers = list(answers)
+
+    def _next(self) -> Future[Any]:
+        future, answer = Future[Any](), self.answers.pop(0)
+        if isinstance(answer, KafkaException):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
+        return future
+
+    def list_consumer_groups(self) -> Future[Any]:
+        return self._next()
+
+    def list_consumer_group_offsets(self, _requests: object) -> dict[str, Future[Any]]:
+        return {"g": self._next()}
+
+
+Connect = Callable[[Admin], None]
+
+
+@pytest.fixture
+def connect(monkeypatch: pytest.MonkeyPatch) -> Connect:
+    return lambda admin: monkeypatch.setattr(clients, "admin", lambda _kafka: admin)
+
+
+def test_groups_of_a_broker_that_is_starting_are_waited_for(connect: Connect) -> None:
+    connect(Admin(Listing([Group("a")], [LOADING]), Listing([Group("b"), Group("a")])))
+    assert topic_admin.group_names(KafkaConfig()) == ["a", "b"]
+
+
+def test_a_list_that_stays_incomplete_is_an_error(connect: Connect) -> None:
+    connect(Admin(Listing([Group("a")], [DENIED])))
+    with pytest.raises(BrokerUnavailable, match=r"^listing consumer groups: .*INVALID_REQUEST"):
+        topic_admin.group_names(KafkaConfig())
+
+
+def test_positions_of_a_group_whose_coordinator_moves_are_asked_for_again(connect: Connect) -> None:
+    connect(Admin(LOADING, Listing(topic_partitions=[TopicPartition("t", 0, 7)])))
+    assert [place.offset for place in group_positions(KafkaConfig(), "g")] == [7]
