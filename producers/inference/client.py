@@ -208,12 +208,15 @@ class CompletionsClient:
                 ) from error
             now = time.monotonic()
             self._replicas.failed(replica, now, retry_after_s)
-            rest_s = self._replicas.choose(session, now).ready_at - now
-            pause_s = max(rest_s, self._budget.reserve(now), 0.0)
+            rest_s = max(self._replicas.choose(session, now).ready_at - now, 0.0)
+            turn_s = self._budget.reserve(now, deadline) if now + rest_s < deadline else 0.0
+            pause_s = max(rest_s, turn_s)
             if now + pause_s >= deadline:
+                reason = str(cause) or type(cause).__name__
+                crowded = ", and so many requests failed that its turn to try again does not come" if turn_s else ""
                 raise InferenceUnavailable(
-                    f"no answer from {replica.url}{route} within {self.timeout_s:g} s "
-                    f"({str(cause) or type(cause).__name__}); is the inference server up, and are weights published?"
+                    f"no answer from {replica.url}{route} within {self.timeout_s:g} s ({reason}{crowded}); is the "
+                    "inference server up, and are weights published?"
                 ) from cause
 
     async def _samples(self, replica: Replica, request: SampleRequest) -> list[Sample]:

@@ -6,6 +6,7 @@ it has caught up.
 """
 
 import hashlib
+import math
 import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -108,11 +109,19 @@ class RetryBudget:
         self._left = float(burst)
         self._at = 0.0
 
-    def reserve(self, now: float) -> float:
-        """Reserve one retry; return the seconds until it may be made."""
-        self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._per_s) - 1.0
+    def reserve(self, now: float, deadline: float = math.inf) -> float:
+        """Reserve one retry; return the seconds until it may be made.
+
+        Returns infinity, and reserves nothing, if it may not be made before `deadline`: a request that gives up leaves
+        the rate to the others.
+        """
+        self._left = min(self._burst, self._left + max(0.0, now - self._at) * self._per_s)
         self._at = max(self._at, now)
-        return max(0.0, -self._left / self._per_s)
+        wait_s = max(0.0, (1.0 - self._left) / self._per_s)
+        if self._at + wait_s >= deadline:
+            return math.inf
+        self._left -= 1.0
+        return wait_s
 
 
 def _weight(session: str, url: str) -> bytes:

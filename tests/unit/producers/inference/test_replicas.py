@@ -1,7 +1,9 @@
 """Choice of servers: sessions stay, failed and lagging servers are passed over, retries are bounded."""
 
+import math
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,3 +118,11 @@ def test_a_storm_of_failures_is_stretched_to_the_rate() -> None:
     assert waits[:64] == [0.0] * 64
     assert 9.9 <= waits[-1] <= 10.1
     assert budget.reserve(1000.0) == 0.0, "an idle time fills it again"
+
+
+def test_requests_that_give_up_leave_the_rate_to_others() -> None:
+    budget = RetryBudget(burst=64, per_s=10.0)
+    waits = [budget.reserve(100.0, deadline=160.0) for _ in range(2000)]
+    assert sum(wait < math.inf for wait in waits) == pytest.approx(64 + 60 * 10, abs=1)
+    assert max(wait for wait in waits if wait < math.inf) < 60.0
+    assert budget.reserve(162.0) < 0.2, "requests after the storm are retried at once"
