@@ -17,7 +17,6 @@ from rollstream.pipeline.config import RunConfig, secret_references
 from rollstream.pipeline.deployment.container_settings import (
     HOME,
     KAFKA_PORT,
-    STARTING_S,
     ContainerSecrets,
     check_brokers,
     check_containers,
@@ -87,7 +86,7 @@ def compose_document(config: RunConfig, options: ComposeOptions) -> dict[str, An
     brokers = _broker_names(options.brokers)
     secrets, secret_settings = container_secrets(secret_references(config))
     settings = {**container_settings(config, service_name, brokers), **secret_settings}
-    port = settings["service.port"]
+    port, ready_timeout_s = settings["service.port"], settings["supervisor.ready_timeout_s"]
     role = _role(config, options)
     services: dict[str, Any] = {}
     for number, name in enumerate(brokers, start=1):
@@ -106,7 +105,8 @@ def compose_document(config: RunConfig, options: ComposeOptions) -> dict[str, An
     document: dict[str, Any] = {
         "x-environment": {**dict(sorted({**options.variables, **variables_of(settings)}.items())), **code}
     }
-    document |= {"x-role": role, "x-livez": _probe(port, "/livez"), "x-readyz": _probe(port, "/readyz")}
+    document["x-role"] = role
+    document |= {f"x-{path}": _probe(port, f"/{path}", ready_timeout_s) for path in ("livez", "readyz")}
     document |= {"services": services, "volumes": volumes}
     if secrets.files:
         document["secrets"] = {name: {"file": path} for name, path in secrets.files.items()}
@@ -218,14 +218,14 @@ def _topics(options: ComposeOptions, brokers: tuple[str, ...]) -> dict[str, Any]
     }
 
 
-def _probe(port: int, path: str) -> dict[str, Any]:
+def _probe(port: int, path: str, ready_timeout_s: float) -> dict[str, Any]:
     return {
         "test": ["CMD", "python", "-c", _PROBE.format(port=port, path=path)],
         "interval": "15s",
         "timeout": "10s",
         "retries": 4,
-        # Probes that fail within this time do not count.
-        "start_period": f"{STARTING_S}s",
+        # Probes that fail before a process gives up by itself do not count.
+        "start_period": f"{math.ceil(ready_timeout_s)}s",
     }
 
 

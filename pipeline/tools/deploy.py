@@ -12,7 +12,7 @@ from rollstream.pipeline.config import RunConfig, secret_variables
 from rollstream.pipeline.deployment.description import ROLES
 from rollstream.pipeline.settings import is_setting_variable, variable_of
 from rollstream.topics.errors import ConfigurationError
-from rollstream.topics.secrets import is_secret
+from rollstream.topics.secrets import is_secret, reference
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -172,6 +172,8 @@ def given_variables(config: RunConfig, args: argparse.Namespace, environment: Ma
         name: value
         for name, value in environment.items()
         if name.startswith("ROLLSTREAM_") and is_setting_variable(RunConfig, name) and name not in secrets
+        # A secret that a flag overrides is not among those of the configuration.
+        if not _holds_secret(name, value)
     }
     named = [f"{key}{getattr(args, key)}" for key in getattr(args, "options", {})]
     for flag in (*named, *args.set, *(f"kafka.client.{client}" for client in args.client)):
@@ -183,3 +185,9 @@ def given_variables(config: RunConfig, args: argparse.Namespace, environment: Ma
         if not is_secret(key):
             given[variable_of(re.sub(r"[^\w.]", "_", key.strip()))] = value
     return given
+
+
+def _holds_secret(variable: str, value: str) -> bool:
+    """Whether a variable holds a secret itself, not a reference to one. Its underscores may stand for dots."""
+    key = variable.removeprefix("ROLLSTREAM_").lower().replace("__", ".")
+    return any(map(is_secret, (key, key.replace("_", ".")))) and reference(value) is None

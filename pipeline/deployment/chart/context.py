@@ -118,6 +118,13 @@ class RunChart:
         return port
 
     @property
+    def ready_timeout_s(self) -> float:
+        """Time after which a process of a pod gives up if it cannot become ready."""
+        timeout_s = self.settings["supervisor.ready_timeout_s"]
+        assert isinstance(timeout_s, float)
+        return timeout_s
+
+    @property
     def cluster(self) -> str:
         """Name of the brokers of the chart."""
         return f"{self.name}-kafka"

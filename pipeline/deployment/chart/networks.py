@@ -1,6 +1,6 @@
 """Network policies of a chart: each pod of the run may connect, and be connected to, only as its work needs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,9 +10,11 @@ from rollstream.pipeline.deployment.chart.pods import CALLERS
 from rollstream.pipeline.deployment.chart.templates import Document, Template, each_of, tcp_of_addresses, value, when
 from rollstream.pipeline.deployment.chart.workloads import inference_ports
 from rollstream.pipeline.deployment.container_settings import KAFKA_PORT
-from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, INFER, LABEL, LEARN, SERVE_WEIGHTS
+from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, LABEL, LEARN, SERVE_WEIGHTS
 
 _ON = ".Values.networkPolicies.enabled"
+_TRACED = (ENV, GATEWAY, GROUP, LEARN, INFER)
+"""Roles that make spans."""
 _DNS = [{"protocol": "UDP", "port": 53}, {"protocol": "TCP", "port": 53}]
 
 
@@ -63,17 +65,20 @@ def _of_servers(chart: RunChart) -> Iterator[Document]:
         yield _policy(chart, GATEWAY, chart.labels(GATEWAY), ingress=[agents])
 
 
-def _urls(chart: RunChart) -> dict[str, Sequence[str]]:
+def _urls(chart: RunChart) -> dict[str, tuple[str, ...]]:
     """Return the URLs, from the settings, of the servers outside the run that each role calls."""
     config = chart.config
     servers = () if INFER in chart.processes else config.worker.inference_urls
-    return {
+    urls: dict[str, tuple[str, ...]] = {
         ENV: servers,
         EVAL: servers,
         GATEWAY: servers,
         SERVE_WEIGHTS: config.serving.urls,
         LABEL: (config.labeling.judge.url,) if config.labeling.judge.url else (),
     }
+    if config.traces.endpoint:
+        urls |= {role: (*urls.get(role, ()), config.traces.endpoint) for role in _TRACED}
+    return urls
 
 
 def _to_brokers(chart: RunChart) -> list[Any]:

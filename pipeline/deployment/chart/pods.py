@@ -6,7 +6,7 @@ from typing import Any
 
 from rollstream.pipeline.deployment.chart.context import COORDINATOR, RunChart, values_key
 from rollstream.pipeline.deployment.chart.templates import digest_of, each_of, value, when
-from rollstream.pipeline.deployment.container_settings import HOME, SECRETS, STARTING_S
+from rollstream.pipeline.deployment.container_settings import HOME, SECRETS
 from rollstream.pipeline.deployment.description import ENV, GATEWAY, LEARN, RoleDescription
 from rollstream.pipeline.deployment.yaml_text import Enclosed, Raw
 from rollstream.pipeline.settings import variable_of
@@ -15,7 +15,7 @@ CONFIG_FOLDER = "/etc/rollstream"
 CONFIG = f"{CONFIG_FOLDER}/run.toml"
 CA_FOLDER = "/etc/kafka-ca"
 USER = 1000
-_LOOK_S = 15
+_LOOK_S, _LOOK_AT_START_S = 15, 5
 _STOPPING_S = 10
 """Time, in addition to supervisor.stop_timeout_s, until a pod is killed."""
 IN_CHART, WITH_USERS = ".Values.brokers.enabled", "and .Values.brokers.enabled .Values.brokers.security"
@@ -183,10 +183,16 @@ def _probes(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
         ports.append({"name": "http", "containerPort": chart.config.gateway.port})
     alive, ready = ({"httpGet": {"path": path, "port": "service"}} for path in ("/livez", "/readyz"))
     often = {"periodSeconds": _LOOK_S, "timeoutSeconds": 10}
+    # Twice the time after which a process gives up by itself, so that its own error ends it first.
+    failures = math.ceil(2 * chart.ready_timeout_s / _LOOK_AT_START_S)
     return {
         "ports": ports,
-        # Twice the time after which a process gives up by itself, so that its own error ends it first.
-        "startupProbe": {**ready, "periodSeconds": 5, "timeoutSeconds": 10, "failureThreshold": 2 * STARTING_S // 5},
+        "startupProbe": {
+            **ready,
+            "periodSeconds": _LOOK_AT_START_S,
+            "timeoutSeconds": 10,
+            "failureThreshold": failures,
+        },
         "livenessProbe": {**alive, **often, "failureThreshold": 4},
         "readinessProbe": {**ready, **often, "failureThreshold": 2},
     }

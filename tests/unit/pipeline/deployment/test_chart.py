@@ -256,6 +256,15 @@ def test_probes_ask_the_service_port_and_producers_wait_for_consumers(chart: Pat
             assert network or int(port) in [each["port"] for each in services[service]["spec"]["ports"]]
 
 
+@pytest.mark.parametrize(("timeout_s", "seconds"), [("7200", 14400), ("1801", 3605), ("10", 3600)])
+def test_a_pod_may_start_twice_as_long_as_its_process_waits(timeout_s: str, seconds: int, tmp_path: Path) -> None:
+    release = Release(write_chart(tmp_path, MUCH, f"--set=supervisor.ready_timeout_s={timeout_s}"))
+    [container] = release.pods()["learn"]["spec"]["containers"]
+    probe = container["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == seconds
+    assert 2 * release.settings("learn").supervisor.ready_timeout_s <= seconds
+
+
 def test_containers_have_no_rights_and_write_to_few_places(releases: dict[str, Release]) -> None:
     for release in releases.values():
         for name, pod in release.pods().items():

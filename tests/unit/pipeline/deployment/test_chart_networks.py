@@ -10,7 +10,7 @@ from rollstream.pipeline.deployment.access_rules import AUDIT, EVERYONE, OPERATE
 from rollstream.pipeline.deployment.description import counts, expanded, role_of
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.errors import ConfigurationError
-from tests.support.charts import DEVELOPMENT, THEIR_BROKERS, Release, write_chart
+from tests.support.charts import DEVELOPMENT, MUCH, THEIR_BROKERS, Release, write_chart
 from tests.support.network_policies import allowed
 
 BROKER = {"strimzi.io/cluster": "arithmetic-kafka", "app.kubernetes.io/name": "kafka"}
@@ -52,6 +52,17 @@ def test_pods_reach_what_they_use_and_nothing_else(chart: Path) -> None:
     theirs = Release(chart, over=THEIR_BROKERS).of("NetworkPolicy").values()
     assert allowed(theirs, pods["env"], STRANGER, 9094), "brokers of others"
     assert not Release(chart, DEVELOPMENT).of("NetworkPolicy")
+
+
+def test_roles_that_make_spans_reach_the_collector_and_no_others_do(tmp_path: Path) -> None:
+    release = Release(write_chart(tmp_path, MUCH, "--set=traces.endpoint=http://collector:4318/v1/traces"))
+    policies = release.of("NetworkPolicy").values()
+    pods = {name: pod["metadata"]["labels"] for name, pod in release.pods().items()}
+    reaching = {name for name, labels in pods.items() if allowed(policies, labels, STRANGER, 4318)}
+    assert reaching == {"env", "gateway", "group", "infer", "learn"}
+    assert allowed(policies, pods["label"], STRANGER, 8000), "the judge, as before"
+    secured = Release(write_chart(tmp_path, MUCH, "--set=traces.endpoint=https://collector/v1/traces"))
+    assert allowed(secured.of("NetworkPolicy").values(), pods["group"], STRANGER, 443)
 
 
 def test_every_role_may_use_what_its_description_names_and_nothing_of_other_runs(chart: Path) -> None:

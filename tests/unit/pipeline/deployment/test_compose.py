@@ -134,6 +134,13 @@ def test_probes_ask_the_service_port_and_producers_start_once_consumers_are_read
     }
 
 
+@pytest.mark.parametrize(("timeout_s", "seconds"), [("7200", 7200), ("1800.5", 1801), ("10", 1800)])
+def test_a_container_may_start_as_long_as_its_process_waits(timeout_s: str, seconds: int, tmp_path: Path) -> None:
+    learn = rendered(tmp_path, MUCH, f"--set=supervisor.ready_timeout_s={timeout_s}")["services"]["learn"]
+    assert learn["healthcheck"]["start_period"] == f"{seconds}s"
+    assert seconds - 1 < settings_of(learn, tmp_path).supervisor.ready_timeout_s <= seconds
+
+
 def test_containers_have_no_root_write_to_few_places_and_listen_on_this_machine_alone(tmp_path: Path) -> None:
     document = rendered(tmp_path, MUCH, "--code", str(tmp_path))
     volumes = document["volumes"].keys()
@@ -158,6 +165,23 @@ def test_containers_have_no_root_write_to_few_places_and_listen_on_this_machine_
     assert (learn["working_dir"], learn["environment"]["PYTHONPATH"]) == (CODE, CODE)
     assert "..:/code:ro" in learn["volumes"]
     assert f"../run.toml:{CONFIG}:ro" in learn["volumes"]
+
+
+@pytest.mark.parametrize(
+    ("variable", "flags"),
+    [
+        ("ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD", ["-X", "sasl.password=env:SASL"]),
+        ("ROLLSTREAM_KAFKA__CLIENT__SSL_KEY_PEM", ["-X", "ssl.key.pem=env:SASL"]),
+        ("ROLLSTREAM_GATEWAY__API_KEY", ["--set=gateway.api_key="]),
+    ],
+)
+def test_a_secret_in_a_variable_that_a_flag_overrides_is_written_nowhere(
+    variable: str, flags: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SASL", "another")
+    monkeypatch.setenv(variable, "canary")
+    rendered(tmp_path, MUCH, *flags)
+    assert "canary" not in (tmp_path / "deploy" / "compose.yaml").read_text()
 
 
 def test_secrets_are_handed_on_and_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
