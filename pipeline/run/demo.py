@@ -135,9 +135,12 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     config = with_engine(config, args)
     interrupts = Interrupts()
     interrupts.install()
-    base = config.data_dir
-    workspace.forget_earlier(base)
-    config = workspace.prepare(config)
+    with workspace.prepared(config) as placed:
+        return _demo(placed, args, interrupts, began)
+
+
+def _demo(config: RunConfig, args: argparse.Namespace, interrupts: Interrupts, began: float) -> int:
+    """Run the demo in its folder. `began` is its start on the monotonic clock, in seconds."""
     workspace.log_to(config.run_dir / "logs" / "demo.log", config.log_level)
     display = display_of(config, json=args.json, began=began)
     say = display.say

@@ -51,8 +51,14 @@ def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) ->
         raise ConfigurationError("--compare trains a model, and --scale trains none: leave one of them out")
     interrupts = Interrupts()
     interrupts.install()
-    workspace.forget_earlier(config.data_dir)
-    config = at_first(workspace.prepare(config))
+    with workspace.prepared(config) as placed:
+        return _demo(at_first(placed), args, start_kafka, interrupts, began)
+
+
+def _demo(
+    config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka, interrupts: Interrupts, began: float
+) -> int:
+    """Run the demo in its folder. `began` is its start on the monotonic clock, in seconds."""
     workspace.log_to(config.run_dir / "logs" / "demo.log", config.log_level)
     display: Display[ScaleSeries] = Display(
         json=args.json, began=began, line=_line, frame=lambda series, width: "\n".join(text(series, min(width, 120)))

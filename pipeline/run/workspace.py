@@ -1,27 +1,54 @@
 """Files of a demo and their retention: logs and report stay until the next demo, the broker's data only with --keep.
 
-Each demo is a separate run, named after its start time; the next demo removes the files of demos without --keep.
+Each demo is a separate run, named after its start time; the next demo removes the files of demos that have ended and
+ran without --keep.
 """
 
+import fcntl
 import json
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory
 from rollstream.infra.broker_state import find
 from rollstream.pipeline.config import RunConfig
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import JsonFormatter
 
 DEFAULT_RUN = "demo"
 _KEPT = "kept"
+_LOCK = "demo.lock"
+"""Lock file in a demo's folder, held while the demo runs."""
+_PREPARING = "demos.lock"
+"""Lock file in the data directory, held while a demo removes earlier folders and takes its own."""
 
 
-def prepare(config: RunConfig) -> RunConfig:
-    """Give the demo its own run name, unless one was given, and create the folder that all its files go to."""
+@contextmanager
+def prepared(config: RunConfig) -> Iterator[RunConfig]:
+    """Remove the folders of earlier demos that are not kept, give this demo its own run name, unless one was given, and
+    create the folder that all its files go to; no other demo removes that folder until the context ends.
+
+    Raises ConfigurationError if another demo runs in the folder, and StoreError if the folder cannot be written.
+    """
+    config.data_dir.mkdir(parents=True, exist_ok=True)
+    with (config.data_dir / _PREPARING).open("wb") as preparing:
+        # Without this lock, another demo could remove our folder after it was created and before it is locked.
+        fcntl.flock(preparing, fcntl.LOCK_EX)
+        _forget_earlier(config.data_dir)
+        config = _placed(config)
+        lock = _own(config.run_dir)
+    with lock:
+        yield config
+
+
+def _placed(config: RunConfig) -> RunConfig:
+    """Return the settings with the demo's run name and its directories."""
     if config.run == DEFAULT_RUN:
         name = f"{DEFAULT_RUN}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
         default = str(config.run_dir / "checkpoints")
@@ -31,15 +58,31 @@ def prepare(config: RunConfig) -> RunConfig:
             config = replace(config, learner=replace(config.learner, checkpoint=checkpoint))
     if config.broker.data_dir == config.data_dir / "broker":
         config = replace(config, broker=replace(config.broker, data_dir=config.run_dir / "broker"))
-    config.run_dir.mkdir(parents=True, exist_ok=True)
     return config
 
 
-def forget_earlier(base: Path) -> None:
+def _own(folder: Path) -> DirectoryLock:
+    try:
+        return lock_directory(folder, _LOCK)
+    except StoreError as error:
+        if not isinstance(error.__cause__, BlockingIOError):
+            raise
+        raise ConfigurationError(
+            f"another demo runs in {folder}; stop it first, or give this one another name (--run) or folder (--data)"
+        ) from error
+
+
+def _forget_earlier(base: Path) -> None:
     """Remove the folders of earlier demos that are not kept and do not run now."""
     for folder in base.glob(f"runs/{DEFAULT_RUN}-*"):
-        if not (folder / _KEPT).exists() and find(folder / "broker") is None:
-            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            lock = lock_directory(folder, _LOCK)
+        except StoreError:  # its demo runs now, or its files are not ours to remove
+            continue
+        with lock:
+            # A broker may have been started by hand on the data of a demo that has ended.
+            if not (folder / _KEPT).exists() and find(folder / "broker") is None:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def leave(config: RunConfig, *, keep: bool) -> None:
