@@ -94,7 +94,7 @@ def _supervise(
     config, path = plans.settled_again(config) if orphans else plans.settled(config)
     grouping = sum(name.startswith(f"{GROUP}-") for name in orphans)
     first = at_first(config, grouping) if config.grouper.autoscale.enabled else config
-    running = begin_with(first, following.state)
+    running = begin_with(first, following.state, orphans)
     ports = ServicePorts(config, resumed=bool(orphans))
     with Supervisor(
         config.run_dir / "logs",

@@ -3,6 +3,7 @@
 A run without collecting processes goes on until it is stopped.
 """
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -13,8 +14,12 @@ from rollstream.pipeline.deployment.description import COLLECT
 from rollstream.pipeline.run.plan import RunPlan
 from rollstream.pipeline.run.supervisor import Supervisor
 from rollstream.topics.catalogue import topic_name
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.25
 _LOOK_S = 1.0
@@ -32,11 +37,22 @@ def watch(config: RunConfig, supervisor: Supervisor, roles: RunPlan, look: Calla
         look()
     # Filling is checked last, because labeling writes trajectories until it has read everything.
     for behind in (is_labeling_behind, _is_filling_behind):
-        while behind(config):
+        while _is_behind_or_unknown(behind, config):
             wait_until = time.monotonic() + _LOOK_S
             while time.monotonic() < wait_until:
                 supervisor.poll(_POLL_S)
                 look()
+
+
+def _is_behind_or_unknown(behind: Callable[[RunConfig], bool], config: RunConfig) -> bool:
+    """Whether records wait, or no broker tells: labelers and fillers outlive such an outage, and so does the run."""
+    try:
+        return behind(config)
+    except AccessDenied:
+        raise
+    except BrokerUnavailable as error:
+        event(logger, "progress_unknown", level=logging.WARNING, error=str(error), again_in_s=_LOOK_S)
+        return True
 
 
 def is_labeling_behind(config: RunConfig) -> bool:

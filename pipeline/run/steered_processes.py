@@ -4,14 +4,14 @@ The configuration file of the processes keeps the configured numbers. A process 
 follows the topic `control` itself.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rollstream.infra.ports import is_free
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, counts, role_of
+from rollstream.pipeline.deployment.description import ENV, EVAL, GATEWAY, GROUP, INFER, counts, process_name, role_of
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.run.autoscaling import GroupScaler, grouping_processes
 from rollstream.pipeline.run.numbered_processes import NumberedProcesses, ScaledRoles
@@ -40,15 +40,19 @@ def with_numbers(config: RunConfig, numbers: Mapping[str, int]) -> RunConfig:
     return config
 
 
-def begin_with(config: RunConfig, state: DesiredState) -> RunConfig:
+def begin_with(config: RunConfig, state: DesiredState, running: Collection[str] = ()) -> RunConfig:
     """Return the configuration with the numbers of processes that are wanted, as far as the run can work with them.
 
-    `SteeredProcesses` reports the other numbers with its first poll, and puts them back.
+    `config` is complete; `running` are the names of processes that go on from a previous supervisor and hold their
+    ports. `SteeredProcesses` reports the other numbers with its first poll, and puts them back.
     """
     numbers = {} if config.is_control else state.numbers
     for role in (role for role in SCALED if role in numbers):
         with suppress(ConfigurationError):
-            config = with_numbers(config, {role: numbers[role]})
+            changed = with_numbers(config, {role: numbers[role]})
+            added = range(counts(config).get(role, 0), counts(changed).get(role, 0))
+            _check_ports(config, role, (n for n in added if process_name(role_of(role), n) not in running))
+            config = changed
     return config
 
 
@@ -104,11 +108,9 @@ class SteeredProcesses:
             return
         try:
             number = counts(with_numbers(self._config, {role: number}))[role]
-            if role in (INFER, GATEWAY):
-                section = self._config.inference if role == INFER else self._config.gateway
-                # A process that is still ending gives its port to its successor, which starts after it.
-                added = [ordinal for ordinal in range(numbered.processes, number) if ordinal not in numbered.ending]
-                _check_ports(role, section.host, section.port, added)
+            # A process that is still ending gives its port to its successor, which starts after it.
+            added = [ordinal for ordinal in range(numbered.processes, number) if ordinal not in numbered.ending]
+            _check_ports(self._config, role, added)
         except ConfigurationError as error:
             self._say(f"{role}={number} is not followed: {error}")
             self._keep(role, number, numbered.processes)
@@ -130,12 +132,14 @@ class SteeredProcesses:
         return lambda ordinal: plans.process_spec(self._config, self._path, role_of(name), ordinal, expendable=True)
 
 
-def _check_ports(role: str, host: str, port: int, ordinals: Iterable[int]) -> None:
+def _check_ports(config: RunConfig, role: str, ordinals: Iterable[int]) -> None:
     """Raise ConfigurationError if the port of a process to be added is in use."""
-    setting = "inference.port" if role == INFER else "gateway.port"
+    if role not in (INFER, GATEWAY):
+        return
+    section, setting = (config.inference, "inference") if role == INFER else (config.gateway, "gateway")
     for ordinal in ordinals:
-        if not is_free(host, port + ordinal):
+        if not is_free(section.host, section.port + ordinal):
             raise ConfigurationError(
-                f"port {port + ordinal} of {host} is in use, and {role} {ordinal} would listen there: free it, or set "
-                f"{setting} and start `rollstream run` again"
+                f"port {section.port + ordinal} of {section.host} is in use, and {role} {ordinal} would listen there: "
+                f"free it, or set {setting}.port and start `rollstream run` again"
             )

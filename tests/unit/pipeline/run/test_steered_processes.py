@@ -90,6 +90,19 @@ def test_a_number_that_the_capacity_has_no_room_for_is_told_once_and_the_others_
     assert kept == [("env", 512, None)], "the configured number holds again"
 
 
+def test_a_server_whose_port_is_in_use_is_not_begun_unless_it_already_runs(tmp_path: Path) -> None:
+    port = free_port_row("127.0.0.1", 2)
+    config = load(flags=[f"inference.port={port}", f"data_dir={tmp_path}"])
+    state, lines, kept = wanted(infer=2), list[str](), list[tuple[str, int, int | None]]()
+    with socket.create_server(("127.0.0.1", port + 1)):
+        running = begin_with(config, state)
+        steered_run(config, running, Roles(), lines, kept).poll(state)
+        assert counts(begin_with(config, state, {"infer-1"}))["infer"] == 2
+    assert counts(running)["infer"] == 1
+    assert [line.partition(": ")[0] for line in lines] == ["infer=2 is not followed"]
+    assert kept == [("infer", 2, None)]
+
+
 def test_gateways_and_evaluators_follow_numbers_where_the_run_has_them() -> None:
     config = load(flags=["gateway.port=8100", "evaluation.every_versions=10"])
     numbers = begun(config, gateway=3, eval=2)
