@@ -8,7 +8,7 @@ import argparse
 import runpy
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -59,6 +59,9 @@ class Letter:
     at_ms: int
     key: bytes | None
     value: bytes | None
+    """None also if it was read without its value."""
+    size_bytes: int
+    """Size of its value, also of a value that was not kept."""
     headers: dict[str, str]
     redriven: str = ""
     """Time at which the letter was sent again; "" if it was not."""
@@ -90,7 +93,7 @@ class Letter:
             "offset": self.source,
             "time": time_text(self.at_ms),
             "key": key_text(self.key),
-            "size_bytes": len(self.value or b""),
+            "size_bytes": self.size_bytes,
             "reason": self.reason,
             "redriven": self.redriven or None,
         }
@@ -119,7 +122,8 @@ def dlq(config: RunConfig, args: argparse.Namespace) -> int:
     """List, show or redrive; return 1 if a requested letter was not sent."""
     clients.check_broker(config.kafka)
     skipped = SkippedRecords(logged=False)
-    letters = read(config.kafka, config.run, skipped)
+    with_value = frozenset() if args.action == "ls" else frozenset(args.letter) or None
+    letters = read(config.kafka, config.run, skipped, with_value=with_value)
     tell(skipped)
     if args.action == "ls":
         return _list(letters, args)
@@ -129,8 +133,17 @@ def dlq(config: RunConfig, args: argparse.Namespace) -> int:
     return _redrive(config, selected if args.letter else [letter for letter in selected if not letter.redriven], args)
 
 
-def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) -> list[Letter]:
-    """Read every dead letter of a run, oldest first; invalid letters are added to `skipped`."""
+def read(
+    kafka: KafkaConfig,
+    run: str,
+    skipped: SkippedRecords | None = None,
+    *,
+    with_value: Container[str] | None = None,
+) -> list[Letter]:
+    """Read every dead letter of a run, oldest first; invalid letters are added to `skipped`.
+
+    Letters keep their values only if their names are in `with_value`, or if it is None: a value may have a megabyte.
+    """
     letters: dict[Place, Letter] = {}
     skipped = SkippedRecords(logged=False) if skipped is None else skipped
     for message in read_to_end(kafka, topic_name(run, "dead-letters")):
@@ -148,11 +161,13 @@ def read(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None) ->
                 at_ms=message.timestamp_ms,
                 key=message.key,
                 value=message.value,
+                size_bytes=len(message.value or b""),
                 headers=headers,
             )
             if letter.topic not in SOURCES:
                 raise RecordError(f"its source topic is {letter.topic[:100]!r}, not rollouts or unlabelled")
-            letters[letter.place] = letter
+            kept = with_value is None or letter.name in with_value
+            letters[letter.place] = letter if kept else replace(letter, value=None)
     return sorted(letters.values(), key=lambda letter: (letter.at_ms, letter.place))
 
 
@@ -183,7 +198,7 @@ def _list(letters: Sequence[Letter], args: argparse.Namespace) -> int:
         (
             letter.name,
             f"{letter.partition}:{letter.source}" + ("" if letter.topic == "rollouts" else f" of {letter.topic}"),
-            len(letter.value or b""),
+            letter.size_bytes,
             clipped(letter.reason, _WIDTH),
             "redriven" if letter.redriven else "",
         )
@@ -350,7 +365,7 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
             # An open transaction of another writer hides the notes that were written after it began.
             partitions = {letter.place[0] for letter, _key, _value in ready}
             await_decided(kafka, topic_name(run, "dead-letters"), "nothing was sent again", among=partitions)
-            taken = {letter.place for letter in read(kafka, run) if letter.redriven}
+            taken = {letter.place for letter in read(kafka, run, with_value=()) if letter.redriven}
             mine = [item for item in ready if item[0].place not in taken]
             if not mine:
                 return set()

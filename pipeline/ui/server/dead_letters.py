@@ -22,7 +22,7 @@ def row(letter: dlq.Letter) -> dict[str, Any]:
         "source": f"{letter.topic} {letter.partition}:{letter.source}",
         "reason": letter.reason,
         "time_ms": letter.at_ms,
-        "bytes": len(letter.value or b""),
+        "bytes": letter.size_bytes,
         "redriven": bool(letter.redriven),
         "preview": preview[:_PREVIEW],
     }
@@ -32,6 +32,7 @@ def redrive(config: RunConfig, places: object) -> dict[str, Any]:
     """Send letters again, each at most once; return the number sent, and why each other letter was not sent."""
     if not isinstance(places, Sequence) or isinstance(places, str) or not places or len(places) > _MOST_SENT:
         raise UnusableParameter("places is not a list of places", f'give 1 to {_MOST_SENT:,} places, such as ["0:3"]')
-    letters = dlq.chosen(dlq.read(config.kafka, config.run), [str(place) for place in places], config.run)
+    names = [str(place) for place in places]
+    letters = dlq.chosen(dlq.read(config.kafka, config.run, with_value=frozenset(names)), names, config.run)
     sent, left = dlq.resend(config, letters)
     return {"redriven": len(sent), "left": {letter.name: why for letter, why in left}}

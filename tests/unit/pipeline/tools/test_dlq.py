@@ -1,0 +1,107 @@
+"""Dead letters of megabytes are listed in little memory, and only letters that are shown or sent keep their values."""
+
+import json
+import tracemalloc
+from argparse import Namespace
+from collections.abc import Iterator
+
+import pytest
+
+from rollstream.pipeline.audit.ledger import REDRIVEN
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools import dlq
+from rollstream.topics.codec import encode
+from rollstream.topics.kafka import clients
+from rollstream.topics.kafka.records import KafkaRecord
+from tests.support.runs import rollout
+
+MIB = 1 << 20
+LETTERS = 64
+TOPIC = "main.dead-letters"
+
+
+def letter(offset: int, value: bytes | None) -> KafkaRecord:
+    headers = (
+        ("__streams.errors.topic", b"main.unlabelled"),
+        ("__streams.errors.partition", b"0"),
+        ("__streams.errors.offset", b"%d" % offset),
+    )
+    return KafkaRecord(TOPIC, 0, offset, 1000 + offset, b"key", value, headers)
+
+
+def redriven(offset: int, letter_offset: int) -> KafkaRecord:
+    return KafkaRecord(TOPIC, 0, offset, 5000, b"key", None, ((REDRIVEN, b"%d" % letter_offset),))
+
+
+def large_letters(*_: object, **__: object) -> Iterator[KafkaRecord]:
+    """Letters of a MiB, of which one record is in memory at a time, as if they came from a broker."""
+    for offset in range(LETTERS):
+        yield letter(offset, bytes(MIB))
+    yield redriven(LETTERS, 0)
+
+
+@pytest.fixture(autouse=True)
+def _without_a_broker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dlq, "read_to_end", large_letters)
+    monkeypatch.setattr(clients, "check_broker", lambda _kafka: None)
+
+
+@pytest.fixture
+def measured() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def peak_mib() -> float:
+    return tracemalloc.get_traced_memory()[1] / MIB
+
+
+@pytest.mark.usefixtures("measured")
+def test_a_list_has_the_sizes_of_large_letters_and_takes_little_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert dlq.dlq(RunConfig(run="main"), Namespace(action="ls", json=True)) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [(each["letter"], each["size_bytes"]) for each in listed] == [(f"0:{n}", MIB) for n in range(LETTERS)]
+    assert [each["letter"] for each in listed if each["redriven"]] == ["0:0"]
+    assert peak_mib() < LETTERS / 4
+
+
+@pytest.mark.parametrize("names", [["0:2"], ["0:2", "0:0"], []])
+def test_the_letters_that_are_shown_have_their_values(
+    names: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [letter(offset, encode(rollout(member=offset))) for offset in range(3)]
+    monkeypatch.setattr(dlq, "read_to_end", lambda *_, **__: iter(small))
+    assert dlq.dlq(RunConfig(run="main"), Namespace(action="show", letter=names, json=True)) == 0
+    shown = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [each["letter"] for each in shown] == (names or ["0:0", "0:1", "0:2"])
+    assert [each["value"]["uid"] for each in shown] == [f"x-{each['offset']}" for each in shown]
+
+
+def test_letters_that_were_not_named_keep_no_value() -> None:
+    letters = dlq.read(RunConfig().kafka, "main", with_value=frozenset({"0:5"}))
+    assert [each.name for each in letters if each.value is not None] == ["0:5"]
+    assert {each.size_bytes for each in letters} == {MIB}
+
+
+class Started:
+    """A stand-in for the producer of a redrive, all of whose letters another process has sent."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    def start(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.usefixtures("measured")
+def test_the_check_for_letters_that_another_process_sent_takes_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = encode(rollout())
+    monkeypatch.setattr(dlq, "read_to_end", lambda *_, **__: iter([letter(0, value)]))
+    config = RunConfig(run="main")
+    letters = dlq.read(config.kafka, "main")
+    monkeypatch.setattr(dlq, "read_to_end", large_letters)
+    monkeypatch.setattr(dlq, "TransactionalProducer", Started)
+    monkeypatch.setattr(dlq, "await_decided", lambda *_, **__: None)
+    assert dlq.resend(config, letters) == ([], [(letters[0], "was redriven by another process")])
+    assert peak_mib() < LETTERS / 4
