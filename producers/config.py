@@ -33,7 +33,8 @@ class WorkerConfig:
     temperature: float = 1.0
     """Sampling temperature."""
     seed: int = 0
-    """Seed for the choice of prompts and for sampling; the worker's id makes it different for each worker."""
+    """Seed of the order of prompts, in which all workers take turns, and of sampling, for which the group's id makes it
+    different for each group."""
     logprobs_mode: Literal["raw", "processed"] = "processed"
     """Distribution of the server's logprobs: the model's (raw), or the one sampled from (processed; rollstream's)."""
     assume_version: int = -1

@@ -52,7 +52,9 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--model", type=Path, metavar="PATH", help="a safetensors file, or a folder of them: also compare the model"
     )
     prove = add_command(actions, "prove", "prove from an archive what became of one rollout")
-    example = "rollstream attest prove main.json env-1.640e3ee0.6391.0 --key 8ea6bc7c... -o rollout.json"
+    example = (
+        "rollstream attest prove main.json env-1.640e3ee0.6391.96ab20993f79daf4.0 --key 8ea6bc7c... -o rollout.json"
+    )
     set_handler(prove, prove_rollout, example=example, json=True)
     for form in (check, prove):
         form.add_argument("statement", type=Path, metavar="STATEMENT", help="the file with the signed statement")

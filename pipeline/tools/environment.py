@@ -34,7 +34,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"the environment; with weigh: NAME=WEIGHT, or NAME={AUTO} for the configured weight",
     )
-    parser.add_argument("--reason", default="", help="why it is paused; shown to the next operator")
+    parser.add_argument("--reason", default="", help="why it is paused, required by pause; shown to the next operator")
 
 
 def environment(config: RunConfig, args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What a group member reads around a rebalance."""
+"""A rebalance in the middle of a poll: no message is read twice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
