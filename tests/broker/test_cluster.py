@@ -11,10 +11,13 @@ from rollstream.infra.broker import LocalBroker
 from rollstream.infra.cluster import LocalCluster
 from rollstream.infra.config import BrokerConfig
 from rollstream.infra.process_identity import identify, is_running
-from rollstream.topics.config import KafkaConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError
-from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.kafka.groups import group_positions
+from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.kafka.records import GroupPosition
+from rollstream.topics.kafka.topic_admin import group_names
 from tests.broker.test_local_broker import command
 
 
@@ -67,6 +70,23 @@ def test_a_cluster_survives_the_loss_of_any_node_and_leaves_no_process(tmp_path:
             LocalCluster.start(tmp_path, 3)
     assert processes_of(tmp_path) == []
     assert LocalCluster.find(tmp_path) is None
+
+
+@pytest.mark.long
+def test_groups_of_a_node_that_was_just_lost_are_listed_and_new_topics_are_created(
+    tmp_path: Path, run_name: str
+) -> None:
+    groups = [f"{run_name}.group-{number}" for number in range(6)]
+    with LocalCluster.start(tmp_path, 3, bound_to_parent=True) as cluster:
+        kafka = KafkaConfig(bootstrap_servers=cluster.bootstrap_servers)
+        provisioning.apply(kafka, TopicsConfig(), run_name)
+        for group in groups:
+            with Reader(kafka, group=group) as reader:
+                reader.commit([GroupPosition(f"{run_name}.rollouts", 0, 1)], "committing")
+        cluster.kill(cluster.group_coordinator(groups[0]))
+        assert set(groups) <= set(group_names(kafka))
+        assert [position.offset for position in group_positions(kafka, groups[0])] == [1]
+        provisioning.apply(kafka, TopicsConfig(), f"{run_name}-next")
 
 
 @pytest.mark.long

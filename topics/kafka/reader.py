@@ -119,9 +119,6 @@ class Poller(Closing):
     def _take_event(self, error: KafkaError, message: Message, polled: Polled, passed: set[Place]) -> None:
         """Handle a message that is an event or error, not a record."""
         topic, partition, offset = message.topic(), message.partition(), message.offset()
-        if topic is not None and partition is not None and is_unanswered(error):
-            self._ask_again((topic, partition))
-            return
         if topic is None or partition is None or offset is None:
             self._raise_for(error, f"{self._doing} {topic or self._topics()}")
             return
@@ -158,10 +155,6 @@ class Poller(Closing):
 
     def _raise_for(self, error: KafkaError, doing: str) -> None:
         raise_for(error, doing)
-
-    def _ask_again(self, place: Place) -> None:
-        """Let the client ask once more where a partition begins or ends; it has stopped to read the partition."""
-        raise NotImplementedError
 
     def _topics(self) -> str:
         return ", ".join(sorted({topic for topic, _partition in self.positions}))
@@ -294,8 +287,12 @@ class Reader(Poller):
         offsets = self._begins | self.positions
         self._consumer.assign([TopicPartition(*place, offsets[place]) for place in self._begins])
 
-    def _ask_again(self, place: Place) -> None:
-        if place in self._begins:
+    def _take_event(self, error: KafkaError, message: Message, polled: Polled, passed: set[Place]) -> None:
+        if not is_unanswered(error):
+            super()._take_event(error, message, polled, passed)
+            return
+        # The client has stopped reading the partition; assigned again, it asks again.
+        for place in self._begins.keys() & {(message.topic(), message.partition())}:
             self._consumer.incremental_unassign([TopicPartition(*place)])
             self._consumer.incremental_assign([TopicPartition(*place, self._begins[place])])
 

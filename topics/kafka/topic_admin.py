@@ -75,13 +75,14 @@ def await_brokers(kafka: KafkaConfig, count: int, timeout_s: float) -> None:
 
 def group_names(kafka: KafkaConfig) -> list[str]:
     """Names of all consumer groups, sorted. Raises BrokerUnavailable if a broker does not list its groups."""
-    client = clients.admin(kafka)
 
     def listed() -> list[str]:
-        answer = answer_of(client.list_consumer_groups(), min(kafka.patience_s, _TIMEOUT_S))
-        # The client answers with the groups of the other brokers if one is starting or out of reach.
+        # A new client, because a client goes on asking a broker that has left the cluster.
+        client = clients.admin(kafka)
+        # The answer names the groups of the other brokers if one is starting or out of reach.
+        answer = answer_of(client.list_consumer_groups(request_timeout=_ANSWER_S), 2 * _ANSWER_S)
         if answer.errors:
-            raise answer.errors[0]
+            raise KafkaException(answer.errors[0])
         return sorted(group.group_id for group in answer.valid or ())
 
     return retrying(listed, "listing consumer groups", kafka.patience_s)

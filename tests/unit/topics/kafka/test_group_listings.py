@@ -13,8 +13,8 @@ from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
 
-LOADING = KafkaException(KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS))
-DENIED = KafkaException(KafkaError(KafkaError.INVALID_REQUEST))
+LOADING = KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS)
+INVALID = KafkaError(KafkaError.INVALID_REQUEST)
 
 
 @dataclass
@@ -22,7 +22,7 @@ class Listing:
     """One group, or one position, of each broker that answered, and the errors of the others."""
 
     valid: list[Any] = field(default_factory=list)
-    errors: list[KafkaException] = field(default_factory=list)
+    errors: list[KafkaError] = field(default_factory=list)
     topic_partitions: list[TopicPartition] = field(default_factory=list)
 
 
@@ -34,18 +34,19 @@ class Group:
 class Admin:
     """Gives its answers in order; an answer that is an error fails the request."""
 
-    def __init__(self, *answers: Listing | KafkaException) -> None:
+    def __init__(self, *answers: Listing | KafkaError) -> None:
         self.answers = list(answers)
 
     def _next(self) -> Future[Any]:
         future, answer = Future[Any](), self.answers.pop(0)
-        if isinstance(answer, KafkaException):
-            future.set_exception(answer)
+        if isinstance(answer, KafkaError):
+            future.set_exception(KafkaException(answer))
         else:
             future.set_result(answer)
         return future
 
-    def list_consumer_groups(self) -> Future[Any]:
+    def list_consumer_groups(self, *, request_timeout: float) -> Future[Any]:
+        assert request_timeout > 0
         return self._next()
 
     def list_consumer_group_offsets(self, _requests: object) -> dict[str, Future[Any]]:
@@ -66,7 +67,7 @@ def test_groups_of_a_broker_that_is_starting_are_waited_for(connect: Connect) ->
 
 
 def test_a_list_that_stays_incomplete_is_an_error(connect: Connect) -> None:
-    connect(Admin(Listing([Group("a")], [DENIED])))
+    connect(Admin(Listing([Group("a")], [INVALID])))
     with pytest.raises(BrokerUnavailable, match=r"^listing consumer groups: .*INVALID_REQUEST"):
         topic_admin.group_names(KafkaConfig())
 
