@@ -103,7 +103,7 @@ def _branch(leaf: _Sample) -> Branch:
     before: Sequence[ChatMessage] = ()
     for sample in leaf.path:
         call, answer = sample.sequence.call, sample.sequence.call.answers[sample.answer]
-        start = len(sample.sequence.prompt)
+        start = sample.sequence.prompt_length
         stop = start + len(answer.tokens)
         trained = not sample.trained
         sample.trained = True

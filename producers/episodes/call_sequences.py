@@ -38,17 +38,48 @@ def common_length(a: Int32, b: Int32) -> int:
 
 @dataclass(frozen=True, eq=False)
 class CallSequence:
-    """Prompt and answers of one call, in full."""
+    """A call and the calls that its prompt continues.
+
+    Prompts are built when they are asked for: together, the prompts of a session have a size that grows with the square
+    of the number of its calls.
+    """
 
     call: ModelCall
-    prompt: Int32
-    """All token ids of the prompt."""
+    parent: "CallSequence | None"
+    """The call that `call.parent` names."""
     messages: tuple[ChatMessage, ...]
     """All messages of the request."""
+    shared: int
+    """Number of tokens that the prompt takes from the parent's prompt and answer."""
+
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the prompt."""
+        return self.shared + len(self.call.prompt)
+
+    @property
+    def prompt(self) -> Int32:
+        """All token ids of the prompt, in a new array."""
+        return self._tokens(0, self.prompt_length)
 
     def with_answer(self, index: int) -> Int32:
-        """Return the prompt followed by one answer."""
-        return np.concatenate([self.prompt, self.call.answers[index].tokens])
+        """Return the prompt followed by one answer, in a new array."""
+        return self._tokens(index, self.prompt_length + len(self.call.answers[index].tokens))
+
+    def _tokens(self, answer: int, length: int) -> Int32:
+        """Return the first tokens of the prompt followed by an answer."""
+        parts: list[Int32] = []
+        sequence: CallSequence | None = self
+        while sequence is not None and length:
+            call = sequence.call
+            if length > sequence.prompt_length:
+                parts.append(call.answers[answer].tokens[: length - sequence.prompt_length])
+                length = sequence.prompt_length
+            if length > sequence.shared:
+                parts.append(call.prompt[: length - sequence.shared])
+                length = sequence.shared
+            sequence, answer = sequence.parent, call.parent_answer
+        return np.concatenate(parts[::-1]) if parts else np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,13 +114,14 @@ class CallSequences:
             raise RecordError(
                 f"call {call.uid} continues call {call.parent}, which session {call.session} does not have"
             )
-        prompt, messages = call.prompt, _messages(call)
+        shared, messages = 0, _messages(call)
         if parent is not None:
-            prompt = np.concatenate([parent.with_answer(call.parent_answer)[: call.shared], prompt])
+            available = parent.prompt_length + len(parent.call.answers[call.parent_answer].tokens)
+            shared = max(0, min(call.shared, available))
             messages = (*parent.messages[: call.messages_shared], *messages)
-        if token_digest(prompt) != call.prompt_digest:
+        sequence = CallSequence(call, parent, messages, shared)
+        if token_digest(sequence.prompt) != call.prompt_digest:
             raise RecordError(f"the prompt of call {call.uid} of session {call.session} does not match its digest")
-        sequence = CallSequence(call, prompt, messages)
         self.index(sequence)
         return sequence
 

@@ -203,9 +203,7 @@ class Upstream:
             if not has_aborted_choice(answer):
                 return UpstreamAnswer(url, labelled(answer, label))
             cause = f"{url} aborted the request"
-            self._rests[url] = time.monotonic() + _REST_S
-            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            pause_s = await self._pause(url, pause_s, deadline)
 
     async def stream(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
@@ -256,13 +254,17 @@ class Upstream:
                     cause = f"{answer.status} {' '.join(text.split())[:500]}"
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 cause = str(error) or cause
-            self._rests[url] = time.monotonic() + _REST_S
-            await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+            pause_s = await self._pause(url, pause_s, deadline)
         raise InferenceUnavailable(
             f"no answer from {', '.join(self._urls)} within {self._timeout_s:g} s ({cause}); is the inference server "
             "up, and are weights published?"
         )
+
+    async def _pause(self, failed_url: str, pause_s: float, deadline: float) -> float:
+        """Prefer other servers for a while, pause, and return how long to pause next time, in seconds."""
+        self._rests[failed_url] = time.monotonic() + _REST_S
+        await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+        return min(_LONGEST_PAUSE_S, 2 * pause_s)
 
     async def _kind_of(self, url: str) -> _Kind:
         """Return the kind of a server. Raises TimeoutError if the kind is unknown and the server does not answer:

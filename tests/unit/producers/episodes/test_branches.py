@@ -1,6 +1,7 @@
 """Branches of episodes: exact token prefixes, every sampled token trained once, retries without effect."""
 
 import json
+import tracemalloc
 from collections import Counter
 from dataclasses import dataclass, field, replace
 
@@ -90,6 +91,21 @@ def test_a_record_holds_only_what_its_prompt_adds() -> None:
     recording.call(tokens(*range(1000)), tokens(1, 2))
     later = recording.call(np.concatenate([recording.whole("c0"), tokens(7)]), tokens(8))
     assert (later.parent, later.shared, later.prompt.tolist()) == ("c0", 1002, [7])
+
+
+def test_calls_of_a_session_take_memory_in_proportion_to_its_tokens() -> None:
+    recording = Recording()
+    prompt = added = np.arange(1000, dtype="<i4")
+    tracemalloc.start()
+    try:
+        for _ in range(200):
+            call = recording.call(prompt, tokens(1))
+            prompt = np.concatenate([recording.whole(call.uid), added])
+        size_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # The calls add 200,000 tokens of four bytes; whole prompts would have 20 million tokens.
+    assert size_bytes < 8_000_000
 
 
 def test_a_rewritten_history_begins_a_branch_that_trains_only_what_was_sampled_in_it() -> None:
