@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import committed_manifests
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
@@ -70,7 +70,7 @@ def read_publications(kafka: KafkaConfig, run: str, start: Mapping[str, int] | N
     """
     offsets = start or {}
     steps = _all_steps(kafka, run, offsets.get(topic_name(run, "steps"), BEGINNING))
-    manifests = read_manifests(kafka, run, offsets.get(topic_name(run, "policies"), BEGINNING)).values()
+    manifests = committed_manifests(kafka, run, offsets.get(topic_name(run, "policies"), BEGINNING))
     of_steps = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]
     return of_steps + [Publication(manifest.created, manifest.learner, manifest.version) for manifest in manifests]
 

@@ -16,7 +16,8 @@ from rollstream.consumers.batch_reader import IndexedBatch, ReadBatch
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays
-from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of
+from rollstream.consumers.weights.manifests import params_digest_of
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.batch_uses import names_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig

@@ -88,8 +88,18 @@ class _TopicReader:
                     self.position[p] = record.offset + 1
                     take(record)
             self.position[p] = max(self.position[p], ends[p])
-        if behind := {(self._name, p): self.position[p] for p, end in ends.items() if self.position[p] < end}:
-            self._reader.assign(behind)
+        behind = {(self._name, p): self.position[p] for p, end in ends.items() if self.position[p] < end}
+        if not behind:
+            return
+        self._reader.assign(behind)
+        try:
+            self._read_to(ends, take)
+        finally:
+            # An assigned client goes on fetching between the passes, and what it fetches then is thrown away.
+            self._reader.unassign()
+
+    def _read_to(self, ends: Mapping[int, int], take: Callable[[KafkaRecord], None]) -> None:
+        """Call `take` with every assigned record up to these ends."""
         deadline = time.monotonic() + _TIMEOUT_S
         while any(self.position[p] < end for p, end in ends.items()):
             polled = self._reader.poll(500, 0.05)

@@ -33,13 +33,15 @@ def links(
 
 def needed(manifests: Mapping[int, PolicyManifest], versions: int) -> set[int]:
     """Return the newest `versions` versions and all versions that they build on."""
-    kept: set[int] = set()
-    for version in sorted(manifests)[-versions:]:
-        try:
-            kept |= {link.version for link in links(manifests, version)}
-        except ChainBroken:
-            kept.add(version)
-    return kept
+    return {kept for version in sorted(manifests)[-versions:] for kept in with_bases(manifests, version)}
+
+
+def with_bases(manifests: Mapping[int, PolicyManifest], version: int) -> set[int]:
+    """Return a version and all versions that it builds on; only the version if no chain leads to it."""
+    try:
+        return {link.version for link in links(manifests, version)}
+    except ChainBroken:
+        return {version}
 
 
 def forget(manifests: MutableMapping[int, PolicyManifest], oldest: int) -> None:

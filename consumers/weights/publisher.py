@@ -8,9 +8,8 @@ the lead has a WeightsPublisher: every other process sends its tensors itself, a
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rollstream.consumers.weights.chains import needed
@@ -18,55 +17,20 @@ from rollstream.consumers.weights.config import CHUNKS_AT_ONCE, WeightsConfig
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.file_publisher import FilePublisher
 from rollstream.consumers.weights.file_retention import remove_expired
+from rollstream.consumers.weights.manifests import params_digest_of, read_policies, shortened, versions_of
 from rollstream.consumers.weights.shard_barrier import Channel, LeadBarrier
 from rollstream.consumers.weights.shard_writer import ShardWriter, draft
 from rollstream.consumers.weights.shards import Shard, joined, planned
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import RecordError
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
-from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import decode_key, encode_key
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
 
 logger = logging.getLogger(__name__)
-
-
-def read_manifests(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> dict[int, PolicyManifest]:
-    """Return all committed manifests at or above an offset of `policies`, by version; skip unreadable records."""
-    return _manifests_in(read_to_end(kafka, topic_name(run, "policies"), start=start))
-
-
-def _manifests_in(messages: Iterable[KafkaRecord]) -> dict[int, PolicyManifest]:
-    return {
-        manifest.version: manifest
-        for _message, manifest in SkippedRecords("policies").records(PolicyManifest, messages)
-    }
-
-
-def _all_manifests(kafka: KafkaConfig, run: str) -> tuple[dict[int, PolicyManifest], set[int]]:
-    """Return all committed manifests, by version, and the versions whose manifests are unreadable here."""
-    keys: set[bytes] = set()
-
-    def noted() -> Iterator[KafkaRecord]:
-        for message in read_to_end(kafka, topic_name(run, "policies")):
-            if message.key and message.value is not None:
-                keys.add(message.key)
-            elif message.key:
-                keys.discard(message.key)
-            yield message
-
-    manifests, unreadable = _manifests_in(noted()), set[int]()
-    newest = max(manifests, default=-1)
-    for version in sorted(_versions_of(keys) - manifests.keys()):
-        # Versions have consecutive numbers, so that any other number is not that of a version.
-        if 0 <= version <= newest + 1:
-            unreadable.add(version)
-            newest = max(newest, version)
-    return manifests, unreadable
 
 
 class WeightsPublisher:
@@ -92,7 +56,8 @@ class WeightsPublisher:
         self._epoch = uuid.uuid4().hex[:12]
         self._weights_topic = topic_name(run, "weights")
         self._policies_topic = topic_name(run, "policies")
-        self._manifests, self._unreadable = _all_manifests(kafka, run)
+        policies = read_policies(kafka, run, partial(needed, versions=config.keep_versions))
+        self._manifests, self._unreadable = policies.by_version, policies.unreadable
         self._files = FilePublisher(run, config, self._manifests, self._unreadable) if config.url else None
         self._writer = ShardWriter(kafka, run, config, self._files)
         self._live = needed(self._manifests, config.keep_versions)
@@ -101,8 +66,6 @@ class WeightsPublisher:
         self._base: tuple[PolicyManifest, Arrays] | None = None
         """The latest version, if this publisher made it, and the arrays of this process."""
         self._tombstone_unnamed(kafka)
-        for version in self._manifests.keys() - self._live:
-            self._manifests[version] = _shortened(self._manifests[version])
         # This comes last, because the other processes may send chunks from now on.
         self._barrier = LeadBarrier(channel, self._epoch, config.shards_timeout_s)
 
@@ -233,7 +196,7 @@ class WeightsPublisher:
                 else:
                     self._writer.tombstone(encode_key(expired.version, expired.epoch, chunk.index), chunk.partition)
             self._live.remove(version)
-            self._manifests[version] = _shortened(expired)
+            self._manifests[version] = shortened(expired)
         if self._files is not None:
             self._files.committed(manifest)
         remove_expired(files, self._config)
@@ -253,32 +216,13 @@ class WeightsPublisher:
         }
         chunks = read_to_end(kafka, self._weights_topic, isolation="read_uncommitted", at_once=CHUNKS_AT_ONCE)
         live = _live_keys(chunks)
-        unknown = {key for key in live if self._unreadable and _versions_of((key,)) & self._unreadable}
+        unknown = {key for key in live if self._unreadable and versions_of((key,)) & self._unreadable}
         removed = {key: partition for key, partition in live.items() if key not in kept | unknown}
         for key, partition in removed.items():
             self._writer.tombstone(key, partition)
         self._writer.flush()
         if removed:
-            event(logger, "chunks_tombstoned", chunks=len(removed), versions=sorted(_versions_of(removed)))
-
-
-def _shortened(manifest: PolicyManifest) -> PolicyManifest:
-    """Drop the tensors and chunks from a manifest in memory, because a large model has many of them."""
-    return replace(manifest, tensors=(), chunks=())
-
-
-def _versions_of(keys: Iterable[bytes]) -> set[int]:
-    """Versions in the keys of chunks or manifests; other programs may have written any key."""
-    versions = set()
-    for key in keys:
-        with suppress(RecordError, ValueError, IndexError):
-            versions.add(int(decode_key(key)[0]))
-    return versions
-
-
-def params_digest_of(manifest: PolicyManifest) -> str:
-    """Return the digest of the learner's parameters from which a version was published, before any conversion."""
-    return manifest.params_digest or manifest.digest
+            event(logger, "chunks_tombstoned", chunks=len(removed), versions=sorted(versions_of(removed)))
 
 
 class _Stages:

@@ -11,12 +11,13 @@ from contextlib import ExitStack, closing
 from typing import NamedTuple
 
 from rollstream.consumers.step_log import StepLog
-from rollstream.consumers.weights.chains import ChainBroken
+from rollstream.consumers.weights.chains import ChainBroken, needed, with_bases
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of, read_manifests
+from rollstream.consumers.weights.manifests import params_digest_of, read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import ConfigurationError, TopicError
@@ -62,7 +63,7 @@ def roll_back(
     version, TopicError if it cannot be fetched whole, StateRefused, Fenced, DeliveryError and BrokerUnavailable.
     """
     config = config or WeightsConfig()
-    manifests = read_manifests(kafka, run)
+    manifests = read_manifests(kafka, run, lambda known: needed(known, 1) | with_bases(known, version))
     if version not in manifests:
         raise ConfigurationError(f"run {run} has no policy version {version}; `rollstream weights ls` lists them")
     source = manifests[version]

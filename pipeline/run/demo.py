@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from rollstream.consumers.grouping.process.mark_writer import drain
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import committed_manifests
 from rollstream.infra.broker import ExternalBroker, LocalBroker, open_broker
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
@@ -349,5 +349,5 @@ def topic_bytes(config: RunConfig) -> dict[str, int]:
         if spec.name != "weights":
             messages = read_to_end(config.kafka, topic_name(config.run, spec.name), isolation="read_uncommitted")
             sizes[spec.name] = sum(len(message.key or b"") + len(message.value or b"") for message in messages)
-    manifests = read_manifests(config.kafka, config.run).values()
+    manifests = committed_manifests(config.kafka, config.run)
     return {**sizes, "weights": sum(chunk.size_bytes for manifest in manifests for chunk in manifest.chunks)}

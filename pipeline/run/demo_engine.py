@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import none_whole, read_manifests
 from rollstream.pipeline.command_parser import Setting
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.roles.engine import check_engine_python
@@ -121,7 +121,7 @@ def engine_use(config: RunConfig) -> EngineUse | None:
             versions |= of_tokens
     return EngineUse(
         engine=config.serving.engine,
-        published=len(read_manifests(config.kafka, config.run)),
+        published=len(read_manifests(config.kafka, config.run, none_whole)),
         versions=len(versions - {-1}),
         rollouts_by_versions=dict(sorted(by_versions.items())),
         unnamed=unnamed,

@@ -4,6 +4,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,11 +12,12 @@ from rollstream.consumers.batch_reader import first_offset
 from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
 from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
 from rollstream.consumers.step_log import StepLog, read_learners, read_steps
-from rollstream.consumers.weights.chains import ChainBroken
+from rollstream.consumers.weights.chains import ChainBroken, needed
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of, read_manifests
+from rollstream.consumers.weights.manifests import none_whole, params_digest_of, read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
@@ -124,9 +126,9 @@ def carry_weights(config: RunConfig, after: RunConfig) -> int:
     Earlier versions are recorded there without their bytes, so that no number is used twice and the step of each
     version stays known. Safe to repeat. Returns -1 if the run has no version.
     """
-    kafka, manifests = config.kafka, read_manifests(config.kafka, config.run)
+    kafka, manifests = config.kafka, read_manifests(config.kafka, config.run, partial(needed, versions=1))
     version = max(manifests, default=-1)
-    if version < 0 or version in read_manifests(kafka, after.run):
+    if version < 0 or version in read_manifests(kafka, after.run, none_whole):
         return version
     newest, weights = manifests[version], config.learner.weights
     with ExitStack() as stack:

@@ -8,19 +8,21 @@ that cannot be fetched are named on standard error. Tokenizer and generation set
 import argparse
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from rollstream.consumers.models.adapters import save_merged, save_peft
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
-from rollstream.consumers.weights.chains import ChainBroken
+from rollstream.consumers.weights.chains import ChainBroken, with_bases
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.spooled_version import SpooledVersion
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
+from rollstream.topics.records import PolicyManifest
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -70,9 +72,13 @@ def export(config: RunConfig, directory: Path, dtype: str | None, *, adapters: b
 
 def _newest(config: RunConfig, directory: Path) -> tuple[DecoderConfig, SpooledVersion]:
     tried: set[int] = set()
+
+    def newest_untried(known: Mapping[int, PolicyManifest]) -> set[int]:
+        return with_bases(known, max(known.keys() - tried, default=-1))
+
     with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
         # Manifests are read again each time: a learner may replace a version while it is fetched.
-        while untried := (published := read_manifests(config.kafka, config.run)).keys() - tried:
+        while untried := (published := read_manifests(config.kafka, config.run, newest_untried)).keys() - tried:
             manifest = published[max(untried)]
             tried.add(manifest.version)
             try:

@@ -12,6 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,10 @@ from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.learner.records.checkpoint_paths import META, checkpoint_steps, directory_of
+from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_retention import FilesToPrune, listed_files, prunable, remove_files, roots
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import committed_manifests, read_policies
 from rollstream.pipeline.audit.prunable_sessions import read_session_groups
 from rollstream.pipeline.audit.pruning_plan import (
     ACCOUNT,
@@ -57,7 +59,7 @@ from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.topic_admin import delete_records, group_names, topic_names
-from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, PolicyManifest, batch_numbers
+from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, batch_numbers
 from rollstream.topics.retired_learners import retired_learners
 from rollstream.topics.validation import entry_problems
 
@@ -145,15 +147,19 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
 
 def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
     """Return the files of policy versions that no kept version needs, for each URL with files of the run."""
-    urls = roots(config.run, config.learner.weights, read_manifests(config.kafka, config.run).values())
+    urls = roots(config.run, config.learner.weights, committed_manifests(config.kafka, config.run))
     if not urls:
         return []
     listed = listed_files(config.run, urls, timeout_s=config.learner.weights.store_timeout_s)
     # Read manifests after the lists, so that the manifest of every listed file is known.
-    skipped = SkippedRecords(logged=False)
-    records = skipped.records(PolicyManifest, read_to_end(config.kafka, topic_name(config.run, "policies")))
-    manifests = {manifest.version: manifest for _message, manifest in records}
-    return prunable(config.run, listed, manifests, config.learner.weights, unreadable=skipped.total)
+    weights = config.learner.weights
+    policies = read_policies(
+        config.kafka,
+        config.run,
+        partial(needed, versions=weights.keep_versions),
+        skipped=lambda: SkippedRecords(logged=False),
+    )
+    return prunable(config.run, listed, policies.by_version, weights, unreadable=policies.skipped)
 
 
 def _without(there: FilesToPrune, config: WeightsConfig) -> FilesToPrune:

@@ -15,7 +15,7 @@ from rollstream.consumers.models.parameters import is_adapter
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.kafka import provisioning
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun

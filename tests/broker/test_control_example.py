@@ -17,7 +17,7 @@ from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuff
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
 from rollstream.consumers.labeling.positions import SOURCE
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode
 from rollstream.topics.config import KafkaConfig

@@ -7,7 +7,7 @@ import pytest
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.config import decoder_config
 from rollstream.consumers.step_log import read_steps
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from tests.support.runs import RealRun
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.records import LearnerStep
 from tests.support.paths import ROOT

@@ -16,7 +16,7 @@ from confluent_kafka import TopicPartition
 from rollstream.consumers.learner.input.excluded_batches import Exclusions
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning

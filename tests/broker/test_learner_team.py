@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.infra.ports import free_port
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.params_checksum import params_checksum

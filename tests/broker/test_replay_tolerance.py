@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from tests.broker.test_learner import SETTINGS, finish, printed, steps_of
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches

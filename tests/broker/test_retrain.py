@@ -15,7 +15,7 @@ from confluent_kafka import TopicPartition
 from rollstream.consumers.learner.input.publisher_steps import PublisherSteps
 from rollstream.consumers.learner.records.past_steps import batches_of
 from rollstream.consumers.step_log import StepLog, read_steps
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.settings import file_layers
 from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.config import KafkaConfig

@@ -20,7 +20,7 @@ from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.fleet import EngineFleet
 from rollstream.consumers.serving.served_versions import ServedCheckpoint, ServedVersions
 from rollstream.consumers.step_writer import StepWriter, publish_version
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Metrics, PolicyManifest

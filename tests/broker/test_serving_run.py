@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig
 from tests.support.paths import ROOT

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.weights.follower import State, WeightsFollower
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key

@@ -15,7 +15,8 @@ from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig

@@ -10,7 +10,8 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.state_manager import StateManager
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import decode_key

@@ -17,7 +17,7 @@ import pytest
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.params_digest import params_digest

@@ -16,7 +16,8 @@ import pytest
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import LeadBarrier, ShardMissing
 from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import Offer, Plan

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.records import LearnerStep
 from tests.support.paths import ROOT

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.consumers.models.huggingface import CONFIG
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.records import BatchIndexEntry, LearnerStep, Rollout, TrainingBatch

@@ -14,7 +14,7 @@ import pytest
 from rollstream.consumers.models.huggingface import load_config
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.producers.inference.client import Completion
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import provisioning

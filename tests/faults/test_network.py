@@ -14,7 +14,7 @@ import pytest
 from confluent_kafka import ConsumerGroupState
 
 from rollstream.consumers.step_log import read_steps
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.kafka import clients, stranded_clients, topic_admin
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure

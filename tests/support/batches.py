@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -105,7 +106,7 @@ def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch],
     producer = clients.transactional_producer(patient(kafka), f"test-batches-{run}")
     producer.init_transactions(120)
     for number, batch in enumerate(batches):
-        places: list[int] = []
+        delivered: list[tuple[Any, Any]] = []
         value, key = encode(batch), encode_key(batch.batch_id)
         if not (together and number):
             producer.begin_transaction()
@@ -114,13 +115,15 @@ def send_batches(kafka: KafkaConfig, run: str, batches: Sequence[TrainingBatch],
             value,
             key,
             batch.partition,
-            on_delivery=lambda error, message, places=places: places.append(message.offset()),
+            on_delivery=lambda error, message, delivered=delivered: delivered.append((error, message)),
         )
         assert producer.flush(120) == 0
+        [(error, message)] = delivered
+        assert error is None, error
         entry = BatchIndexEntry(
             batch_id=batch.batch_id,
             partition=batch.partition,
-            offset=places[0],
+            offset=message.offset(),
             rollouts=len(batch),
             tokens=len(batch.tokens),
             trained_tokens=int(batch.loss_mask.sum()),

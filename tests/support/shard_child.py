@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from rollstream.consumers.step_log import StepLog
-from rollstream.consumers.weights.publisher import WeightsPublisher, read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel, MemberBarrier
 from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import owners

@@ -96,11 +96,20 @@ class SteeredRun:
         return len(self.pids(role))
 
     def kill_role(self, role: str) -> int:
-        """kill -9 of every process of a role, which the overseer starts again; return how many there were."""
-        pids = self.pids(role)
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        return len(pids)
+        """kill -9 of every process of a role, which the overseer starts again; return how many there were.
+
+        Waits for a process if none runs, as between the end of a fenced learner and its next start.
+        """
+
+        def killed() -> int:
+            number = 0
+            for pid in self.pids(role):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    number += 1
+            return number
+
+        return eventually(killed, 300, f"a process of {role}")
 
     def await_processes(self, **numbers: int) -> None:
         def there() -> bool:

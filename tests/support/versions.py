@@ -1,6 +1,6 @@
 """Policy versions that a test has just committed, once readers see them."""
 
-from rollstream.consumers.weights.publisher import read_manifests
+from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.topics.records import PolicyManifest
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually

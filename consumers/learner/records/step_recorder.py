@@ -19,7 +19,8 @@ from rollstream.consumers.learner.training.user_objectives import code_of
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.conversion import converted
-from rollstream.consumers.weights.publisher import WeightsPublisher, params_digest_of, read_manifests
+from rollstream.consumers.weights.manifests import none_whole, params_digest_of, read_manifests
+from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.consumers.weights.shard_barrier import Channel
 from rollstream.topics.batch_uses import rows_of
 from rollstream.topics.closing import Closing
@@ -165,7 +166,7 @@ class StepRecorder(Closing):
         the topic only if the input run is another run, or `version` is not known yet.
         """
         known = self._published() if self.publishes_input_versions else {}
-        manifests = known if version in known else read_manifests(self._kafka, self._input_run)
+        manifests = known if version in known else read_manifests(self._kafka, self._input_run, none_whole)
         steps = {version: manifest.step for version, manifest in manifests.items()}
         return steps | (self._earlier_steps(manifests) if self.publishes_input_versions else {})
 

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal, get_args
 
-from rollstream.consumers.weights.publisher import params_digest_of
+from rollstream.consumers.weights.manifests import params_digest_of
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest, TrainingBatch
 
