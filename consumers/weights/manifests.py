@@ -45,27 +45,23 @@ def read_manifests(kafka: KafkaConfig, run: str, whole: Choice | None = None) ->
     return read_policies(kafka, run, whole).by_version
 
 
-def read_policies(
-    kafka: KafkaConfig, run: str, whole: Choice | None = None, *, skipped: Callable[[], SkippedRecords] | None = None
-) -> Manifests:
+def read_policies(kafka: KafkaConfig, run: str, whole: Choice | None = None, *, logged: bool = True) -> Manifests:
     """Return all committed manifests; those of versions outside `whole` lack their tensors and chunks.
 
-    `skipped` makes the account of the records that one pass over the topic skips; by default they are logged.
+    Unreadable records are skipped, and reported in the log unless `logged` is False.
     """
     topic = topic_name(run, "policies")
-    return manifests_in(lambda: read_to_end(kafka, topic), whole, skipped or (lambda: SkippedRecords("policies")))
+    return manifests_in(lambda: read_to_end(kafka, topic), whole, logged=logged)
 
 
-def manifests_in(
-    read: Callable[[], Iterable[KafkaRecord]], whole: Choice | None, skipped: Callable[[], SkippedRecords]
-) -> Manifests:
-    """Return the manifests in the messages that `read` returns.
+def manifests_in(read: Callable[[], Iterable[KafkaRecord]], whole: Choice | None, *, logged: bool = True) -> Manifests:
+    """Return the manifests in the messages that `read` returns, as `read_policies` does.
 
     It is called again if a manifest is needed whole that an earlier choice did not keep.
     """
     chosen: Collection[int] = ()
     while True:
-        manifests, keys, account = _Held(whole, chosen), set[bytes](), skipped()
+        manifests, keys, account = _Held(whole, chosen), set[bytes](), SkippedRecords("policies", logged=logged)
         for _message, manifest in account.records(PolicyManifest, _noted(read(), keys)):
             manifests.add(manifest)
         chosen = manifests.choose()

@@ -153,12 +153,8 @@ def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
     listed = listed_files(config.run, urls, timeout_s=config.learner.weights.store_timeout_s)
     # Read manifests after the lists, so that the manifest of every listed file is known.
     weights = config.learner.weights
-    policies = read_policies(
-        config.kafka,
-        config.run,
-        partial(needed, versions=weights.keep_versions),
-        skipped=lambda: SkippedRecords(logged=False),
-    )
+    kept = partial(needed, versions=weights.keep_versions)
+    policies = read_policies(config.kafka, config.run, kept, logged=False)
     return prunable(config.run, listed, policies.by_version, weights, unreadable=policies.skipped)
 
 

@@ -11,6 +11,7 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_names import file_name
 from rollstream.consumers.weights.file_retention import left_behind, prunable, roots
 from rollstream.topics.records import Chunk, PolicyManifest
+from tests.support.manifests import one_chunk_manifest
 
 NOW, HOUR_S = 1e9, 3600.0
 
@@ -22,17 +23,7 @@ def name(version: int, attempt: int = 0) -> str:
 def manifest(version: int, base: int = -1, url: str = "/w") -> PolicyManifest:
     """A version in one file; version 0 and those without a base are full."""
     chunk = Chunk(index=0, partition=-1, offset=-1, size_bytes=5, digest="", url=f"{url}/{name(version)}")
-    return PolicyManifest(
-        version=version,
-        learner="default",
-        step=version,
-        epoch="e",
-        tensors=(),
-        chunks=(chunk,),
-        digest="",
-        kind="full" if base < 0 else "delta",
-        base=base,
-    )
+    return one_chunk_manifest(version, chunk, base=base)
 
 
 def published(anchors: set[int], versions: int) -> dict[int, PolicyManifest]:

@@ -11,25 +11,15 @@ from rollstream.consumers.weights.chains import needed, with_bases
 from rollstream.consumers.weights.manifests import Manifests, manifests_in, none_whole
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Chunk, PolicyManifest
+from tests.support.manifests import one_chunk_manifest
 
 CHUNK = Chunk(index=0, partition=0, offset=0, size_bytes=1, digest="d")
 
 
 def record(version: int, *, base: int = -1, learner: str = "l") -> KafkaRecord:
-    manifest = PolicyManifest(
-        version=version,
-        learner=learner,
-        step=version,
-        epoch="e",
-        tensors=(),
-        chunks=(CHUNK,),
-        digest="",
-        kind="full" if base < 0 else "delta",
-        base=base,
-    )
+    manifest = one_chunk_manifest(version, CHUNK, base=base, learner=learner)
     return KafkaRecord("policies", 0, 0, key=encode_key(version), value=encode(manifest))
 
 
@@ -49,7 +39,7 @@ class Log:
             self.most_whole = max(self.most_whole, len(whole_in(known)))
             return choice(known)
 
-        return manifests_in(self.read, watched if choice else None, lambda: SkippedRecords(logged=False))
+        return manifests_in(self.read, watched if choice else None, logged=False)
 
 
 def whole_in(manifests: Mapping[int, PolicyManifest]) -> set[int]:
