@@ -73,16 +73,16 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def follow(config: RunConfig, store: Store, args: argparse.Namespace) -> NoReturn:
-    """Archive new records until interrupted; after the first pass, outages of the brokers are waited out."""
+    """Archive new records until interrupted; once the archive is open, outages of the brokers are waited out."""
     use_c_library_for_arrow()
     begun = False
     while True:
         try:
             # A new archiver begins where the newest manifest ends, as after a kill.
             with Archiver(config.kafka, config.run, store, arrays=args.arrays) as archiver:
+                begun = True
                 while True:
                     result = archiver.once()
-                    begun = True
                     if result.records:
                         print_summary(store, result.manifest, args.json, records=result.records)
                     time.sleep(args.every)

@@ -410,4 +410,4 @@ def _other_groups(kafka: KafkaConfig, run: str, group: str) -> dict[str, dict[To
 def _offsets_of(kafka: KafkaConfig, run: str, group: str) -> dict[TopicAndPartition, int]:
     """Return the offsets that a consumer group committed for topics that are pruned."""
     topics = {topic_name(run, topic): topic for topic in PRUNED}
-    return {(topics[at.topic], at.partition): at.offset for at in group_positions(kafka, group) if at.topic in topics}
+    return {(topics[at.topic], at.partition): at.offset for at in group_positions(kafka, group, topics)}

@@ -26,7 +26,9 @@ def test_an_archiver_that_follows_a_run_outlives_an_outage_of_the_broker(
     run.send(rollout(f"g{number}", 0) for number in range(20))
     eventually(lambda: archived(20), 60, "the rollouts before the outage")
     breakable.kill()
-    eventually(lambda: '"event": "not_archived"' in run.log_of(process), 120, "the outage is noticed")
+    noticed = '"event": "not_archived"'
+    eventually(lambda: process.poll() is not None or noticed in run.log_of(process), 120, "the outage is noticed")
+    assert process.poll() is None, run.log_of(process)
     breakable.restart()
     run.send(rollout(f"g{number}", 0) for number in range(20, 50))
     eventually(lambda: archived(50), 120, "the rollouts after the outage")

@@ -27,6 +27,10 @@ _MOVING = (
     KafkaError.REPLICA_NOT_AVAILABLE,
     KafkaError.KAFKA_STORAGE_ERROR,
 )
+COORDINATOR_REQUEST_S = 3600.0
+"""Time limit that an admin client is given for a request to a coordinator, its longest. If a broker answers after the
+limit, an assertion of librdkafka ends the process (its issues 3663 and 4605), so callers stop waiting earlier instead.
+"""
 _LEARNT_S = 5.0
 """Longest time for which a partition may be unknown: a new partition becomes known late, a missing one never."""
 _RECOVERED = (

@@ -9,7 +9,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.access_control import operation_name
-from rollstream.topics.kafka.client_errors import answer_of
+from rollstream.topics.kafka.client_errors import COORDINATOR_REQUEST_S, answer_of
 from rollstream.topics.kafka.hanging_transactions import admin_client
 
 _TIMEOUT_S = 30.0
@@ -32,7 +32,11 @@ def topic_operations(kafka: KafkaConfig, topics: Iterable[str]) -> dict[str, fro
 def group_operations(kafka: KafkaConfig, groups: Iterable[str]) -> dict[str, frozenset[str] | None]:
     """Return the operations that the user may do on each consumer group, whether it exists or not."""
     client, names = clients.admin(kafka), list(groups)
-    answers = client.describe_consumer_groups(names, include_authorized_operations=True) if names else {}
+    if not names:
+        return {}
+    answers = client.describe_consumer_groups(
+        names, include_authorized_operations=True, request_timeout=COORDINATOR_REQUEST_S
+    )
     return {name: _operations(answer, f"group {name}") for name, answer in answers.items()}
 
 

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterable
 
-from confluent_kafka import ConsumerGroupState, ConsumerGroupTopicPartitions, KafkaError, KafkaException
+from confluent_kafka import ConsumerGroupState, KafkaError, KafkaException
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.client_errors import answer_of, retrying
+from rollstream.topics.kafka.client_errors import COORDINATOR_REQUEST_S, answer_of, retrying
 from rollstream.topics.kafka.hanging_transactions import admin_client
+from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
-
-_TIMEOUT_S = 30.0
 
 
 def members(kafka: KafkaConfig, group: str) -> int:
@@ -20,7 +19,8 @@ def members(kafka: KafkaConfig, group: str) -> int:
 
     def count() -> int:
         try:
-            description = answer_of(client.describe_consumer_groups([group])[group], kafka.patience_s)
+            request = client.describe_consumer_groups([group], request_timeout=COORDINATOR_REQUEST_S)[group]
+            description = answer_of(request, kafka.patience_s)
         except KafkaException as error:
             if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
                 return 0
@@ -51,12 +51,14 @@ def remove_members(kafka: KafkaConfig, group: str, names: Iterable[str]) -> list
     return sorted(str(name) for name, answer in answers.items() if answer is not NoError)
 
 
-def group_positions(kafka: KafkaConfig, group: str) -> list[GroupPosition]:
-    """All positions that a group has committed. Raises BrokerUnavailable."""
-    client = clients.admin(kafka)
+def group_positions(kafka: KafkaConfig, group: str, topics: Iterable[str]) -> list[GroupPosition]:
+    """Positions that a group has committed in these topics, full names. Raises as `topic_admin.partitions_of` does.
 
-    def committed() -> list[GroupPosition]:
-        answer = answer_of(client.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)])[group], _TIMEOUT_S)
-        return [GroupPosition.from_client(place) for place in answer.topic_partitions or () if place.offset >= 0]
-
-    return retrying(committed, f"asking for offsets of group {group}", kafka.patience_s)
+    A consumer asks: if a coordinator that has just started refuses an admin client's request for offsets, librdkafka
+    2.16.0 ends the process (ListConsumerGroupOffsets refused with NOT_COORDINATOR). Offsets in an open transaction are
+    not waited for.
+    """
+    doing = f"asking for offsets of group {group}"
+    with Reader(kafka, group=group, isolation="read_uncommitted", doing=doing) as reader:
+        positions = (reader.committed(topic, range(reader.partitions_of(topic)), doing) for topic in topics)
+        return [position for of_topic in positions for position in of_topic if position.offset >= 0]

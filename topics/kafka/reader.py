@@ -15,8 +15,9 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, stranded_clients, topic_admin
+from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.client_errors import is_unanswered, raise_for, retrying
 from rollstream.topics.kafka.records import BEGINNING, GroupPosition, KafkaRecord, Place, record_of
 from rollstream.topics.logs import event
@@ -49,10 +50,12 @@ class Poller(Closing):
         """Next offset of each partition, as far as it is known."""
         self._heard, self._check = time.monotonic(), stranded_clients.StrandedCheck()
         self._asked: set[str] = set()
+        self._is_committing = False
 
     def close(self) -> None:
-        """Close the consumer."""
-        self._consumer.close()
+        """Close the consumer, unless its commit has not ended."""
+        if not self._is_committing:
+            self._consumer.close()
 
     def poll(self, most: int, wait_s: float) -> Polled:
         """Return up to `most` records, and partitions whose end was reached; waits up to `wait_s` for the first.
@@ -222,9 +225,30 @@ class Poller(Closing):
         return retrying(ask, doing, timeout_s)
 
     def commit(self, positions: Iterable[GroupPosition], doing: str) -> None:
-        """Commit positions of the group. Raises BrokerUnavailable after kafka.patience_s."""
+        """Commit positions of the group. Raises BrokerUnavailable after kafka.patience_s; only `close` may follow then.
+
+        If a connection is lost during a commit, the client repeats the commit until a broker answers, and neither
+        `commit` nor `close` of the client returns before. Such a client is left to its thread, which drops it when the
+        commit has ended; positions that were given up may still be committed late. An admin client cannot be used
+        instead, because its request could end the process: see COORDINATOR_REQUEST_S.
+        """
+        consumer, patience_s = self._consumer, self._kafka.patience_s
         offsets = [position.for_client() for position in positions]
-        retrying(lambda: self._consumer.commit(offsets=offsets, asynchronous=False), doing, self._kafka.patience_s)
+        calls, self._is_committing = BoundedCalls(), True
+        try:
+            calls.run(
+                lambda: retrying(lambda: consumer.commit(offsets=offsets, asynchronous=False), doing, patience_s),
+                doing,
+                patience_s,
+            )
+        except Stalled as error:
+            raise BrokerUnavailable(f"{error}; is the broker at {self._kafka.bootstrap_servers} down?") from error
+        except TopicError:
+            self._is_committing = False
+            raise
+        finally:
+            calls.close()
+        self._is_committing = False
 
     def group_metadata(self) -> object:
         """Group metadata for a transaction that sends the group's offsets."""

@@ -97,7 +97,7 @@ def filler_positions(kafka: KafkaConfig, run: str) -> dict[str, dict[int, int]]:
     committed_positions = {}
     for group in group_names(kafka):
         if group.startswith(prefix):
-            at = {place.partition: place.offset for place in group_positions(kafka, group) if place.topic == topic}
+            at = {place.partition: place.offset for place in group_positions(kafka, group, [topic])}
             if at:
                 committed_positions[group.removeprefix(prefix)] = at
     return committed_positions

@@ -1,4 +1,4 @@
-"""Groups and their positions are asked for again while a broker is starting; an incomplete list is none."""
+"""Groups are asked for again while a broker is starting; an incomplete list is none."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import KafkaError, KafkaException
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.groups import group_positions
 
 LOADING = KafkaError(KafkaError.COORDINATOR_LOAD_IN_PROGRESS)
 INVALID = KafkaError(KafkaError.INVALID_REQUEST)
@@ -19,11 +18,10 @@ INVALID = KafkaError(KafkaError.INVALID_REQUEST)
 
 @dataclass
 class Listing:
-    """One group, or one position, of each broker that answered, and the errors of the others."""
+    """One group of each broker that answered, and the errors of the others."""
 
     valid: list[Any] = field(default_factory=list)
     errors: list[KafkaError] = field(default_factory=list)
-    topic_partitions: list[TopicPartition] = field(default_factory=list)
 
 
 @dataclass
@@ -49,9 +47,6 @@ class Admin:
         assert request_timeout > 0
         return self._next()
 
-    def list_consumer_group_offsets(self, _requests: object) -> dict[str, Future[Any]]:
-        return {"g": self._next()}
-
 
 Connect = Callable[[Admin], None]
 
@@ -70,8 +65,3 @@ def test_a_list_that_stays_incomplete_is_an_error(connect: Connect) -> None:
     connect(Admin(Listing([Group("a")], [INVALID])))
     with pytest.raises(BrokerUnavailable, match=r"^listing consumer groups: .*INVALID_REQUEST"):
         topic_admin.group_names(KafkaConfig())
-
-
-def test_positions_of_a_group_whose_coordinator_moves_are_asked_for_again(connect: Connect) -> None:
-    connect(Admin(LOADING, Listing(topic_partitions=[TopicPartition("t", 0, 7)])))
-    assert [place.offset for place in group_positions(KafkaConfig(), "g")] == [7]
