@@ -15,7 +15,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, TopicError
+from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients, stranded_clients, topic_admin
 from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.client_errors import is_unanswered, raise_for, retrying
@@ -243,7 +243,8 @@ class Poller(Closing):
             )
         except Stalled as error:
             raise BrokerUnavailable(f"{error}; is the broker at {self._kafka.bootstrap_servers} down?") from error
-        except TopicError:
+        except Exception:
+            # The call returned; only an interruption or `Stalled` leaves it behind.
             self._is_committing = False
             raise
         finally:
