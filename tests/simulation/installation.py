@@ -15,6 +15,7 @@ from rollstream.consumers import transactions as publishing
 from rollstream.consumers.grouping.process import punctuator
 from rollstream.consumers.grouping.process.broker_clock import BrokerClock
 from rollstream.topics.kafka import clients, hanging_transactions
+from rollstream.topics.kafka import reader as kafka_reader
 from rollstream.topics.kafka import transactions as producing
 from rollstream.topics.kafka.bounded_calls import Stalled
 from tests.simulation.cluster import Cluster
@@ -93,6 +94,7 @@ def installed(world: World) -> Iterator[None]:
         patch.setattr(clients, "_built", world.client)
         patch.setattr(publishing, "BoundedCalls", ModelCalls)
         patch.setattr(producing, "BoundedCalls", ModelCalls)
+        patch.setattr(kafka_reader, "BoundedCalls", ModelCalls)
         patch.setattr(punctuator, "BrokerClock", partial(BrokerClock, now, now))
         for name in ("open_on", "open_on_offsets"):
             patch.setattr(hanging_transactions, name, nothing_hangs)

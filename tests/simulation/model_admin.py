@@ -63,7 +63,8 @@ class ModelAdmin:
     def describe_configs(self, resources: Iterable[Any]) -> dict[Any, "Future[dict[str, Setting]]"]:
         return {resource: _done({"retention.ms": Setting("-1")}) for resource in resources}
 
-    def describe_consumer_groups(self, names: Iterable[str]) -> dict[str, "Future[Any]"]:
+    def describe_consumer_groups(self, names: Iterable[str], *, request_timeout: float) -> dict[str, "Future[Any]"]:
+        assert request_timeout > 0
         return {name: _done(GroupDescription(tuple(self._cluster.groups[name].members))) for name in names}
 
 
