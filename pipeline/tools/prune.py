@@ -50,7 +50,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.description import ARCHIVE, expanded, role_of
 from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.tools.plain_values import compact, time_text
-from rollstream.topics.catalogue import PRUNED, topic_name
+from rollstream.topics.catalogue import PRUNED, name_in_run, topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
@@ -253,16 +253,17 @@ def read_positions(
     labeling_group = labeling_group or LabelingConfig().group_id(run)
     there = [topic for topic in PRUNED if topic != CALLS or topic_name(run, CALLS) in topic_names(kafka)]
     bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in there}
+    places = {topic_name(run, topic): (*ends,) for topic, ends in bounds.items()}
     for topic in (*CONTROL_TOPICS, CALLS):
         if not any(end for _low, end in bounds.get(topic, {}).values()):
             bounds.pop(topic, None)
     begins = {(topic, partition): low for topic, ends in bounds.items() for partition, (low, _end) in ends.items()}
     partitions = sum(topic == "rollouts" for topic, _partition in begins)
     # Positions of groups are read first and can only advance later, so the plan never deletes records that they need.
-    groups = _other_groups(kafka, run, group)
+    groups = _other_groups(kafka, group, places)
     # Read these positions after those of fillers, so that trajectories read by fillers were labeled below them.
     if labeling_group in groups:
-        groups[labeling_group] |= _offsets_of(kafka, run, labeling_group)
+        groups[labeling_group] |= _offsets_of(kafka, labeling_group, places)
     skipped = SkippedRecords(logged=False)
     learners, last_steps = _learners(kafka, run, checkpoints, skipped)
     sessions = read_session_groups(kafka, run, skipped) if CALLS in bounds else ()
@@ -401,13 +402,14 @@ def _oldest_checkpoint(directory: Path) -> int | None:
     return min(positions, default=None)
 
 
-def _other_groups(kafka: KafkaConfig, run: str, group: str) -> dict[str, dict[TopicAndPartition, int]]:
-    """Return the offsets that other consumer groups committed for topics that are pruned."""
+def _other_groups(
+    kafka: KafkaConfig, group: str, places: Mapping[str, Sequence[int]]
+) -> dict[str, dict[TopicAndPartition, int]]:
+    """Return the offsets that other consumer groups than `group` committed for these partitions."""
     names = (name for name in group_names(kafka) if name != group)
-    return {name: offsets for name in names if (offsets := _offsets_of(kafka, run, name))}
+    return {name: offsets for name in names if (offsets := _offsets_of(kafka, name, places))}
 
 
-def _offsets_of(kafka: KafkaConfig, run: str, group: str) -> dict[TopicAndPartition, int]:
-    """Return the offsets that a consumer group committed for topics that are pruned."""
-    topics = {topic_name(run, topic): topic for topic in PRUNED}
-    return {(topics[at.topic], at.partition): at.offset for at in group_positions(kafka, group, topics)}
+def _offsets_of(kafka: KafkaConfig, group: str, places: Mapping[str, Sequence[int]]) -> dict[TopicAndPartition, int]:
+    """Return the offsets that a consumer group committed for these partitions."""
+    return {(name_in_run(at.topic), at.partition): at.offset for at in group_positions(kafka, group, places)}

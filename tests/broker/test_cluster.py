@@ -85,7 +85,7 @@ def test_groups_of_a_node_that_was_just_lost_are_listed_and_new_topics_are_creat
                 reader.commit([GroupPosition(f"{run_name}.rollouts", 0, 1)], "committing")
         cluster.kill(cluster.group_coordinator(groups[0]))
         assert set(groups) <= set(group_names(kafka))
-        assert [position.offset for position in group_positions(kafka, groups[0], [f"{run_name}.rollouts"])] == [1]
+        assert [position.offset for position in group_positions(kafka, groups[0], {f"{run_name}.rollouts": [0]})] == [1]
         provisioning.apply(kafka, TopicsConfig(), f"{run_name}-next")
 
 

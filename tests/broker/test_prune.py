@@ -27,7 +27,8 @@ from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import Fenced, StateRefused
 from rollstream.topics.kafka import clients, provisioning, topic_admin
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.reader import Reader, read_to_end
+from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 from tests.support.batches import indexed_batches, random_batch, send_batches
@@ -139,6 +140,22 @@ def test_junk_stops_no_plan_and_a_learner_that_another_has_replaced_is_named(rea
     assert "learner gone: its last step is 1, of 2001-09-09T01:46:40.000Z" in text
     assert f"learner main has published into run {run.name} since" in text
     assert "records could not be read and were ignored, the first: " in text
+
+
+def test_positions_of_another_group_are_read_also_in_a_run_without_a_topic_of_calls(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(0, partition=0)])
+    with Reader(run.kafka, group=f"{run.name}.reader") as reader:
+        reader.commit([GroupPosition(run.topic("batches"), 0, 1)], "committing")
+
+    def of_the_reader() -> object:
+        return read_positions(run.kafka, run.name, run.grouper.group_id(run.name), None).groups[f"{run.name}.reader"]
+
+    assert of_the_reader() == {("batches", 0): 1}
+    admin = clients.admin(run.kafka)
+    admin.delete_topics([run.topic("calls")])[run.topic("calls")].result(60)
+    eventually(lambda: run.topic("calls") not in topic_admin.topic_names(run.kafka), 60, "the topic to be gone")
+    assert of_the_reader() == {("batches", 0): 1}
 
 
 def test_retiring_a_learner_that_was_replaced_does_not_fence_its_successor(real_run: RealRun) -> None:

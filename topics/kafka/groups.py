@@ -1,6 +1,6 @@
 """Consumer groups as the brokers know them: their members and committed offsets."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from confluent_kafka import ConsumerGroupState, KafkaError, KafkaException
 
@@ -51,8 +51,8 @@ def remove_members(kafka: KafkaConfig, group: str, names: Iterable[str]) -> list
     return sorted(str(name) for name, answer in answers.items() if answer is not NoError)
 
 
-def group_positions(kafka: KafkaConfig, group: str, topics: Iterable[str]) -> list[GroupPosition]:
-    """Positions that a group has committed in these topics, full names. Raises as `topic_admin.partitions_of` does.
+def group_positions(kafka: KafkaConfig, group: str, places: Mapping[str, Iterable[int]]) -> list[GroupPosition]:
+    """Positions that a group has committed in these partitions, by full name of their topic. Raises BrokerUnavailable.
 
     A consumer asks: if a coordinator that has just started refuses an admin client's request for offsets, librdkafka
     2.16.0 ends the process (ListConsumerGroupOffsets refused with NOT_COORDINATOR). Offsets in an open transaction are
@@ -60,5 +60,5 @@ def group_positions(kafka: KafkaConfig, group: str, topics: Iterable[str]) -> li
     """
     doing = f"asking for offsets of group {group}"
     with Reader(kafka, group=group, isolation="read_uncommitted", doing=doing) as reader:
-        positions = (reader.committed(topic, range(reader.partitions_of(topic)), doing) for topic in topics)
+        positions = (reader.committed(topic, partitions, doing) for topic, partitions in places.items())
         return [position for of_topic in positions for position in of_topic if position.offset >= 0]

@@ -232,24 +232,22 @@ class Poller(Closing):
         commit has ended; positions that were given up may still be committed late. An admin client cannot be used
         instead, because its request could end the process: see COORDINATOR_REQUEST_S.
         """
-        consumer, patience_s = self._consumer, self._kafka.patience_s
         offsets = [position.for_client() for position in positions]
+        patience_s = self._kafka.patience_s
+
+        def ask() -> None:
+            try:
+                retrying(lambda: self._consumer.commit(offsets=offsets, asynchronous=False), doing, patience_s)
+            finally:
+                self._is_committing = False
+
         calls, self._is_committing = BoundedCalls(), True
         try:
-            calls.run(
-                lambda: retrying(lambda: consumer.commit(offsets=offsets, asynchronous=False), doing, patience_s),
-                doing,
-                patience_s,
-            )
+            calls.run(ask, doing, patience_s)
         except Stalled as error:
             raise BrokerUnavailable(f"{error}; is the broker at {self._kafka.bootstrap_servers} down?") from error
-        except Exception:
-            # The call returned; only an interruption or `Stalled` leaves it behind.
-            self._is_committing = False
-            raise
         finally:
             calls.close()
-        self._is_committing = False
 
     def group_metadata(self) -> object:
         """Group metadata for a transaction that sends the group's offsets."""

@@ -94,12 +94,13 @@ def put(buffers: Sequence[Fillable], at: Place, value: bytes | None) -> list[str
 def filler_positions(kafka: KafkaConfig, run: str) -> dict[str, dict[int, int]]:
     """Committed positions of the fillers of a run's `trajectories`, by filler and partition."""
     topic, prefix = topic_name(run, "trajectories"), f"{run}{FILLER_GROUPS}"
+    groups = [group for group in group_names(kafka) if group.startswith(prefix)]
+    places = {topic: range(topic_admin.partitions_of(kafka, topic))} if groups else {}
     committed_positions = {}
-    for group in group_names(kafka):
-        if group.startswith(prefix):
-            at = {place.partition: place.offset for place in group_positions(kafka, group, [topic])}
-            if at:
-                committed_positions[group.removeprefix(prefix)] = at
+    for group in groups:
+        at = {place.partition: place.offset for place in group_positions(kafka, group, places)}
+        if at:
+            committed_positions[group.removeprefix(prefix)] = at
     return committed_positions
 
 
