@@ -1,6 +1,7 @@
 """Chains of policy versions: a full version and the deltas after it, which a reader applies in order. No I/O."""
 
 from collections.abc import Collection, Mapping, MutableMapping
+from contextlib import suppress
 
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.records import PolicyManifest
@@ -33,15 +34,19 @@ def links(
 
 def needed(manifests: Mapping[int, PolicyManifest], versions: int) -> set[int]:
     """Return the newest `versions` versions and all versions that they build on."""
-    return {kept for version in sorted(manifests)[-versions:] for kept in with_bases(manifests, version)}
+    return with_bases(manifests, *sorted(manifests)[-versions:])
 
 
-def with_bases(manifests: Mapping[int, PolicyManifest], version: int) -> set[int]:
-    """Return a version and all versions that it builds on; only the version if no chain leads to it."""
-    try:
-        return {link.version for link in links(manifests, version)}
-    except ChainBroken:
-        return {version}
+def with_bases(manifests: Mapping[int, PolicyManifest], *versions: int) -> set[int]:
+    """Return versions and all versions that they build on; only the version itself if no chain leads to it."""
+    kept = set[int]()
+    for version in sorted(versions, reverse=True):
+        if version in kept:
+            continue
+        kept.add(version)
+        with suppress(ChainBroken):
+            kept.update(link.version for link in links(manifests, version))
+    return kept
 
 
 def forget(manifests: MutableMapping[int, PolicyManifest], oldest: int) -> None:

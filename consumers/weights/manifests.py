@@ -30,8 +30,8 @@ class Manifests(NamedTuple):
     by_version: dict[int, PolicyManifest]
     unreadable: set[int]
     """Versions whose manifests are unreadable here, because a newer release wrote them or they are damaged."""
-    skipped: int
-    """Number of unreadable records."""
+    skipped: SkippedRecords
+    """Unreadable records."""
 
 
 def committed_manifests(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> Iterator[PolicyManifest]:
@@ -66,7 +66,7 @@ def manifests_in(read: Callable[[], Iterable[KafkaRecord]], whole: Choice | None
             manifests.add(manifest)
         chosen = manifests.choose()
         if manifests.whole.issuperset(chosen):
-            return Manifests(manifests.by_version, _unreadable(keys, manifests.by_version), account.total)
+            return Manifests(manifests.by_version, _unreadable(keys, manifests.by_version), account)
 
 
 def none_whole(_manifests: Mapping[int, PolicyManifest]) -> Collection[int]:

@@ -155,7 +155,7 @@ def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
     weights = config.learner.weights
     kept = partial(needed, versions=weights.keep_versions)
     policies = read_policies(config.kafka, config.run, kept, logged=False)
-    return prunable(config.run, listed, policies.by_version, weights, unreadable=policies.skipped)
+    return prunable(config.run, listed, policies.by_version, weights, unreadable=policies.skipped.total)
 
 
 def _without(there: FilesToPrune, config: WeightsConfig) -> FilesToPrune:

@@ -6,9 +6,8 @@ It reads the log as every follower does: a version is whole and matches its dige
 import argparse
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,37 +21,25 @@ from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import save_merged
 from rollstream.consumers.models.config import DecoderConfig, decoder_config
 from rollstream.consumers.reused_memory import ReusedMemory
-from rollstream.consumers.weights.chains import ChainBroken, needed
-from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
+from rollstream.consumers.weights.chains import ChainBroken, needed, with_bases
 from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_names import place_of
-from rollstream.consumers.weights.file_retention import listed_files, roots
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.rollback import RollbackNote, note_of, roll_back
+from rollstream.consumers.weights.manifests import Manifests, read_policies
+from rollstream.consumers.weights.rollback import RollbackNote, roll_back
 from rollstream.consumers.weights.spooled_version import SpooledTensor, SpooledVersion
 from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.tools.plain_values import compact, plain, tell, time_text
-from rollstream.topics.catalogue import topic_name
+from rollstream.pipeline.tools.published_versions import GONE, PublishedVersions
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import encode_key
 from rollstream.topics.records import PolicyManifest
 
 _DAY_S = 86400
 _NOTE_WIDTH = 40
-
-
-@dataclass(frozen=True)
-class PublishedVersion:
-    """A version on record."""
-
-    manifest: PolicyManifest
-    rollback: RollbackNote | None
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -98,19 +85,18 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def list_versions(config: RunConfig, args: argparse.Namespace) -> int:
     """List every version."""
-    versions = _published(config)
-    places = _chunk_states(config, versions)
+    published = _published(config)
+    states = published.chunk_states()
     now_s = time.time()
     rows, entries = [], []
-    for number, version in sorted(versions.items()):
-        manifest, size = version.manifest, sum(chunk.size_bytes for chunk in version.manifest.chunks)
-        dtypes = "+".join(sorted({tensor.dtype for tensor in manifest.tensors})) or "-"
+    for number, version in sorted(published.by_number.items()):
+        manifest, dtypes = version.manifest, version.dtypes or "-"
         age_s = max(0.0, now_s - manifest.created)
         note = "" if version.rollback is None else _note_text(version.rollback)
         step = f"{manifest.learner}/{manifest.step}"
-        chunks = f"{len(manifest.chunks)} {places[number]}" if manifest.chunks else "-"
+        chunks = f"{version.chunks} {states[number]}" if version.chunks else "-"
         kind = f"delta of {manifest.base}" if manifest.kind == "delta" else manifest.kind
-        row = (number, step, kind, bytes_text(size), dtypes, _age_text(age_s), chunks)
+        row = (number, step, kind, bytes_text(version.size_bytes), dtypes, _age_text(age_s), chunks)
         rows.append((*row, clipped(note, _NOTE_WIDTH)))
         entries.append(
             {
@@ -119,11 +105,11 @@ def list_versions(config: RunConfig, args: argparse.Namespace) -> int:
                 "step": manifest.step,
                 "kind": manifest.kind,
                 "base": manifest.base,
-                "size_bytes": size,
+                "size_bytes": version.size_bytes,
                 "dtypes": dtypes,
                 "age_s": round(age_s, 1),
-                "chunks": len(manifest.chunks),
-                "chunks_state": places[number],
+                "chunks": version.chunks,
+                "chunks_state": states[number],
                 "digest": manifest.digest,
                 "rollback": None if version.rollback is None else version.rollback._asdict(),
             }
@@ -139,7 +125,9 @@ def list_versions(config: RunConfig, args: argparse.Namespace) -> int:
 
 def show_version(config: RunConfig, args: argparse.Namespace) -> int:
     """Print one manifest."""
-    [version] = _chosen(config, _published(config), args.version)
+    published = _published(config, whole=[args.version]).by_number
+    _check_published(config, published, args.version)
+    version = published[args.version]
     manifest = version.manifest
     if args.json:
         note = None if version.rollback is None else version.rollback._asdict()
@@ -154,9 +142,8 @@ def show_version(config: RunConfig, args: argparse.Namespace) -> int:
     by_place = Counter(
         f"at {place_of(chunk.url)[0]}" if chunk.url else f"in partition {chunk.partition}" for chunk in manifest.chunks
     )
-    size = sum(chunk.size_bytes for chunk in manifest.chunks)
     where = printable(shown(", ".join(f"{count} {place}" for place, count in sorted(by_place.items()))))
-    print(f"chunks: {len(manifest.chunks)} of {bytes_text(size)} together{f', {where}' if where else ''}\n")
+    print(f"chunks: {version.chunks} of {bytes_text(version.size_bytes)} together{f', {where}' if where else ''}\n")
     rows = [
         (
             tensor.name,
@@ -174,13 +161,12 @@ def show_version(config: RunConfig, args: argparse.Namespace) -> int:
 
 def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
     """Fetch a version, check it, and write it, one tensor at a time."""
-    versions = _published(config)
-    [version] = _chosen(config, versions, args.version)
-    manifest = version.manifest
+    manifests = _read_whole(config, args.version)
+    manifest = manifests[args.version]
     with _fetching(config, manifest.version) as fetcher:
         spooled = SpooledVersion(
             fetcher,
-            _manifests(versions),
+            manifests,
             manifest.version,
             args.output,
             timeout_s=config.learner.weights.fetch_timeout_s,
@@ -202,25 +188,24 @@ def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
 
 def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
     """Check versions; return 1 if one is damaged, cannot be read in time, or is missing although it must be kept."""
-    versions = _published(config)
-    chosen = _chosen(config, versions, *sorted(args.version or versions))
-    states = _chunk_states(config, versions)
-    manifests = _manifests(versions)
-    needed_versions = needed(manifests, config.learner.weights.keep_versions)
-    answers: dict[int, str] = {}
+    published = _published(config)
+    chosen = sorted(args.version or published.by_number)
+    _check_published(config, published.by_number, *chosen)
+    states = published.chunk_states()
+    listed = {number: version.manifest for number, version in published.by_number.items()}
+    kept = needed(listed, config.learner.weights.keep_versions)
+    answers = {number: "not on the log" for number in chosen if listed[number].kind == "external"}
+    answers |= {number: "no longer kept" for number in chosen if states[number] == GONE and number not in kept}
     failed = False
+    # The manifests of versions whose chunks are gone are not held whole, because these are most of a long run.
+    unchecked = [number for number in chosen if number not in answers]
+    manifests = _manifests(config, *unchecked).by_version
     with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
         verifier = _Verifier(fetcher, manifests, config.learner.weights.fetch_timeout_s)
-        for version in chosen:
-            manifest = version.manifest
-            number, kept = manifest.version, manifest.version in needed_versions
-            if manifest.kind == "external":
-                answers[number] = "not on the log"
-            elif states[number] == "gone" and not kept:
-                answers[number] = "no longer kept"
-            else:
-                answers[number] = verifier.check(number)
-                failed |= answers[number] != "whole" and (kept or not answers[number].startswith("missing"))
+        for number in unchecked:
+            answers[number] = verifier.check(number)
+            failed |= answers[number] != "whole" and (number in kept or not answers[number].startswith("missing"))
+    answers = {number: answers[number] for number in chosen}
     if args.json:
         print(compact([{"version": number, "result": result} for number, result in answers.items()]))
     else:
@@ -232,7 +217,7 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
 
 def compare_versions(config: RunConfig, args: argparse.Namespace) -> int:
     """Compare the tensors of two versions."""
-    before, after = _fetch(config, _published(config), args.before, args.after)
+    before, after = _fetch(config, args.before, args.after)
     names = [name for name in before if name in after and before[name].shape == after[name].shape]
     rows = [(name, *_difference(before[name], after[name])) for name in names]
     values = sum(row[2] for row in rows)
@@ -277,74 +262,43 @@ def roll_back_to(config: RunConfig, args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------- reading
 
 
-def _published(config: RunConfig) -> dict[int, PublishedVersion]:
-    """Return the versions on record by number."""
+def _published(config: RunConfig, whole: Collection[int] = ()) -> PublishedVersions:
+    """Return the versions on record; only the manifests of versions in `whole` keep their tensors and chunks."""
     clients.check_broker(config.kafka)
-    skipped = SkippedRecords(logged=False)
-    messages = read_to_end(config.kafka, topic_name(config.run, "policies"))
-    records = skipped.records(PolicyManifest, messages)
-    versions = {manifest.version: PublishedVersion(manifest, note_of(message)) for message, manifest in records}
-    tell(skipped)
-    return versions
+    published = PublishedVersions(config, whole)
+    tell(published.skipped)
+    return published
 
 
-def _chosen(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted: int) -> list[PublishedVersion]:
-    """Return the versions wanted, in that order. Raises ConfigurationError if one does not exist."""
-    for number in wanted:
-        if number not in versions:
+def _read_whole(config: RunConfig, *versions: int) -> dict[int, PolicyManifest]:
+    """Return all manifests by version as `_manifests` does, and report skipped records.
+
+    Raises ConfigurationError if one of `versions` does not exist.
+    """
+    clients.check_broker(config.kafka)
+    manifests = _manifests(config, *versions)
+    tell(manifests.skipped)
+    _check_published(config, manifests.by_version, *versions)
+    return manifests.by_version
+
+
+def _manifests(config: RunConfig, *versions: int) -> Manifests:
+    """Return all manifests; those of `versions`, and of the versions that they build on, are whole."""
+
+    def whole(known: Mapping[int, PolicyManifest]) -> set[int]:
+        return with_bases(known, *(version for version in versions if version in known))
+
+    return read_policies(config.kafka, config.run, whole, logged=False)
+
+
+def _check_published(config: RunConfig, published: Collection[int], *versions: int) -> None:
+    """Raise ConfigurationError if one of the versions does not exist."""
+    for number in versions:
+        if number not in published:
             raise ConfigurationError(
                 f"run {config.run} has no policy version {number}; `rollstream weights ls --run {config.run}` lists "
                 "its versions"
             )
-    return [versions[number] for number in wanted]
-
-
-def _chunk_states(config: RunConfig, versions: Mapping[int, PublishedVersion]) -> dict[int, str]:
-    """Return the state of each version's chunks: there, expiring (tombstoned, but there), gone, or how many are gone.
-
-    Reads `weights` once without keeping values, and lists the files in stores. If a store does not answer, the state of
-    its versions is "unlisted".
-    """
-    manifests = _manifests(versions)
-    stores = listed_files(
-        config.run,
-        roots(config.run, config.learner.weights, manifests.values()),
-        timeout_s=config.learner.weights.store_timeout_s,
-    )
-    unlisted = {url for url, files in stores.items() if isinstance(files, str)}
-    files = {
-        f"{url}/{name}": file.size_bytes
-        for url, listed in stores.items()
-        if not isinstance(listed, str)
-        for name, file in listed.items()
-    }
-    places: dict[tuple[int, int], tuple[int, bytes]] = {}
-    for number, version in versions.items():
-        for chunk in version.manifest.chunks:
-            if chunk.url:
-                continue
-            key = encode_key(number, version.manifest.epoch, chunk.index)
-            places[chunk.partition, chunk.offset] = number, key
-    there: Counter[int] = Counter()
-    numbers = {key: number for number, key in places.values()}
-    expiring: set[int] = set()
-    topic = topic_name(config.run, "weights")
-    for record in read_to_end(config.kafka, topic, isolation="read_uncommitted", at_once=CHUNKS_AT_ONCE):
-        if record.value is None and record.key in numbers:
-            expiring.add(numbers[record.key])
-        elif record.key is not None and (place := places.get((record.partition, record.offset))) is not None:
-            there[place[0]] += place[1] == record.key
-    states = {}
-    for number, version in versions.items():
-        named = version.manifest.chunks
-        if any(place_of(chunk.url)[0] in unlisted for chunk in named if chunk.url):
-            states[number] = "unlisted"
-            continue
-        chunks = len(named)
-        gone = chunks - there[number] - sum(files.get(chunk.url) == chunk.size_bytes for chunk in named if chunk.url)
-        whole = "expiring" if number in expiring else "there"
-        states[number] = whole if not gone else "gone" if gone == chunks else f"{gone} gone"
-    return states
 
 
 class _Verifier:
@@ -376,17 +330,13 @@ class _Verifier:
         return "whole"
 
 
-def _manifests(versions: Mapping[int, PublishedVersion]) -> dict[int, PolicyManifest]:
-    return {number: version.manifest for number, version in versions.items()}
-
-
-def _fetch(config: RunConfig, versions: Mapping[int, PublishedVersion], *wanted: int) -> list[dict[str, NDArray[Any]]]:
+def _fetch(config: RunConfig, *versions: int) -> list[dict[str, NDArray[Any]]]:
     """Fetch the arrays of versions. Raises TopicError, with the reason, if one cannot be fetched whole."""
     timeout_s, fetched = config.learner.weights.fetch_timeout_s, []
-    for version in _chosen(config, versions, *wanted):
-        number = version.manifest.version
+    manifests = _read_whole(config, *versions)
+    for number in versions:
         with _fetching(config, number) as fetcher:
-            fetched.append(load_version(fetcher, _manifests(versions), number, timeout_s=timeout_s))
+            fetched.append(load_version(fetcher, manifests, number, timeout_s=timeout_s))
     return fetched
 
 

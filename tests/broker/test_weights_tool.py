@@ -20,6 +20,8 @@ from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools.published_versions import PublishedVersions
 from rollstream.topics.errors import Fenced
 from rollstream.topics.records import PolicyManifest
 from tests.support.checkpoints import random_parameters
@@ -82,6 +84,20 @@ def test_versions_are_listed_shown_pulled_and_compared(run: RealRun, trainer: St
     changed = {tensor["tensor"]: tensor for tensor in compared["tensors"] if tensor["changed"]}
     assert changed.keys() == {NORM}
     assert changed[NORM]["max_abs_difference"] == pytest.approx(0.5, abs=0.01)
+
+
+def test_a_list_of_versions_holds_no_tensors_except_of_the_versions_asked_for(
+    run: RealRun, trainer: StepWriter
+) -> None:
+    for version in range(3):
+        trainer.publish_version(parameters(version))
+    published = PublishedVersions(RunConfig(run=run.name, kafka=run.kafka), whole=[1])
+    assert [bool(version.manifest.tensors) for version in published.by_number.values()] == [False, True, False]
+    assert [bool(version.manifest.chunks) for version in published.by_number.values()] == [False, True, False]
+    assert {(version.chunks, version.dtypes) for version in published.by_number.values()} == {(1, "<f4")}
+    # A version that is published after the list was made is not in it.
+    trainer.publish_version(parameters(3))
+    assert published.chunk_states() == dict.fromkeys(range(3), "there")
 
 
 def test_adapters_are_merged_into_the_checkpoint_that_is_pulled(run: RealRun, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.weights.chains import ChainBroken, forget, links, needed
+from rollstream.consumers.weights.chains import ChainBroken, forget, links, needed, with_bases
 from rollstream.topics.records import PolicyManifest
 
 
@@ -77,3 +77,11 @@ def test_versions_before_the_full_one_that_all_later_ones_build_on_are_forgotten
     assert sorted(known) == (left if oldest >= 0 else [0, 1, 2, 3, 4, 5])
     for version in range(max(oldest, 0), 6):
         assert links(known, version)
+
+
+def test_several_versions_bring_the_versions_that_any_of_them_builds_on() -> None:
+    known = manifests("fddfded")
+    assert with_bases(known, 2, 4) == {0, 1, 2, 3, 4}
+    assert with_bases(known, 1, 3) == {0, 1, 3}
+    assert with_bases(known, 6, 1) == {0, 1, 6}, "no chain leads to version 6"
+    assert with_bases(known) == set()

@@ -95,4 +95,4 @@ def test_versions_whose_manifests_are_unreadable_are_told_by_their_keys(
     foreign = KafkaRecord("policies", 0, 0, key=b"\xff", value=b"not a record")
     manifests = Log([*map(record, (v for v in versions if v != 2)), damaged, foreign]).manifests()
     assert manifests.unreadable == unreadable
-    assert manifests.skipped == 2
+    assert manifests.skipped.total == 2

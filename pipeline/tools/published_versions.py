@@ -1,0 +1,134 @@
+"""Policy versions of a run as tools list them, and whether their chunks are still on the log or in a store.
+
+A manifest lists all tensors and chunks of its version, and those of a long run do not fit into memory together. So
+manifests are read one after the other, and once more to find their chunks.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rollstream.consumers.files.stores import StoredFile
+from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
+from rollstream.consumers.weights.file_names import place_of
+from rollstream.consumers.weights.file_retention import listed_files, roots
+from rollstream.consumers.weights.manifests import shortened
+from rollstream.consumers.weights.rollback import RollbackNote, note_of
+from rollstream.pipeline.config import RunConfig
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import PolicyManifest
+
+THERE, EXPIRING, GONE, UNLISTED = "there", "expiring", "gone", "unlisted"
+"""States of a version's chunks: there; there, but tombstoned; gone; and in a store that does not answer. If only some
+are gone, the state is their number and the word gone."""
+
+
+@dataclass(frozen=True)
+class PublishedVersion:
+    """A version on record."""
+
+    manifest: PolicyManifest
+    """Without tensors and chunks, unless the reader asked for them."""
+    rollback: RollbackNote | None
+    size_bytes: int
+    """Size of its chunks."""
+    chunks: int
+    """Number of its chunks."""
+    dtypes: str
+    """Names of its tensors' dtypes, joined by +."""
+
+
+class PublishedVersions:
+    """Versions of a run on record when this was built. Raises KafkaException if the log cannot be read."""
+
+    def __init__(self, config: RunConfig, whole: Collection[int] = ()) -> None:
+        """`whole` are versions whose manifests keep their tensors and chunks."""
+        self.by_number: dict[int, PublishedVersion] = {}
+        self.skipped = SkippedRecords(logged=False)
+        """Unreadable records of `policies`."""
+        self._config, self._whole = config, whole
+        self._urls = roots(config.run, config.learner.weights, self._read())
+
+    def chunk_states(self) -> dict[int, str]:
+        """Return the state of each version's chunks, one of this module's constants or, for example, `3 gone`.
+
+        Reads `weights` without keeping values, and lists the files in stores.
+        """
+        stored, on_log = self._files(), self._chunks_on_log()
+        states = dict.fromkeys(self.by_number, GONE)
+        for _message, manifest in SkippedRecords(logged=False).records(PolicyManifest, self._messages()):
+            if manifest.version in states:
+                states[manifest.version] = _state(manifest, stored, on_log)
+        return states
+
+    def _messages(self) -> Iterator[KafkaRecord]:
+        return read_to_end(self._config.kafka, topic_name(self._config.run, "policies"))
+
+    def _read(self) -> Iterator[PolicyManifest]:
+        """Yield each manifest, and keep what a list of versions shows."""
+        for message, manifest in self.skipped.records(PolicyManifest, self._messages()):
+            self.by_number[manifest.version] = PublishedVersion(
+                manifest if manifest.version in self._whole else shortened(manifest),
+                note_of(message),
+                sum(chunk.size_bytes for chunk in manifest.chunks),
+                len(manifest.chunks),
+                "+".join(sorted({tensor.dtype for tensor in manifest.tensors})),
+            )
+            yield manifest
+
+    def _files(self) -> "_Files":
+        timeout_s = self._config.learner.weights.store_timeout_s
+        stores = listed_files(self._config.run, self._urls, timeout_s=timeout_s)
+        sizes = {
+            f"{url}/{name}": file.size_bytes
+            for url, files in stores.items()
+            for name, file in (files if isinstance(files, Mapping) else dict[str, StoredFile]()).items()
+        }
+        return _Files(sizes, {url for url, files in stores.items() if isinstance(files, str)})
+
+    def _chunks_on_log(self) -> "_ChunksOnLog":
+        chunks = _ChunksOnLog({}, set())
+        topic = topic_name(self._config.run, "weights")
+        for record in read_to_end(self._config.kafka, topic, isolation="read_uncommitted", at_once=CHUNKS_AT_ONCE):
+            if record.key is None:
+                continue
+            if record.value is None:
+                chunks.tombstoned.add(record.key)
+            else:
+                chunks.keys[record.partition, record.offset] = record.key
+        return chunks
+
+
+class _Files(NamedTuple):
+    sizes: dict[str, int]
+    """Size in bytes by URL."""
+    unlisted: set[str]
+    """URLs of stores that did not answer."""
+
+
+class _ChunksOnLog(NamedTuple):
+    keys: dict[tuple[int, int], bytes]
+    """Key of each chunk by partition and offset."""
+    tombstoned: set[bytes]
+    """Keys of tombstones."""
+
+
+def _state(manifest: PolicyManifest, stored: _Files, on_log: _ChunksOnLog) -> str:
+    there, expiring = 0, False
+    for chunk in manifest.chunks:
+        if chunk.url:
+            if place_of(chunk.url)[0] in stored.unlisted:
+                return UNLISTED
+            there += stored.sizes.get(chunk.url) == chunk.size_bytes
+        else:
+            key = encode_key(manifest.version, manifest.epoch, chunk.index)
+            there += on_log.keys.get((chunk.partition, chunk.offset)) == key
+            expiring |= key in on_log.tombstoned
+    gone = len(manifest.chunks) - there
+    if not gone:
+        return EXPIRING if expiring else THERE
+    return GONE if not there else f"{gone} gone"
