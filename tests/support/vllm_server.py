@@ -2,11 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
@@ -54,11 +55,12 @@ def vllm_server(checkpoint: Path, log: Path, *flags: str, **variables: str) -> I
                 **variables,
             },
         )
-    _yield_to_others(process.pid)
     url = f"http://127.0.0.1:{port}"
     try:
         eventually(lambda: process.poll() is not None or healthy(url), READY_S, f"vLLM to serve; see {log}")
         assert process.poll() is None, log.read_text()[-3000:]
+        # It starts at the priority of others, because starting takes minutes of processor time.
+        _yield_to_others(process.pid)
         yield url
     finally:
         process.terminate()
@@ -67,6 +69,9 @@ def vllm_server(checkpoint: Path, log: Path, *flags: str, **variables: str) -> I
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+        # Its engine may outlive it.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _yield_to_others(session: int) -> None:
