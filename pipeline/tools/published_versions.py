@@ -43,7 +43,10 @@ class PublishedVersion:
 
 
 class PublishedVersions:
-    """Versions of a run on record when this was built. Raises KafkaException if the log cannot be read."""
+    """Versions of a run on record when this was built.
+
+    Building it and `chunk_states` raise TopicError if a topic is missing, and BrokerUnavailable.
+    """
 
     def __init__(self, config: RunConfig, whole: Collection[int] = ()) -> None:
         """`whole` are versions whose manifests keep their tensors and chunks."""
