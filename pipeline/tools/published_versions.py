@@ -4,11 +4,10 @@ A manifest lists all tensors and chunks of its version, and those of a long run 
 manifests are read one after the other, and once more to find their chunks.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from rollstream.consumers.files.stores import StoredFile
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
 from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.file_retention import listed_files, roots
@@ -89,7 +88,8 @@ class PublishedVersions:
         sizes = {
             f"{url}/{name}": file.size_bytes
             for url, files in stores.items()
-            for name, file in (files if isinstance(files, Mapping) else dict[str, StoredFile]()).items()
+            if not isinstance(files, str)
+            for name, file in files.items()
         }
         return _Files(sizes, {url for url, files in stores.items() if isinstance(files, str)})
 
