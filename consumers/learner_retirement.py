@@ -13,6 +13,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.forked_learners import forked_learners
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
@@ -26,17 +27,17 @@ _TIMEOUT_S = 30.0
 def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLearner:
     """Record that a learner of a run is retired, and fence it if it published last.
 
-    Raises ConfigurationError if the run has no step of this learner.
+    Raises ConfigurationError if the run has no step of this learner, and no record of a fork with its name.
     """
-    known = read_learners(kafka, run)
+    known = read_learners(kafka, run).keys() | forked_learners(kafka, run).keys()
     if learner not in known:
         raise ConfigurationError(
             f"run {run} has no step of learner {learner!r}; learners on record: {', '.join(sorted(known)) or 'none'}"
         )
-    last = max(read_publications(kafka, run))
+    last = max(read_publications(kafka, run), default=None)
     record = RetiredLearner(learner=learner, reason=reason, wall_time=time.time())
     _write(kafka, run, learner, encode(record))
-    if last.learner == learner:
+    if last is not None and last.learner == learner:
         fence(kafka, transactional_id(run, "learner"))
     return record
 

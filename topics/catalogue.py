@@ -236,6 +236,7 @@ CATALOGUE: tuple[TopicSpec, ...] = (
             "SkippedOffset",
             "PausedPartition",
             "RetiredLearner",
+            "ForkedLearner",
             "MixtureState",
             "RunSplit",
             "DesiredProcesses",
@@ -249,8 +250,8 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         cleanup="compact",
         writers=("env", "group", TOOLS),
         readers=("learn", "infer", "serve-weights", "group", *_FOLLOW_PROGRESS, "label", "eval", "collect", TOOLS),
-        doc="Decisions about a run: excluded batches, skipped records, paused partitions, retired learners, mixture "
-        "states, splits, and requests of operators.",
+        doc="Decisions about a run: excluded batches, skipped records, paused partitions, retired and forked learners, "
+        "mixture states, splits, and requests of operators.",
     ),
 )
 _BY_NAME = {spec.name: spec for spec in CATALOGUE}

@@ -50,6 +50,7 @@ RECORD_TYPES: tuple[type, ...] = (
     records.SkippedOffset,
     records.PausedPartition,
     records.RetiredLearner,
+    records.ForkedLearner,
     records.MixtureState,
     records.RunSplit,
     records.DesiredProcesses,

@@ -8,6 +8,7 @@ import json
 import os
 import shlex
 import sys
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,10 +22,11 @@ from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.text_tables import command_text
 from rollstream.pipeline.tools.topics import provision
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.forked_learners import write_fork
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.records import LearnerStep
+from rollstream.topics.records import ForkedLearner, LearnerStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +115,7 @@ def fork(config: RunConfig, step: int, into: str, source: str, batches: str | No
 
     The learner trains on the remaining batches of the same run, or on all batches of run `batches`. Safe to repeat.
     Raises ConfigurationError if `into` is the run itself or already has steps, or if the step is not on record, and
-    StateRefused if the step has no checkpoint.
+    StateRefused if the step has no checkpoint, or if batches that its learner would read were deleted.
     """
     if into == config.run:
         raise ConfigurationError(f"--into {into} is the run itself; name a new run, whose topics are created")
@@ -141,7 +143,31 @@ def fork(config: RunConfig, step: int, into: str, source: str, batches: str | No
     target = learner_directory(learner.checkpoint.directory, into, learner.name)
     copy_checkpoint(checkpoints, step, target, places)
     provision(forked)
+    _hold_batches(
+        forked,
+        ForkedLearner(
+            learner=learner.name,
+            source_run=config.run,
+            source_learner=source,
+            step=step,
+            input_run=learner.input_run,
+            position=min(places_in(target, step).values()),
+            wall_time=time.time(),
+        ),
+    )
     return Fork(config=forked, path=plans.write(forked), record=record, position=position)
+
+
+def _hold_batches(forked: RunConfig, record: ForkedLearner) -> None:
+    """Put the fork on record, so that `rollstream prune` keeps its batches until its learner has a step on record."""
+    write_fork(forked.kafka, forked.run, record.learner, record)
+    begin = first_offset(forked.kafka, record.input_run)
+    if begin > record.position:
+        write_fork(forked.kafka, forked.run, record.learner, None)
+        raise StateRefused(
+            f"the learner would read the index of run {record.input_run} from offset {record.position}, and "
+            f"`rollstream prune` has deleted the entries below {begin}; fork from a later step"
+        )
 
 
 def _refuse_if_begun(config: RunConfig) -> None:

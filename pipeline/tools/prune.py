@@ -54,6 +54,7 @@ from rollstream.topics.catalogue import PRUNED, name_in_run, topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
+from rollstream.topics.forked_learners import forked_learners
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
 from rollstream.topics.kafka.reader import read_to_end
@@ -78,6 +79,7 @@ _NO_ARCHIVE = (
     "brokers have forgotten its positions. If there is an archive, run `rollstream archive` before `rollstream prune`"
 )
 _BARE = " (no checkpoint)"
+_NOT_STARTED = " (not started)"
 _LEARNERS = {
     False: "may still have to read these records",
     True: "give the directory of its checkpoints with --checkpoints",
@@ -355,24 +357,31 @@ def _learners(
 ) -> tuple[dict[str, int], dict[str, LastStep]]:
     """Return the index offset from which each learner may read, and its last step.
 
-    These are the learners of any run that train on this run and are not retired. Without such a learner, the offset
-    is 0, so that the whole index is kept.
+    These are the learners of any run that train on this run and are not retired; also forked learners, which have no
+    step before they are started. Without such a learner, the offset is 0, so that the whole index is kept.
     """
     newest: dict[tuple[str, str], LearnerStep] = {}
     publishers: dict[str, LearnerStep] = {}
+    forked: dict[tuple[str, str], int] = {}
     for topic in (name for name in topic_names(kafka) if name.endswith(".steps")):
         owner = topic.removesuffix(".steps")
+        # Forks are read before steps, so that a learner that starts in the meantime is in one of the two.
+        forks = forked_learners(kafka, owner).items()
+        forked |= {(owner, name): fork.position for name, fork in forks if fork.input_run == run}
         for _message, step in skipped.records(LearnerStep, read_to_end(kafka, topic)):
             if owner not in publishers or publishers[owner].timestamp <= step.timestamp:
                 publishers[owner] = step
-            known = newest.get((owner, step.learner))
-            if step.input_run == run and (known is None or known.step <= step.step):
+            before = newest.get((owner, step.learner))
+            if step.input_run == run and (before is None or before.step <= step.step):
                 newest[owner, step.learner] = step
-    retired = {owner: retired_learners(kafka, owner) for owner, _learner in newest}
-    gone = {(owner, learner) for owner, learner in newest if learner in retired[owner]}
-    if newest.keys() == gone:
+    known = newest.keys() | forked.keys()
+    retired = {owner: retired_learners(kafka, owner) for owner, _learner in known}
+    gone = {(owner, learner) for owner, learner in known if learner in retired[owner]}
+    if known == gone:
         return {"no learner on record" if not gone else "no learner but retired ones": 0}, {}
     positions, last_steps = {}, {}
+    for owner, learner in known - newest.keys() - gone:
+        positions[f"learner {owner}/{learner}{_NOT_STARTED}"] = forked[owner, learner]
     for (owner, learner), step in newest.items():
         if (owner, learner) in gone:
             continue

@@ -211,6 +211,39 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
     StepLog(run.kafka, run.name, "gone", take_over=True).close()
 
 
+def test_a_fork_holds_its_batches_before_its_first_step_until_it_is_retired(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
+    learn(run, "main", 2)
+    ends = [message.offset + 1 for message in read_to_end(run.kafka, run.topic("batch-index"))]
+    other = run.beside("fork")
+    directory = f"learner.checkpoint.directory={checkpoint(run, 'main', ends[1])}"
+    words = ("fork", "--from-step", "1", "--learner", "main", "--into", other.name, "--set", directory)
+    done = rollstream(run, *words)
+    assert done.returncode == 0, done.stderr
+    learn(run, "main", 8)
+
+    def held() -> dict[str, int]:
+        return dict(read_positions(run.kafka, run.name, run.grouper.group_id(run.name), None).learners)
+
+    both = {"learner main": ends[7], f"learner {other.name}/default (not started)": ends[1]}
+    assert held() == both
+    assert rollstream(other, "learner", "retire", "default").returncode == 0
+    assert held() == {"learner main": ends[7]}
+    assert rollstream(other, "learner", "resume", "default").returncode == 0
+    assert held() == both
+    # Its own steps count from then on.
+    step = replace(read_steps(run.kafka, run.name, "main")[1], learner="default", position=ends[5])
+    other.send_bytes("steps", encode(step), encode_key("default", 1))
+    assert held() == {"learner main": ends[7], f"learner {other.name}/default": ends[5]}
+
+    learn(run, "main", 2)
+    topic_admin.delete_records(run.kafka, {(run.topic("batch-index"), 0): ends[2]})
+    late = rollstream(run, *(f"{other.name}-late" if word == other.name else word for word in words))
+    assert late.returncode == 2
+    assert f"from offset {ends[1]}, and `rollstream prune` has deleted the entries below {ends[2]}" in late.stderr
+
+
 def figures_of(book: Ledger) -> dict[str, Any]:
     """The figures of a ledger, without the offsets of its configurations, which pruning moves."""
     figures = book.as_dict()

@@ -20,6 +20,7 @@ from rollstream.pipeline.settings import file_layers
 from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
+from rollstream.topics.forked_learners import forked_learners
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import BatchUse, LearnerStep
@@ -207,6 +208,10 @@ def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
     assert report["command"] == f"rollstream learn --config {report['configuration']}"
     [layer] = file_layers(source.directory / report["configuration"])
     assert layer.value["learner"]["optimizer"]["learning_rate"] == 0.01
+
+    [fork] = forked_learners(source.kafka, into).values()
+    assert (fork.source_run, fork.source_learner, fork.step) == (source.name, "default", 6)
+    assert (fork.learner, fork.input_run, fork.position) == ("default", source.name, recorded[6].position)
 
     assert answers["learn"].code == 0, answers["learn"].error[-2000:]
     made = steps_of(source, into)

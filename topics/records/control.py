@@ -1,5 +1,5 @@
-"""Records of `control` and `metrics`: exclusions, skipped offsets, paused partitions, retired learners, states of
-workers, splits, requests of operators, and metrics."""
+"""Records of `control` and `metrics`: exclusions, skipped offsets, paused partitions, retired and forked learners,
+states of workers, splits, requests of operators, and metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -53,6 +53,21 @@ class RetiredLearner:
 
     learner: str
     reason: str = ""
+    wall_time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkedLearner:
+    """A learner that was forked into this run from a step of another learner."""
+
+    learner: str
+    source_run: str
+    source_learner: str
+    step: int
+    """Step of the source learner after which it continues."""
+    input_run: str
+    position: int
+    """Oldest offset in the index of `input_run` from which it may read."""
     wall_time: float = 0.0
 
 
