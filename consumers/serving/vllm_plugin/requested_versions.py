@@ -78,6 +78,8 @@ class RequestedVersions(Closing):
         self._held = HeldVersion(NONE, {})
         self._memory = ReusedMemory()
         self._manifests: dict[int, PolicyManifest] = {}
+        self._forgotten_below = 0
+        """Lowest version of which the manifest was not forgotten, if any was."""
         self._skipped = SkippedRecords("vllm-plugin")
         self._thread = threading.Thread(target=self._work, name="rollstream-versions", daemon=True)
         self._thread.start()
@@ -118,6 +120,11 @@ class RequestedVersions(Closing):
             readers: tuple[TopicFollower, ChunkFetcher] | None = None
             while (version := self._next()) is not None:
                 error, final = "", False
+                if version < self._forgotten_below:
+                    # Its manifest was forgotten for a later version, and the follower is past it.
+                    stack.close()
+                    readers = None
+                    self._forget_all()
                 try:
                     if readers is None:
                         place = (topic_name(self._run, "policies"), 0)
@@ -136,11 +143,10 @@ class RequestedVersions(Closing):
                     event(logger, "version_not_fetched", level=logging.ERROR, version=version, error=error)
                     reading = readers is not None and isinstance(failure, VersionNotHeld) and not readers[0].caught_up
                     if version not in self._manifests and not reading:
-                        # The next request reads all manifests again, because this one may have been forgotten for a
-                        # later version, or the follower may have failed for good.
+                        # The next request reads all manifests again, because the follower may have failed for good.
                         stack.close()
                         readers = None
-                        self._manifests.clear()
+                        self._forget_all()
                 with self._changed:
                     # The held version may have been requested again during the fetch; then it stays.
                     if not error and self._requested != self._held.version:
@@ -158,13 +164,20 @@ class RequestedVersions(Closing):
                     return self._requested
             return None
 
+    def _forget_all(self) -> None:
+        self._manifests.clear()
+        self._forgotten_below = 0
+
     def _fetch(self, version: int, policies: TopicFollower, fetcher: ChunkFetcher) -> Arrays:
         deadline = time.monotonic() + self._fetch_timeout_s
         while version not in self._manifests:
             for _record, manifest in self._skipped.records(PolicyManifest, policies.poll(500, _POLL_S)):
                 self._manifests[manifest.version] = manifest
             # Here and not after the fetch, because a run may have many manifests, and fetches may fail again and again.
+            before = len(self._manifests)
             forget(self._manifests, version)
+            if len(self._manifests) < before:
+                self._forgotten_below = min(self._manifests)
             if self._stop.is_set() or time.monotonic() > deadline:
                 topic = topic_name(self._run, "policies")
                 raise VersionNotHeld(f"policy version {version} did not appear on {topic}")

@@ -117,6 +117,17 @@ def test_a_version_before_one_that_was_fetched_can_still_be_requested(monkeypatc
             assert log.opened == log.closed + 1
 
 
+def test_the_version_before_a_damaged_full_version_is_held_at_its_first_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with requesting(monkeypatch, 31) as (log, requested):
+        log.damaged.add(30)
+        assert await_error(requested, 30) == "version 30 is damaged"
+        requested.request(29)
+        eventually(lambda: requested.status().held == 29, 60, "version 29 is held, without a second request")
+        assert requested.status().error == ""
+
+
 def test_a_topic_that_takes_longer_to_read_than_a_request_may_take_is_read_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
