@@ -12,12 +12,15 @@ from typing import NamedTuple
 from rollstream.consumers.files.stores import LocalStore, Store, open_store, shown
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.file_names import place_of
-from rollstream.consumers.weights.parallel import in_parallel
+from rollstream.consumers.weights.parallel import abandoned_threads, in_parallel
 from rollstream.topics.errors import ConfigurationError, brief
 from rollstream.topics.records import Chunk, PolicyManifest
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 5.0
+MOST_ABANDONED = 32
+"""Number of reads that never returned, in this process, at which no further read begins."""
+_POLL_S = 0.05
 _HEALED = (
     "the next full version replaces it (every learner.weights.anchor_every versions, and at the start of a learner); "
     "`rollstream weights rollback` publishes an earlier version at once"
@@ -60,6 +63,11 @@ def fetch_files(
             )
 
     try:
+        # Each attempt on a store that hangs leaves threads, so that without a limit, a follower that tries again and
+        # again would fill the process with them.
+        while abandoned_threads() >= MOST_ABANDONED:
+            check()
+            reading.ended.wait(_POLL_S)
         for chunk in in_parallel(chunks, reading.fetch, min(at_once, left), check=check, ended=reading.ended):
             left, deadline = left - 1, time.monotonic() + timeout_s
             on_chunk(chunk)

@@ -6,6 +6,7 @@ give up waiting for it.
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -13,6 +14,12 @@ T = TypeVar("T")
 R = TypeVar("R")
 _WAIT_S = 0.05
 _NONE_LEFT = object()
+_abandoned: "weakref.WeakSet[threading.Thread]" = weakref.WeakSet()
+
+
+def abandoned_threads() -> int:
+    """Number of threads whose caller gave up waiting, and which still work on an item."""
+    return sum(thread.is_alive() for thread in list(_abandoned))
 
 
 def in_parallel(
@@ -38,8 +45,9 @@ def in_parallel(
         except BaseException as error:
             results.put((None, error, True))
 
-    for number in range(threads):
-        threading.Thread(target=run, name=f"weights-{number}", daemon=True).start()
+    workers = [threading.Thread(target=run, name=f"weights-{number}", daemon=True) for number in range(threads)]
+    for worker in workers:
+        worker.start()
     running = threads
     try:
         while running:
@@ -56,3 +64,4 @@ def in_parallel(
                 yield result  # type: ignore[misc]
     finally:
         ended.set()
+        _abandoned.update(worker for worker in workers if worker.is_alive())

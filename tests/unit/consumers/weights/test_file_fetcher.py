@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
-from rollstream.consumers.weights.file_fetcher import fetch_files
+from rollstream.consumers.weights.file_fetcher import MOST_ABANDONED, fetch_files
 from rollstream.consumers.weights.file_names import file_name
+from rollstream.consumers.weights.parallel import abandoned_threads
 from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.faulty_store import HANG, OTHER_BYTES, SHORT, SLOW_DOWN, FaultyFiles, faulty_store
 from tests.support.waiting import eventually
@@ -96,6 +97,21 @@ def test_a_read_that_never_returns_does_not_keep_the_memory_of_its_version(store
     eventually(lambda: kept() is None, 60, "the memory is free although three reads still hang")
     store.always.clear()
     store.released.set()
+
+
+def test_attempts_on_a_store_that_hangs_leave_a_limited_number_of_threads(store: type[FaultyFiles]) -> None:
+    store.always["w/"] = HANG
+    version, before = manifest(), abandoned_threads()
+    attempts = MOST_ABANDONED // 3 + 5
+    for _ in range(attempts):
+        with pytest.raises(ChunksLate, match="no answer"):
+            fetched(version, timeout_s=0.1)
+    assert before < abandoned_threads() < MOST_ABANDONED + 3
+    assert len(store.calls) < 3 * attempts
+    store.always.clear()
+    store.released.set()
+    eventually(lambda: abandoned_threads() == before, 60, "the threads to end once the store answers")
+    assert len(fetched(version)) == FILES
 
 
 def damaged(store: type[FaultyFiles], change: Callable[[bytes], bytes]) -> None:
