@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from typing import NamedTuple
 
 from rollstream.consumers.files.atomic_files import StoreError
@@ -78,7 +79,14 @@ def roots(run: str, config: WeightsConfig, manifests: Iterable[PolicyManifest]) 
         for chunk in manifest.chunks:
             if chunk.url and (root := root_of(run, chunk.url)) is not None:
                 urls[root] = None
-    return list({open_store(url).url.rstrip("/") or "/": None for url in urls})
+    return list({_normal(url): None for url in urls})
+
+
+def _normal(url: str) -> str:
+    """Return the URL as its store names it, and as it is if this process cannot open the store."""
+    with suppress(ConfigurationError):
+        url = open_store(url).url
+    return url.rstrip("/") or "/"
 
 
 def listed_files(run: str, urls: Iterable[str], *, timeout_s: float) -> dict[str, Mapping[str, StoredFile] | str]:

@@ -9,7 +9,7 @@ from rollstream.consumers.files.stores import StoredFile
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_names import file_name
-from rollstream.consumers.weights.file_retention import left_behind, prunable, roots
+from rollstream.consumers.weights.file_retention import left_behind, listed_files, prunable, roots
 from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.manifests import one_chunk_manifest
 
@@ -88,3 +88,12 @@ def test_files_are_looked_for_at_the_url_of_the_settings_and_at_those_in_manifes
     manifests = [manifest(0), manifest(1, url="/old"), manifest(2, url="memory://b")]
     assert sorted(roots("main", WeightsConfig(url="/w/"), manifests)) == ["/old", "/w", "memory://b"]
     assert roots("main", WeightsConfig(), []) == []
+
+
+def test_a_url_that_this_process_cannot_open_is_listed_with_the_reason() -> None:
+    """A manifest of the run may name a store that was used once, on a machine that lacks the package for it."""
+    urls = roots("main", WeightsConfig(), [manifest(0, url="nowhere://bucket/w/")])
+    assert urls == ["nowhere://bucket/w"]
+    [reason] = listed_files("main", urls, timeout_s=60.0).values()
+    assert isinstance(reason, str)
+    assert "nowhere" in reason
