@@ -15,7 +15,7 @@ from typing import Any
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE, WeightsConfig
 from rollstream.consumers.weights.content import Arrays
-from rollstream.consumers.weights.file_publisher import FilePublisher
+from rollstream.consumers.weights.file_publisher import FilePublisher, FileWriter
 from rollstream.consumers.weights.file_retention import remove_expired
 from rollstream.consumers.weights.manifests import params_digest_of, read_policies, shortened, versions_of
 from rollstream.consumers.weights.shard_barrier import Channel, LeadBarrier
@@ -48,8 +48,13 @@ class WeightsPublisher:
         config: WeightsConfig,
         *,
         channel: Channel | None = None,
+        expire: bool = True,
     ) -> None:
-        """`channel` connects to the other processes of the learner, each of which has a ShardMember."""
+        """`channel` connects to the other processes of the learner, each of which has a ShardMember.
+
+        Without `expire`, no other version's chunks and files are removed: a publisher that may have other settings than
+        the learner leaves that to the learner.
+        """
         self._config = config
         self._learner = learner
         self._model = model
@@ -58,14 +63,19 @@ class WeightsPublisher:
         self._policies_topic = topic_name(run, "policies")
         policies = read_policies(kafka, run, partial(needed, versions=config.keep_versions))
         self._manifests, self._unreadable = policies.by_version, policies.unreadable
-        self._files = FilePublisher(run, config, self._manifests, self._unreadable) if config.url else None
-        self._writer = ShardWriter(kafka, run, config, self._files)
+        self._expire = expire
+        self._files: FilePublisher | None = None
+        if config.url and expire:
+            self._files = FilePublisher(run, config, self._manifests, self._unreadable)
+        writer = FileWriter(run, config) if config.url and not expire else self._files
+        self._writer = ShardWriter(kafka, run, config, writer)
         self._live = needed(self._manifests, config.keep_versions)
         """Versions whose chunks are not tombstoned."""
         self._staged: tuple[PolicyManifest, Arrays] | None = None
         self._base: tuple[PolicyManifest, Arrays] | None = None
         """The latest version, if this publisher made it, and the arrays of this process."""
-        self._tombstone_unnamed(kafka)
+        if expire:
+            self._tombstone_unnamed(kafka)
         # This comes last, because the other processes may send chunks from now on.
         self._barrier = LeadBarrier(channel, self._epoch, config.shards_timeout_s)
 
@@ -181,12 +191,17 @@ class WeightsPublisher:
         return self._policies_topic, encode_key(manifest.version), encode(manifest)
 
     def committed(self, manifest: PolicyManifest) -> None:
-        """Note that the manifest is committed, and remove the chunks of versions that no kept version builds on."""
+        """Note that the manifest is committed, and remove the chunks of versions that no kept version builds on, unless
+        `expire` is false."""
         self._manifests[manifest.version] = manifest
         self._live.add(manifest.version)
         staged, self._staged = self._staged, None
         keeps = self._config.anchor_every > 1 and staged is not None and staged[0] is manifest
         self._base = staged if keeps else None
+        if self._expire:
+            self._remove_expired(manifest)
+
+    def _remove_expired(self, manifest: PolicyManifest) -> None:
         files: list[str] = []
         for version in sorted(self._live - needed(self._manifests, self._config.keep_versions)):
             expired = self._manifests[version]

@@ -59,8 +59,9 @@ def roll_back(
     """Publish the parameters of `version` as the next version, and return its manifest.
 
     `by` defaults to the user and host of this process. `take_over` fences the learner that publishes into the run;
-    without it, a rollback is refused unless that learner is retired. Raises ConfigurationError if there is no such
-    version, TopicError if it cannot be fetched whole, StateRefused, Fenced, DeliveryError and BrokerUnavailable.
+    without it, a rollback is refused unless that learner is retired. No other version is removed. Raises
+    ConfigurationError if there is no such version, TopicError if it cannot be fetched whole, StateRefused, Fenced,
+    DeliveryError and BrokerUnavailable.
     """
     config = config or WeightsConfig()
     manifests = read_manifests(kafka, run, lambda known: needed(known, 1) | with_bases(known, version))
@@ -76,7 +77,8 @@ def roll_back(
     with ExitStack() as stack:
         # The log must be built first, because building it fences the learner.
         log = stack.enter_context(closing(StepLog(kafka, run, PUBLISHER, take_over=take_over)))
-        publisher = WeightsPublisher(kafka, run, source.learner, source.model, config)
+        # The learner may keep more versions than `config`, so it removes what has expired when it starts again.
+        publisher = WeightsPublisher(kafka, run, source.learner, source.model, config, expire=False)
         stack.enter_context(closing(publisher))
         digest = params_digest_of(source)
         manifest = publisher.stage(source.step, arrays, params_digest=digest, dtype=source.dtype)

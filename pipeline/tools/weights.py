@@ -40,6 +40,7 @@ from rollstream.topics.records import PolicyManifest
 
 _DAY_S = 86400
 _NOTE_WIDTH = 40
+_EXPIRED = "no longer kept"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -192,11 +193,9 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
     chosen = sorted(args.version or published.by_number)
     _check_published(config, published.by_number, *chosen)
     states = published.chunk_states()
-    listed = {number: version.manifest for number, version in published.by_number.items()}
-    kept = needed(listed, config.learner.weights.keep_versions)
-    answers = {number: "not on the log" for number in chosen if listed[number].kind == "external"}
-    answers |= {number: "no longer kept" for number in chosen if states[number] == GONE and number not in kept}
-    failed = False
+    kept = _kept(config, published)
+    answers = {number: "not on the log" for number in chosen if published.by_number[number].manifest.kind == "external"}
+    answers |= {number: _EXPIRED for number in chosen if states[number] == GONE and number not in kept}
     # The manifests of versions whose chunks are gone are not held whole, because these are most of a long run.
     unchecked = [number for number in chosen if number not in answers]
     manifests = _manifests(config, *unchecked).by_version
@@ -204,7 +203,12 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
         verifier = _Verifier(fetcher, manifests, config.learner.weights.fetch_timeout_s)
         for number in unchecked:
             answers[number] = verifier.check(number)
-            failed |= answers[number] != "whole" and (number in kept or not answers[number].startswith("missing"))
+    missing = {number for number in unchecked if answers[number].startswith("missing")}
+    if missing & kept:
+        # A learner that publishes meanwhile removes versions that were among the newest when this command began.
+        kept = _kept(config, PublishedVersions(config))
+        answers |= dict.fromkeys(missing - kept, _EXPIRED)
+    failed = any(answers[number] != "whole" and (number in kept or number not in missing) for number in unchecked)
     answers = {number: answers[number] for number in chosen}
     if args.json:
         print(compact([{"version": number, "result": result} for number, result in answers.items()]))
@@ -213,6 +217,12 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
         whole = sum(result == "whole" for result in answers.values())
         print(f"{whole} of {len(answers)} versions are on the log and match their digests")
     return 1 if failed else 0
+
+
+def _kept(config: RunConfig, published: PublishedVersions) -> set[int]:
+    """Return the versions that must be whole: the newest ones, and all that they build on."""
+    manifests = {number: version.manifest for number, version in published.by_number.items()}
+    return needed(manifests, config.learner.weights.keep_versions)
 
 
 def compare_versions(config: RunConfig, args: argparse.Namespace) -> int:

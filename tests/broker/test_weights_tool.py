@@ -1,26 +1,31 @@
 """`rollstream weights` on a real broker: what is listed is there, what is pulled is whole, a rollback is on record."""
 
+import argparse
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
 from rollstream.consumers.files import safetensors_files
+from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import merged
 from rollstream.consumers.models.config import LoraConfig
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.tools import weights as weights_tool
 from rollstream.pipeline.tools.published_versions import PublishedVersions
 from rollstream.topics.errors import Fenced
 from rollstream.topics.records import PolicyManifest
@@ -174,6 +179,48 @@ def test_versions_no_longer_kept_are_no_fault(run: RealRun) -> None:
     results = answer(run, "verify", "--set=learner.weights.keep_versions=1")
     assert results[0]["result"] in ("whole", "no longer kept")
     assert results[1]["result"] == "whole"
+
+
+def test_versions_that_a_learner_removes_while_they_are_verified_are_no_fault(
+    run: RealRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = str(run.directory / "weights")
+    config = WeightsConfig(keep_versions=1, anchor_every=1, url=url, transport="files", fetch_timeout_s=2.0)
+
+    class SlowFetcher(ChunkFetcher):
+        """A fetcher that is ready once the learner has published another version."""
+
+        def __init__(self, *settings: Any, **more: Any) -> None:
+            super().__init__(*settings, **more)
+            trainer.publish_version(parameters(2))
+
+    monkeypatch.setattr(weights_tool, "ChunkFetcher", SlowFetcher)
+    settings = RunConfig(run=run.name, kafka=run.kafka, learner=LearnerConfig(weights=config))
+    with StepWriter(run.kafka, run.name, model=MODEL_JSON, config=config) as trainer:
+        trainer.publish_version(parameters(1))
+        code = weights_tool.verify_versions(settings, argparse.Namespace(version=[], json=True))
+        out = json.loads(capsys.readouterr().out)
+        assert (code, out) == (0, [{"version": 0, "result": "no longer kept"}])
+        # A version that must be there is still a fault.
+        shutil.rmtree(run.directory / "weights")
+        monkeypatch.undo()
+        assert weights_tool.verify_versions(settings, argparse.Namespace(version=[], json=True)) == 1
+
+
+@pytest.mark.parametrize("transport", ["log", "files"])
+def test_a_rollback_with_other_settings_than_the_learner_removes_no_version(
+    run: RealRun, transport: Literal["log", "files"]
+) -> None:
+    versions = 2 * WeightsConfig().keep_versions
+    url = str(run.directory / "weights") if transport == "files" else ""
+    config = WeightsConfig(keep_versions=2 * versions, anchor_every=1, transport=transport, url=url)
+    with StepWriter(run.kafka, run.name, model=MODEL_JSON, config=config) as trainer:
+        for version in range(versions):
+            trainer.publish_version(parameters(version))
+    where = [f"--set=learner.weights.{name}={value}" for name, value in (("transport", transport), ("url", url))]
+    answer(run, "rollback", "1", "--reason", "reward hacking", "--take-over", *where)
+    states = {version["version"]: version["chunks_state"] for version in answer(run, "ls")}
+    assert states == dict.fromkeys(range(versions + 1), "there")
 
 
 def test_a_rollback_is_refused_while_a_learner_publishes_and_fences_it_if_told_to(
