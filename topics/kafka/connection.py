@@ -8,6 +8,7 @@ import ssl
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
@@ -164,9 +165,13 @@ def _certificate_fault(config: KafkaConfig, host: str, port: int) -> str:
     settings = config.client
     if settings.get("enable.ssl.certificate.verification", "true") == "false":
         return ""
+    authority = settings.get("ssl.ca.location")
     try:
         context = ssl.create_default_context()
-        if authority := settings.get("ssl.ca.location"):
+        # The client also accepts a directory, and "probe" for the authorities of the system.
+        if authority and Path(authority).is_dir():
+            context = ssl.create_default_context(capath=authority)
+        elif authority and authority != "probe":
             context = ssl.create_default_context(cafile=authority)
         elif text := settings.get("ssl.ca.pem"):
             context = ssl.create_default_context(cadata=resolve("ssl.ca.pem", text))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollstream.topics.config import KafkaConfig
@@ -206,6 +207,13 @@ def settings_of(kafka: KafkaConfig) -> dict[str, Any]:
         "bootstrap_timeout_ms": _REQUEST_MS,
     }
     for key, value in kafka.client.items():
+        if key == "ssl.ca.location" and value == "probe":
+            continue  # kafka-python uses the authorities of the system by default.
+        if key == "ssl.ca.location" and Path(value).is_dir():
+            raise ConfigurationError(
+                f"kafka.client sets ssl.ca.location to the directory {value}, which kafka-python does not support; "
+                "give a file with the certificates of the authorities"
+            )
         if key in _NAMES:
             settings[_NAMES[key]] = resolve(key, value)
         elif key == "ssl.endpoint.identification.algorithm":

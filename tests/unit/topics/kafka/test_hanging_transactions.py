@@ -1,5 +1,7 @@
 """Finds the partition of a group's offsets, and gives kafka-python the brokers that librdkafka reaches."""
 
+from pathlib import Path
+
 import pytest
 
 from rollstream.topics.config import KafkaConfig
@@ -47,3 +49,9 @@ def test_tls_and_sasl_are_called_as_kafka_python_calls_them(monkeypatch: pytest.
 def test_a_key_that_means_nothing_to_kafka_python_is_refused_with_another_way() -> None:
     with pytest.raises(ConfigurationError, match=r'"sasl.oauthbearer.config".*kafka-transactions\.sh'):
         settings_of(KafkaConfig(client={"sasl.oauthbearer.config": "x"}))
+
+
+def test_authorities_of_the_system_need_no_file_and_a_directory_of_them_is_refused(tmp_path: Path) -> None:
+    assert "ssl_cafile" not in settings_of(KafkaConfig(client={"ssl.ca.location": "probe"}))
+    with pytest.raises(ConfigurationError, match="give a file with the certificates"):
+        settings_of(KafkaConfig(client={"ssl.ca.location": str(tmp_path)}))
