@@ -2,7 +2,7 @@
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 
@@ -11,11 +11,13 @@ from confluent_kafka import TopicPartition
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.consumers.grouping.process.restoration import Restoration, reader_of_restores
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from tests.broker.test_bootstrap import pausing_grouper
 from tests.support.restoring import restore_tasks
 from tests.support.runs import RealRun, rollout
@@ -37,11 +39,11 @@ def batched(run: RealRun) -> int:
 
 
 @contextmanager
-def offsets_pending(run: RealRun) -> Iterator[None]:
+def offsets_pending(run: RealRun, partitions: Sequence[int] = (0, 1)) -> Iterator[None]:
     """Somebody else's open transaction that has sent offsets of the run's grouping group."""
     with run.open_transaction("evals") as producer:
         outsider = clients.reader(run.kafka, group=run.grouper.group_id(run.name))
-        places = [TopicPartition(run.topic("rollouts"), p, 0) for p in range(2)]
+        places = [TopicPartition(run.topic("rollouts"), p, 0) for p in partitions]
         producer.send_offsets_to_transaction(places, outsider.consumer_group_metadata(), 30)
         outsider.close()
         yield
@@ -73,6 +75,25 @@ def test_offsets_of_an_open_transaction_are_waited_for_as_the_configuration_says
             waiting(run)
         assert 1.0 <= time.monotonic() - began < 45, "the minute and more of the default"
     waiting(run)
+
+
+def test_a_restore_waits_for_pending_offsets_of_its_own_partition_alone_and_in_short_steps(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    topic_id = topic_admin.topic_ids(run.kafka, [run.topic("rollouts")])[run.topic("rollouts")]
+    with reader_of_restores(run.kafka, run.name, GrouperConfig()) as reader:
+
+        def restoration(partition: int) -> Restoration:
+            place = (run.kafka, run.name, partition, 2, topic_id)
+            return Restoration(*place, GrouperConfig(), SkippedRecords(), reader)
+
+        with offsets_pending(run, [0]):
+            other, own = restoration(1), restoration(0)
+            while not other.step(5.0):
+                assert other.progress.seconds < 30, "it waits for the offsets of the other partition"
+            began = time.monotonic()
+            assert not own.step(0.1)
+            assert time.monotonic() - began < run.kafka.patience_s / 2, "the process could not poll meanwhile"
+        eventually(lambda: own.step(0.1), 60, "the partition is restored")
 
 
 def test_a_journal_that_an_open_transaction_hides_is_waited_for_as_the_configuration_says(real_run: RealRun) -> None:

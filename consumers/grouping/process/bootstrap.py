@@ -7,7 +7,7 @@ position. They share one transactional id and so fence each other: only one of t
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
@@ -185,16 +185,39 @@ def journal_record(message: KafkaRecord, skipped: SkippedRecords) -> JournalReco
         ) from error
 
 
-def committed_offsets(
-    kafka: KafkaConfig, group: str, topic: str, partitions: int, reader: Reader | None = None
-) -> list[GroupPosition]:
-    """Return the committed offsets with metadata once pending transactions end; an offset is negative if missing.
+def committed_offsets(kafka: KafkaConfig, group: str, topic: str, partitions: int) -> list[GroupPosition]:
+    """Return the committed offsets with metadata once pending transactions end; an offset is negative if missing."""
+    return _committed(kafka, group, topic, range(partitions))
 
-    An existing `reader`, created for the group, may be passed.
+
+def committed_offset(
+    kafka: KafkaConfig,
+    group: str,
+    topic: str,
+    partition: int,
+    reader: Reader | None = None,
+    timeout_s: float | None = None,
+) -> GroupPosition:
+    """Return the committed offset of one partition as `committed_offsets` does, whatever is pending in others.
+
+    An existing `reader`, created for the group, may be passed. Raises BrokerUnavailable after `timeout_s`,
+    kafka.patience_s by default.
     """
+    [committed] = _committed(kafka, group, topic, [partition], reader, timeout_s)
+    return committed
+
+
+def _committed(
+    kafka: KafkaConfig,
+    group: str,
+    topic: str,
+    partitions: Sequence[int],
+    reader: Reader | None = None,
+    timeout_s: float | None = None,
+) -> list[GroupPosition]:
     with Reader(kafka, group=group) if reader is None else nullcontext(reader) as source:
         try:
-            return source.committed(topic, range(partitions), f"reading offsets of group {group}")
+            return source.committed(topic, partitions, f"reading offsets of group {group}", timeout_s)
         except BrokerUnavailable as error:
             raise BrokerUnavailable(f"{error}; {hanging_transactions.open_on_offsets(kafka, group)}") from error
 

@@ -14,14 +14,13 @@ from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.core.fate_counts import FateCounts
 from rollstream.consumers.grouping.core.journal_splitting import split_record
 from rollstream.consumers.grouping.core.task_state import JournalAccumulator, TaskState
-from rollstream.consumers.grouping.process.bootstrap import committed_offsets, in_turn, journal_record
+from rollstream.consumers.grouping.process.bootstrap import committed_offset, in_turn, journal_record
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.fates import MOVED, MOVED_CONTROL, clip
-from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.groups import members
 from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition, Headers, KafkaRecord
@@ -51,8 +50,7 @@ class CommittedState(NamedTuple):
 def committed_task(kafka: KafkaConfig, run: str, grouper: GrouperConfig, partition: int) -> CommittedState:
     """Read the state of a task. Raises StateRefused if none is committed, or it contradicts the journal."""
     topic, journal = topic_name(run, "rollouts"), topic_name(run, "journal")
-    partitions = topic_admin.partitions_of(kafka, topic)
-    committed = committed_offsets(kafka, grouper.group_id(run), topic, partitions)[partition]
+    committed = committed_offset(kafka, grouper.group_id(run), topic, partition)
     if committed.offset < 0:
         raise StateRefused(f"run {run} has no grouping state; prepare it with `rollstream topics apply`")
     metadata = CommitMetadata.decode(committed.metadata, f"{topic}[{partition}]")

@@ -16,20 +16,22 @@ from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
 from rollstream.consumers.grouping.core.task_state import JournalAccumulator, TaskState
-from rollstream.consumers.grouping.process.bootstrap import committed_offsets, journal_record
+from rollstream.consumers.grouping.process.bootstrap import committed_offset, journal_record
 from rollstream.consumers.grouping.process.skipped_offsets import asked_for
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import StateRefused
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, StateRefused
 from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.skipping_reader import records_between
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _TELL_EVERY_S = 5.0
+_ASK_S = 1.0
+"""Longest call for a committed offset, in seconds."""
 
 
 def records_of(message: KafkaRecord) -> InputRecord:
@@ -130,9 +132,7 @@ class Restoration:
         self.restored = fold, journal
 
     def _read_journal(self) -> Generator[None, None, tuple[JournalPointers, JournalAccumulator]]:
-        committed = committed_offsets(self._kafka, self._group, self._rollouts, self._partitions, self._reader)[
-            self.partition
-        ]
+        committed = yield from self._committed()
         if committed.offset < 0:
             raise StateRefused(
                 f"no offset is committed for {self._where}; prepare a new run with `rollstream topics apply`, and an "
@@ -158,6 +158,19 @@ class Restoration:
                 f"{added.last.position}; another program committed it: commit again with `rollstream group recover`"
             )
         return journal, added
+
+    def _committed(self) -> Generator[None, None, GroupPosition]:
+        """Ask for the committed offset, in calls so short that the process can poll while a transaction stands open."""
+        deadline = time.monotonic() + self._kafka.patience_s
+        doing = f"reading offsets of group {self._group}"
+        while time.monotonic() < deadline:
+            try:
+                return self._reader.committed(self._rollouts, [self.partition], doing, _ASK_S)[0]
+            except AccessDenied:
+                raise
+            except BrokerUnavailable:
+                yield
+        return committed_offset(self._kafka, self._group, self._rollouts, self.partition, self._reader, _ASK_S)
 
     def _check(self, restored: TaskState, added: JournalAccumulator) -> None:
         if restored.topic_id != self._topic_id:

@@ -10,7 +10,7 @@ from contextlib import suppress
 
 from rollstream.consumers.grouping.config import GrouperConfig
 from rollstream.consumers.grouping.core.effects import OffsetSkip
-from rollstream.consumers.grouping.process.bootstrap import committed_offsets
+from rollstream.consumers.grouping.process.bootstrap import committed_offset
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.config import KafkaConfig
@@ -107,7 +107,7 @@ def ask(kafka: KafkaConfig, run: str, grouper: GrouperConfig, place: str, reason
     _begin, end = bounds[wanted.partition]
     if last >= end:
         raise ConfigurationError(f"{topic}[{wanted.partition}] ends at {end}; there is no record {last} yet")
-    position = committed_offsets(kafka, grouper.group_id(run), topic, len(bounds))[wanted.partition].offset
+    position = committed_offset(kafka, grouper.group_id(run), topic, wanted.partition).offset
     if position > wanted.offset:
         raise StateRefused(
             f"{topic}[{wanted.partition}] was read up to {position}, so it is too late to skip {wanted.offset}; "
