@@ -59,6 +59,9 @@ def load_config(directory: Path | str) -> DecoderConfig:
     if family not in _QKV_BIAS:
         raise ConfigurationError(f"{path}: model_type {family!r} is not supported; use one of {', '.join(_QKV_BIAS)}")
     _refuse_unsupported(path, settings)
+    if family == "qwen3_moe" and "num_local_experts" in settings:
+        # transformers 5 writes the number of experts under this name.
+        settings = {"num_experts": settings["num_local_experts"], **settings}
     try:
         heads, width = settings["num_attention_heads"], settings["hidden_size"]
         # transformers 5 merges the earlier settings rope_theta and rope_scaling.
@@ -109,7 +112,7 @@ def _refuse_unsupported(path: Path, settings: Mapping[str, Any]) -> None:
         "layer_types": not set(settings.get("layer_types") or full_attention) <= full_attention,
         "quantization_config": settings.get("quantization_config") is not None,
         "num_experts": settings.get("num_experts") and settings.get("model_type") != "qwen3_moe",
-        "num_local_experts": settings.get("num_local_experts"),
+        "num_local_experts": settings.get("num_local_experts") and settings.get("model_type") != "qwen3_moe",
         "decoder_sparse_step": settings.get("decoder_sparse_step", 1) != 1,
         "mlp_only_layers": settings.get("mlp_only_layers"),
         "partial_rotary_factor": settings.get("partial_rotary_factor", 1.0) != 1.0,
