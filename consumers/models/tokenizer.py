@@ -62,11 +62,7 @@ class CharacterTokenizer:
         return [identifier + 2 for identifier in ids]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of token ids. The end token is omitted; padding becomes U+FFFD, so that it matches no answer."""
-        characters = []
-        for identifier in ids:
-            if identifier == self.pad_id:
-                characters.append("\ufffd")
-            elif identifier != self.eos_id:
-                characters.append(self.vocabulary[identifier - 2])
-        return "".join(characters)
+        """Text of token ids. The end token is omitted; padding becomes U+FFFD, so that it matches no answer, and so do
+        ids of a model with a larger vocabulary."""
+        characters = dict(enumerate(self.vocabulary, 2))
+        return "".join(characters.get(identifier, "\ufffd") for identifier in ids if identifier != self.eos_id)

@@ -32,5 +32,11 @@ def test_the_end_token_is_silent_and_padding_is_seen() -> None:
     assert TOKENIZER.decode([TOKENIZER.pad_id, *two]) == "\ufffd2"
 
 
+def test_a_token_of_a_model_with_a_larger_vocabulary_is_seen_and_ends_nothing() -> None:
+    assert (
+        TOKENIZER.decode([*TOKENIZER.encode("2"), TOKENIZER.vocab_size, TOKENIZER.vocab_size + 30]) == "2\ufffd\ufffd"
+    )
+
+
 def test_the_default_model_has_a_row_for_every_token() -> None:
     assert DecoderConfig().vocab_size == TOKENIZER.vocab_size
