@@ -5,6 +5,7 @@ The learner and retraining use this module.
 
 import logging
 from collections.abc import Sequence
+from dataclasses import asdict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,9 @@ from rollstream.consumers.learner.input.packing import TrainingSequence
 from rollstream.consumers.learner.pretrained import initial_params, tokenizer_of
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.training.train_step import Metrics, OnUpdate, Params, TrainState, TrainStep
+from rollstream.consumers.models.adapters import without_adapters
+from rollstream.consumers.models.config import DecoderConfig
+from rollstream.consumers.models.huggingface import CONFIG, load_config
 from rollstream.consumers.models.tokenizer import PRINTABLE_ASCII, Tokenizer
 from rollstream.consumers.models.tokenizer_file import load_tokenizer
 from rollstream.topics.errors import ConfigurationError
@@ -68,15 +72,31 @@ def _check_lengths(config: LearnerConfig, examples: Sequence[Example]) -> None:
 
 
 def load_reference(train_step: TrainStep, checkpoints: Checkpoints) -> Params | None:
-    """Return the reference parameters of the KL term; None if the learner does not compute their log-probabilities."""
+    """Return the reference parameters of the KL term; None if the learner does not compute their log-probabilities.
+
+    Raises ConfigurationError if learner.reference is a checkpoint of another model than the policy, and
+    CheckpointRefused if its tensors do not fit its model.
+    """
     config = train_step.config
     if config.reference in ("", "carried"):
         return None
     if config.reference == "initial":
         params = checkpoints.reference(train_step.abstract_state().params)
     else:
+        _check_same_model(config.reference, without_adapters(config.model))
         params = initial_params(config.reference, config.model, train_step.shardings.params)
     return train_step.frozen(params)
+
+
+def _check_same_model(reference: str, policy: DecoderConfig) -> None:
+    """Compare the models, because the policy's program computes the log-probabilities of the reference."""
+    model = asdict(load_config(reference))
+    differing = [f"{n} {model[n]} instead of {value}" for n, value in asdict(policy).items() if model[n] != value]
+    if differing:
+        raise ConfigurationError(
+            f"learner.reference {reference} is another model than the policy: its {CONFIG} has {', '.join(differing)}; "
+            "give a checkpoint of the policy's own model"
+        )
 
 
 def load_teacher(train_step: TrainStep) -> Params | None:
