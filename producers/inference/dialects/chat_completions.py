@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 
 from rollstream.producers.inference.chat.conversations import ConversationMemory, last_answer
-from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool, ToolCall, call_object
+from rollstream.producers.inference.chat.messages import (
+    AssistantMessage,
+    Message,
+    SampledTurn,
+    Tool,
+    ToolCall,
+    call_object,
+)
 from rollstream.producers.inference.chat.template import ChatTemplate
 from rollstream.producers.inference.dialects import fields, sampling_parameters
 from rollstream.producers.inference.dialects.answer_frame import AnswerHeader, metadata, usage
@@ -150,7 +157,7 @@ class ChatCompletions(Dialect[ChatRequest]):
     def visible(self, request: ChatRequest, choice: SampledChoice) -> VisibleAnswer:
         """Return content and reasoning, and the tool calls if the answer is complete."""
         complete = choice.finish_reason is not None
-        message = self._template.parse(SampledTurn(choice.prompt, choice.tokens), complete=complete)
+        message = self._parsed(choice, complete=complete)
         stops = request.sampling.parameters.stop
         content = message.content
         if isinstance(choice.stop_reason, str):
@@ -161,6 +168,13 @@ class ChatCompletions(Dialect[ChatRequest]):
         content = held_back(content, markers)
         # Line breaks alone are not content if calls follow.
         return VisibleAnswer(text=content if content.strip() else "", reasoning=held_back(message.reasoning, markers))
+
+    def _parsed(self, choice: SampledChoice, *, complete: bool = True) -> AssistantMessage:
+        """Parse the answer without a stop token of the request, which is no part of its content."""
+        tokens = choice.tokens
+        if isinstance(choice.stop_reason, int) and choice.stop_reason not in self._template.stop_ids:
+            tokens = tokens[:-1]
+        return self._template.parse(SampledTurn(choice.prompt, tokens), complete=complete)
 
     def part(self, request: ChatRequest, part: StreamedPart, header: AnswerHeader) -> dict[str, Any]:
         """Return a chat.completion.chunk."""
@@ -213,11 +227,7 @@ class ChatCompletions(Dialect[ChatRequest]):
         return SampledTurn(prompt, sampled)
 
     def _ending(self, choice: SampledChoice, *, called: bool | None = None) -> dict[str, Any]:
-        called = (
-            bool(self._template.parse(SampledTurn(choice.prompt, choice.tokens)).tool_calls)
-            if called is None
-            else called
-        )
+        called = bool(self._parsed(choice).tool_calls) if called is None else called
         return {
             "index": choice.index,
             "finish_reason": "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason,

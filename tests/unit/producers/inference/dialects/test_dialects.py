@@ -88,6 +88,15 @@ def test_a_stop_ends_the_tokens_with_the_one_that_completed_it(server: Inference
     assert tokens_until(stop_token_ids=[token]) == (TOKENIZER.encode("hello"), token)
 
 
+def test_a_stop_token_of_the_request_is_no_part_of_a_chats_content(server: InferenceServer) -> None:
+    change = {"stop_token_ids": TOKENIZER.encode("o")}
+    assert ask(server, "chat", change)["choices"][0]["message"]["content"] == "hell"
+    body = json.dumps({**ASKED["chat"], **change, "stream": True}).encode()
+    _, answer = post(server.url + PATHS["chat"], body)
+    events = [json.loads(line) for line in answer.decode().replace("data: ", "").splitlines() if line[:1] == "{"]
+    assert "".join(event["choices"][0]["delta"].get("content") or "" for event in events) == "hell"
+
+
 def test_vllms_generate_names_tokens_in_both_ways(server: InferenceServer) -> None:
     answer = ask(server, "generate", {"request_id": "r-1", "cache_salt": "v3", "priority": 2})
     [choice] = answer["choices"]
