@@ -106,8 +106,10 @@ class SlotDecoder:
         local = jax.local_devices()
         devices = devices or len(local)
         check_devices(config, slots=slots, devices=devices, tensor_parallel=tensor_parallel, local=len(local))
-        self._published, config = config, without_adapters(config)
+        self.published, config = config, without_adapters(config)
+        """The model as published, with its adapters."""
         self.config = config
+        """The model that is computed, with adapters merged."""
         self.slots = slots
         self.max_model_len = max_model_len
         self.cache_bytes = cache_bytes(config, slots, max_model_len, dtype)
@@ -147,7 +149,7 @@ class SlotDecoder:
 
     def place(self, arrays: Mapping[str, NDArray[np.generic] | jax.Array]) -> Params:
         """Put the tensors of a version on the devices once, with adapters merged, in the decoder's dtype."""
-        arrays = merged(self._published, arrays)
+        arrays = merged(self.published, arrays)
         specs = pspecs(arrays, {TENSOR: self._mesh.shape[TENSOR]})
         return {
             name: jax.device_put(array.astype(self._dtype, copy=False), NamedSharding(self._mesh, specs[name]))

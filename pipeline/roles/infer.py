@@ -26,7 +26,7 @@ from rollstream.producers.inference.chat.template import ChatTemplate
 from rollstream.producers.inference.decoding import DecodeRow
 from rollstream.producers.inference.server import InferenceServer
 from rollstream.producers.metrics_publisher import MetricsPublisher
-from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, StateRefused
 from rollstream.topics.logs import event
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ class FollowedPolicy:
         self._stop_ids = stop_ids
         self._version = -1
         self._params: Params = {}
+        self._model = ""
+        """Model of the version in use, as its manifest describes it."""
 
     @property
     def max_model_len(self) -> int:
@@ -74,12 +76,28 @@ class FollowedPolicy:
         return self._follower.version > self._version
 
     def refresh(self) -> int:
-        """Swap to the newest version if there is a newer one; return the version in use."""
+        """Swap to the newest version if there is a newer one; return the version in use.
+
+        Raises StateRefused if the newest version is of another model.
+        """
         newer = self._follower.get_state(self._version)
         if newer is not None:
+            self._check_model()
             self._version, arrays = newer
             self._params = self._decoder.place(arrays)
         return self._version
+
+    def _check_model(self) -> None:
+        """Refuse another model, or other adapters: the decoder is compiled for one model, and would drop adapters."""
+        manifest = self._follower.manifest
+        if manifest is None or manifest.model == self._model:
+            return
+        if decoder_config(manifest.model) != self._decoder.published:
+            raise StateRefused(
+                f"policy version {manifest.version} is of another model, or has other adapters, than the one that this "
+                f"server started with; start the server again to serve it: {manifest.model}"
+            )
+        self._model = manifest.model
 
     def start(self, rows: Sequence[DecodeRow]) -> Sequence[int]:
         """Start rows with the version in use; return the slot of each."""

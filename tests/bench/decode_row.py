@@ -31,6 +31,7 @@ class _HeldWeights:
     """Stands in for a follower of weights, with one version that never changes."""
 
     version = 0
+    manifest = None
 
     def __init__(self, arrays: dict[str, Any]) -> None:
         self._arrays = arrays

@@ -1,0 +1,48 @@
+"""A running inference server swaps to versions of its own model, and to no other."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+
+from rollstream.consumers.models.config import DecoderConfig, LoraConfig, manifest_model
+from rollstream.consumers.models.slots import SlotDecoder
+from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.pipeline.roles.infer import FollowedPolicy
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.records import PolicyManifest
+from tests.support.checkpoints import random_parameters
+
+MODEL = DecoderConfig(vocab_size=12, hidden_size=8, num_hidden_layers=1, head_dim=4, intermediate_size=12)
+
+
+class Followed:
+    """A follower that holds what it is given."""
+
+    def __init__(self) -> None:
+        self.manifest: PolicyManifest | None = None
+        self.arrays: dict[str, Any] = {}
+
+    def hold(self, version: int, model: DecoderConfig) -> None:
+        self.manifest = PolicyManifest(
+            version=version, learner="l", step=version, epoch="e", tensors=(), chunks=(), digest="",
+            model=manifest_model(model),
+        )  # fmt: skip
+        self.arrays = random_parameters(model)
+
+    def get_state(self, version: int) -> tuple[int, dict[str, Any]] | None:
+        assert self.manifest is not None
+        return None if version == self.manifest.version else (self.manifest.version, self.arrays)
+
+
+@pytest.mark.parametrize("changed", [{"lora": LoraConfig(rank=2)}, {"rope_theta": 1e6}])
+def test_a_version_of_another_model_or_with_other_adapters_is_refused(changed: dict[str, Any]) -> None:
+    follower = Followed()
+    follower.hold(0, MODEL)
+    policy = FollowedPolicy(cast(WeightsFollower, follower), SlotDecoder(MODEL, slots=1, max_model_len=16), ())
+    assert policy.refresh() == 0
+    follower.hold(1, MODEL)
+    assert policy.refresh() == 1
+    follower.hold(2, replace(MODEL, **changed))
+    with pytest.raises(StateRefused, match="policy version 2 is of another model, or has other adapters"):
+        policy.refresh()
