@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rollstream.producers.environment import AgentEnvironment, Prompt, Score
 from rollstream.producers.gateway.worker_capture import EpisodeCapture, EpisodeStamp, WorkerCapture
-from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, failure_of, note_failure
+from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, being_cancelled, failure_of, note_failure
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.rollout_assembly import GroupStamp
 from rollstream.topics.errors import RecordError
@@ -61,7 +61,9 @@ async def play_agent(
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 score = await environment.play(prompt, episode.endpoint)
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if being_cancelled(error):
+                raise
             if timeout.expired():
                 failure = EpisodeFailed(
                     f"an episode of {stamp.environment} took longer than worker.episode_timeout_s {limits.timeout_s:g}"

@@ -64,7 +64,9 @@ async def _member(
         except (InferenceUnavailable, InferenceRefused):
             # The client has already retried.
             raise
-        except Exception as error:
+        except (Exception, asyncio.CancelledError) as error:
+            if being_cancelled(error):
+                raise
             if timeout.expired():
                 raise EpisodeFailed(
                     f"an episode of {environment.name} took longer than worker.episode_timeout_s {limits.timeout_s:g}"
@@ -93,7 +95,16 @@ def note_failure(environment: str, prompt: Prompt, attempt: int, failure: Episod
     )
 
 
-def failure_of(environment: str, prompt: Prompt, error: Exception) -> EpisodeFailed:
+def being_cancelled(error: BaseException) -> bool:
+    """Whether an error stops the current task.
+
+    A CancelledError does not if the environment awaited another task, which its own library cancelled.
+    """
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
+
+
+def failure_of(environment: str, prompt: Prompt, error: BaseException) -> EpisodeFailed:
     """Return the failure of an environment that raised an error, with the file and the line where it was raised."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     failure = EpisodeFailed(

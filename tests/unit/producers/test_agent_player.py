@@ -14,7 +14,7 @@ from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment import Endpoint, Prompt, Score, Split
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapture
-from rollstream.producers.group_player import EpisodeLimits
+from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.mixture import Mixture
@@ -62,6 +62,28 @@ class SwallowingSums(Sums):
             return Score(reward=0.0)
 
 
+class CancelledSums(Sums):
+    """An agent whose library cancelled a task that the agent awaits."""
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        task = asyncio.ensure_future(asyncio.Event().wait())
+        task.cancel()
+        await task
+        return Score(reward=0.0)
+
+
+class WaitingSums(Sums):
+    """An agent that waits without end."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        self.began.set()
+        await asyncio.Event().wait()
+        return Score(reward=0.0)
+
+
 def choice(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": "17", "finish_reason": "stop", **fields}]}
 
@@ -99,6 +121,25 @@ def test_a_server_whose_answers_lack_tokens_refuses_and_one_that_is_down_is_unav
     assert "a model call failed" in str(refused)
     with nobody_listening() as url:
         assert type(asyncio.run(error_of(agent, url))) is InferenceUnavailable
+
+
+def test_a_task_that_a_library_cancelled_fails_the_episode() -> None:
+    with nobody_listening() as url:
+        error = asyncio.run(error_of(CancelledSums(), url))
+    assert type(error) is EpisodeFailed
+    assert "sums failed on t: CancelledError()" in str(error)
+
+
+def test_a_request_to_stop_cancels_an_agent() -> None:
+    async def scenario(url: str) -> None:
+        agent = WaitingSums()
+        playing = asyncio.ensure_future(error_of(agent, url))
+        await agent.began.wait()
+        playing.cancel()
+        await playing
+
+    with nobody_listening() as url, pytest.raises(asyncio.CancelledError):
+        asyncio.run(scenario(url))
 
 
 def test_calls_of_agents_go_to_the_servers_that_operators_want() -> None:

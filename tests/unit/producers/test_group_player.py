@@ -1,0 +1,98 @@
+"""An error of an environment ends an attempt at its episode; only a request to stop ends the player itself."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, Split
+from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, play_group
+from rollstream.producers.inference.client import Completion
+from rollstream.producers.inference.requests import SampleRequest
+from rollstream.producers.sampling import GroupSampling
+
+PROMPT = Prompt(example_id="t", text="8+9?")
+Act = Callable[[], Coroutine[Any, Any, Any]]
+
+
+class Policy:
+    """Samples one token for each member."""
+
+    async def complete(self, request: SampleRequest) -> list[Completion]:
+        one = Completion(
+            text="17",
+            truncated=False,
+            prompt_tokens=np.asarray([1], np.int32),
+            tokens=np.asarray([2], np.int32),
+            logprobs=np.asarray([-1.0], np.float32),
+            versions=np.asarray([0], np.int64),
+            sampling_params={},
+            timestamp=1.0,
+            inference_time_s=0.5,
+        )
+        return [one] * request.n
+
+    async def tokenize(self, text: str, *, session: str) -> list[int]:
+        raise NotImplementedError
+
+
+class Acting:
+    """An environment of one turn whose attempts act in order before they are scored; the last act is repeated."""
+
+    name, max_tokens, stop = "acting", 4, ()
+
+    def __init__(self, *acts: Act) -> None:
+        self.acts = list(acts)
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [PROMPT]
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        reply = await generate(prompt.text)
+        await (self.acts.pop(0) if len(self.acts) > 1 else self.acts[0])()
+        return Episode(turns=(Message(role="user", text=prompt.text), reply), score=Score(reward=1.0))
+
+
+async def awaits_a_task_that_its_library_cancelled() -> None:
+    task = asyncio.ensure_future(asyncio.Event().wait())
+    task.cancel()
+    await task
+
+
+async def succeeds() -> None:
+    return
+
+
+async def played(environment: Any, *, size: int = 2, timeout_s: float = 60) -> Sequence[Episode | BaseException]:
+    loaded = with_settings(environment, WorkerConfig())
+    sampling = GroupSampling(group_size=size, temperature=1.0, seed=1)
+    return await play_group(loaded, Policy(), PROMPT, sampling, EpisodeLimits(timeout_s=timeout_s, attempts=2))
+
+
+def test_a_task_that_a_library_cancelled_fails_the_attempt_and_the_member_is_tried_again() -> None:
+    members = asyncio.run(played(Acting(awaits_a_task_that_its_library_cancelled, succeeds)))
+    assert [type(member) for member in members] == [Episode, Episode]
+    members = asyncio.run(played(Acting(awaits_a_task_that_its_library_cancelled)))
+    assert [type(member) for member in members] == [EpisodeFailed, EpisodeFailed]
+    assert "acting failed on t: CancelledError()" in str(members[0])
+
+
+def test_a_request_to_stop_cancels_the_members() -> None:
+    async def scenario() -> None:
+        began = asyncio.Event()
+
+        async def wait() -> None:
+            began.set()
+            await asyncio.Event().wait()
+
+        playing = asyncio.ensure_future(played(Acting(wait)))
+        await began.wait()
+        playing.cancel()
+        await playing
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(scenario())
