@@ -10,7 +10,14 @@ from dataclasses import dataclass
 
 from rollstream.producers.environment import AgentEnvironment, Prompt, Score
 from rollstream.producers.gateway.worker_capture import EpisodeCapture, EpisodeStamp, WorkerCapture
-from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, being_cancelled, failure_of, note_failure
+from rollstream.producers.group_player import (
+    EpisodeFailed,
+    EpisodeLimits,
+    being_cancelled,
+    failure_of,
+    note_failure,
+    score_problem,
+)
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.rollout_assembly import GroupStamp
 from rollstream.topics.errors import RecordError
@@ -71,10 +78,10 @@ async def play_agent(
                 return PlayedEpisode(error=failure, capture=episode)
             failure = failure_of(stamp.environment, prompt, error)
         else:
-            if isinstance(score, Score):
+            problem = score_problem(score)
+            if not problem:
                 return await _finished(episode, score)
-            name = type(score).__name__
-            failure = EpisodeFailed(f"environment {stamp.environment} returned {name} instead of a Score")
+            failure = EpisodeFailed(f"environment {stamp.environment} returned {problem}")
         if episode.failure is not None:
             # The requests to the servers were already retried.
             return PlayedEpisode(error=episode.failure, capture=episode)

@@ -5,11 +5,14 @@ A failed member never counts as a reward of zero; the worker cancels it on the l
 
 import asyncio
 import logging
+import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollstream.producers.environment import Episode, Prompt
+import numpy as np
+
+from rollstream.producers.environment import Episode, Prompt, Score
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.sampling import GroupSampler, GroupSampling, SamplingClient
@@ -73,13 +76,39 @@ async def _member(
                 ) from error
             failure = failure_of(environment.name, prompt, error)
         else:
-            if isinstance(episode, Episode):
+            problem = episode_problem(episode)
+            if not problem:
                 return episode
-            failure = EpisodeFailed(
-                f"environment {environment.name} returned {type(episode).__name__} instead of an Episode"
-            )
+            failure = EpisodeFailed(f"environment {environment.name} returned {problem}")
         note_failure(environment.name, prompt, attempt, failure)
     raise failure
+
+
+def episode_problem(value: object) -> str:
+    """Return what an environment returned in place of an episode with a score; empty if it returned one."""
+    if not isinstance(value, Episode):
+        return f"{type(value).__name__} instead of an Episode"
+    return score_problem(value.score)
+
+
+def score_problem(value: object) -> str:
+    """Return what an environment returned in place of a score made of numbers; empty if it returned one.
+
+    NaN and infinity pass, because the checks of rollouts name them.
+    """
+    if not isinstance(value, Score):
+        return f"{type(value).__name__} instead of a Score"
+    if not isinstance(value.components, Mapping):
+        return f"a Score whose components are of type {type(value.components).__name__}"
+    for name, number in (("reward", value.reward), *value.components.items()):
+        if isinstance(number, bool | np.bool_):
+            return f"a Score whose {name} is not a number: write float({number})"
+        try:
+            # Like a record, this accepts every type that converts to float, such as NumPy's, but no text.
+            math.isnan(number)
+        except Exception as error:
+            return f"a Score whose {name} is not a number: {error}"
+    return ""
 
 
 def note_failure(environment: str, prompt: Prompt, attempt: int, failure: EpisodeFailed) -> None:

@@ -72,6 +72,14 @@ class CancelledSums(Sums):
         return Score(reward=0.0)
 
 
+class UnscoredSums(Sums):
+    """An agent whose score has no reward."""
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        await super().play(prompt, endpoint)
+        return Score(reward=None)  # type: ignore[arg-type]
+
+
 class WaitingSums(Sums):
     """An agent that waits without end."""
 
@@ -86,6 +94,12 @@ class WaitingSums(Sums):
 
 def choice(**fields: Any) -> dict[str, Any]:
     return {"choices": [{"index": 0, "text": "17", "finish_reason": "stop", **fields}]}
+
+
+def sampled() -> dict[str, Any]:
+    """An answer with one sampled token."""
+    logprobs = {"token_logprobs": [-1.0], "tokens": ["17"]}
+    return {**choice(token_ids=[2], logprobs=logprobs), "prompt_token_ids": [1]}
 
 
 def answering(body: dict[str, Any]) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
@@ -142,9 +156,15 @@ def test_a_request_to_stop_cancels_an_agent() -> None:
         asyncio.run(scenario(url))
 
 
+def test_a_score_without_a_reward_fails_the_episode_and_is_no_reward_of_zero() -> None:
+    with serving_http(answering(sampled())) as url:
+        error = asyncio.run(error_of(UnscoredSums(), url))
+    assert type(error) is EpisodeFailed
+    assert "environment sums returned a Score whose reward is not a number" in str(error)
+
+
 def test_calls_of_agents_go_to_the_servers_that_operators_want() -> None:
-    logprobs = {"token_logprobs": [-1.0], "tokens": ["17"]}
-    body = {**choice(token_ids=[2], logprobs=logprobs), "prompt_token_ids": [1]}
+    body = sampled()
 
     async def scenario(before: str, after: str) -> None:
         async with capture_of(before) as capture, CompletionsClient([before]) as client:

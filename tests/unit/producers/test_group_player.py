@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 import pytest
 
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, Split
+from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, SingleTurn, Split
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, play_group
 from rollstream.producers.inference.client import Completion
@@ -57,6 +58,21 @@ class Acting:
         return Episode(turns=(Message(role="user", text=prompt.text), reply), score=Score(reward=1.0))
 
 
+class Scoring(SingleTurn):
+    """An environment of one turn that gives every response the same score."""
+
+    name, max_tokens = "scoring", 4
+
+    def __init__(self, score: Any) -> None:
+        self.given = score
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [PROMPT]
+
+    def score(self, prompt: Prompt, response_text: str, truncated: bool) -> Score:
+        return self.given  # type: ignore[no-any-return]
+
+
 async def awaits_a_task_that_its_library_cancelled() -> None:
     task = asyncio.ensure_future(asyncio.Event().wait())
     task.cancel()
@@ -96,3 +112,32 @@ def test_a_request_to_stop_cancels_the_members() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("score", "reason"),
+    [
+        (1.0, "returned float instead of a Score"),
+        (None, "returned NoneType instead of a Score"),
+        (Score(reward=None), "a Score whose reward is not a number: must be real number, not NoneType"),
+        (Score(reward="1"), "a Score whose reward is not a number: must be real number, not str"),
+        (Score(reward=True), "a Score whose reward is not a number: write float(True)"),
+        (Score(reward=10**400), "a Score whose reward is not a number: int too large"),
+        (Score(reward=1.0, components={"exact": None}), "a Score whose exact is not a number"),
+        (Score(reward=1.0, components={"exact": np.bool_(True)}), "a Score whose exact is not a number"),
+        (Score(reward=1.0, components=None), "a Score whose components are of type NoneType"),
+    ],
+)  # type: ignore[arg-type]
+def test_a_score_without_numbers_fails_the_member(score: Any, reason: str) -> None:
+    [member] = asyncio.run(played(Scoring(score), size=1))
+    assert type(member) is EpisodeFailed
+    assert str(member).startswith("environment scoring returned")
+    assert reason in str(member)
+
+
+@pytest.mark.parametrize("reward", [1, 0.5, np.float32(0.5), np.int64(1), Fraction(1, 2), float("nan")])
+def test_a_score_of_numbers_of_any_type_is_kept(reward: Any) -> None:
+    score = Score(reward=reward, components={"exact": reward})
+    [member] = asyncio.run(played(Scoring(score), size=1))
+    assert isinstance(member, Episode)
+    assert member.score is score
