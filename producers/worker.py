@@ -151,7 +151,7 @@ class Worker:
 
     async def run(self, stop: asyncio.Event) -> WorkerReport:
         """Start groups until `stop` is set, config.groups are started, or the run is drained; then finish the groups
-        in flight and flush."""
+        in flight and flush. Groups that are not finished config.drain_timeout_s after `stop` is set are cancelled."""
         tasks: set[asyncio.Task[None]] = set()
         try:
             if await self._knows_a_version(stop):
@@ -165,9 +165,12 @@ class Worker:
                         tasks.add(asyncio.create_task(self._group(self._started, environment, prompt)))
                         self._started += 1
                     await self._pause(tasks)
+            # Only a shutdown has a deadline, which does not depend on when the last group began.
+            while tasks and not stop.is_set():
+                await self._pause(tasks)
+                tasks = self._reap(tasks)
             deadline = time.monotonic() + self._config.drain_timeout_s
-            # Only a shutdown has a deadline.
-            while tasks and (not stop.is_set() or time.monotonic() < deadline):
+            while tasks and time.monotonic() < deadline:
                 await self._pause(tasks)
                 tasks = self._reap(tasks)
         finally:

@@ -6,15 +6,41 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 from aiohttp import web
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.producers.config import InferenceConfig
+from rollstream.producers.inference.client import Completion
 from rollstream.producers.inference.decoding import DecodeRow, FinishReason
+from rollstream.producers.inference.requests import SampleRequest
 from rollstream.producers.inference.server import InferenceServer
 from tests.support.loops import loop_in_a_thread
 
 TOKENIZER = CharacterTokenizer("0123456789>+=")
+
+
+class OneTokenPolicy:
+    """A client without a server, whose samples have one token each."""
+
+    newest_version = 0
+
+    async def complete(self, request: SampleRequest) -> list[Completion]:
+        sample = Completion(
+            text="17",
+            truncated=False,
+            prompt_tokens=np.asarray([1], np.int32),
+            tokens=np.asarray([2], np.int32),
+            logprobs=np.asarray([-1.0], np.float32),
+            versions=np.asarray([0], np.int64),
+            sampling_params={},
+            timestamp=1.0,
+            inference_time_s=0.5,
+        )
+        return [sample] * request.n
+
+    async def tokenize(self, text: str, *, session: str) -> list[int]:
+        raise NotImplementedError("no environment of these tests has a second turn")
 
 
 class SortedRow(NamedTuple):

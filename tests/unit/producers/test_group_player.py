@@ -12,33 +12,11 @@ from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, SingleTurn, Split
 from rollstream.producers.environment_loading import with_settings
 from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, play_group
-from rollstream.producers.inference.client import Completion
-from rollstream.producers.inference.requests import SampleRequest
 from rollstream.producers.sampling import GroupSampling
+from tests.support.producing import OneTokenPolicy
 
 PROMPT = Prompt(example_id="t", text="8+9?")
 Act = Callable[[], Coroutine[Any, Any, Any]]
-
-
-class Policy:
-    """Samples one token for each member."""
-
-    async def complete(self, request: SampleRequest) -> list[Completion]:
-        one = Completion(
-            text="17",
-            truncated=False,
-            prompt_tokens=np.asarray([1], np.int32),
-            tokens=np.asarray([2], np.int32),
-            logprobs=np.asarray([-1.0], np.float32),
-            versions=np.asarray([0], np.int64),
-            sampling_params={},
-            timestamp=1.0,
-            inference_time_s=0.5,
-        )
-        return [one] * request.n
-
-    async def tokenize(self, text: str, *, session: str) -> list[int]:
-        raise NotImplementedError
 
 
 class Acting:
@@ -86,7 +64,7 @@ async def succeeds() -> None:
 async def played(environment: Any, *, size: int = 2, timeout_s: float = 60) -> Sequence[Episode | BaseException]:
     loaded = with_settings(environment, WorkerConfig())
     sampling = GroupSampling(group_size=size, temperature=1.0, seed=1)
-    return await play_group(loaded, Policy(), PROMPT, sampling, EpisodeLimits(timeout_s=timeout_s, attempts=2))
+    return await play_group(loaded, OneTokenPolicy(), PROMPT, sampling, EpisodeLimits(timeout_s=timeout_s, attempts=2))
 
 
 def test_a_task_that_a_library_cancelled_fails_the_attempt_and_the_member_is_tried_again() -> None:

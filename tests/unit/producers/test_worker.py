@@ -1,0 +1,104 @@
+"""The groups in flight have the whole time of a shutdown, however long ago the last group began."""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import pytest
+
+from rollstream.producers.config import WorkerConfig
+from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, Split
+from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.mixture import Mixture
+from rollstream.producers.worker import Worker, WorkerReport
+from rollstream.topics.records import GroupCancelled, Rollout
+from tests.support.producing import OneTokenPolicy
+
+
+class Held:
+    """An environment of one turn whose episodes end when `go_on` is set."""
+
+    name, max_tokens, stop = "held", 4, ()
+
+    def __init__(self) -> None:
+        self.began, self.go_on = asyncio.Event(), asyncio.Event()
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [Prompt(example_id="t", text="8+9?")]
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        reply = await generate(prompt.text)
+        self.began.set()
+        await self.go_on.wait()
+        return Episode(turns=(Message(role="user", text=prompt.text), reply), score=Score(reward=1.0))
+
+
+class Outlet:
+    """Keeps what a worker sends, and tells when the worker looks after its groups."""
+
+    send_timeout_s = 60.0
+
+    def __init__(self) -> None:
+        self.sent: list[Rollout | GroupCancelled] = []
+        self.polled = asyncio.Event()
+
+    def awaits_label(self, environment: str) -> bool:
+        return False
+
+    def send(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
+        self.sent.append(rollout)
+
+    def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
+        self.sent.append(cancelled)
+
+    def poll(self) -> None:
+        self.polled.set()
+
+    def flush(self, timeout_s: float) -> None:
+        return
+
+
+async def stopped_after_its_only_group_began(clock: SimpleNamespace, *, waits_s: float) -> WorkerReport:
+    """The report of a worker that is asked to stop long after its last group began. The group lasts for `waits_s` more,
+    and the worker waits up to 10 s for it."""
+    config = WorkerConfig(worker_id="w", group_size=1, groups=1, drain_timeout_s=10.0, assume_version=0)
+    held, outlet, stop = Held(), Outlet(), asyncio.Event()
+    worker = Worker(
+        Mixture([with_settings(held, config)]),
+        OneTokenPolicy(),  # type: ignore[arg-type]
+        outlet,  # type: ignore[arg-type]
+        config,
+        incarnation="1",
+        captures={},
+        undelivered=set(),
+    )
+    working = asyncio.ensure_future(worker.run(stop))
+
+    async def looked() -> None:
+        outlet.polled.clear()
+        polled = asyncio.ensure_future(outlet.polled.wait())
+        await asyncio.wait({working, polled}, return_when=asyncio.FIRST_COMPLETED)
+        polled.cancel()
+
+    await held.began.wait()
+    await looked()
+    clock.now_s += 1000.0
+    await looked()
+    stop.set()
+    await looked()
+    clock.now_s += waits_s
+    await looked()
+    held.go_on.set()
+    return await working
+
+
+@pytest.mark.parametrize(("waits_s", "rollouts", "cancelled"), [(9.0, 1, 0), (11.0, 0, 1)])
+def test_the_time_of_a_shutdown_begins_with_the_request_to_stop(
+    monkeypatch: pytest.MonkeyPatch, waits_s: float, rollouts: int, cancelled: int
+) -> None:
+    clock = SimpleNamespace(now_s=5.0, time=time.time)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr("rollstream.producers.worker.time", clock)
+    report = asyncio.run(stopped_after_its_only_group_began(clock, waits_s=waits_s))
+    assert (report.rollouts, report.cancelled) == (rollouts, cancelled)
