@@ -29,3 +29,14 @@ def encode(value: Any) -> bytes:
         return _encoder.encode(value)
     except (msgspec.EncodeError, TypeError, ValueError, OverflowError, RecursionError):
         return json.dumps(value, separators=(",", ":")).encode()
+
+
+def readable(value: Any, separators: tuple[str, str] | None = None) -> str:
+    """Return the JSON text of a value, with all characters as they are, except for lone surrogates. Raises TypeError or
+    ValueError as `json.dumps` does."""
+    return encodable(json.dumps(value, ensure_ascii=False, separators=separators))
+
+
+def encodable(text: str) -> str:
+    """Return a text with its lone surrogates escaped as in JSON, because UTF-8 cannot hold them."""
+    return text.encode("utf-8", "backslashreplace").decode()

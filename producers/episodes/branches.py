@@ -18,6 +18,7 @@ from rollstream.producers.episodes.call_sequences import (
     ChatMessage,
     new_messages,
 )
+from rollstream.producers.json_text import encodable
 from rollstream.topics.records import Bool, Float32, InferenceMetadata, Int32, Int64, ModelCall, Turn
 
 
@@ -157,7 +158,7 @@ def _turns(messages: Sequence[ChatMessage], start: int, stop: int) -> list[Turn]
 def _text(message: ChatMessage) -> str:
     content = message.get("content")
     if isinstance(content, str):
-        return content
+        return encodable(content)
     if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+        return encodable("".join(str(part.get("text", "")) for part in content if isinstance(part, dict)))
     return ""

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from rollstream.producers.json_text import readable
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import Int32, ModelCall
 
@@ -163,7 +164,7 @@ class CallSequences:
             shared=shared,
             prompt=np.ascontiguousarray(prompt[shared:], "<i4"),
             messages_shared=messages_shared,
-            messages=json.dumps(list(messages[messages_shared:]), ensure_ascii=False, separators=(",", ":")),
+            messages=readable(list(messages[messages_shared:]), separators=(",", ":")),
             digest=token_digest(prompt),
         )
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rollstream.producers.episodes.call_sequences import PROMPT_ROLE, TOOLS, CallSequences, ChatMessage
 from rollstream.producers.inference.answers import Dialect, Sample
+from rollstream.producers.json_text import readable
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SamplingParams
 
@@ -231,7 +232,7 @@ def call_answers(samples: Sequence[Sample], versions: Mapping[str, int]) -> tupl
                 AnswerSpan(label=span.label, version=versions.get(span.label, -1), start=span.start, stop=span.stop)
                 for span in sample.spans
             ),
-            text=sample.text or (json.dumps(sample.tool_calls, ensure_ascii=False) if sample.tool_calls else ""),
+            text=sample.text or (readable(sample.tool_calls) if sample.tool_calls else ""),
             finish_reason=sample.finish_reason,
         )
         for sample in samples

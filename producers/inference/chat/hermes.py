@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from rollstream.producers.inference.chat.messages import AssistantMessage, ToolCall
+from rollstream.producers.json_text import readable
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 THINK, END_OF_THINK = "<think>", "</think>"
@@ -56,7 +57,7 @@ def parse_with_reasoning(text: str, *, opened: bool, complete: bool = True) -> A
 
 def call_text(name: str, arguments: str) -> str:
     """Return a call as text."""
-    return f'{OPEN}{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": {arguments}}}{CLOSE}'
+    return f'{OPEN}{{"name": {readable(name)}, "arguments": {arguments}}}{CLOSE}'
 
 
 def _call(text: str) -> ToolCall | None:
@@ -69,7 +70,7 @@ def _call(text: str) -> ToolCall | None:
     arguments = call.get("arguments", {})
     if not isinstance(arguments, dict):
         return None
-    return ToolCall(call["name"], json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(call["name"], readable(arguments))
 
 
 def _refuse_constant(name: str) -> Any:

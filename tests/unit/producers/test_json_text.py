@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.producers.json_text import decode, encode
+from rollstream.producers.json_text import decode, encode, readable
 
 NUMBERS = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 TEXTS = st.text(st.characters())
@@ -29,6 +29,15 @@ def test_what_is_written_is_read_by_everyone_and_the_other_way_round(value: obje
 def test_lone_surrogates_and_large_integers_are_left_to_the_standard_library() -> None:
     assert decode(r'["\ud800"]') == ["\ud800"]
     assert json.loads(encode(["\ud800", 2**70])) == ["\ud800", 2**70]
+
+
+@given(VALUES)
+def test_a_readable_text_fits_into_utf_8_and_has_the_same_value(value: object) -> None:
+    assert json.loads(readable(value).encode()) == json.loads(json.dumps(value))
+
+
+def test_only_lone_surrogates_are_escaped_in_a_readable_text() -> None:
+    assert readable({"a": "é \ud83d", "b": "\U0001f600"}, (",", ":")) == r'{"a":"é \ud83d","b":"' + '\U0001f600"}'
 
 
 def test_a_number_that_is_none_is_read_and_written_as_null() -> None:

@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
-from rollstream.producers.gateway.call_forms import AgentRequest, parse_request
+from rollstream.producers.episodes.branches import branches_of
+from rollstream.producers.episodes.call_sequences import CallSequences
+from rollstream.producers.gateway.call_forms import AgentRequest, parse_request, previous_turn
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamAnswer, UpstreamEvent
 from rollstream.producers.inference.errors import InferenceUnavailable
-from rollstream.topics.records import SessionEvent
+from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.records import ModelCall, SessionEvent
 from tests.support.memory_session_log import MemoryLog
 
 START = SessionEvent(session="g.0", kind="start", author="a", environment="e", example_id="t", group_id="g")
@@ -139,3 +142,43 @@ def test_a_stream_that_has_begun_breaks_if_another_answer_to_its_request_is_reco
         assert [text async for text in agent.texts(STREAMED)] == ["2"]
 
     asyncio.run(scenario())
+
+
+FUNCTION = {"name": "f", "arguments": '{"a": "\u00e9 \ud83d"}'}
+CALLS = [{"id": "1", "type": "function", "function": FUNCTION}]
+TOOL_CALL = {"role": "assistant", "content": None, "tool_calls": CALLS}
+
+
+class CallingUpstream(NumberedUpstream):
+    """Answers every request with a tool call whose arguments hold half of a surrogate pair."""
+
+    async def call(self, *_request: Any) -> UpstreamAnswer:
+        self.calls += 1
+        logprobs = {"content": [{"token": "token_id:2", "logprob": -1.0}]}
+        choice = {"index": 0, "message": TOOL_CALL, "finish_reason": "tool_calls", "logprobs": logprobs}
+        prompt = [1, 2, 3][: 2 * self.calls - 1]
+        return UpstreamAnswer("server", {"id": "x", "prompt_token_ids": prompt, "choices": [choice]})
+
+
+def test_a_call_with_half_of_a_surrogate_pair_is_recorded_and_continued() -> None:
+    async def scenario() -> list[ModelCall]:
+        agent = Agent()
+        agent.capture = CallCapture(
+            CallingUpstream(),  # type: ignore[arg-type]
+            MemoryLog(),
+            CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a"),
+        )
+        return [(await agent.capture.answer(agent.session, request))[0] for request in (first, second)]
+
+    question = {"role": "user", "content": "8+9?"}
+    history = [question, TOOL_CALL, {"role": "tool", "tool_call_id": "1", "content": "no \ud83d"}]
+    first = parse_request("chat/completions", {"messages": [question]})
+    second = parse_request("chat/completions", {"messages": history})
+    calls = [decode_as(ModelCall, encode(call)) for call in asyncio.run(scenario())]
+    assert r"\u00e9" not in calls[0].answers[0].text + calls[1].messages
+    known = CallSequences(calls)
+    assert [*known.by_uid[calls[1].uid].messages] == history
+    assert previous_turn(second, known) == {"prompt_token_ids": [1], "token_ids": [2]}
+    (branch,) = branches_of(calls)
+    assert branch.turns[2].text == r"no \ud83d"
+    assert [turn.text.encode() for turn in branch.turns]

@@ -8,6 +8,7 @@ import pytest
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_tokenizer
+from rollstream.producers.inference.chat import hermes
 from rollstream.producers.inference.chat.messages import Message, SampledTurn, Tool, call_object
 from rollstream.producers.inference.chat.selection import chat_template
 from rollstream.producers.inference.chat.template import ChatTemplate
@@ -169,3 +170,9 @@ def test_a_template_that_cannot_be_had_is_one_line_with_the_setting(
 def test_a_renderer_of_the_library_needs_a_tokenizer_of_a_checkpoint() -> None:
     with pytest.raises(ConfigurationError, match=r"learner\.pretrained"):
         chat_template("qwen3", CharacterTokenizer(), "")
+
+
+def test_half_of_a_surrogate_pair_in_a_call_stays_escaped() -> None:
+    written = r'<tool_call>{"name": "f", "arguments": {"a": "é \ud83d"}}</tool_call>'
+    [call] = hermes.parse(written).tool_calls
+    assert hermes.call_text(call.name, call.arguments) == written
