@@ -44,12 +44,13 @@ class Scored(NamedTuple):
 
 
 class Evaluations:
-    """The evaluations of a run that have been read; of rollouts with equal uids, the newest counts."""
+    """The evaluations of a run that have been read; of an environment's rollouts with equal uids, the newest counts."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
         self.tail = TopicTail(kafka, run, "evals")
         self._rollouts: dict[Kind, dict[str, Scored]] = {}
-        self._kinds: dict[str, Kind] = {}
+        self._kinds: dict[tuple[str, str], Kind] = {}
+        """Kind by environment and uid: environments evaluated at one version may give their rollouts the same uids."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values."""
@@ -61,7 +62,7 @@ class Evaluations:
         for (environment, split, phase, version), rollouts in state["rollouts"]:
             kind = environment, split, phase, version
             self._rollouts[kind] = {uid: Scored(*values) for uid, values in rollouts.items()}
-            self._kinds |= dict.fromkeys(rollouts, kind)
+            self._kinds |= {(environment, uid): kind for uid in rollouts}
 
     def read(self, result: Ledger) -> set[str]:
         """Read new records, add all evaluations to the ledger, and return the uids of their rollouts.
@@ -75,17 +76,18 @@ class Evaluations:
         for kind in sorted(self._rollouts):
             result.evaluations.append(summary(*kind, [*self._rollouts[kind].values()]))
         result.evals = len(self._kinds)
-        return set(self._kinds)
+        return {uid for _environment, uid in self._kinds}
 
     def _add(self, rollout: Rollout) -> None:
         extra = rollout.extra
         kind = rollout.environment, extra.get("split", ""), extra.get("phase", ""), rollout.policy_version
-        before = self._kinds.get(rollout.uid)
+        key = rollout.environment, rollout.uid
+        before = self._kinds.get(key)
         if before is not None:
             del self._rollouts[before][rollout.uid]
             if not self._rollouts[before]:
                 del self._rollouts[before]
-        self._kinds[rollout.uid] = kind
+        self._kinds[key] = kind
         self._rollouts.setdefault(kind, {})[rollout.uid] = Scored.of(rollout)
 
 

@@ -1,11 +1,20 @@
 """The ledger's figures of evaluations do not depend on the order of reading; a ledger counts its own run's letters."""
 
 import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
+from rollstream.pipeline.audit.ledger.book import Ledger
 from rollstream.pipeline.audit.ledger.dead_letters import of_rollouts
-from rollstream.pipeline.audit.ledger.evaluations import evaluation
+from rollstream.pipeline.audit.ledger.evaluations import Evaluations, evaluation
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from rollstream.topics.records import Rollout
 from tests.support.runs import rollout
 
 
@@ -16,6 +25,49 @@ def test_an_evaluation_does_not_depend_on_the_order_of_reading() -> None:
     actual = [evaluation("env", "heldout", "last", 3, order) for order in itertools.permutations(read)]
     assert all(observed == actual[0] for observed in actual)
     assert actual[0]["reward"] == actual[0]["exact"] == pytest.approx(0.325)
+
+
+class Evals:
+    """The records of `evals`, each read once."""
+
+    def __init__(self, *rollouts: Rollout) -> None:
+        self.skipped = SkippedRecords("ledger", logged=False)
+        self._records = [KafkaRecord("run.evals", 0, n, value=encode(each)) for n, each in enumerate(rollouts)]
+
+    def messages(self) -> Iterator[KafkaRecord]:
+        while self._records:
+            yield self._records.pop(0)
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        assert state == {}
+
+
+def evaluations_of(*rollouts: Rollout) -> Evaluations:
+    evaluations = Evaluations(KafkaConfig(), "run")
+    evaluations.tail = Evals(*rollouts)  # type: ignore[assignment]
+    return evaluations
+
+
+def test_environments_whose_evaluations_have_the_same_uids_are_both_counted() -> None:
+    def scored(environment: str, reward: float) -> Rollout:
+        extra = {"split": "heldout", "phase": "periodic", "prompts": "1"}
+        return rollout("7", environment=environment, reward=reward, extra=extra)
+
+    def rewards(evaluations: Evaluations) -> dict[str, float]:
+        result = Ledger()
+        assert evaluations.read(result) == {"7-0"}
+        assert result.evals == len(result.evaluations)
+        return {each["environment"]: each["reward"] for each in result.evaluations}
+
+    # The evaluation of env a is repeated, so its newer answer counts.
+    read = evaluations_of(scored("a", 0.0), scored("b", 0.25), scored("a", 0.5))
+    assert rewards(read) == {"a": 0.5, "b": 0.25}
+    restored = evaluations_of(scored("b", 1.0))
+    restored.restore(json.loads(json.dumps(read.state())))
+    assert rewards(restored) == {"a": 0.5, "b": 1.0}
 
 
 @pytest.mark.parametrize(
