@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from rollstream.producers.environment import Episode, Prompt, Score
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
@@ -101,10 +99,8 @@ def score_problem(value: object) -> str:
     if not isinstance(value.components, Mapping):
         return f"a Score whose components are of type {type(value.components).__name__}"
     for name, number in (("reward", value.reward), *value.components.items()):
-        if isinstance(number, bool | np.bool_):
-            return f"a Score whose {name} is not a number: write float({number})"
         try:
-            # Like a record, this accepts every type that converts to float, such as NumPy's, but no text.
+            # Like a record, this accepts every type that converts to float, such as bool and NumPy's, but no text.
             math.isnan(number)
         except Exception as error:
             return f"a Score whose {name} is not a number: {error}"
