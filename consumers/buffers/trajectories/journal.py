@@ -99,12 +99,14 @@ class JournalEncoder:
     """Encodes records in the order in which they are appended; it omits descriptions that the file already has."""
 
     def __init__(self, descriptions: Iterable[Description] = (), layout: Layout = ()) -> None:
-        self._numbers = {description: number for number, description in enumerate(descriptions)}
+        self._descriptions = list(descriptions)
+        """Descriptions in the file, one of them twice in some files of earlier versions."""
+        self._numbers = {description: number for number, description in enumerate(self._descriptions)}
         self._layout = layout
 
     def copy(self) -> "JournalEncoder":
         """Return a copy, for records that may fail to reach the disk."""
-        return JournalEncoder(self._numbers, self._layout)
+        return JournalEncoder(self._descriptions, self._layout)
 
     def entry(
         self,
@@ -121,7 +123,8 @@ class JournalEncoder:
             self._layout = layout
             texts += _text({"layout": layout})
         if description not in self._numbers:
-            self._numbers[description] = len(self._numbers)
+            self._numbers[description] = len(self._descriptions)
+            self._descriptions.append(description)
             texts += _text({"about": description})
         partition, offset = at or (-1, 0)
         return texts + _record(
@@ -153,10 +156,14 @@ class JournalEncoder:
 def encode(content: JournalContent) -> bytes:
     """Encode a whole journal with this content."""
     used, numbers = np.unique(content.entries["description"], return_inverse=True)
+    # Descriptions that differed only in their folder are equal once the files are in one folder.
+    distinct = dict.fromkeys(content.descriptions[number] for number in used)
+    places = {description: place for place, description in enumerate(distinct)}
+    renumbered = np.array([places[content.descriptions[number]] for number in used], np.uint32)
     entries = content.entries.copy()
-    entries["description"], entries["kind"] = numbers, _ENTRY
+    entries["description"], entries["kind"] = renumbered[numbers], _ENTRY
     texts = [_text({"layout": content.layout})] if content.layout else []
-    texts += [_text({"about": content.descriptions[number]}) for number in used]
+    texts += [_text({"about": description}) for description in places]
     positions = [JournalEncoder.position(partition, offset) for partition, offset in content.position.items()]
     state = JournalEncoder.state(content.counter, content.seed or 0, content.draws)
     return stamp(b"".join([_raw(_HEADER, _MAGIC), *texts, entries.tobytes(), *positions, state]), 0)

@@ -100,6 +100,24 @@ def test_a_directory_that_loaded_a_checkpoint_opens_again_without_it(tmp_path: P
         assert list((tmp_path / "buffer").glob("**/*.npz")) == []
 
 
+def test_what_is_added_after_a_second_resume_is_there_when_the_buffer_opens_again(tmp_path: Path) -> None:
+    """Saving puts files of two folders into one, so two descriptions become equal."""
+    with buffer(tmp_path, True) as replay:
+        replay.add(trajectory(0, steps=8))
+        replay.save(tmp_path / "first")
+        replay.add(trajectory(99))
+        replay.load(tmp_path / "first")
+        replay.add(trajectory(1, steps=8))
+        replay.save(tmp_path / "second")
+        replay.load(tmp_path / "second")
+        for number, steps in ((2, 5), (3, 6), (4, 7)):
+            replay.add(trajectory(number, steps=steps, weights=f"w{number}"))
+    with buffer(tmp_path, True, enable_cache=False) as again:
+        assert not list((tmp_path / "buffer").glob("not-in-index-*"))
+        assert again.total_samples == 2 * (8 + 8 + 5 + 6 + 7)
+        assert {row // 1000 for row in untorn(again.sample(68), 68)} == {0, 1, 2, 3, 4}
+
+
 def test_an_interrupted_load_leaves_the_buffer_unchanged(tmp_path: Path) -> None:
     """The loaded files exist but the journal does not name them, or it names them and the replaced files are left."""
     with buffer(tmp_path, True) as replay:
