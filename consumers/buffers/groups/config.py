@@ -20,11 +20,11 @@ class GroupStoreConfig:
     open group seals, or is dropped if it is below the minimum size; the oldest sealed group leaves the batch maker, and
     its file stays."""
     target_group_size: int | None = None
-    """Number of rollouts at which a group seals. 0 uses the size that its rollouts declare, and keeps the producer's
-    groups apart. None means 0 for rollouts from the log, and 8 for rollouts added by hand."""
+    """Number of rollouts at which a group seals. 0 uses the number of episodes that its rollouts declare, and keeps the
+    producer's groups apart. None means 0 for rollouts from the log, and 8 for rollouts added by hand."""
     min_group_size: int | None = None
-    """Minimum number of rollouts of a group that seals by time or on closing. None means the declared size if groups
-    have one, else 2."""
+    """Minimum number of rollouts, or of complete episodes if groups have a declared size, of a group that seals by time
+    or on closing. None means the declared size if groups have one, else 2."""
     seal_timeout_s: float = 30.0
     """Time a group waits for more rollouts after its first; negative: no limit."""
     max_per_replica: int = 0
@@ -61,11 +61,11 @@ class GroupStoreConfig:
         return self.target_group_size == 0 or (self.target_group_size is None and from_log)
 
     def target(self, declared: int, *, from_log: bool) -> int:
-        """Number of rollouts at which a group seals, given the declared size."""
+        """Size at which a group seals, given the declared size."""
         return declared if self.declared_size_rules(from_log=from_log) else self.target_group_size or _TARGET
 
     def least(self, target: int, *, from_log: bool) -> int:
-        """Minimum number of rollouts of a group that seals by time or on closing, given its target size."""
+        """Minimum size of a group that seals by time or on closing, given its target size."""
         if self.min_group_size is not None:
             return min(self.min_group_size, target)
         return target if self.declared_size_rules(from_log=from_log) else min(_LEAST, target)

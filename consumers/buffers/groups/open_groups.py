@@ -1,7 +1,8 @@
 """Open groups: which rollouts join them, and which groups are due. Callers pass the time.
 
 A group is due when it reaches its target size, or when its time is over and it has the minimum size. A smaller group
-whose time is over keeps waiting, and is due as soon as it has the minimum size.
+whose time is over keeps waiting, and is due as soon as it has the minimum size. A group of a declared size counts
+complete episodes, as grouping does; other groups count rollouts.
 """
 
 from collections import Counter, OrderedDict
@@ -11,6 +12,7 @@ from typing import NamedTuple
 
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import PlacedRollout, RolloutGroup, group_of
+from rollstream.consumers.grouping.core.groups import episode_of
 from rollstream.topics.records import GroupCancelled, Rollout
 
 
@@ -29,7 +31,7 @@ class OpenGroupKey(NamedTuple):
 
 
 class CancelledMembers(NamedTuple):
-    """Uids of members of an open group that will not arrive."""
+    """Uids of rollouts or episodes of an open group that will not arrive."""
 
     key: OpenGroupKey
     uids: tuple[str, ...]
@@ -43,6 +45,26 @@ class OpenGroup:
     target: int
     members: list[PlacedRollout] = field(default_factory=list)
     replicas: Counter[str] = field(default_factory=Counter)
+    branches: dict[str, set[int]] = field(default_factory=dict)
+    """Branches that arrived, by episode."""
+    complete: set[str] = field(default_factory=set)
+    """Episodes of which all branches arrived."""
+
+    def add(self, member: PlacedRollout) -> None:
+        """Add a rollout."""
+        rollout = member.rollout
+        self.members.append(member)
+        self.replicas[rollout.metadata.replica_id] += 1
+        episode = episode_of(rollout)
+        arrived = self.branches.setdefault(episode, set())
+        arrived.add(rollout.branch)
+        if len(arrived) == rollout.branches:
+            self.complete.add(episode)
+
+    def incomplete(self, uids: Iterable[str]) -> set[str]:
+        """Return the episodes of these rollouts that are not complete; a uid that has not arrived is an episode."""
+        episodes = {member.rollout.uid: episode_of(member.rollout) for member in self.members}
+        return {episodes.get(uid, uid) for uid in uids} - self.complete
 
 
 class OpenGroups:
@@ -55,7 +77,7 @@ class OpenGroups:
         self._overdue: dict[OpenGroupKey, OpenGroup] = {}
         """Groups whose time is over and that are too small to seal."""
         self._cancelled: dict[OpenGroupKey, set[str]] = {}
-        """Cancelled uids of open groups, and of groups without a rollout yet."""
+        """Cancelled episodes of open groups, and of groups without a rollout yet."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values())) + len(self._overdue)
@@ -78,25 +100,26 @@ class OpenGroups:
         if group is None:
             group = OpenGroup(now, self._config.target(member.rollout.group_size, from_log=key.from_log))
             self._waiting.setdefault(key.partition, OrderedDict())[key] = group
-        group.members.append(member)
-        group.replicas[member.rollout.metadata.replica_id] += 1
+        group.add(member)
         return self._sealed_if_enough(key, group, now)
 
     def is_cancelled(self, rollout: Rollout, partition: int) -> bool:
-        """Whether the rollout was cancelled."""
-        return rollout.uid in self._cancelled.get(self._key(rollout, partition), ())
+        """Whether the rollout or its episode was cancelled."""
+        cancelled = self._cancelled.get(self._key(rollout, partition), set())
+        return not cancelled.isdisjoint((rollout.uid, episode_of(rollout)))
 
     def cancel(self, record: GroupCancelled, partition: int, now: float) -> RolloutGroup | None:
-        """Stop waiting for cancelled members; return the sealed group if it is due now.
+        """Stop waiting for cancelled episodes; return the sealed group if it is due now.
 
-        Only groups of a declared size are affected; other groups wait for any rollouts of their example.
+        Only groups of a declared size are affected; other groups wait for any rollouts of their example. Rollouts that
+        arrived before stay in the group, but their episode counts only if it is complete.
         """
         key = self._key(record, partition)
         if not self._config.declared_size_rules(from_log=key.from_log):
             return None
         group = self._find(key)
-        present = {member.rollout.uid for member in group.members} if group is not None else set()
-        self._cancelled.setdefault(key, set()).update(set(record.uids) - present)
+        episodes = set(record.uids) if group is None else group.incomplete(record.uids)
+        self._cancelled.setdefault(key, set()).update(episodes)
         if group is not None:
             return self._sealed_if_enough(key, group, now)
         if len(self._cancelled[key]) >= record.group_size:
@@ -114,7 +137,7 @@ class OpenGroups:
                 key, group = next(iter(groups.items()))
                 if now - group.opened_ts < self._config.seal_timeout_s:
                     break
-                if len(group.members) >= self._least(key, group):
+                if self._size(key, group) >= self._least(key, group):
                     sealed.append(self._seal(key, now))
                 else:
                     self._overdue[key] = groups.pop(key)
@@ -124,11 +147,12 @@ class OpenGroups:
         """Remove the group that has waited longest; return it sealed, or its rollouts if it is too small."""
         heads = [next(iter(groups.items())) for groups in self._waiting.values() if groups]
         key, group = next(iter(self._overdue.items()), None) or min(heads, key=lambda head: head[1].opened_ts)
-        return self._seal(key, now) if len(group.members) >= self._least(key, group) else self._remove(key).members
+        enough = self._size(key, group) >= self._least(key, group)
+        return self._seal(key, now) if enough else self._remove(key).members
 
     def sealable(self, now: float) -> list[RolloutGroup]:
         """Seal every group that has the minimum size, whether its time is over or not."""
-        ready = [key for key, group in self._all().items() if len(group.members) >= self._least(key, group)]
+        ready = [key for key, group in self._all().items() if self._size(key, group) >= self._least(key, group)]
         return [self._seal(key, now) for key in ready]
 
     def snapshot(self) -> list[RolloutGroup]:
@@ -140,9 +164,9 @@ class OpenGroups:
 
     def restore(self, group: RolloutGroup) -> None:
         """Restore the next group of a snapshot. `due` determines again whether its time is over."""
-        replicas = Counter(rollout.metadata.replica_id for rollout in group.rollouts)
-        metadata = group.metadata
-        restored = OpenGroup(metadata["opened_ts"], metadata["target"], list(group.members), replicas)
+        restored = OpenGroup(group.metadata["opened_ts"], group.metadata["target"])
+        for member in group.members:
+            restored.add(member)
         key = self._key(group.rollouts[0], group.members[0].source.partition)
         self._waiting.setdefault(key.partition, OrderedDict())[key] = restored
 
@@ -165,6 +189,11 @@ class OpenGroups:
     def _find(self, key: OpenGroupKey) -> OpenGroup | None:
         return self._overdue.get(key) or self._waiting.get(key.partition, OrderedDict()).get(key)
 
+    def _size(self, key: OpenGroupKey, group: OpenGroup) -> int:
+        """Size of a group, which is compared with its target: complete episodes if the size is declared."""
+        declared = self._config.declared_size_rules(from_log=key.from_log)
+        return len(group.complete) if declared else len(group.members)
+
     def _target(self, key: OpenGroupKey, group: OpenGroup) -> int:
         return group.target - len(self._cancelled.get(key, ()))
 
@@ -173,7 +202,7 @@ class OpenGroups:
 
     def _sealed_if_enough(self, key: OpenGroupKey, group: OpenGroup, now: float) -> RolloutGroup | None:
         enough = self._least(key, group) if key in self._overdue else self._target(key, group)
-        return self._seal(key, now) if len(group.members) >= enough else None
+        return self._seal(key, now) if self._size(key, group) >= enough else None
 
     def _remove(self, key: OpenGroupKey) -> OpenGroup:
         self._cancelled.pop(key, None)

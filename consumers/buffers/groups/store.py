@@ -170,10 +170,10 @@ class GroupReplayBuffer(Closing):
     ) -> bool:
         """Add a rollout to its group, and return whether it was added. `source` is its place in the log, if any.
 
-        A rollout is refused, and counted in `stats`, if its uid is known, it was cancelled, its policy version is not
-        accepted, or its replica already has max_per_replica rollouts in the group. Raises RecordError if the rollout is
-        invalid or of another environment, StoreError if its group sealed and cannot be written; the group then stays in
-        memory, and the next call writes it.
+        A rollout is refused, and counted in `stats`, if its uid is known, it or its episode was cancelled, its policy
+        version is not accepted, or its replica already has max_per_replica rollouts in the group. Raises RecordError if
+        the rollout is invalid or of another environment, StoreError if its group sealed and cannot be written; the
+        group then stays in memory, and the next call writes it.
         """
         if isinstance(rollout, RolloutRecord):
             rollout = as_rollout(rollout)

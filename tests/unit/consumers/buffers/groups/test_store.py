@@ -1,6 +1,7 @@
 """Groups seal, are files of a known layout, and late, repeated and unsound rollouts are kept out of them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.group_files import folder_of, group_id_of
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
+from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import GroupCancelled, InferenceMetadata, Rollout, RolloutMetadata, Turn, same
 from tests.strategies import rollouts
@@ -166,6 +168,59 @@ def test_cancelled_members_of_a_group_that_sealed_before_a_kill_do_not_shorten_t
         assert again.stats()["groups"] == 1, "two of three"
         again.add_rollout(members[5])
         assert again.stats()["groups"] == 2
+
+
+def branch(episode: str, number: int, **fields: Any) -> Rollout:
+    """One of the two branches of an episode of group g, whose declared size is 2."""
+    fields = {"group_size": 2, "group_id": "g", "example_id": "q", **fields}
+    return example_rollout(f"{episode}.{number}", episode_uid=episode, branch=number, branches=2, **fields)
+
+
+def cancellation(*uids: str, group_size: int = 2) -> GroupCancelled:
+    return GroupCancelled(
+        environment="env", example_id="q", policy_version=0, group_size=group_size, group_id="g", uids=uids
+    )
+
+
+def test_the_declared_size_counts_episodes_and_not_their_branches(tmp_path: Path) -> None:
+    with opened(tmp_path, target_group_size=0) as buffer:
+        buffer.add_rollouts([branch("a", 0, reward=1.0), branch("b", 0, reward=0.0), branch("a", 1, reward=1.0)])
+        assert (buffer.size(), buffer.close(seal=False).kept) == (0, 1)
+    with opened(tmp_path, target_group_size=0) as again:
+        again.add_rollout(branch("b", 1, reward=0.0))
+        [stored] = again.groups()
+    assert [rollout.uid for rollout in stored.rollouts] == ["a.0", "b.0", "a.1", "b.1"]
+
+
+def test_an_incomplete_episode_does_not_count_towards_the_minimum_of_a_declared_group(tmp_path: Path) -> None:
+    clock = Clock()
+    buffer = opened(tmp_path, clock=clock, target_group_size=0, min_group_size=1)
+    buffer.add_rollout(branch("a", 0))
+    clock.now += 60
+    assert buffer.poll() == 0
+    buffer.add_rollout(branch("a", 1))
+    assert buffer.size() == 1
+
+
+def test_branches_of_a_cancelled_episode_are_refused_and_the_group_does_not_wait_for_them(tmp_path: Path) -> None:
+    buffer = opened(tmp_path, target_group_size=0)
+    buffer.cancel(cancellation("a"), -1)
+    assert [buffer.add_rollout(branch("a", n)) for n in range(2)] == [False, False]
+    assert buffer.stats()["cancelled"] == 2
+    assert [buffer.add_rollout(branch("b", n)) for n in range(2)] == [True, True]
+    assert [[rollout.uid for rollout in stored.rollouts] for stored in buffer.groups()] == [["b.0", "b.1"]]
+
+
+def test_an_episode_that_is_cancelled_after_its_first_branch_counts_once(tmp_path: Path) -> None:
+    buffer = opened(tmp_path, target_group_size=0)
+    sized = partial(branch, group_size=3)
+    buffer.add_rollouts([sized("a", 0), sized("b", 0), sized("b", 1)])
+    buffer.cancel(cancellation("a", "a.0", "b.0", group_size=3), -1)
+    assert not buffer.add_rollout(sized("a", 1))
+    assert buffer.add_rollout(sized("c", 0))
+    assert buffer.size() == 0, "episode c is not complete"
+    assert buffer.add_rollout(sized("c", 1))
+    assert buffer.size() == 1
 
 
 def test_the_declared_size_counts_if_no_target_is_set(tmp_path: Path) -> None:
