@@ -202,6 +202,7 @@ class EpisodeSliceBuffer(Closing):
     def check_drawable(self, length: int) -> None:
         """Raise NothingToDraw if no episode is long enough for a slice of `length` steps."""
         with self._lock:
+            self._store.refresh()
             check_drawable(self._store.state, length, self._least(length))
 
     def size(self) -> int:
@@ -216,12 +217,14 @@ class EpisodeSliceBuffer(Closing):
     def is_open(self, episode: str) -> bool:
         """Whether the episode of this uid is open and has steps in the ring."""
         with self._lock:
+            self._store.refresh()
             return episode in self._store.state.open
 
     @property
     def position(self) -> dict[int, int]:
         """Next offset to read, by partition; empty if nothing is from the log."""
         with self._lock:
+            self._store.refresh()
             return dict(self._store.state.position)
 
     def stats(self) -> dict[str, Any]:

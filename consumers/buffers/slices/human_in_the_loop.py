@@ -171,6 +171,7 @@ class HilEpisodeBuffer(Closing):
     def position(self) -> dict[int, int]:
         """Next offset to read, by partition; both sides have everything below it."""
         with self._threads:
+            self._follow()
             human = self._human.position
             return {p: min(offset, human[p]) for p, offset in self._auto.position.items() if p in human}
 

@@ -189,8 +189,9 @@ class SliceStore:
         return self._files
 
     def refresh(self) -> None:
-        """Apply the changes of the writer; do nothing in the writer itself. Raises StoreError if the buffer is gone."""
-        if not self._read_only:
+        """Apply the changes of the writer; do nothing in the writer itself, and after `close`. Raises StoreError if the
+        buffer is gone."""
+        if not self._read_only or self._closed:
             return
         # The arrays are known only once there is a step.
         if self._followed is None or self._followed.replaced or not self.state.head:

@@ -243,6 +243,25 @@ def test_a_reader_follows_both_sides_when_they_are_replaced(tmp_path: Path) -> N
             reader.add(episode(3, 0))
 
 
+def test_a_reader_that_opened_an_empty_buffer_draws_what_the_writer_adds(tmp_path: Path) -> None:
+    with buffer(tmp_path) as both, buffer(tmp_path, read_only=True) as reader:
+        both.add(episode(0, 0), at=(0, 0))
+        both.add(episode(1, 1), at=(0, 1))
+        assert reader.sample(4)["number"][:, 0].tolist() == [0, 0, 1, 1]
+        both.add(episode(2, 1), at=(0, 2))
+        assert reader.position == {0: 3}
+
+
+def test_the_position_of_a_reader_follows_when_the_sides_are_replaced(tmp_path: Path) -> None:
+    with buffer(tmp_path / "live") as both, buffer(tmp_path / "live", read_only=True) as reader:
+        both.add(episode(0, 0), at=(0, 0))
+        both.save(tmp_path / "saved")
+        both.add(episode(1, 1), at=(0, 1))
+        assert reader.position == {0: 2}
+        both.load(tmp_path / "saved")
+        assert reader.position == {0: 1}
+
+
 def test_without_the_option_one_buffer_holds_everything(tmp_path: Path) -> None:
     with open_episode_buffer(tmp_path / "one", capacity=100, slice_len=4) as one:
         assert isinstance(one, EpisodeSliceBuffer)

@@ -5,6 +5,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollstream.consumers.buffers.slices import buffer as slice_buffer
@@ -68,6 +69,22 @@ def test_a_reader_follows_a_buffer_that_was_replaced(tmp_path: Path) -> None:
         writer.load(tmp_path / "saved")
         assert reader.size() == 12
         assert reader.position == {0: 8}
+
+
+def test_every_answer_of_a_reader_is_of_what_the_writer_has_added(tmp_path: Path) -> None:
+    arrays = {"number": np.arange(6)}
+    with EpisodeSliceBuffer(tmp_path, 100, 4) as writer, EpisodeSliceBuffer(tmp_path, 100, 4, read_only=True) as reader:
+        with pytest.raises(NothingToDraw):
+            reader.check_drawable(4)
+        writer.add(arrays, at=(0, 0), episode="e", last=False)
+        assert reader.is_open("e")
+        writer.add(arrays, at=(0, 1))
+        assert reader.position == {0: 2}
+        writer.add(arrays, at=(0, 2), episode="e")
+        reader.check_drawable(12)
+        reader.close()
+        writer.add(arrays, at=(0, 3))
+        assert reader.position == {0: 3}, "a closed reader stays as it was"
 
 
 def test_a_reader_follows_a_journal_that_is_replaced_again_and_again(
