@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from rollstream.consumers.buffers.storage.fork_safe_locks import fork_safe_lock
 from rollstream.consumers.buffers.storage.seeded_draws import generator_at
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint, shard, write_checkpoint
 from rollstream.consumers.buffers.trajectories.formats import DEFAULT, format_named
@@ -103,7 +104,7 @@ class TrajectoryReplayBuffer(Closing):
         self._formats(trajectory_format)  # An unknown format is refused now, not at the first save.
         self._max_trajectories, self._max_bytes = max_trajectories, max_bytes
         self._synchronous = synchronous
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._saving = threading.Lock()
         """Held while a checkpoint is written; acquired before `_lock`."""
         self._documenting = threading.Lock()

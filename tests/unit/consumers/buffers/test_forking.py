@@ -3,8 +3,10 @@
 import contextlib
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from rollstream.consumers.buffers.groups.view import GroupStore
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
+from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry, TrajectoryIndex
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
 from tests.support.trajectory_batches import trajectory
@@ -100,3 +103,31 @@ def test_a_forked_child_draws_and_never_writes_where_its_parent_did(tmp_path: Pa
     with trajectories(tmp_path / "b") as again:
         assert again.trajectory_ids == [0, 1, 2, 3]
         assert len(list((tmp_path / "b").glob("*.npz"))) == 4
+
+
+@pytest.mark.parametrize("auto_save", [False, True], ids=["in memory", "on disk"])
+def test_a_child_forked_while_another_thread_adds_can_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, auto_save: bool
+) -> None:
+    """The adding thread stops in the middle, and goes on once the fork has begun."""
+    buffer = TrajectoryReplayBuffer(auto_save=auto_save, auto_save_path=tmp_path / "b" if auto_save else "")
+    buffer.add(trajectory(0))
+    adding, forking = threading.Event(), threading.Event()
+    os.register_at_fork(before=forking.set)
+    append = TrajectoryIndex.append
+
+    def slow_append(index: TrajectoryIndex, *fields: Any) -> TrajectoryEntry:
+        adding.set()
+        assert forking.wait(60)
+        return append(index, *fields)
+
+    monkeypatch.setattr(TrajectoryIndex, "append", slow_append)
+    thread = threading.Thread(target=buffer.add, args=(trajectory(1),))
+    thread.start()
+    assert adding.wait(60)
+    with forked(lambda: buffer.trajectory_ids == [0, 1] and len(buffer.sample(8)["rewards"]) == 8) as child_works:
+        child_works()
+        thread.join()
+        child_works()
+    assert buffer.trajectory_ids == [0, 1]
+    buffer.close()
