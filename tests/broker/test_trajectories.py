@@ -16,7 +16,7 @@ from confluent_kafka import TopicPartition
 
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
-from rollstream.consumers.buffers.trajectories.filler import Place, TrajectoryFiller
+from rollstream.consumers.buffers.trajectories.filler import Place, TrajectoryFiller, filler_positions
 from rollstream.consumers.labeling.positions import SOURCE
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.record_sender import RolloutDelivery
@@ -256,6 +256,22 @@ def test_two_fillers_of_one_name_are_told_so(run: RealRun) -> None:
     other.fill(30)
     with pytest.raises(ConfigurationError, match=r"another filler committed.*a different name"):
         one.fill(30)
+
+
+def test_a_filler_continues_when_the_brokers_forgot_its_positions(run: RealRun) -> None:
+    """Brokers forget them after offsets.retention.minutes; deleting the group has the same effect at once."""
+    buffer = Kept()
+    filler = TrajectoryFiller(run.kafka, run.name, [buffer])
+    send(run, of_two(range(4)))
+    filler.fill(30)
+    group = f"{run.name}.filler-default"
+    client = clients.admin(run.kafka)
+    eventually(lambda: client.delete_consumer_groups([group])[group].result(300) is None, 60, "the group to be deleted")
+    assert filler_positions(run.kafka, run.name) == {}
+    send(run, of_two(range(4, 8)))
+    filler.fill(30)
+    assert {p: n for p, n in filler_positions(run.kafka, run.name)["default"].items() if n} == buffer.position
+    filler.close()
 
 
 def test_a_log_that_is_not_the_one_a_buffer_was_filled_from_is_refused(run: RealRun, tmp_path: Path) -> None:
