@@ -37,7 +37,7 @@ class Verification:
     drops: int = 0
     """Drops compared; 0 if only some batches were requested."""
     unverifiable: int = 0
-    """Recorded batches whose rollouts, or the journal before them, were pruned."""
+    """Recorded batches whose rollouts, or the journal before them, the log does not have."""
     mismatches: list[str] = field(default_factory=list)
     """Description of each difference."""
     skipped: SkippedRecords = field(default_factory=partial(SkippedRecords, logged=False))
@@ -77,6 +77,11 @@ class _Job:
     log_begin: int
     """First offset of rollouts that the partition still holds."""
     only: frozenset[str] | None
+
+    @property
+    def named(self) -> frozenset[str]:
+        """Batches to verify: those that were requested, or all that the index names."""
+        return frozenset(self.index) if self.only is None else self.only
 
 
 def verify(
@@ -127,24 +132,22 @@ def index_of(kafka: KafkaConfig, run: str, skipped: SkippedRecords | None = None
 
 
 def _verify_partition(job: _Job) -> Verification:
+    # Only batches in the index that was read before the journal must be in the journal: a live run goes on.
+    named = job.named
     job, journal, skipped = _settled(job)
-    if not journal:
-        return Verification(skipped=skipped)
     begin = next(iter(beginnings(journal, job.log_begin)), None)
     if begin is None:
-        return Verification(unverifiable=len(job.index if job.only is None else job.only), skipped=skipped)
-    first = journal[begin].batch_number
-    if job.only is None:
-        result = _verify_all(job, journal, begin)
-        result.skipped.merge(skipped)
-        result.unverifiable = sum(batch_numbers(batch_id)[1] < first for batch_id in job.index)
-        return result
-    result = _verify_some(
-        job, journal, begin, {batch_id for batch_id in job.only if batch_numbers(batch_id)[1] >= first}
-    )
+        return Verification(unverifiable=len(named), skipped=skipped)
+    verifiable = _from_number(named, journal[begin].batch_number)
+    verify_these = _verify_all if job.only is None else _verify_some
+    result = verify_these(job, journal, begin, verifiable)
     result.skipped.merge(skipped)
-    result.unverifiable = sum(batch_numbers(batch_id)[1] < first for batch_id in job.only)
+    result.unverifiable = len(named) - len(verifiable)
     return result
+
+
+def _from_number(batch_ids: Iterable[str], first: int) -> frozenset[str]:
+    return frozenset(batch_id for batch_id in batch_ids if batch_numbers(batch_id)[1] >= first)
 
 
 def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
@@ -153,7 +156,7 @@ def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
     In a live run, the records of a transaction do not become visible on all partitions at once, and new transactions
     follow. A batch that only one of the two names is a difference only if the other has no hidden records.
     """
-    began = time.monotonic()
+    began, named = time.monotonic(), job.named
     while True:
         journal_hides = bool(undecided(job.kafka, topic_name(job.run, "journal"), [job.partition]))
         skipped = SkippedRecords(logged=False)
@@ -161,9 +164,8 @@ def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
         begin = next(iter(beginnings(journal, job.log_begin)), None)
         if begin is None:
             return job, journal, skipped
-        first = journal[begin].batch_number
         journaled = {batch_id for record in journal[begin + 1 :] for batch_id in record.batch_ids}
-        wanted = {batch_id for batch_id in job.only or () if batch_numbers(batch_id)[1] >= first}
+        wanted = _from_number(named, journal[begin].batch_number)
         index_hides = False
         if not journaled <= job.index.keys():
             index_hides = bool(undecided(job.kafka, topic_name(job.run, "batch-index")))
@@ -176,10 +178,11 @@ def _settled(job: _Job) -> tuple[_Job, list[JournalRecord], SkippedRecords]:
         time.sleep(0.1)
 
 
-def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int) -> Verification:
-    result = Verification()
+def _verify_all(job: _Job, journal: Sequence[JournalRecord], begin: int, named: Collection[str]) -> Verification:
+    """Recompute every batch of the journal; each batch in `named` must be one of them."""
     later = journal[begin + 1 :]
     wanted = {batch_id for record in later for batch_id in record.batch_ids}
+    result = Verification(mismatches=_not_journaled(named, wanted))
     recorded = _recorded_digests(job, wanted, result)
     result.batches = len(wanted)
     drops: set[tuple[int, str]] = set()
@@ -225,8 +228,7 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: 
     result = Verification()
     snapshots = beginnings(journal, job.log_begin)
     cut_at = {batch_id: i for i, record in enumerate(journal) if i > begin for batch_id in record.batch_ids}
-    missing = sorted(batch_id for batch_id in only if batch_id not in cut_at)
-    result.mismatches += [f"batch {batch_id}: the index names it, but the journal does not" for batch_id in missing]
+    result.mismatches += _not_journaled(only, cut_at)
     waiting = sorted((batch_id for batch_id in only if batch_id in cut_at), key=lambda batch_id: cut_at[batch_id])
     while waiting:
         first = cut_at[waiting[0]]
@@ -253,6 +255,11 @@ def _verify_some(job: _Job, journal: Sequence[JournalRecord], begin: int, only: 
             f"batch {batch_id}: topic batches has it, but the fold does not cut it" for batch_id in sorted(these - met)
         ]
     return result
+
+
+def _not_journaled(named: Iterable[str], journaled: Collection[str]) -> list[str]:
+    missing = sorted(batch_id for batch_id in named if batch_id not in journaled)
+    return [f"batch {batch_id}: the index names it, but the journal does not" for batch_id in missing]
 
 
 def _before(snapshots: Sequence[int], position: int) -> int:

@@ -1,6 +1,6 @@
 """`rollstream verify`: recomputes batches from the log and compares them bit for bit.
 
-Exit code 0 if all are equal, 1 if one differs, or if a batch that was named can no longer be verified.
+Exit code 0 if all are equal, 1 if one differs, or if a batch that was named cannot be verified.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def show_verification(config: RunConfig, args: argparse.Namespace) -> int:
     result = verification.as_dict()
     text = verification_text(result)
     if result["unverifiable"]:
-        text += f"\n{result['unverifiable']:,} batches are no longer verifiable: their rollouts or journal were pruned"
+        text += f"\n{result['unverifiable']:,} batches are not verifiable: the log lacks their rollouts or journal"
     print(compact(result) if args.json else text)
     tell(verification.skipped)
     return 0 if not result["mismatches"] and not (args.batch and result["unverifiable"]) else 1
