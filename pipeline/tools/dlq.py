@@ -139,10 +139,12 @@ def read(
     skipped: SkippedRecords | None = None,
     *,
     with_value: Container[str] | None = None,
+    each: Callable[[Letter], None] = lambda _letter: None,
 ) -> list[Letter]:
     """Read every dead letter of a run, oldest first; invalid letters are added to `skipped`.
 
     Letters keep their values only if their names are in `with_value`, or if it is None: a value may have a megabyte.
+    Before its value is dropped, each letter is passed to `each`.
     """
     letters: dict[Place, Letter] = {}
     skipped = SkippedRecords(logged=False) if skipped is None else skipped
@@ -166,6 +168,7 @@ def read(
             )
             if letter.topic not in SOURCES:
                 raise RecordError(f"its source topic is {letter.topic[:100]!r}, not rollouts or unlabelled")
+            each(letter)
             kept = with_value is None or letter.name in with_value
             letters[letter.place] = letter if kept else replace(letter, value=None)
     return sorted(letters.values(), key=lambda letter: (letter.at_ms, letter.place))

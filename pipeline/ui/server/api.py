@@ -7,10 +7,9 @@ from typing import Any
 
 from aiohttp import web
 
-from rollstream.pipeline.tools import dlq
 from rollstream.pipeline.ui.index.group_query import GroupFilter
 from rollstream.pipeline.ui.index.run_index import RolloutFilter
-from rollstream.pipeline.ui.server import dead_letters, offset_fates, session_list
+from rollstream.pipeline.ui.server import offset_fates, session_list
 from rollstream.pipeline.ui.server import parameters as given
 from rollstream.pipeline.ui.server.answers import UnusableParameter, answer
 from rollstream.pipeline.ui.server.event_stream import stream
@@ -146,22 +145,17 @@ class Api:
         run, query = self._run(request, live=True), request.query
         state = given.choice(query, "state", ("", *session_list.STATES))
         sessions = await run.sessions.get()
-        chosen = [s for s in sessions.by_name.values() if not state or session_list.state_of(s) == state]
-        shown, following = given.page_of(chosen, [session.name for session in chosen], query)
-        return answer({"rows": [sessions.row(session) for session in shown], "next": following, "total": len(chosen)})
+        chosen = {name: row for name, row in sessions.rows.items() if not state or row["state"] == state}
+        shown, following = given.page_of([*chosen.values()], [*chosen], query)
+        return answer({"rows": shown, "next": following, "total": len(chosen)})
 
     async def _session(self, request: web.Request) -> web.Response:
-        run = self._run(request, live=True)
-        sessions, name = await run.sessions.get(), request.match_info["session"]
-        return answer(await run.compute(lambda: sessions.details(name)))
+        return answer(await self._run(request, live=True).session(request.match_info["session"]))
 
     async def _letters(self, request: web.Request) -> web.Response:
         letters = await self._run(request, live=True).letters.get()
-        newest_first: list[dlq.Letter] = letters[::-1]
-        shown, following = given.page_of(newest_first, [letter.name for letter in newest_first], request.query)
-        return answer(
-            {"rows": [dead_letters.row(letter) for letter in shown], "next": following, "total": len(letters)}
-        )
+        shown, following = given.page_of(letters, [row["place"] for row in letters], request.query)
+        return answer({"rows": shown, "next": following, "total": len(letters)})
 
     async def _redrive(self, request: web.Request) -> web.Response:
         run, body = self._run(request, live=True), await _object(request)

@@ -7,16 +7,24 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import dlq
 from rollstream.pipeline.tools.plain_values import compact, decoded, plain
 from rollstream.pipeline.ui.server.answers import UnusableParameter
+from rollstream.topics.config import KafkaConfig
 
 _PREVIEW = 200
 _MOST_SENT = 1000
 
 
-def row(letter: dlq.Letter) -> dict[str, Any]:
-    """Return a letter as a row."""
-    value = decoded(letter.value)
-    # A complete record may have thousands of tokens; `plain` abbreviates them.
-    preview = value.decode(errors="replace") if isinstance(value, bytes) else compact(plain(value)) if value else ""
+def rows(kafka: KafkaConfig, run: str) -> list[dict[str, Any]]:
+    """Return a row for each letter, newest first. No letter's value is kept: it may have a megabyte."""
+    previews: dict[dlq.Place, str] = {}
+
+    def note(letter: dlq.Letter) -> None:
+        previews[letter.place] = _preview(letter.value)
+
+    letters = dlq.read(kafka, run, with_value=(), each=note)
+    return [_row(letter, previews[letter.place]) for letter in reversed(letters)]
+
+
+def _row(letter: dlq.Letter, preview: str) -> dict[str, Any]:
     return {
         "place": letter.name,
         "source": f"{letter.topic} {letter.partition}:{letter.source}",
@@ -24,8 +32,17 @@ def row(letter: dlq.Letter) -> dict[str, Any]:
         "time_ms": letter.at_ms,
         "bytes": letter.size_bytes,
         "redriven": bool(letter.redriven),
-        "preview": preview[:_PREVIEW],
+        "preview": preview,
     }
+
+
+def _preview(value: bytes | None) -> str:
+    record = decoded(value)
+    if isinstance(record, bytes):
+        # A character of UTF-8 has at most four bytes.
+        return record[: 4 * _PREVIEW].decode(errors="replace")[:_PREVIEW]
+    # A complete record may have thousands of tokens; `plain` abbreviates them.
+    return compact(plain(record))[:_PREVIEW] if record else ""
 
 
 def redrive(config: RunConfig, places: object) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 from rollstream.pipeline import lasting_changes, steering
 from rollstream.pipeline.audit.ledger import LiveLedger
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.tools import dlq
 from rollstream.pipeline.tools.ledger import live_ledger
 from rollstream.pipeline.tools.run_view import RolloutPlace
 from rollstream.pipeline.ui.index.run_index import RunIndex
@@ -19,7 +18,7 @@ from rollstream.pipeline.ui.server.kept import Kept
 from rollstream.pipeline.ui.server.ledger_keeper import LedgerKeeper
 from rollstream.pipeline.ui.server.live_run import LiveRun
 from rollstream.pipeline.ui.server.offset_fates import ranges_of
-from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions
+from rollstream.pipeline.ui.server.session_list import SessionList, read_sessions, reading_of
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.offset_ranges import OffsetRange
@@ -44,7 +43,9 @@ class PageRun:
         self._slow = Background(f"topics of {config.run}")
         # A change may wait for grouping for a minute, so it has a separate thread.
         self._changes = Background(f"changes of {config.run}")
-        self.letters: Kept[list[dlq.Letter]] = Kept(self._slow, lambda: dlq.read(config.kafka, config.run), _KEEP_S)
+        self.letters: Kept[list[dict[str, Any]]] = Kept(
+            self._slow, lambda: dead_letters.rows(config.kafka, config.run), _KEEP_S
+        )
         self.sessions: Kept[SessionList] = Kept(self._slow, lambda: read_sessions(config.kafka, config.run), _KEEP_S)
         self.mixture: Kept[dict[str, Any]] = Kept(self._slow, lambda: mixture_states.mixture(config), _KEEP_S)
         self._books: LiveLedger | None = None
@@ -89,6 +90,11 @@ class PageRun:
             return []
         answer = await self.ask(lambda index: index.series(names=["none"]))
         return list(answer["learners"])
+
+    async def session(self, name: str) -> dict[str, Any]:
+        """Return one session with its events and calls, which are read again."""
+        sessions, read = await self.sessions.get(), reading_of(self.config.kafka, self.name)
+        return await self._slow.call(lambda: sessions.details(name, read))
 
     async def redrive(self, places: object) -> dict[str, Any]:
         """Send dead letters again."""

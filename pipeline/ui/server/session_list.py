@@ -1,6 +1,10 @@
-"""Sessions of agents for the page: a list with their states, derived as in gateways, and one session with its calls."""
+"""Sessions of agents for the page: a list with their states, derived as in gateways, and one session with its calls.
 
-from collections.abc import Iterable
+A run may have millions of calls, so the list keeps none; the records of one session are read again when it is shown.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from typing import Any
 
 from rollstream.pipeline.audit.ledger.calls import CallBook
@@ -16,56 +20,57 @@ from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import ModelCall, SessionEvent
 
+Reading = Callable[[int, range], Iterable[KafkaRecord]]
+"""Reads offsets of a partition of `calls`."""
 STATES = ("open", "waits_for_reward", "closing", "finished", "cancelled")
 
 
 class SessionList:
-    """Sessions of a run at the time they were read, newest first."""
+    """Sessions of a run at the time they were read, newest first; it keeps the places of their records."""
 
     def __init__(self, messages: Iterable[KafkaRecord]) -> None:
-        book, self._ended = CallBook(), dict[str, int]()
-        self._messages: dict[str, list[tuple[KafkaRecord, ModelCall | SessionEvent]]] = {}
+        book, ended, began = CallBook(), dict[str, int](), dict[str, int]()
+        self._offsets: dict[str, dict[int, range]] = {}
+        """By session and partition, offsets that include all its records."""
         skipped = SkippedRecords(logged=False)
-        began: dict[str, int] = {}
         for message in messages:
             with skipped.passing(message):
-                record = decode(message.value)
-                if not isinstance(record, ModelCall | SessionEvent):
-                    raise RecordError(f"a {type(record).__name__} instead of a call or an event of a session")
+                record = _record(message)
                 book.add(message, record)
-                self._messages.setdefault(record.session, []).append((message, record))
+                within = self._offsets.setdefault(record.session, {})
+                first = within.get(message.partition, range(message.offset, 0)).start
+                within[message.partition] = range(first, message.offset + 1)
                 began.setdefault(record.session, message.timestamp_ms)
                 if isinstance(record, SessionEvent) and record.kind in ("end", "finished"):
-                    self._ended.setdefault(record.session, message.timestamp_ms)
-        self._began = began
+                    ended.setdefault(record.session, message.timestamp_ms)
         sessions = {session.name: session for session in book.sessions}
-        self.by_name = {name: sessions[name] for name in sorted(sessions, key=lambda name: (-began[name], name))}
+        newest = sorted(sessions, key=lambda name: (-began[name], name))
+        self.rows = {name: _row(sessions[name], began[name], ended.get(name)) for name in newest}
+        """Row of each session, by name."""
 
-    def row(self, session: CapturedSession) -> dict[str, Any]:
-        """Return a session as a row."""
-        closed = session.closed
-        return {
-            "session": session.name,
-            "environment": session.start.environment,
-            "state": state_of(session),
-            "calls": session.counted_calls,
-            "rollouts": len(session.finished.uids) if session.finished else 0,
-            "began_ms": self._began[session.name],
-            "ended_ms": self._ended.get(session.name),
-            "reason": (closed.reason or None) if closed else None,
-        }
+    def details(self, name: str, read: Reading) -> dict[str, Any]:
+        """Return a session with its events and its calls with all messages; `read` reads records of `calls` again.
 
-    def details(self, name: str) -> dict[str, Any]:
-        """Return a session with its events and its calls with all messages. Raises TopicError if it does not exist."""
-        if name not in self.by_name:
+        Raises TopicError if the session does not exist.
+        """
+        if name not in self.rows:
             raise TopicError("there is no such session; /sessions lists them")
         sequences, events, calls = CallSequences(), [], []
-        for message, record in self._messages[name]:
-            if isinstance(record, SessionEvent):
-                events.append(_event(message, record))
-            else:
-                calls.append(_call(message, record, sequences))
-        return {"session": self.row(self.by_name[name]), "events": events, "calls": calls}
+        skipped = SkippedRecords(logged=False)
+        for partition, offsets in self._offsets[name].items():
+            for message in read(partition, offsets):
+                # A value without the bytes of the name belongs to another session, and need not be decoded.
+                if name.encode() not in (message.value or b""):
+                    continue
+                with skipped.passing(message):
+                    record = _record(message)
+                    if record.session != name:
+                        continue
+                    if isinstance(record, SessionEvent):
+                        events.append(_event(message, record))
+                    else:
+                        calls.append(_call(message, record, sequences))
+        return {"session": self.rows[name], "events": events, "calls": calls}
 
 
 def read_sessions(kafka: KafkaConfig, run: str) -> SessionList:
@@ -76,6 +81,44 @@ def read_sessions(kafka: KafkaConfig, run: str) -> SessionList:
     except TopicError:
         return SessionList(())
     return SessionList(read_to_end(kafka, topic))
+
+
+def reading_of(kafka: KafkaConfig, run: str) -> Reading:
+    """Return a function that reads some offsets of a partition of `calls`."""
+    topic = topic_name(run, "calls")
+
+    def read(partition: int, offsets: range) -> Iterator[KafkaRecord]:
+        messages = read_to_end(kafka, topic, partitions=[partition], start={partition: offsets.start})
+        with closing(messages):
+            for message in messages:
+                if message.offset >= offsets.stop:
+                    return
+                yield message
+                if message.offset == offsets.stop - 1:
+                    return
+
+    return read
+
+
+def _record(message: KafkaRecord) -> ModelCall | SessionEvent:
+    record = decode(message.value)
+    if not isinstance(record, ModelCall | SessionEvent):
+        raise RecordError(f"a {type(record).__name__} instead of a call or an event of a session")
+    return record
+
+
+def _row(session: CapturedSession, began_ms: int, ended_ms: int | None) -> dict[str, Any]:
+    closed = session.closed
+    return {
+        "session": session.name,
+        "environment": session.start.environment,
+        "state": state_of(session),
+        "calls": session.counted_calls,
+        "rollouts": len(session.finished.uids) if session.finished else 0,
+        "began_ms": began_ms,
+        "ended_ms": ended_ms,
+        "reason": (closed.reason or None) if closed else None,
+    }
 
 
 def state_of(session: CapturedSession) -> str:
