@@ -129,8 +129,7 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
         return result
     advantages: dict[int, float] = {}
     recorded_drops = {drop.offset for record in journal for drop in record.drops if drop.reason in NO_VARIANCE}
-    recorded = list(read_batches(job.kafka, job.run, result.skipped, job.partition))
-    taken = _taken_offsets(recorded, job.taken)
+    taken = _taken_offsets(job)
     writer = BatchWriter(job.kafka, job.into) if job.into else None
     plug_ins = load_plug_ins(job.grouper)
     start, later = _beginning(job, journal, plug_ins)
@@ -144,7 +143,8 @@ def correct_partition(job: CorrectionJob) -> CorrectedPartition:
             if writer is not None and (rest := _without(batch, taken)) is not None:
                 writer.write(rest)
         advantages.update(_without_variance(output.journal.drops))
-    for batch in recorded:
+    # Read again: all batches of a partition do not fit into memory.
+    for batch in read_batches(job.kafka, job.run, result.skipped, job.partition):
         _compare(result, batch, advantages, range(start.position, stop))
     if writer is not None:
         result.entries = writer.close()
@@ -199,11 +199,13 @@ def _compare(result: CorrectedPartition, batch: TrainingBatch, advantages: Mappi
     result.groups_lost += sum(not after[(index == group) & known].any() for group in changed) if rows else 0
 
 
-def _taken_offsets(batches: Iterable[TrainingBatch], taken: TakenRows) -> frozenset[int]:
+def _taken_offsets(job: CorrectionJob) -> frozenset[int]:
+    """Return the offsets of the rollouts in `job.taken`. Invalid batches are counted by the comparison alone."""
     offsets: set[int] = set()
-    for batch in batches:
-        if batch.batch_id in taken:
-            rows = taken[batch.batch_id]
+    unlogged = SkippedRecords(logged=False)
+    for batch in read_batches(job.kafka, job.run, unlogged, job.partition) if job.taken else ():
+        if batch.batch_id in job.taken:
+            rows = job.taken[batch.batch_id]
             offsets.update((batch.source_offsets[list(rows)] if rows else batch.source_offsets).tolist())
     return frozenset(offsets)
 
