@@ -182,7 +182,10 @@ def _number(headers: Mapping[str, str], name: str) -> int:
 
 
 def chosen(letters: Sequence[Letter], wanted: Sequence[str], run: str) -> list[Letter]:
-    """Return the letters with these names, or all letters if `wanted` is empty. Raises TopicError if one is missing."""
+    """Return the letters with these names, each once, or all letters if `wanted` is empty.
+
+    Raises TopicError if a letter is missing.
+    """
     by_name = {letter.name: letter for letter in letters}
     for name in wanted:
         if name not in by_name:
@@ -190,7 +193,7 @@ def chosen(letters: Sequence[Letter], wanted: Sequence[str], run: str) -> list[L
                 f"run {run} has no dead letter {name}; `rollstream dlq ls` lists them, by PARTITION:OFFSET in "
                 f"dead-letters"
             )
-    return [by_name[name] for name in wanted] if wanted else list(letters)
+    return [by_name[name] for name in dict.fromkeys(wanted)] if wanted else list(letters)
 
 
 def _list(letters: Sequence[Letter], args: argparse.Namespace) -> int:

@@ -78,6 +78,16 @@ def test_the_letters_that_are_shown_have_their_values(
     assert [each["value"]["uid"] for each in shown] == [f"x-{each['offset']}" for each in shown]
 
 
+def test_a_letter_that_is_named_twice_is_sent_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = [letter(offset, encode(rollout(member=offset))) for offset in range(2)]
+    monkeypatch.setattr(dlq, "read_to_end", lambda *_, **__: iter(small))
+    words = Namespace(action="redrive", letter=["0:1", "0:0", "0:1"], fix=None, dry_run=True, json=True)
+    assert dlq.dlq(RunConfig(run="main"), words) == 0
+    assert json.loads(capsys.readouterr().out)["redriven"] == ["0:1", "0:0"]
+
+
 def test_letters_that_were_not_named_keep_no_value() -> None:
     letters = dlq.read(RunConfig().kafka, "main", with_value=frozenset({"0:5"}))
     assert [each.name for each in letters if each.value is not None] == ["0:5"]
