@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import date, datetime
 from decimal import Decimal
@@ -44,6 +45,8 @@ def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
     if args.csv and args.json:
         raise ConfigurationError("--json and --csv cannot be combined; give one of them")
     answer = query(open_store(place_of(config, args.archive)), args.query)
+    if args.json:
+        _refuse_repeated(answer.columns)
     if args.plot is not None:
         plot(answer, args.plot)
     if args.json:
@@ -55,6 +58,16 @@ def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
     else:
         print(table(answer.columns, [tuple(map(_shown, row)) for row in answer.rows]))
     return 0
+
+
+def _refuse_repeated(columns: Sequence[str]) -> None:
+    """Raise ConfigurationError if two columns have the same name: an object of JSON has each name once."""
+    repeated = [name for name, count in Counter(columns).items() if count > 1]
+    if repeated:
+        raise ConfigurationError(
+            f"--json needs different names of columns, but several columns have the name {', '.join(repeated)}; give "
+            f"each a name of its own with `as`, or use --csv"
+        )
 
 
 def show_tables(as_json: bool) -> None:

@@ -154,6 +154,8 @@ def test_an_answer_is_a_table_or_csv(archive: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out.splitlines() == ["uid   reward  extra", "x0-0   1.000  {}", "x1-1   0.000  {}"]
     assert rollstream(archive, words, "--csv") == 0
     assert list(csv.reader(capsys.readouterr().out.splitlines()))[1] == ["x0-0", "1.0", "{}"]
+    assert rollstream(archive, "select 1 as x, 2 as x", "--csv") == 0
+    assert capsys.readouterr().out == "x,x\n1,2\n"
 
 
 @pytest.mark.parametrize(
@@ -167,6 +169,7 @@ def test_an_answer_is_a_table_or_csv(archive: Path, capsys: pytest.CaptureFixtur
         (("select * from '/etc/hostname'",), "cannot be answered"),
         (("select nosuch from rollouts",), "nosuch"),
         (("select 1", "--json", "--csv"), "give one"),
+        (("select uid, reward as x, extra as x from rollouts", "--json"), "the name x; give each"),
         (("select uid from rollouts", "--plot", "x.png"), "two columns"),
         (("select reward, uid from rollouts", "--plot", "x.png"), "numbers in the second column"),
         (("select uid, reward from rollouts", "--plot", "x.svg"), "writes PNG"),
