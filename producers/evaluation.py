@@ -6,12 +6,12 @@ An environment that calls the policy itself plays through an endpoint like a wor
 import asyncio
 import hashlib
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from rollstream.producers.agent_player import play_agent
+from rollstream.producers.component_means import ComponentMeans
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import AgentEnvironment, Prompt, Split
 from rollstream.producers.environment_loading import LoadedEnvironment
@@ -144,17 +144,17 @@ async def evaluate(
     for rollout in rollouts:
         producer.send(rollout)
     await asyncio.to_thread(producer.flush)
-    components: Counter[str] = Counter()
+    components = ComponentMeans()
     # Branches of an episode have the same score.
     for first, *_others in episodes:
-        components.update(first.reward_components)
+        components.add(first.reward_components)
     return Evaluation(
         version=version,
         lowest_version=min(rollout.lowest_version for rollout in rollouts),
         highest_version=max(rollout.highest_version for rollout in rollouts),
         prompts=len(episodes),
         reward=sum(first.reward for first, *_others in episodes) / len(episodes),
-        components={name: total / len(episodes) for name, total in components.items()},
+        components=components.means(),
     )
 
 

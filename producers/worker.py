@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollstream.producers.agent_player import PlayedEpisode, play_agents
+from rollstream.producers.component_means import ComponentMeans
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.curriculum import success_of
 from rollstream.producers.dual_writer import DualWriter
@@ -112,7 +113,7 @@ class Worker:
         self._waited_s = 0.0
         self._waiting_since_s: float | None = None
         self._reward = 0.0
-        self._components: Counter[str] = Counter()
+        self._components = ComponentMeans()
         self._reported = time.monotonic()
 
     @property
@@ -124,7 +125,7 @@ class Worker:
             rollouts=self._sent,
             cancelled=self._cancelled,
             reward=self._reward / scored,
-            components={name: total / scored for name, total in sorted(self._components.items())},
+            components=self._components.means(),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -399,7 +400,7 @@ class Worker:
         if not self._outlet.awaits_label(rollout.environment):
             self._scored += 1
             self._reward += rollout.reward
-            self._components.update(rollout.reward_components)
+            self._components.add(rollout.reward_components)
 
     def _cancel(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
         if not uids:
