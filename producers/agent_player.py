@@ -70,6 +70,8 @@ async def play_agent(
                 score = await environment.play(prompt, episode.endpoint)
         except (Exception, asyncio.CancelledError) as error:
             if being_cancelled(error):
+                # An evaluator that ends an evaluation goes on with others.
+                episode.forget()
                 raise
             if timeout.expired():
                 failure = EpisodeFailed(

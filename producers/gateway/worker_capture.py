@@ -207,9 +207,13 @@ class WorkerCapture:
         place = await self._writer.append(change)
         session.add_event(change, place.append_ms)
         if kind == "finished":
-            self._sessions.pop(session.name, None)
-            self._failures.pop(session.name, None)
-            self._capture.forget(session.name)
+            self.forget(session)
+
+    def forget(self, session: CapturedSession) -> None:
+        """Take no more calls of a session, and free its memory. On the log it stays as it is."""
+        self._sessions.pop(session.name, None)
+        self._failures.pop(session.name, None)
+        self._capture.forget(session.name)
 
     async def _session_of(self, http: web.Request) -> CapturedSession:
         name = http.match_info["session"]
@@ -271,3 +275,7 @@ class EpisodeCapture:
     async def cancelled(self, reason: str) -> None:
         """Record that the calls yield no rollouts, because the episode is cancelled on the log or tried again."""
         await self._capture.change(self._session, "finished", reason=reason[:4096] or "cancelled")
+
+    def forget(self) -> None:
+        """Take no more calls, and leave the session open on the log."""
+        self._capture.forget(self._session)

@@ -87,6 +87,7 @@ class WaitingSums(Sums):
         self.began = asyncio.Event()
 
     async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        self.endpoint = endpoint
         self.began.set()
         await asyncio.Event().wait()
         return Score(reward=0.0)
@@ -144,15 +145,20 @@ def test_a_task_that_a_library_cancelled_fails_the_episode() -> None:
     assert "sums failed on t: CancelledError()" in str(error)
 
 
-def test_a_request_to_stop_cancels_an_agent() -> None:
+def test_a_request_to_stop_cancels_an_agent_and_leaves_no_session_in_memory() -> None:
     async def scenario(url: str) -> None:
         agent = WaitingSums()
-        playing = asyncio.ensure_future(error_of(agent, url))
-        await agent.began.wait()
-        playing.cancel()
-        await playing
+        async with capture_of(url) as capture:
+            limits = EpisodeLimits(timeout_s=60, attempts=2)
+            playing = asyncio.ensure_future(play_agent(agent, capture, PROMPT, STAMP, limits))
+            await agent.began.wait()
+            playing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await playing
+            with pytest.raises(openai.NotFoundError, match="it may have ended"):
+                await Sums().play(PROMPT, agent.endpoint)
 
-    with nobody_listening() as url, pytest.raises(asyncio.CancelledError):
+    with nobody_listening() as url:
         asyncio.run(scenario(url))
 
 

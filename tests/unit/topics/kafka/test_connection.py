@@ -1,4 +1,4 @@
-"""What is said of an address where no broker answers."""
+"""The error names why no broker answers at an address."""
 
 import socket
 from pathlib import Path
