@@ -1,8 +1,8 @@
 """A real Kafka broker on this machine: it answers once `start` returns, and has ended once `stop` returns.
 
 Tests, the demo and `rollstream broker` use it; several brokers can run side by side. A broker keeps its data.
-broker.json in its data directory describes it, so that another process can find it. With `bound_to_parent` it ends when
-the process that started it ends, for whatever reason.
+broker.json in its data directory describes it as soon as its process runs, so that another process can find it. With
+`bound_to_parent` it ends when the process that started it ends, for whatever reason.
 """
 
 import dataclasses
@@ -16,6 +16,7 @@ from rollstream.infra.broker_start import (
     PlannedBroker,
     StartedBroker,
     reap,
+    refuse_running,
     retry_taken_ports,
     run_kill_command,
     start_together,
@@ -65,12 +66,7 @@ class LocalBroker(Stopping):
             raise BrokerUnavailable(
                 f"{config.data_dir} holds a cluster of {cluster.nodes} nodes: start the cluster, or give another --data"
             )
-        running = find(config.data_dir)
-        if running:
-            raise BrokerUnavailable(
-                f"a broker already runs on {config.data_dir}: {running.bootstrap_servers} (pid {running.process.pid}); "
-                f"use it, stop it with `rollstream broker stop --data {config.data_dir}`, or give another --data"
-            )
+        refuse_running(config.data_dir)
         started = _start(config, bound_to_parent=bound_to_parent)
         return cls(config, started.state, started.child)
 

@@ -1,9 +1,12 @@
 """Starts brokers together and waits until each answers; if one fails, none is left running.
 
-The callers, `rollstream.infra.broker` and `rollstream.infra.cluster`, own the brokers returned.
+A broker's state file is written as soon as its process runs, so that `rollstream broker stop` can end the broker of a
+start that was killed while it waited. The callers, `rollstream.infra.broker` and `rollstream.infra.cluster`, own the
+brokers returned.
 """
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
@@ -11,14 +14,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 import rollstream.infra.child_keeper
-from rollstream.infra.broker_state import BrokerState, read, write
+from rollstream.infra.broker_state import BrokerState, find, read, write
 from rollstream.infra.config import BrokerConfig, BrokerLayout
 from rollstream.infra.jars import KAFKA_VERSION
 from rollstream.infra.launch_commands import LaunchCommand, prepare
@@ -82,27 +85,51 @@ def retry_taken_ports(attempt: Callable[[], T]) -> T:
     raise AssertionError("unreachable")
 
 
+def refuse_running(data_dir: Path) -> None:
+    """Raise BrokerUnavailable if a broker runs on this data, whether it answers or not."""
+    running = find(data_dir)
+    if running:
+        raise BrokerUnavailable(
+            f"a broker already runs on {data_dir}: {running.bootstrap_servers} (pid {running.process.pid}); "
+            f"use it, stop it with `rollstream broker stop --data {data_dir}`, or give another --data"
+        )
+
+
 def start_together(
-    provider: JavaKafka | DockerKafka, brokers: Sequence[PlannedBroker], *, bound_to_parent: bool
+    provider: JavaKafka | DockerKafka,
+    brokers: Sequence[PlannedBroker],
+    *,
+    bound_to_parent: bool,
+    record: Callable[[], None] = lambda: None,
 ) -> list[StartedBroker]:
-    """Start brokers and return when each answers. Raises PortTaken or BrokerUnavailable after ending all of them."""
+    """Start brokers and return when each answers. `record` is called just before their processes start, when no other
+    start on their data is possible.
+
+    Raises PortTaken or BrokerUnavailable after ending all of them.
+    """
     began = time.monotonic()
     for broker in brokers:
         _make_directory(broker.layout)
-    log_sizes = [broker.layout.log.stat().st_size for broker in brokers]
-    with ThreadPoolExecutor(len(brokers)) as pool:
-        launches = list(
-            pool.map(
-                lambda p: prepare(provider, p.config, p.layout, port=p.port, controller_port=p.controller_port), brokers
-            )
-        )
+    name = "docker" if isinstance(provider, DockerKafka) else "java"
     starting: list[_StartingBroker] = []
     try:
-        for broker, launch, offset_bytes in zip(brokers, launches, log_sizes, strict=True):
-            child, pid = _spawn(launch, broker.layout, broker.config, bound_to_parent=bound_to_parent)
-            starting.append(_StartingBroker(broker, launch, child, pid, identify(pid), began, offset_bytes))
-        name = "docker" if isinstance(provider, DockerKafka) else "java"
-        return [process.await_answer(name) for process in starting]
+        with contextlib.ExitStack() as locks:
+            for broker in brokers:
+                locks.enter_context(_sole_start(broker.layout))
+            log_sizes = [broker.layout.log.stat().st_size for broker in brokers]
+            with ThreadPoolExecutor(len(brokers)) as pool:
+                launches = list(
+                    pool.map(
+                        lambda p: prepare(provider, p.config, p.layout, port=p.port, controller_port=p.controller_port),
+                        brokers,
+                    )
+                )
+            record()
+            for broker, launch, offset_bytes in zip(brokers, launches, log_sizes, strict=True):
+                child, pid = _spawn(launch, broker.layout, broker.config, bound_to_parent=bound_to_parent)
+                starting.append(_StartingBroker(broker, launch, child, pid, identify(pid), name, began, offset_bytes))
+                starting[-1].write_state()
+        return [process.await_answer() for process in starting]
     except BaseException:
         # Also on Ctrl-C, so that no broker outlives a failed attempt.
         for process in starting:
@@ -141,11 +168,17 @@ class _StartingBroker:
     child: subprocess.Popen[bytes]
     pid: int
     process: ProcessIdentity | None
+    provider: str
     began: float
     offset_bytes: int
     """Size of the broker's log before this start."""
 
-    def await_answer(self, provider: str) -> StartedBroker:
+    def write_state(self) -> None:
+        """Write the broker's state file, unless its process has ended already."""
+        if self.process:
+            write(self.broker.layout.state, self._state(self.process))
+
+    def await_answer(self) -> StartedBroker:
         config, layout, process = self.broker.config, self.broker.layout, self.process
         while process and not broker_answers(config.host, self.broker.port):
             if self.child.poll() is not None or not is_running(process):
@@ -165,14 +198,13 @@ class _StartingBroker:
                     f"KAFKA_HOME): set KAFKA_HOME to the newer Kafka, or give another --data (log: {layout.log})"
                 )
             raise self._failed(f"ended while starting (exit {self.child.returncode})")
-        state = BrokerState(process, config.host, self.broker.port, provider, str(layout.log), self.launch.kill_command)
-        write(layout.state, state)
+        state = self._state(process)
         event(
             logger,
             "broker_started",
             bootstrap_servers=state.bootstrap_servers,
             pid=self.pid,
-            provider=provider,
+            provider=self.provider,
             data=str(layout.root),
             seconds=round(time.monotonic() - self.began, 2),
         )
@@ -190,6 +222,10 @@ class _StartingBroker:
         if state and state.process == self.process:
             self.broker.layout.state.unlink(missing_ok=True)
 
+    def _state(self, process: ProcessIdentity) -> BrokerState:
+        host, log = self.broker.config.host, str(self.broker.layout.log)
+        return BrokerState(process, host, self.broker.port, self.provider, log, self.launch.kill_command)
+
     def _failed(self, failure: str) -> BrokerUnavailable:
         log = self.broker.layout.log
         return BrokerUnavailable(f"Kafka {failure}; the end of {log}:\n{log_tail(log, offset_bytes=self.offset_bytes)}")
@@ -203,6 +239,23 @@ def _make_directory(layout: BrokerLayout) -> None:
         raise BrokerUnavailable(
             f"broker data directory {layout.root} cannot be used ({error}); give another --data"
         ) from None
+
+
+@contextlib.contextmanager
+def _sole_start(layout: BrokerLayout) -> Iterator[None]:
+    """Hold off other starts on this data, which would replace the state file of this one.
+
+    Raises BrokerUnavailable if another process starts a broker on this data, or if one runs.
+    """
+    with layout.log.open("ab") as log:
+        try:
+            fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BrokerUnavailable(
+                f"another process starts a broker on {layout.root} at this moment: wait for it, or give another --data"
+            ) from None
+        refuse_running(layout.root)
+        yield
 
 
 def _spawn(

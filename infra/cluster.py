@@ -65,14 +65,18 @@ class LocalCluster(Stopping):
 
         def attempt() -> tuple[list[BrokerConfig], list[LocalBroker]]:
             planned = _plan_brokers(root, state, config)
-            started = start_together(provider, planned, bound_to_parent=bound_to_parent)
             configs = [dataclasses.replace(broker.config, port=broker.port) for broker in planned]
+            started = start_together(
+                provider,
+                planned,
+                bound_to_parent=bound_to_parent,
+                record=lambda: write_cluster(BrokerLayout(root=root), _state_of(configs)),
+            )
             return configs, [LocalBroker(c, s.state, s.child) for c, s in zip(configs, started, strict=True)]
 
         configs, brokers = retry_taken_ports(attempt)
         cluster = cls(root, brokers, configs)
         try:
-            write_cluster(BrokerLayout(root=root), _state_of(configs))
             cluster.await_live(range(nodes))
         except BaseException:
             cluster.stop()
