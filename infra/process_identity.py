@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,15 @@ def send(process: ProcessIdentity, number: signal.Signals) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def kill_group(leader: ProcessIdentity) -> None:
+    """SIGKILL the process group of this process: itself and whatever it started, also if it has ended itself. Does
+    nothing if another process has its id now."""
+    # The system gives the id to no other process while a process that this one started is in the group of that id.
+    if identify(leader.pid) in (None, leader):
+        with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
+            os.killpg(leader.pid, signal.SIGKILL)
 
 
 def await_end(process: ProcessIdentity, timeout_s: float) -> bool:

@@ -9,12 +9,11 @@ import os
 import signal
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from rollstream.consumers.files.atomic_files import StoreError, lock_directory, write_json
-from rollstream.infra.process_identity import ProcessIdentity, await_end, identify, is_running, send
+from rollstream.infra.process_identity import ProcessIdentity, await_end, identify, is_running, kill_group, send
 from rollstream.pipeline.run.adopted_process import AdoptedProcess
 from rollstream.pipeline.run.orphans import EXIT_FILES, RegisteredProcess, RegisteredRun, exit_file, read
 from rollstream.topics.closing import Closing
@@ -117,10 +116,10 @@ class ProcessRegistry(Closing):
             event(logger, "registry_not_written", level=logging.WARNING, error=str(error))
 
     def _end(self, processes: Iterable[ProcessIdentity]) -> None:
+        """End processes together, and whatever they started."""
         ending = [process for process in processes if send(process, signal.SIGTERM)]
         deadline = time.monotonic() + self._stop_timeout_s
         for process in ending:
-            if not await_end(process, max(0.0, deadline - time.monotonic())):
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await_end(process, _KILLED_S)
+            await_end(process, max(0.0, deadline - time.monotonic()))
+            kill_group(process)
+            await_end(process, _KILLED_S)

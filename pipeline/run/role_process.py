@@ -2,13 +2,16 @@
 
 The supervisor passes two inherited pipes by number. The line "ready" on ROLLSTREAM_READY_FD means that the role is
 ready; any other line reports progress of the start. End of file on ROLLSTREAM_LIFELINE_FD means that the supervisor is
-gone, even by kill -9: the role ends, unless another supervisor adopts it through the list at ROLLSTREAM_REGISTRY.
+gone, even by kill -9: the role ends, and so does whatever it started, unless another supervisor adopts it through the
+list at ROLLSTREAM_REGISTRY.
 Without these pipes a role runs on its own.
 """
 
+import atexit
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
@@ -66,7 +69,8 @@ PHASE = RolePhase()
 
 def watch_lifeline() -> None:
     """Stop this process once its supervisor is gone and no other adopts it: SIGTERM first, _exit after a grace period.
-    Call it before slow imports."""
+    At its end, whatever it started is killed, as the supervisor would. Call it before slow imports, and before exit
+    handlers are registered that must run first."""
     number = os.environ.get(LIFELINE_VARIABLE)
     # Processes that this one starts must not inherit the variable, because they are not in the list.
     registry = os.environ.pop(REGISTRY_VARIABLE, "")
@@ -74,6 +78,7 @@ def watch_lifeline() -> None:
         return
     lifeline = int(number)
     os.set_inheritable(lifeline, False)
+    abandoned = threading.Event()
 
     def wait() -> None:
         while os.read(lifeline, 1):  # nothing is ever written: this returns at end of file
@@ -84,11 +89,27 @@ def watch_lifeline() -> None:
             while is_running(supervisor):
                 time.sleep(_LOOK_S)
             event(logger, "supervisor_lost", level=logging.WARNING, grace_s=ORPHAN_GRACE_S)
+        abandoned.set()
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(ORPHAN_GRACE_S)
+        _kill_own_group()
         os._exit(SUPERVISOR_LOST)
 
+    @atexit.register
+    def end_group() -> None:
+        if abandoned.is_set():
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError, ValueError, AttributeError):
+                    stream.flush()
+            _kill_own_group()
+
     threading.Thread(target=wait, name="lifeline", daemon=True).start()
+
+
+def _kill_own_group() -> None:
+    """SIGKILL this process and whatever it started, if it leads its process group, as every role of a supervisor."""
+    if os.getpgrp() == os.getpid():
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def announce_ready(environment: Mapping[str, str] = os.environ) -> None:

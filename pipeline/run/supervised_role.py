@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollstream.infra.process_identity import ProcessIdentity, identify, is_running
+from rollstream.infra.process_identity import ProcessIdentity, identify, is_running, kill_group
 from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE, AdoptedProcess
 from rollstream.pipeline.run.role_spec import RoleSpec
 
@@ -50,9 +50,10 @@ class SupervisedRole:
 
     def kill_group(self) -> None:
         """SIGKILL the process and whatever it started, unless another process has its id now."""
-        # The system gives the id to no other process while a process that this one started is in the group of that id.
-        if isinstance(self.process, AdoptedProcess) and identify(self.process.pid) not in (None, self.process.identity):
+        if isinstance(self.process, AdoptedProcess):
+            kill_group(self.process.identity)
             return
+        # Nobody else can have the id, because this process has not been reaped.
         with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
             os.killpg(self.process.pid, signal.SIGKILL)
 

@@ -15,7 +15,7 @@ from rollstream.infra import broker_start
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.broker_state import BrokerState
 from rollstream.infra.config import BrokerConfig
-from rollstream.infra.process_identity import ProcessIdentity, await_end, identify, is_running, send
+from rollstream.infra.process_identity import ProcessIdentity, await_end, identify, is_running, kill_group, send
 from rollstream.topics.errors import BrokerUnavailable
 from tests.support.waiting import eventually
 
@@ -36,10 +36,11 @@ def test_a_process_is_itself_until_it_ended() -> None:
 
 
 def test_another_process_with_the_same_number_is_not_signalled() -> None:
-    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE) as child:
+    with subprocess.Popen(SLEEPER, stdin=subprocess.PIPE, start_new_session=True) as child:
         earlier = ProcessIdentity(child.pid, "started long ago")
         assert not is_running(earlier)
         assert not send(earlier, signal.SIGKILL)
+        kill_group(earlier)
         assert child.poll() is None
         child.kill()
 

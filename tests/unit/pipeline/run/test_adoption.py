@@ -40,6 +40,10 @@ WITH_A_CHILD = (
     "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
     "Path(f'child-{child.pid}').touch()\n"
 ) + ROLE
+STUBBORN = WITH_A_CHILD.replace(
+    "role_process.announce_ready()",
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nrole_process.announce_ready()",
+)
 MUTE = ROLE.replace("role_process.announce_ready()", "")
 SUPERVISING = """
 import json, sys
@@ -85,6 +89,11 @@ def left(adoption_s: float = 300.0, configuration: str = "c", **roles: str) -> d
         pids: dict[str, int] = json.loads(process.stdout.readline())
         process.kill()
     return pids
+
+
+def child_of_a_role() -> int:
+    [started] = Path().glob("child-*")
+    return int(started.name.removeprefix("child-"))
 
 
 def spec(name: str, script: str = ROLE) -> RoleSpec:
@@ -136,8 +145,7 @@ def test_an_adopted_process_that_dies_is_started_again_by_its_new_supervisor() -
 
 def test_what_an_adopted_process_started_ends_with_it_when_it_is_killed() -> None:
     pids = left(a_0=WITH_A_CHILD)
-    [started] = Path().glob("child-*")
-    child = int(started.name.removeprefix("child-"))
+    child = child_of_a_role()
     with registry() as taken, Supervisor(Path("logs"), registry=taken) as supervisor:
         supervisor.start(spec("a-0", WITH_A_CHILD))
         assert runs(child)
@@ -222,6 +230,22 @@ def test_a_process_that_the_list_does_not_name_ends_by_itself() -> None:
 def test_processes_that_nobody_adopts_end_in_time() -> None:
     pids = left(adoption_s=0.2, a_0=ROLE)
     eventually(lambda: not runs(pids["a-0"]), 60, "its end")
+
+
+@pytest.mark.parametrize("script", [WITH_A_CHILD, STUBBORN])
+def test_what_a_process_started_ends_with_it_when_nobody_adopts_it(script: str) -> None:
+    pids = left(adoption_s=0.2, a_0=script)
+    child = child_of_a_role()
+    eventually(lambda: not runs(child), 60, "the end of its child")
+    eventually(lambda: not runs(pids["a-0"]), 60, "its end")
+
+
+def test_what_a_process_started_ends_with_it_when_it_is_not_adopted() -> None:
+    pids = left(configuration="before", a_0=WITH_A_CHILD)
+    child = child_of_a_role()
+    with registry():
+        assert not runs(pids["a-0"])
+        eventually(lambda: not runs(child), 60, "the end of its child")
 
 
 def test_a_second_supervisor_of_a_run_is_refused_with_the_first_one_named() -> None:
