@@ -43,7 +43,7 @@ def role_template(chart: RunChart, role: RoleDescription) -> Template:
     volume = name if keeps_files(chart, role) else ""
     documents: list[Any] = [_claim(chart, role)] if volume else []
     if role.name == LEARN and chart.team:
-        documents += [_job_set(chart, role, volume), _whole_team(chart, role)]
+        documents += [_service(chart, role), _job_set(chart, role, volume), _whole_team(chart, role)]
     elif role.finishes:
         documents += [_service(chart, role), _job(chart, role, volume), _whole_team(chart, role)]
     else:
@@ -118,7 +118,12 @@ def _job(chart: RunChart, role: RoleDescription, volume: str) -> dict[str, Any]:
 
 
 def _job_set(chart: RunChart, role: RoleDescription, volume: str) -> dict[str, Any]:
-    """Return the job of all processes of a learner: if one fails, all start again from their checkpoint."""
+    """Return the job of all processes of a learner: if one fails, all start again from their checkpoint.
+
+    Its pods find each other through the service of the chart. JobSet makes that service only if there is none, and
+    then it belongs to one JobSet: after an upgrade it would not know the pods of the next JobSet, and would be deleted
+    with the first.
+    """
     name = chart.object_name(role.name)
     pod = _pod(chart, role, volume, restart="Never")
     return {

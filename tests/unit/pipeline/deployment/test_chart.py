@@ -230,6 +230,23 @@ def test_a_value_that_changes_the_pods_of_a_job_makes_another_job(chart: Path) -
         assert [name for name in before.keys() & after.keys() if before[name] != after[name]] == [], change
 
 
+def test_the_pods_of_a_learner_keep_their_service_when_another_job_replaces_theirs(chart: Path) -> None:
+    services, jobs = [], set()
+    for image in ("rollstream:1", "rollstream:2"):
+        release = Release(chart, over={"image": image})
+        [(name, job)] = release.of("JobSet").items()
+        jobs.add(name)
+        service = release.of("Service")[job["spec"]["network"]["subdomain"]]
+        services.append(service)
+        labels = release.pods()["learn"]["metadata"]["labels"]
+        assert service["spec"]["selector"].items() <= labels.items()
+        assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+        [waits] = release.pods()["env"]["spec"]["initContainers"]
+        assert any(word.startswith(f"{service['metadata']['name']}:") for word in waits["args"])
+    assert len(jobs) == 2
+    assert services[0] == services[1]
+
+
 def test_probes_ask_the_service_port_and_producers_wait_for_consumers(chart: Path) -> None:
     release = Release(chart)
     services = release.of("Service")
@@ -252,8 +269,7 @@ def test_probes_ask_the_service_port_and_producers_wait_for_consumers(chart: Pat
         }
         for host in args.ready:
             service, _, port = host.partition(":")
-            network = service == "arithmetic-learn"  # made by the operator of JobSets
-            assert network or int(port) in [each["port"] for each in services[service]["spec"]["ports"]]
+            assert int(port) in [each["port"] for each in services[service]["spec"]["ports"]]
 
 
 @pytest.mark.parametrize(("timeout_s", "seconds"), [("7200", 14400), ("1801", 3605), ("10", 3600)])
