@@ -26,8 +26,9 @@ BOOTSTRAP, REPLICAS, IN_SYNC = (
     variable_of(key) for key in ("kafka.bootstrap_servers", "topics.replication_factor", "topics.min_insync_replicas")
 )
 COORDINATOR = variable_of("learner.coordinator")
-PROCESSES = "processes"
-"""Name of the job within the JobSet of a learner with several processes."""
+PROCESSES = "team"
+"""Name of the job within the JobSet of a learner with several processes. It is short, because JobSet refuses a job if
+the longest name of its pods, which includes this name and a random suffix, has more than 63 characters."""
 
 
 @dataclass(frozen=True, kw_only=True)

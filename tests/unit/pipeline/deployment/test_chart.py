@@ -163,7 +163,7 @@ def test_all_pods_agree_on_settings_and_every_address_is_a_pod_that_listens_ther
         [(name, learner)] = release.of("JobSet").items()
         host, _, port = configs["learn"].learner.coordinator.partition(":")
         network = learner["spec"]["network"]
-        assert (host, port) == (f"{name}-processes-0-0.{network['subdomain']}", "8476")
+        assert (host, port) == (f"{name}-team-0-0.{network['subdomain']}", "8476")
         assert number_of_host(host) == 0
         assert len(host.partition(".")[0]) <= 63
 
@@ -228,6 +228,17 @@ def test_a_value_that_changes_the_pods_of_a_job_makes_another_job(chart: Path) -
         after = jobs(change)
         assert before.keys() != after.keys(), change
         assert [name for name in before.keys() & after.keys() if before[name] != after[name]] == [], change
+
+
+@pytest.mark.parametrize("processes", [2, 10_000])
+def test_the_longest_names_of_runs_leave_room_for_the_pods_of_a_learner(processes: int, tmp_path: Path) -> None:
+    release = Release(write_chart(tmp_path, f'run = "{"r" * 30}"\n[learner]\nprocesses = {processes}\n'))
+    [(name, learner)] = release.of("JobSet").items()
+    [job] = learner["spec"]["replicatedJobs"]
+    last = job["template"]["spec"]["completions"] - 1
+    assert last == processes - 1
+    # JobSet checks the longest name of a pod with a suffix as Kubernetes adds it.
+    assert len(f"{name}-{job['name']}-{job['replicas'] - 1}-{last}-abcde") <= 63
 
 
 def test_the_pods_of_a_learner_keep_their_service_when_another_job_replaces_theirs(chart: Path) -> None:
