@@ -24,7 +24,7 @@ from rollstream.pipeline.tools.exclusion_marks import (
 )
 from rollstream.pipeline.tools.exclusion_report import ExclusionReport, find, name_steps, tell_learners
 from rollstream.pipeline.tools.plain_values import compact, tell
-from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD, RunView
+from rollstream.pipeline.tools.run_view import IN_FLIGHT, SETTLED, UNREAD, RunView
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients, topic_admin
@@ -121,8 +121,12 @@ def _print(
         return
     verb = "would be excluded" if args.dry_run else f"excluded by generation {current.generation}"
     print(f"run {config.run}: {exclusion} {verb}\n")
-    later = {IN_FLIGHT: "in flight, dropped when their groups are complete or due", UNREAD: "not yet read"}
-    fates = [(later.get(name, name), count) for name, count in sorted(report.fates.items())]
+    texts = {
+        IN_FLIGHT: "in flight, dropped when their groups are complete or due",
+        UNREAD: "not yet read",
+        SETTLED: "settled before the journal begins, because it was pruned",
+    }
+    fates = [(texts.get(name, name), count) for name, count in sorted(report.fates.items())]
     if report.dropped_along:
         fates.append(("dropped with them, as members of their groups", report.dropped_along))
     print(table(("rollouts", ""), fates) if fates else "the log has no such rollout")

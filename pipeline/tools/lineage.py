@@ -14,7 +14,7 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.looked_up_run import add_index_flag, view_of
 from rollstream.pipeline.tools.plain_values import compact, decoded, tell, time_text
-from rollstream.pipeline.tools.run_view import Fate, RecordedRun, RolloutPlace, SearchableRun, StepUse
+from rollstream.pipeline.tools.run_view import SETTLED, Fate, RecordedRun, RolloutPlace, SearchableRun, StepUse
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.fates import BATCHED, DROPPED, MOVED
 from rollstream.topics.offset_ranges import to_ranges
@@ -176,6 +176,8 @@ def fate_node(view: RecordedRun, place: RolloutPlace, fate: Fate, batch: Trainin
         )
     if fate.name == MOVED:
         return LineageNode("fate", "moved", view.moved_to(place))
+    if fate.name == SETTLED:
+        return LineageNode("fate", SETTLED, {"in": "a part of the journal that was pruned"})
     if fate.name != BATCHED:
         return LineageNode("fate", fate.name.replace("_", " "))
     if batch is None:

@@ -21,6 +21,7 @@ from rollstream.pipeline.tools.run_view import (
     SearchableRun,
     carrying_batch,
     fates_in,
+    oldest_snapshot,
 )
 from rollstream.pipeline.tools.tabulated_run import TabulatedRun
 from rollstream.topics.codec import decode_as
@@ -98,11 +99,19 @@ class LookedUpRun(TabulatedRun):
         """Return the fates of these offsets of a partition."""
         row = self._db.execute("select begin, position from journals where partition = ?", (partition,)).fetchone()
         read = range(*row) if row else range(0)
-        places = sorted({place for offset in offsets for place in self._told(partition, offset)})
+        journaled = {offset: place for offset in offsets for place in self._told(partition, offset)}
+        earlier = any(offset < read.start for offset in offsets - journaled.keys())
         records: dict[int, JournalRecord] = {}
-        for place in places:
+        for place in sorted(set(journaled.values())):
             records |= self._transaction_from(partition, place)
-        return fates_in(records.values(), read, offsets)
+        return fates_in(records.values(), read, offsets, self._oldest_snapshot(partition) if earlier else ())
+
+    def _oldest_snapshot(self, partition: int) -> list[JournalRecord]:
+        """Read the journal of a partition from its beginning to the end of its first complete snapshot."""
+        topic = self._topics.topic("journal")
+        with closing(read_to_end(self._topics.kafka, topic, partitions=[partition])) as messages:
+            journal = SkippedRecords(logged=False).records(JournalRecord, messages)
+            return oldest_snapshot(record for _message, record in journal)
 
     def _transaction_from(self, partition: int, place: int) -> dict[int, JournalRecord]:
         """Return the journal record at an offset and the later parts of its transaction, by offset."""

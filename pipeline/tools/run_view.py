@@ -37,6 +37,8 @@ from rollstream.topics.records import (
 from rollstream.topics.run_splits import moved_from, splits_of
 
 IN_FLIGHT, UNREAD = "in_flight", "unread"
+SETTLED = "settled"
+"""Fate of a record that was finished before the journal begins, because the journal was pruned."""
 _ONE_RECORD: dict[str, Any] = {"max.partition.fetch.bytes": 64 * 1024, "queued.min.messages": 1}
 """Settings of a client that fetches single records; by default it would also fetch megabytes of later records."""
 
@@ -55,7 +57,7 @@ class Fate(NamedTuple):
     """Fate of a record of `rollouts`."""
 
     name: str
-    """batched, dropped, dead_lettered, control, moved, in_flight or unread."""
+    """batched, dropped, dead_lettered, control, moved, settled, in_flight or unread."""
     drop: Drop | None = None
     batch_ids: tuple[str, ...] = ()
     """Batches of the transaction that finished the record, if it was batched: it is in one of these, or in an older
@@ -241,7 +243,7 @@ class RunView(Closing):
         """Fates of these offsets of a partition."""
         journal = self.journal(partition)
         read = range(journal[0].begin, journal[-1].position) if journal else range(0)
-        return fates_in(journal, read, offsets)
+        return fates_in(journal, read, offsets, oldest_snapshot(journal))
 
     def configuration(self, partition: int, generation: int) -> ConfigurationSummary:
         """Return a summary of a grouping configuration from the journal of a partition."""
@@ -311,15 +313,33 @@ class RunView(Closing):
         return sorted(places)
 
 
-def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -> dict[int, Fate]:
-    """Return the fates of offsets from their partition's journal; `read` holds the offsets that grouping has read."""
+def oldest_snapshot(journal: Iterable[JournalRecord]) -> list[JournalRecord]:
+    """Return the parts of the first complete snapshot of a journal, reading no further; empty if there is none."""
+    parts: list[JournalRecord] = []
+    for record in journal:
+        follows = record.snapshot and record.part == (len(parts) if record.part else 0)
+        parts = [*(parts if record.part else ()), record] if follows else []
+        if parts and len(parts) == record.parts:
+            return parts
+    return []
+
+
+def fates_in(
+    journal: Iterable[JournalRecord], read: range, offsets: set[int], snapshot: Iterable[JournalRecord] = ()
+) -> dict[int, Fate]:
+    """Return the fates of offsets from their partition's journal.
+
+    `read` holds the offsets that grouping has read according to the journal. If the journal was pruned, they do not
+    begin with 0; `snapshot`, the parts of its oldest snapshot, names the earlier offsets that were still in flight.
+    """
     journal = list(journal)
     # A large transaction is split into records, and the drops and batches of an offset may follow in a later one.
     drops = {drop.offset: drop for record in journal for drop in record.drops if drop.offset in offsets}
     batches: dict[int, tuple[str, ...]] = {}
     for record in journal:
         batches[_transaction(record)] = batches.get(_transaction(record), ()) + record.batch_ids
-    fates = {offset: Fate(IN_FLIGHT if offset in read else UNREAD) for offset in offsets}
+    waiting = {offset for part in snapshot for offset in offsets.intersection(from_ranges(part.unfinished))}
+    fates = {offset: Fate(_unfinished(offset, read, waiting)) for offset in offsets}
     for record in journal:
         for finished in record.finished:
             for offset in offsets.intersection(from_ranges(finished.runs)):
@@ -328,6 +348,13 @@ def fates_in(journal: Iterable[JournalRecord], read: range, offsets: set[int]) -
                 generation = record.generation if drop else -1
                 fates[offset] = Fate(finished.fate, drop, batch_ids, generation)
     return fates
+
+
+def _unfinished(offset: int, read: range, waiting: set[int]) -> str:
+    """Return the fate of an offset that no record of the journal finishes."""
+    if offset >= read.stop:
+        return UNREAD
+    return IN_FLIGHT if offset >= read.start or offset in waiting else SETTLED
 
 
 def _transaction(record: JournalRecord) -> int:

@@ -20,11 +20,11 @@ from rollstream.pipeline.audit.place_index import PlaceIndex
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.lineage import lineage_trees
 from rollstream.pipeline.tools.looked_up_run import LookedUpRun, index_file
-from rollstream.pipeline.tools.run_view import Fate, RunView, SearchableRun
+from rollstream.pipeline.tools.run_view import IN_FLIGHT, SETTLED, UNREAD, Fate, RunView, SearchableRun
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.fates import DROPPED
+from rollstream.topics.fates import BATCHED, DROPPED
 from rollstream.topics.kafka import provisioning, topic_admin
 from rollstream.topics.keys import encode_key
 from rollstream.topics.offset_ranges import to_ranges
@@ -137,6 +137,31 @@ def test_both_forms_read_all_parts_of_a_large_transaction(real_run: RealRun, tmp
         index.update()
         by_index, by_reading = (view.fates(0, {1, 3}) for view in (LookedUpRun(index, topics), topics))
     assert by_index == by_reading == {offset: Fate(DROPPED, drops[offset], generation=0) for offset in (1, 3)}
+
+
+def test_both_forms_know_what_was_in_flight_before_a_pruned_journal(real_run: RealRun, tmp_path: Path) -> None:
+    run = real_run.prepare()
+    first = initial_record(0, run.topics.partitions, "topic", run.grouping)
+    waiting = to_ranges(range(1, 80, 2))
+    parts = split_record(replace(first, sequence=9, begin=90, position=96, unfinished=waiting), limit_bytes=100)
+    assert len(parts) > 2
+    batched = (FinishedOffsets(fate=BATCHED, runs=to_ranges([3])),)
+    after = replace(first, sequence=9 + len(parts), begin=96, position=99, finished=batched, snapshot=False)
+    topic_admin.delete_records(run.kafka, {(run.topic("journal"), 0): bounds(run, "journal")[0][1]})
+    for part in (*parts, after):
+        run.send_bytes("journal", encode(part), encode_key(0), 0)
+    with RunView(run.kafka, run.name) as topics, PlaceIndex(run.kafka, run.name, tmp_path / "places.sqlite") as index:
+        index.update()
+        wanted = {0, 1, 3, 90, 99}
+        by_index, by_reading = (view.fates(0, wanted) for view in (LookedUpRun(index, topics), topics))
+    assert by_index == by_reading
+    assert {offset: fate.name for offset, fate in by_index.items()} == {
+        0: SETTLED,
+        1: IN_FLIGHT,
+        3: BATCHED,
+        90: IN_FLIGHT,
+        99: UNREAD,
+    }
 
 
 def bounds(run: RealRun, name: str) -> dict[int, tuple[int, int]]:

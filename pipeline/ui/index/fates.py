@@ -1,11 +1,10 @@
 """Fates in the index, stored as small numbers: the fates of the journal, and what steps did with batched rollouts."""
 
 from rollstream.pipeline.tools.run_view import IN_FLIGHT, UNREAD
+from rollstream.pipeline.tools.run_view import SETTLED as SETTLED
 from rollstream.topics.fates import BATCHED, CONTROL, DEAD_LETTERED, DROPPED, MOVED
 
 TRAINED, SKIPPED = "trained", "skipped"
-SETTLED = "settled"
-"""Fate of a record that was finished before the journal begins, because the journal was pruned."""
 NAMES = (UNREAD, IN_FLIGHT, SETTLED, BATCHED, TRAINED, SKIPPED, DROPPED, DEAD_LETTERED, CONTROL, MOVED)
 """Fates in the order of their numbers."""
 CODES = {name: number for number, name in enumerate(NAMES)}
