@@ -72,6 +72,14 @@ VIEWS: Mapping[str, tuple[str, str]] = {
         order by run, learner, step
         """,
     ),
+    "latest_uses": (
+        "each batch that a learner trained on or skipped, with the step as it was executed last",
+        """
+        select * from uses
+        qualify dense_rank() over (partition by run, learner, step order by "offset" desc) = 1
+        order by run, learner, step, index_offset
+        """,
+    ),
 }
 
 

@@ -22,11 +22,15 @@ from rollstream.consumers.files.stores import Store, open_store
 from rollstream.pipeline.cli import main
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.records import Drop, JournalRecord, LearnerStep
+from rollstream.topics.records import BatchUse, Drop, JournalRecord, LearnerStep
 from tests.support.batches import random_batch
 from tests.support.runs import rollout
 
 DAY_MS = 86_400_000
+
+
+def used(step: int) -> BatchUse:
+    return BatchUse(batch_id=f"0-{step}", index_offset=step, rows=4, use="trained")
 
 
 def fill(store: Store, run: str = "main") -> None:
@@ -44,8 +48,8 @@ def fill(store: Store, run: str = "main") -> None:
     )  # fmt: skip
     steps = [
         LearnerStep(
-            learner="main", step=step, input_run=run, uses=(), position=1, policy_version=step, params_digest="",
-            trained_total=4, skipped_total=0, metrics={"loss": loss},
+            learner="main", step=step, input_run=run, uses=(used(step),), position=1, policy_version=step,
+            params_digest="", trained_total=4, skipped_total=0, metrics={"loss": loss},
         )
         for step, loss in ((1, 0.5), (2, 0.4), (2, 0.25))
     ]  # fmt: skip
@@ -106,6 +110,12 @@ def test_drops_lengths_and_selection_add_up(archive: Path) -> None:
 def test_a_step_executed_again_counts_as_it_was_last(archive: Path) -> None:
     statement = "select step, metrics['loss'] from latest_steps"
     assert query(open_store(str(archive)), statement).rows == [(1, 0.5), (2, 0.25)]
+
+
+def test_a_batch_of_a_step_executed_again_counts_once(archive: Path) -> None:
+    store = open_store(str(archive))
+    assert query(store, "select count(*) from uses").rows == [(3,)]
+    assert query(store, "select step, batch_id, rows from latest_uses").rows == [(1, "0-1", 4), (2, "0-2", 4)]
 
 
 def test_every_table_and_view_can_be_queried_even_if_empty(archive: Path) -> None:
