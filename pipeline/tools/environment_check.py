@@ -77,9 +77,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:
     """Check an environment; return 0 if every episode can be trained on, else 1."""
-    listed = next((e for e in config.environments if args.environment in (e.name, e.use)), None)
-    entry = listed or EnvironmentConfig(use=args.environment)
-    [environment] = load_environments([entry], config.worker, config.tasks)
+    environment = _environment(config, args.environment)
     if environment.agent is not None and args.random:
         raise ConfigurationError(
             f"environment {environment.name} calls the policy itself, which needs an inference server; leave out "
@@ -94,6 +92,21 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     else:
         print(_as_text(environment, tokenizer, source, groups, times, warnings))
     return 1 if any(group.errors for group in groups) else 0
+
+
+def _environment(config: RunConfig, name: str) -> LoadedEnvironment:
+    """Load an entry of environments by its name or `use`, or another value of `use`. Raises ConfigurationError."""
+    listed = next((entry for entry in config.environments if name in (entry.name, entry.use)), None)
+    try:
+        [environment] = load_environments([listed or EnvironmentConfig(use=name)], config.worker, config.tasks)
+        return environment
+    except ConfigurationError:
+        # The name of an entry that gives none is that of its class.
+        others = [] if listed else load_environments(config.environments, config.worker, config.tasks)
+        for environment in others:
+            if environment.name == name:
+                return environment
+        raise
 
 
 async def _check(

@@ -155,6 +155,15 @@ def test_a_check_names_what_is_wrong_with_an_environment(capsys: pytest.CaptureF
     assert all("KeyError('verdict') at " in error for error in report["groups"][0]["errors"])
 
 
+def test_an_entry_without_a_name_has_the_name_of_its_class(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "slow.py").write_text(SLOW, encoding="utf-8")
+    (here / "run.toml").write_text('environments = [{ use = "slow.py:Slow" }]', encoding="utf-8")
+    assert main(["env", "check", "slow", "--config", "run.toml", "--random", "--prompts", "1", "--members", "1"]) == 0
+    assert "slow" in capsys.readouterr().out
+    assert main(["env", "check", "slowly", "--config", "run.toml", "--random"]) == 2
+    assert "no environment is named 'slowly'" in capsys.readouterr().err
+
+
 def test_an_agent_is_checked_at_an_endpoint_of_its_own(capsys: pytest.CaptureFixture[str], here: Path) -> None:
     (here / "agent.py").write_text(AGENT, encoding="utf-8")
     with serving(ScriptedGenerator(["hm", "42"], versions=(3,)), conversation_cache_tokens=0) as server:
