@@ -121,7 +121,7 @@ class StepLog:
             f"learner {newest.learner!r} publishes into run {self._run} (newest policy version {version}), and a run "
             f"has one publisher: learner {self._learner!r} is refused. To train on the same batches in parallel, give "
             f"another run and set learner.input_run to {self._run}; to replace the other learner for good, set "
-            f"learner.take_over to true"
+            f"learner.take_over (take_over of a StepWriter) to true"
         )
 
     def record(self, step: LearnerStep) -> TopicRecord:

@@ -20,5 +20,8 @@ def evaluate(config: RunConfig, args: argparse.Namespace) -> int:
     if args.json:
         print(compact({"evaluate_version": version}))
     else:
-        print(f"`rollstream eval` evaluates version {version} of run {config.run}, unless it has done so before")
+        print(
+            f"the evaluator of run {config.run} evaluates version {version}, unless it has done so before; if none runs, "
+            "start it with `rollstream eval`"
+        )
     return 0
