@@ -30,6 +30,8 @@ ARRAYS_LIMIT = 4096
 _PLAIN_FIELDS = ("uid", "environment", "policy_version", "model_weights_id", "max_episode_length")
 CONTROL_MODES = (0, 1)
 """0 for the policy, 1 for a human in the loop."""
+_MOST_STEPS = 2**53
+"""Most steps before a span; sums with numbers of rows stay far below the largest int64."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -283,5 +285,10 @@ def _episode_problems(episodes: tuple[EpisodeSpan, ...], steps: int, width: int)
             issues.append(f"{place}: these rows overlap with another episode")
         if span.control_mode not in CONTROL_MODES:
             issues.append(f"{place}: its control mode is {span.control_mode}, which must be 0 (policy) or 1 (human)")
+        if not -1 <= span.begin <= _MOST_STEPS:
+            issues.append(
+                f"{place}: its episode has {span.begin} steps before them, which must be 0 to {_MOST_STEPS}, or -1 if "
+                "it is unknown"
+            )
         ends[span.column] = max(ends.get(span.column, 0), span.stop)
     return issues

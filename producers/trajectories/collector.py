@@ -33,6 +33,8 @@ class _Episode:
     uid: str
     control_mode: int
     start: int
+    begin: int = 0
+    """Number of steps in earlier trajectories."""
     first: bool = True
 
 
@@ -205,6 +207,7 @@ class TrajectoryCollector:
                 control_mode=episode.control_mode,
                 first=episode.first,
                 last=last,
+                begin=episode.begin,
             )
         )
 
@@ -213,6 +216,7 @@ class TrajectoryCollector:
         assert rows is not None, "there is a step"
         for column, episode in self._episodes.items():
             self._end(rows, column, last=False)
+            episode.begin += rows.count - episode.start
             episode.start, episode.first = 0, False
         # The caller owns the returned trajectory and may write to its arrays.
         self._flags = {path: array.copy() for path, array in self._flags.items()}

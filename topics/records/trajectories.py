@@ -21,6 +21,8 @@ class EpisodeSpan:
     """Whether the episode begins in this span; otherwise an earlier trajectory holds its beginning."""
     last: bool = True
     """Whether the episode ends in this span, if only because collecting ended; else a later trajectory continues it."""
+    begin: int = -1
+    """Number of steps of the episode before `start`; -1 if it is unknown, as in records of earlier releases."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

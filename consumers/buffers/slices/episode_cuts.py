@@ -43,6 +43,8 @@ class EpisodePart:
     """Whether a new episode begins here, even if an episode of this uid is open; if not, the open episode continues."""
     last: bool = True
     """Whether the episode ends here."""
+    begin: int = -1
+    """Number of steps of the episode before this part; -1 if it is unknown."""
     control_mode: int | None = None
     """Control mode of the first step, AUTO or HUMAN; None if it is unknown."""
 
@@ -90,6 +92,7 @@ def parts_of_trajectory(trajectory: Trajectory, boundaries: Boundaries) -> list[
             uid=span.uid,
             first=span.first,
             last=span.last,
+            begin=span.begin,
             control_mode=span.control_mode,
         )
         for span in sorted(trajectory.episodes, key=lambda span: (span.column, span.start))

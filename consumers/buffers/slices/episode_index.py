@@ -59,15 +59,15 @@ class EpisodeIndex:
 
     # ------------------------------------------------------------------ changes
 
-    def extend(self, episode: int, at: int, count: int) -> None:
+    def extend(self, episode: int, at: int, count: int, begin: int = 0) -> None:
         """Append `count` steps, the first with counter `at`, to the episode with number `episode`.
 
-        A number above all earlier episode numbers begins a new episode.
+        A number above all earlier episode numbers begins a new episode, whose first `begin` steps are not stored.
         """
         episodes, runs = self._episodes, self._runs
         row = self._row_of(episode)
         if row < 0:
-            row = episodes.append(episode, 0, 0, -1)
+            row = episodes.append(episode, begin, 0, -1)
         before, last_run = episodes["length"][row], episodes["last_run"][row]
         last = runs.rows - 1
         if last_run == self._first_run + last >= 0 and runs["at"][last] + runs["count"][last] == at:
@@ -107,6 +107,11 @@ class EpisodeIndex:
         return ended
 
     # ------------------------------------------------------------------ queries
+
+    def end_of(self, episode: int) -> int:
+        """Number of steps from the beginning of a held episode to its last step, forgotten steps included."""
+        row = self._row_of(episode)
+        return self._episodes["begin"][row] + self._episodes["length"][row]
 
     def with_length(self, length: int) -> RankedSet:
         """Rows of the episodes with at least `length` steps (1 or more). The index tracks this length afterwards."""

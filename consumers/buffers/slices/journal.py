@@ -27,6 +27,8 @@ class EpisodeSteps(msgspec.Struct, array_like=True, frozen=True):
     """Uid of an episode that is or was open."""
     last: bool = True
     """Whether the episode ends. If so, no episode stays open under its uid; if not, this episode is open."""
+    begin: int = 0
+    """Number of steps of the episode before these, needed if the episode is new; 0 if it is unknown."""
 
 
 class AddRecord(msgspec.Struct, array_like=True, frozen=True, tag="a"):

@@ -53,15 +53,18 @@ class SliceState:
 
     def add_record(self, parts: list[EpisodePart], at: tuple[int, int] | None) -> AddRecord:
         """Return the record that assigns these parts, in order, to episodes."""
-        held: dict[str, int | None] = {}
+        held: dict[str, tuple[int, int] | None] = {}
+        """Number and next step of the episodes that the parts so far left open, by uid; None if they ended it."""
         following, runs = self._following, []
         for part in parts:
-            episode = None if part.first or not part.uid else held.get(part.uid, self.open.get(part.uid))
-            if episode is None:
-                episode, following = following, following + 1
+            before = held[part.uid] if part.uid in held else self._open_episode(part.uid)
+            if before is not None and _continues(part, before[1]):
+                episode, begin = before
+            else:
+                episode, begin, following = following, max(part.begin, 0), following + 1
             known = not part.last or part.uid in self.open or held.get(part.uid) is not None
-            held[part.uid] = None if part.last else episode
-            runs.append(EpisodeSteps(episode, part.steps, part.uid if known else "", part.last))
+            held[part.uid] = None if part.last else (episode, begin + part.steps)
+            runs.append(EpisodeSteps(episode, part.steps, part.uid if known else "", part.last, begin))
         return AddRecord(tuple(runs), at, self.draws)
 
     def snapshot(self) -> SnapshotRecord:
@@ -78,8 +81,13 @@ class SliceState:
             for episode in self.index.evict(below):
                 self.open.pop(self._uids.pop(episode, ""), None)
 
+    def _open_episode(self, uid: str) -> tuple[int, int] | None:
+        """Number and next step of the open episode of a uid."""
+        episode = self.open.get(uid)
+        return None if episode is None else (episode, self.index.end_of(episode))
+
     def _extend(self, run: EpisodeSteps) -> None:
-        self.index.extend(run.episode, self.head, run.steps)
+        self.index.extend(run.episode, self.head, run.steps, run.begin)
         self.head += run.steps
         self._following = max(self._following, run.episode + 1)
         if run.uid:
@@ -103,3 +111,8 @@ class SliceState:
         )
         self.position, self.open = dict(snapshot.position), dict(snapshot.open)
         self._uids = {episode: uid for uid, episode in self.open.items()}
+
+
+def _continues(part: EpisodePart, step: int) -> bool:
+    """Whether a part continues an open episode whose next step is `step`: no trajectory between them is missing."""
+    return bool(part.uid) and not part.first and part.begin in (-1, step)

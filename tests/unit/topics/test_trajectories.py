@@ -43,7 +43,7 @@ def test_any_tree_of_arrays_comes_back_from_the_wire(tree: dict[str, Any]) -> No
         policy_version=3,
         model_weights_id="w3",
         max_episode_length=80,
-        episodes=(EpisodeSpan(uid="e", column=1, start=1, stop=3, control_mode=1, first=False),),
+        episodes=(EpisodeSpan(uid="e", column=1, start=1, stop=3, control_mode=1, first=False, begin=7),),
         metadata=RolloutMetadata(worker_id="worker-1", timestamp=5.0),
         extra={"by": "hand"},
     )
@@ -118,6 +118,8 @@ def _span(**changes: Any) -> EpisodeSpan:
         ({"episodes": (_span(start=2, stop=2),)}, "are not within"),
         ({"episodes": (_span(stop=3), _span(uid="f", start=2))}, "overlap"),
         ({"episodes": (_span(control_mode=2),)}, "control mode is 2"),
+        ({"episodes": (_span(begin=-2),)}, "has -2 steps before them"),
+        ({"episodes": (_span(begin=2**63 - 1),)}, "steps before them, which must be 0 to"),
     ],
 )
 def test_invalid_trajectories_are_refused_by_the_writer(changes: dict[str, Any], wrong: str) -> None:

@@ -75,15 +75,23 @@ def test_episodes_have_their_rows_and_go_on_under_their_uid() -> None:
         collecting, *(step(n, done) for n, done in enumerate([(0, 0), (1, 0), (0, 0), (0, 1), (0, 0)])), step(5)
     )
     assert first.episodes == (
-        EpisodeSpan(uid="i-0", column=0, start=0, stop=2),
-        EpisodeSpan(uid="i-2", column=0, start=2, stop=3, last=False),
-        EpisodeSpan(uid="i-1", column=1, start=0, stop=3, last=False),
+        EpisodeSpan(uid="i-0", column=0, start=0, stop=2, begin=0),
+        EpisodeSpan(uid="i-2", column=0, start=2, stop=3, begin=0, last=False),
+        EpisodeSpan(uid="i-1", column=1, start=0, stop=3, begin=0, last=False),
     )
     assert second.episodes == (
-        EpisodeSpan(uid="i-2", column=0, start=0, stop=3, first=False, last=False),
-        EpisodeSpan(uid="i-1", column=1, start=0, stop=1, first=False),
-        EpisodeSpan(uid="i-3", column=1, start=1, stop=3, last=False),
+        EpisodeSpan(uid="i-2", column=0, start=0, stop=3, begin=1, first=False, last=False),
+        EpisodeSpan(uid="i-1", column=1, start=0, stop=1, begin=3, first=False),
+        EpisodeSpan(uid="i-3", column=1, start=1, stop=3, begin=0, last=False),
     )
+
+
+def test_spans_count_the_steps_of_their_episode_in_all_trajectories_before() -> None:
+    collecting = collector(1)
+    parts = [*collect(collecting, *(step(n, (n == 1,)) for n in range(10))), collecting.finish()]
+    spans = [span for part in parts if part is not None for span in part.episodes]
+    assert [(span.uid, span.begin) for span in spans] == [("i-0", 0), ("i-1", 0), ("i-1", 1), ("i-1", 4), ("i-1", 7)]
+    assert not any(part.problems() for part in parts if part is not None)
 
 
 def test_an_episode_that_ends_with_a_trajectory_does_not_go_on_in_the_next() -> None:

@@ -44,7 +44,7 @@ def test_a_loaded_checkpoint_equals_the_saved_buffer_and_draws_the_same(
     tmp_path: Path, auto_save: bool, into_files: bool
 ) -> None:
     replay = buffer(tmp_path, auto_save, seed=21)
-    span = EpisodeSpan(uid="e", column=1, start=0, stop=3, control_mode=1, last=False)
+    span = EpisodeSpan(uid="e", column=1, start=0, stop=3, control_mode=1, last=False, begin=7)
     originals = [trajectory(n, steps=n + 2, episodes=(span,) if n else (), extra={"n": str(n)}) for n in range(4)]
     replay.add_trajectories(originals[:2])
     replay.add(originals[2], at=(1, 8))
