@@ -21,7 +21,7 @@ def evaluate(config: RunConfig, args: argparse.Namespace) -> int:
         print(compact({"evaluate_version": version}))
     else:
         print(
-            f"`rollstream eval` evaluates version {version} of run {config.run}, unless it has done so before; start it if "
-            "the run has none"
+            f"`rollstream eval` evaluates version {version} of run {config.run}, unless it has done so before; start "
+            "it if the run has none"
         )
     return 0
