@@ -79,7 +79,7 @@ class RequestedVersions(Closing):
         self._memory = ReusedMemory()
         self._manifests: dict[int, PolicyManifest] = {}
         self._forgotten_below = 0
-        """Lowest version of which the manifest was not forgotten, if any was."""
+        """Lowest version whose manifest was kept when earlier ones were forgotten; 0 if none was forgotten."""
         self._skipped = SkippedRecords("vllm-plugin")
         self._thread = threading.Thread(target=self._work, name="rollstream-versions", daemon=True)
         self._thread.start()
