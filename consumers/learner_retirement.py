@@ -9,19 +9,13 @@ start until it is resumed.
 import time
 
 from rollstream.consumers.step_log import read_learners, read_publications
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.forked_learners import forked_learners
-from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
-from rollstream.topics.keys import encode_key
+from rollstream.topics.named_records import write_named
 from rollstream.topics.records import RetiredLearner
 from rollstream.topics.retired_learners import RETIRED, retired_learners
-
-_TIMEOUT_S = 30.0
 
 
 def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLearner:
@@ -36,7 +30,7 @@ def retire(kafka: KafkaConfig, run: str, learner: str, reason: str) -> RetiredLe
         )
     last = max(read_publications(kafka, run), default=None)
     record = RetiredLearner(learner=learner, reason=reason, wall_time=time.time())
-    _write(kafka, run, learner, encode(record))
+    write_named(kafka, run, RETIRED, learner, record)
     if last is not None and last.learner == learner:
         fence(kafka, transactional_id(run, "learner"))
     return record
@@ -46,11 +40,4 @@ def resume(kafka: KafkaConfig, run: str, learner: str) -> None:
     """Let a retired learner train again. Raises ConfigurationError if it is not retired."""
     if learner not in retired_learners(kafka, run):
         raise ConfigurationError(f"learner {learner!r} of run {run} is not retired")
-    _write(kafka, run, learner, None)
-
-
-def _write(kafka: KafkaConfig, run: str, learner: str, value: bytes | None) -> None:
-    topic = topic_name(run, "control")
-    topic_admin.partitions_of(kafka, topic)
-    with Sender(clients.producer(kafka)) as sender:
-        sender.send(topic, value, encode_key(RETIRED, learner), partition=0)
+    write_named(kafka, run, RETIRED, learner, None)

@@ -12,11 +12,11 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.exclude import put_on_record, settings_of
 from rollstream.pipeline.tools.exclusion_marks import Exclusion, newest, partition_configurations
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.errors import ConfigurationError, TopicError
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import decode_key
+from rollstream.topics.named_records import read_named
 from rollstream.topics.records import ExcludedBatch, PolicyManifest
 
 _MOST_NAMED = 20
@@ -57,28 +57,11 @@ def _excluded(config: RunConfig) -> dict[str, Any]:
     configurations = partition_configurations(config.kafka, config.run, config.grouper)
     settings = settings_of(newest(configurations)) if configurations else {}
     excluded = {name.removeprefix("grouping.exclude_"): ", ".join(values) for name, values in settings.items()}
-    batches = _excluded_batches(config)
+    batches = list(read_named(config.kafka, config.run, "excluded", ExcludedBatch))
     if batches:
         more = f" and {len(batches) - _MOST_NAMED:,} more" if len(batches) > _MOST_NAMED else ""
         excluded["batches"] = ", ".join(batches[-_MOST_NAMED:]) + more
     return excluded
-
-
-def _excluded_batches(config: RunConfig) -> list[str]:
-    skipped, batches = SkippedRecords(logged=False), dict[str, None]()
-    try:
-        for message in read_to_end(config.kafka, topic_name(config.run, "control")):
-            with skipped.passing(message):
-                key = decode_key(message.key)
-                if len(key) != 2 or key[0] != "excluded":
-                    continue
-                if message.value is None:
-                    batches.pop(str(key[1]), None)
-                elif skipped.decode(ExcludedBatch, message) is not None:
-                    batches[str(key[1])] = None
-    except TopicError:
-        return []
-    return list(batches)
 
 
 def _rollback(config: RunConfig, arguments: Mapping[str, Any]) -> str:

@@ -4,13 +4,8 @@ A forked learner is on record here before its first step is on `steps`, so that 
 that it has yet to read.
 """
 
-from rollstream.topics.catalogue import topic_name
-from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.sender import Sender
-from rollstream.topics.keys import encode_key
-from rollstream.topics.named_records import read_named
+from rollstream.topics.named_records import read_named, write_named
 from rollstream.topics.records import ForkedLearner
 
 FORKED = "forked"
@@ -24,6 +19,4 @@ def forked_learners(kafka: KafkaConfig, run: str) -> dict[str, ForkedLearner]:
 
 def write_fork(kafka: KafkaConfig, run: str, learner: str, record: ForkedLearner | None) -> None:
     """Put a learner forked into `run` on record, or withdraw its record."""
-    with Sender(clients.producer(kafka)) as sender:
-        value = None if record is None else encode(record)
-        sender.send(topic_name(run, "control"), value, encode_key(FORKED, learner), partition=0)
+    write_named(kafka, run, FORKED, learner, record)

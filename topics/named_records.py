@@ -3,12 +3,15 @@
 from typing import TypeVar
 
 from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
+from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.keys import decode_key
+from rollstream.topics.keys import decode_key, encode_key
 
 R = TypeVar("R")
 
@@ -23,6 +26,14 @@ def read_named(kafka: KafkaConfig, run: str, kind: str, record_type: type[R]) ->
     except TopicError:
         return {}
     return held
+
+
+def write_named(kafka: KafkaConfig, run: str, kind: str, name: str, record: object | None) -> None:
+    """Write the record of a name, or withdraw it. Raises TopicError if the run has no topic `control`."""
+    topic = topic_name(run, "control")
+    topic_admin.partitions_of(kafka, topic)
+    with Sender(clients.producer(kafka)) as sender:
+        sender.send(topic, None if record is None else encode(record), encode_key(kind, name), partition=0)
 
 
 def note_named(
