@@ -202,9 +202,14 @@ COMMON: Mapping[str, str] = {
 
 
 def render_properties(properties: Mapping[str, str]) -> str:
-    """Return a Java properties file with sorted keys. Backslashes in values are escaped, as the format requires."""
-    escaped = ((key, value.replace("\\", "\\\\")) for key, value in sorted(properties.items()))
-    return "".join(f"{key}={value}\n" for key, value in escaped)
+    """Return a Java properties file with sorted keys, in ASCII: Kafka reads the file as ISO-8859-1."""
+    return "".join(f"{key}={_escaped(value)}\n" for key, value in sorted(properties.items()))
+
+
+def _escaped(value: str) -> str:
+    """Escape backslashes, and each UTF-16 unit of other than ASCII characters, as java.util.Properties expects."""
+    units = memoryview(value.replace("\\", "\\\\").encode("utf-16-le", "surrogatepass")).cast("H")
+    return "".join(chr(unit) if unit < 0x80 else f"\\u{unit:04X}" for unit in units)
 
 
 def image_environment(properties: Mapping[str, str]) -> dict[str, str]:

@@ -66,9 +66,10 @@ def new_cluster_id() -> str:
 def _java(
     kafka: JavaKafka, config: BrokerConfig, layout: BrokerLayout, *, port: int, controller_port: int
 ) -> LaunchCommand:
-    properties = server_properties(
-        config, port=port, controller_port=controller_port, log_dir=str(layout.data.resolve())
-    )
+    data = str(layout.data.resolve())
+    if "," in data:
+        raise BrokerUnavailable(f"Kafka reads the comma in {data} as the end of a directory: give another --data")
+    properties = server_properties(config, port=port, controller_port=controller_port, log_dir=data)
     layout.properties.write_text(render_properties(properties))
     layout.log4j.write_text(files("rollstream.infra").joinpath("log4j2.xml").read_text())
     # Serial collector and first-tier compiler: half the memory and a faster start; a laptop's broker is not CPU-bound.

@@ -13,7 +13,7 @@ import pytest
 from confluent_kafka.admin import NewTopic
 
 from rollstream.infra.broker import ExternalBroker, LocalBroker, open_broker
-from rollstream.infra.config import BrokerConfig
+from rollstream.infra.config import BrokerConfig, BrokerLayout
 from rollstream.infra.jar_lock import locked_jars
 from rollstream.infra.jars import REPOSITORY_VARIABLE, cache_dir, find_jars
 from rollstream.infra.java import find_java, packaged_java
@@ -62,8 +62,9 @@ def values(broker: LocalBroker, topic: str) -> list[bytes | None]:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalBroker]:
-    """One broker for the tests that leave it running."""
-    with LocalBroker.start(tmp_path_factory.mktemp("shared"), bound_to_parent=True) as broker:
+    """One broker for the tests that leave it running, in a folder as users name theirs."""
+    with LocalBroker.start(tmp_path_factory.mktemp("Übung 東京"), bound_to_parent=True) as broker:
+        assert BrokerLayout(root=broker.data_dir).formatted, "the broker keeps its data elsewhere"
         yield broker
 
 
@@ -205,6 +206,8 @@ def test_a_data_directory_that_cannot_be_made_is_one_line(tmp_path: Path) -> Non
     (tmp_path / "file").touch()
     with pytest.raises(BrokerUnavailable, match=r"cannot be used .*--data"):
         LocalBroker.start(tmp_path / "file" / "broker")
+    with pytest.raises(BrokerUnavailable, match=r"comma .*--data"):
+        LocalBroker.start(tmp_path / "a,b")
 
 
 def test_a_state_file_that_is_none_is_named(tmp_path: Path) -> None:

@@ -71,6 +71,10 @@ def test_a_setting_that_makes_no_sense_is_refused_by_name(settings: dict[str, ob
 def test_the_data_directory_may_be_anywhere(tmp_path: Path) -> None:
     rendered = render_properties({"log.dirs": r"C:\rollstream\data"})
     assert rendered == "log.dirs=C:\\\\rollstream\\\\data\n"
+    # java.util.Properties reads ISO-8859-1, and a character beyond the first 65,536 as its two UTF-16 units.
+    assert (
+        render_properties({"log.dirs": "/home/jürgen/東/😀"}) == "log.dirs=/home/j\\u00FCrgen/\\u6771/\\uD83D\\uDE00\n"
+    )
 
 
 def test_the_image_gets_every_property_under_its_contracts_name() -> None:
