@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-_PROC = Path("/proc")
+PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class ProcessIdentity:
 
 def identify(pid: int) -> ProcessIdentity | None:
     """Return the identity of the process that has this pid now; None if none runs (a zombie does not count)."""
-    started = _started_by_proc(pid) if (_PROC / "self" / "stat").exists() else _started_by_ps(pid)
+    started = _started_by_proc(pid) if (PROC / "self" / "stat").exists() else _started_by_ps(pid)
     return ProcessIdentity(pid, started) if started else None
 
 
@@ -63,14 +63,17 @@ def _started_by_proc(pid: int) -> str | None:
     try:
         # proc(5): the name in parentheses may contain spaces; of the fields after it, state is the first, starttime the
         # 20th.
-        fields = (_PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        boot = (_PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
+        fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
+        boot = (PROC / "sys" / "kernel" / "random" / "boot_id").read_text().strip()
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
 
 
 def _started_by_ps(pid: int) -> str | None:
-    answer = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True)
+    # Each caller must get the same text: ps prints the time in the caller's zone and language.
+    environment = {**os.environ, "LC_ALL": "C", "TZ": "UTC"}
+    command = ["ps", "-o", "stat=,lstart=", "-p", str(pid)]
+    answer = subprocess.run(command, capture_output=True, text=True, env=environment)
     state, _, started = answer.stdout.strip().partition(" ")
     return None if not state or state.startswith("Z") else started.strip()

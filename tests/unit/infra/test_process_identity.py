@@ -49,6 +49,18 @@ def test_two_processes_are_two_identities() -> None:
     assert identify(os.getpid()) != identify(os.getppid())
 
 
+def test_an_identity_is_the_same_in_every_time_zone_and_language(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # As on macOS, which has no /proc.
+    monkeypatch.setattr("rollstream.infra.process_identity.PROC", tmp_path)
+    monkeypatch.setenv("TZ", "Europe/Berlin")
+    in_berlin = identify(os.getpid())
+    monkeypatch.setenv("TZ", "America/New_York")
+    assert in_berlin is not None
+    assert identify(os.getpid()) == in_berlin
+
+
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(600)"
 
 
