@@ -50,7 +50,7 @@ class JarsSearch:
 def cache_dir(environment: Mapping[str, str]) -> Path:
     """Return the cache of the jars: rollstream/kafka-<version> under XDG_CACHE_HOME, else ~/.cache."""
     base = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME") or Path.home()) / ".cache"
-    return Path(base) / "rollstream" / f"kafka-{KAFKA_VERSION}"
+    return Path(base).absolute() / "rollstream" / f"kafka-{KAFKA_VERSION}"
 
 
 def kafka_version(directory: Path) -> str | None:
@@ -68,7 +68,7 @@ def find_jars(environment: Mapping[str, str], java: JavaRuntime) -> JarsSearch:
     refused: list[str] = []
     home = environment.get("KAFKA_HOME")
     if home:
-        libs = Path(home) / "libs"
+        libs = Path(home).absolute() / "libs"
         version = kafka_version(libs)
         if version and int(version.split(".")[0]) >= 4:
             return JarsSearch(Jars(libs, version, "KAFKA_HOME"), ())

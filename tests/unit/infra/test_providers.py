@@ -58,6 +58,16 @@ def test_the_first_java_that_is_new_enough_is_taken(
     assert (search.runtime.source if search.runtime else None) == chosen
 
 
+def test_a_relative_java_home_holds_in_the_directory_of_the_broker_too(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.java("21", folder="jdk")
+    monkeypatch.chdir(machine.root)
+    runtime = find_java(machine.environment(JAVA_HOME="jdk"), None).runtime
+    assert runtime is not None
+    assert runtime.executable == machine.root / "jdk" / "bin" / "java"
+
+
 def test_a_java_that_is_too_old_is_named_with_what_is_needed(machine: Machine) -> None:
     old = machine.java("11.0.2")
     machine.maven()
