@@ -120,9 +120,7 @@ class LocalBroker(Stopping):
 
     def stop(self) -> None:
         """Stop the broker gracefully (SIGTERM), or by force after `stop_timeout_s`. Does nothing if it has ended."""
-        if send(self._state.process, signal.SIGTERM) and not await_end(
-            self._state.process, self._config.stop_timeout_s
-        ):
+        if self._send(signal.SIGTERM) and not await_end(self._state.process, self._config.stop_timeout_s):
             event(logger, "broker_killed", level=logging.WARNING, pid=self.pid, after_s=self._config.stop_timeout_s)
             self.kill()
         self._forget("broker_stopped")
@@ -132,7 +130,7 @@ class LocalBroker(Stopping):
         if self._state.kill_command and self.running:
             run_kill_command(self._state.kill_command)
         else:
-            send(self._state.process, signal.SIGKILL)
+            self._send(signal.SIGKILL)
         if not await_end(self._state.process, self._config.stop_timeout_s):
             raise BrokerUnavailable(f"broker pid {self.pid} does not end; see {self.log}")
         self._forget("broker_killed")
@@ -143,6 +141,14 @@ class LocalBroker(Stopping):
         bound = self._child is not None and self._child.stdin is not None
         started = _start(dataclasses.replace(self._config, port=self.port), bound_to_parent=bound)
         self._state, self._child = started.state, started.child
+
+    def _send(self, number: signal.Signals) -> bool:
+        try:
+            return send(self._state.process, number)
+        except PermissionError as error:
+            raise BrokerUnavailable(
+                f"the broker on {self.data_dir} (pid {self.pid}) belongs to another user, who alone may stop it"
+            ) from error
 
     def _forget(self, log_event: str) -> None:
         if self._child is not None:
@@ -182,4 +188,4 @@ def _start(config: BrokerConfig, *, bound_to_parent: bool) -> StartedBroker:
         planned = PlannedBroker(config, choose_port(config, layout), controller_port)
         return start_together(provider, [planned], bound_to_parent=bound_to_parent)[0]
 
-    return retry_taken_ports(attempt)
+    return retry_taken_ports(config.data_dir, attempt)

@@ -71,10 +71,11 @@ class PortTaken(Exception):
         self.broker = broker
 
 
-def retry_taken_ports(attempt: Callable[[], T]) -> T:
+def retry_taken_ports(data_dir: Path, attempt: Callable[[], T]) -> T:
     """Attempt a start up to three times, with new ports, in case another process takes a port before a broker binds it.
 
-    Raises BrokerUnavailable if a port is still taken at the third attempt, or if the taken port is a configured one.
+    Raises BrokerUnavailable if a port is still taken at the third attempt, if the taken port is a configured one, or if
+    files below `data_dir` cannot be read or written.
     """
     for last in (False,) * (_PORT_TRIES - 1) + (True,):
         try:
@@ -82,6 +83,10 @@ def retry_taken_ports(attempt: Callable[[], T]) -> T:
         except PortTaken as taken:
             if taken.broker.config.port or last:
                 raise port_in_use(taken.broker.config.host, taken.broker.port) from None
+        except OSError as error:
+            raise BrokerUnavailable(
+                f"broker data directory {data_dir} cannot be used ({error}): give another --data, or free space"
+            ) from error
     raise AssertionError("unreachable")
 
 
@@ -109,7 +114,8 @@ def start_together(
     """
     began = time.monotonic()
     for broker in brokers:
-        _make_directory(broker.layout)
+        broker.layout.root.mkdir(parents=True, exist_ok=True)
+        broker.layout.log.touch()
     name = "docker" if isinstance(provider, DockerKafka) else "java"
     starting: list[_StartingBroker] = []
     try:
@@ -229,16 +235,6 @@ class _StartingBroker:
     def _failed(self, failure: str) -> BrokerUnavailable:
         log = self.broker.layout.log
         return BrokerUnavailable(f"Kafka {failure}; the end of {log}:\n{log_tail(log, offset_bytes=self.offset_bytes)}")
-
-
-def _make_directory(layout: BrokerLayout) -> None:
-    try:
-        layout.root.mkdir(parents=True, exist_ok=True)
-        layout.log.touch()
-    except OSError as error:
-        raise BrokerUnavailable(
-            f"broker data directory {layout.root} cannot be used ({error}); give another --data"
-        ) from None
 
 
 @contextlib.contextmanager

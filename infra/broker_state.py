@@ -57,6 +57,8 @@ def read(path: Path) -> BrokerState | None:
         raise BrokerUnavailable(
             f"{path} is not a broker's state ({error!r}): end its broker by hand if one runs, then remove that file"
         ) from None
+    except OSError as error:
+        raise _unreadable(path, error) from error
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,18 @@ def read_cluster(layout: BrokerLayout) -> ClusterState | None:
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise BrokerUnavailable(f"{layout.cluster} is not a cluster's state ({error!r}): give another --data") from None
+    except OSError as error:
+        raise _unreadable(layout.cluster, error) from error
 
 
 def write_cluster(layout: BrokerLayout, state: ClusterState) -> None:
     _write_whole(layout.cluster, dataclasses.asdict(state))
+
+
+def _unreadable(path: Path, error: OSError) -> BrokerUnavailable:
+    return BrokerUnavailable(
+        f"{path} cannot be read ({error}): give another --data, or ask the owner of that directory"
+    )
 
 
 def _write_whole(path: Path, fields: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ class LocalCluster(Stopping):
             )
             return configs, [LocalBroker(c, s.state, s.child) for c, s in zip(configs, started, strict=True)]
 
-        configs, brokers = retry_taken_ports(attempt)
+        configs, brokers = retry_taken_ports(root, attempt)
         cluster = cls(root, brokers, configs)
         try:
             cluster.await_live(range(nodes))

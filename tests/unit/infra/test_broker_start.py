@@ -133,6 +133,30 @@ def test_a_cluster_whose_start_was_ended_is_shown_and_stopped(
         assert command("status", "--data", str(data)) == 1
 
 
+def test_files_that_cannot_be_written_or_read_are_one_line(kafka: Machine, tmp_path: Path) -> None:
+    java(kafka, broker="exec sleep 600")
+    for name in ("server.properties", "broker.json", "cluster.json"):
+        (tmp_path / name / name).mkdir(parents=True)
+    with pytest.raises(BrokerUnavailable, match=r"server\.properties cannot be used .*Is a directory.*--data"):
+        command("start", "--port", "0", "--data", str(tmp_path / "server.properties"))
+    for name in ("broker.json", "cluster.json"):
+        with pytest.raises(BrokerUnavailable, match=rf"{name} cannot be read .*Is a directory.*--data"):
+            command("status", "--data", str(tmp_path / name))
+
+
+def test_a_broker_of_another_user_is_named_as_such(
+    kafka: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(_pid: int, _number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    java(kafka, broker="exec sleep 600")
+    with terminated_start(tmp_path, tmp_path) as [broker], monkeypatch.context() as patch:
+        patch.setattr(os, "kill", refused)
+        with pytest.raises(BrokerUnavailable, match=rf"pid {broker.process.pid}\) belongs to another user"):
+            command("stop", "--data", str(tmp_path))
+
+
 def test_a_start_is_refused_while_another_one_prepares_the_same_data(kafka: Machine, tmp_path: Path) -> None:
     # The first start formats the storage until the test allows more.
     formatting = f"touch {tmp_path}/formatting; until [ -e {tmp_path}/go ]; do sleep 0.05; done"
