@@ -13,6 +13,8 @@ VERIFIERS := $(VENV)/verifiers
 VERIFIERS_STAMP := $(VERIFIERS)/.installed
 TRL := $(VENV)/trl
 TRL_STAMP := $(TRL)/.installed
+# uv reads no settings of pip: the index that gave us uv serves the rest, unless uv has one of its own.
+UV_INSTALL = UV_DEFAULT_INDEX="$${UV_DEFAULT_INDEX:-$${UV_INDEX_URL:-$${PIP_INDEX_URL:-$$($(BIN)/python -m pip config get global.index-url 2>/dev/null)}}}" $(BIN)/uv pip install --quiet
 LOCK = $(BIN)/uv pip compile --quiet --generate-hashes --no-emit-index-url --custom-compile-command "make lock"
 # Test runs write the names of failed tests here, so that they are in the last line, which is make's error.
 FAILED := $(VENV)/failed-tests
@@ -45,35 +47,35 @@ $(STAMP): requirements.txt pyproject.toml
 		echo "rollstream needs Python 3.11 or newer as '$(PYTHON)' (found: $$($(PYTHON) --version 2>&1)); install one or run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-uv.txt
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements.txt
-	@# A copy that lost its symbolic links (some archives do) has small files in their place.
+	$(UV_INSTALL) --python $(BIN)/python --require-hashes -r requirements.txt
+	@# A copy that lost its symbolic links (some archives do) has small files in their place, or the folders themselves.
 	@for folder in consumers infra pipeline producers topics; do \
-		test -L src/rollstream/$$folder || ln -sfn ../../$$folder src/rollstream/$$folder; done
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-build-isolation --no-deps -e .
+		test -d src/rollstream/$$folder || ln -sfn ../../$$folder src/rollstream/$$folder; done
+	$(UV_INSTALL) --python $(BIN)/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Gigabytes that only the long tests need.
 $(LONG_STAMP): requirements-long.txt $(STAMP)
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --require-hashes -r requirements-long.txt
+	$(UV_INSTALL) --python $(BIN)/python --require-hashes -r requirements-long.txt
 	@touch $@
 
 # A real engine, a real library of environments and a real trainer, each in an environment of its own: their requirements
 # contradict ours, or, as those of a trainer in torch, show what is not needed.
 $(VLLM_STAMP): requirements-vllm.txt $(STAMP)
 	$(BIN)/python -m tests.engines.vllm_environment $(VLLM)
-	$(BIN)/uv pip install --quiet --python $(VLLM)/bin/python --no-build-isolation --no-deps -e .
+	$(UV_INSTALL) --python $(VLLM)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(VERIFIERS_STAMP): requirements-verifiers.txt $(STAMP)
 	@test -x $(VERIFIERS)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(VERIFIERS)
-	$(BIN)/uv pip install --quiet --python $(VERIFIERS)/bin/python --require-hashes -r requirements-verifiers.txt
-	$(BIN)/uv pip install --quiet --python $(VERIFIERS)/bin/python --no-build-isolation --no-deps -e .
+	$(UV_INSTALL) --python $(VERIFIERS)/bin/python --require-hashes -r requirements-verifiers.txt
+	$(UV_INSTALL) --python $(VERIFIERS)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(TRL_STAMP): requirements-trl.txt $(STAMP)
 	@test -x $(TRL)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(TRL)
-	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python --require-hashes -r requirements-trl.txt
-	$(BIN)/uv pip install --quiet --python $(TRL)/bin/python --no-build-isolation --no-deps -e .
+	$(UV_INSTALL) --python $(TRL)/bin/python --require-hashes -r requirements-trl.txt
+	$(UV_INSTALL) --python $(TRL)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
