@@ -23,7 +23,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import EVERYONE, USERS, access_rules
 from rollstream.pipeline.deployment.description import ROLES, RoleDescription
 from rollstream.pipeline.settings import entry_type
-from rollstream.pipeline.tools.plan import number
+from rollstream.pipeline.tools.plan import number, text_of, workload
 from rollstream.topics.catalogue import CATALOGUE, TopicSpec
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, SERVING_ROLES, MetricSpec, of_role
 from tests.support.paths import ROOT
@@ -410,6 +410,14 @@ def plan_table() -> str:
     return table(header, [row(*planned) for planned in _PLANNED])
 
 
+def plan_output() -> str:
+    """One plan as the command prints it."""
+    words = ["plan", *("--parameters", "70B"), *("--environments", "100k"), *("--tokens", "4096")]
+    load = workload(build_parser().parse_args(words))
+    rates = measured_rates.shipped()
+    return f"```text\n$ rollstream {' '.join(words)}\n{text_of(plan(load, Machines(), rates), load, rates)}\n```"
+
+
 GENERATED: dict[str, Callable[[], str]] = {
     "api": api_reference,
     "code-map": code_map,
@@ -420,6 +428,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "configuration": configuration_tables,
     "commands": command_reference,
     "metrics": metrics_tables,
+    "plan-output": plan_output,
     "plan-table": plan_table,
 }
 

@@ -17,7 +17,7 @@ from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, 
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics, reported
 from rollstream.pipeline.cli import COMMANDS, build_parser
-from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.settings import known_keys
 from rollstream.topics.codec import schemas
 from rollstream.topics.errors import RollstreamError
@@ -292,6 +292,21 @@ def test_the_table_of_exit_codes_has_the_code_of_every_error() -> None:
         codes.add(str(error.exit_code))
         waiting += error.__subclasses__()
     assert codes <= set(first_cells(section("docs/commands.md", "Exit codes")))
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        path
+        for folder in ("examples", "pipeline")
+        for path in sorted((ROOT / folder).rglob("*.toml"))
+        if path.name != "control.toml"  # its script completes it
+    ],
+    ids=lambda path: str(path.relative_to(ROOT)),
+)
+def test_settings_files_are_valid_as_they_are(path: Path) -> None:
+    # Also whether flow control lets a step begin is checked as the file is read.
+    assert load(path) != RunConfig()
 
 
 def test_every_message_in_troubleshooting_is_one_the_code_can_say() -> None:
