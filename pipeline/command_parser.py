@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
@@ -189,6 +190,18 @@ def config_of(args: argparse.Namespace) -> "RunConfig":
     config = load(path, environment=os.environ, options=options, flags=args.set, client_flags=args.client)
     keep_from_programs(secret_variables(config))
     return config
+
+
+def configuration_flags(args: argparse.Namespace) -> str:
+    """Return the flags with which a command was given its configuration, to be appended to the text of another command:
+    "" or, for example, ` --config run.toml --run main`."""
+    words = ["--config", str(args.config)] if args.config else []
+    for key, option in getattr(args, "options", {}).items():
+        words += [option, getattr(args, key)]
+    for flag, settings in (("--set", args.set), ("-X", args.client)):
+        for setting in settings:
+            words += [flag, setting]
+    return "".join(f" {shlex.quote(word)}" for word in words)
 
 
 def wait_seconds(text: str) -> float:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollstream.pipeline.deployment.access_rules import USERS, access_rules
+from rollstream.pipeline.deployment.access_rules import USERS, access_rules, users_of
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.kafka.access_control import AccessEntry
 
@@ -36,6 +36,13 @@ def principal(config: "RunConfig", user: str) -> str:
     return config.topics.principal.replace("{run}", config.run).replace("{role}", user)
 
 
+def sharing(config: "RunConfig", user: str) -> tuple[str, ...]:
+    """Return the users of a run that have the principal of this user: itself, and others if topics.principal lacks
+    {role}."""
+    theirs = principal(config, user)
+    return tuple(dict.fromkeys((user, *(other for other in users_of(config) if principal(config, other) == theirs))))
+
+
 def wanted(config: "RunConfig", users: Iterable[str]) -> frozenset[AccessEntry]:
     """Return the rules that these users of a run need."""
     return frozenset(
@@ -57,13 +64,14 @@ def compare(
 ) -> AccessPlan:
     """Return the differences for these users of a run, given every rule on the brokers.
 
-    Rules of users in `among` are surplus if none of `users` needs them.
+    Rules of users in `among` are surplus if neither `users` nor other users of the run with the same principal need
+    them.
     """
     there, needed = frozenset(there), wanted(config, users)
     ours = {principal(config, user) for user in among}
     surplus = {
         entry
-        for entry in there - needed
+        for entry in there - needed - wanted(config, users_of(config))
         if entry.principal in ours and entry.allow and names_something_of(config.run, entry)
     }
     topics = [topic_name(config.run, spec.name) for spec in CATALOGUE]

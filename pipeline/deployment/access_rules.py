@@ -58,7 +58,7 @@ EVERYONE = (AccessRule("group", READERS, ("Describe",)), AccessRule("topic", FIR
 """Rules of every role. Without the second rule, clients work, but brokers log a denial for each client."""
 
 
-def users(config: "RunConfig") -> tuple[str, ...]:
+def users_of(config: "RunConfig") -> tuple[str, ...]:
     """Return the users of a run with these settings: its roles, the tools that may run with them, and TOOL_USERS."""
     return (*dict.fromkeys((*counts(config), ARCHIVE, PRUNE)), *TOOL_USERS)
 

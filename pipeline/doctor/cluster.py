@@ -30,8 +30,11 @@ def check_versions(config: RunConfig) -> Iterator[Finding]:
     )
 
 
-def check_topics(config: RunConfig) -> Iterator[Finding]:
-    """Yield a finding for each topic that is missing or differs from the catalogue, or one finding if all match."""
+def check_topics(config: RunConfig, flags: str = "") -> Iterator[Finding]:
+    """Yield a finding for each topic that is missing or differs from the catalogue, or one finding if all match.
+
+    The commands of the remedies end in `flags`.
+    """
     try:
         plans = provisioning.plan(config.kafka, config.topics, config.run)
     except RollstreamError as error:
@@ -46,6 +49,6 @@ def check_topics(config: RunConfig) -> Iterator[Finding]:
     for plan in differing:
         changes = "; ".join(f"{key} is {now or 'unset'}, not {right}" for key, (now, right) in plan.changes.items())
         text = f"topic {plan.topic} is missing" if plan.create else f"topic {plan.topic}: {changes or 'lacks schemas'}"
-        yield Finding(check="topics", level="fault", text=text, remedy="rollstream topics apply")
+        yield Finding(check="topics", level="fault", text=text, remedy=f"rollstream topics apply{flags}")
     if not differing:
         yield Finding(check="topics", level="ok", text=f"{len(plans)} topics match the catalogue")

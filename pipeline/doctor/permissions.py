@@ -4,8 +4,10 @@ A rule for a prefix is checked with the name of process 0.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.deployment.access_plan import sharing
 from rollstream.pipeline.deployment.access_rules import AccessRule, access_rules
 from rollstream.pipeline.deployment.description import ROLES, expanded
 from rollstream.pipeline.doctor.findings import Finding
@@ -19,28 +21,52 @@ _EVERYTHING = {"Read", "Write", "Alter", "Delete", "AlterConfigs"}
 _CHECK = "permissions"
 
 
-def check_permissions(config: RunConfig, role: str) -> Iterator[Finding]:
-    """Yield findings on rights that the user of these settings lacks for a role, and on rights that the role does not
-    need."""
+@dataclass(frozen=True)
+class _Role:
+    """A role whose user is checked."""
+
+    name: str
+    needed: tuple[AccessRule, ...]
+    allowed: tuple[AccessRule, ...]
+    """Rules of all users with its principal."""
+    flags: str
+
+    @property
+    def grant(self) -> str:
+        """The remedy for a right that the user lacks."""
+        return f"rollstream topics acls apply --role {self.name}{self.flags}"
+
+    @property
+    def withdraw(self) -> str:
+        """The remedy for a right that the user should not have."""
+        return f"remove the rule; this command shows it: rollstream topics acls plan{self.flags}"
+
+
+def check_permissions(config: RunConfig, role: str, flags: str = "") -> Iterator[Finding]:
+    """Yield findings on rights that the user of these settings lacks for a role, and on rights that neither the role
+    nor others with its principal need. The commands of the remedies end in `flags`."""
     topics = granted.topic_operations(config.kafka, [topic_name(config.run, spec.name) for spec in CATALOGUE])
     if any((operations or frozenset()) >= _EVERYTHING for operations in topics.values()):
         yield Finding(
             check=_CHECK,
             level="note",
             text="this user may do everything: the brokers have no authorizer, or it is a super user",
-            remedy=f"give {role} a user of its own on brokers with an authorizer: rollstream topics acls apply",
+            remedy=f"give {role} a user of its own on brokers with an authorizer: rollstream topics acls apply{flags}",
         )
         return
-    rules = access_rules(config, role)
+    users = sharing(config, role)
+    allowed = tuple(rule for user in users for rule in access_rules(config, user))
+    checked = _Role(role, access_rules(config, role), allowed, flags)
     faults = [
-        *_compared("topic", topics, rules, role),
-        *_compared("group", granted.group_operations(config.kafka, _names(config, "groups")), rules, role),
-        *_transactional_ids(config, rules, role),
+        *_compared("topic", topics, checked),
+        *_compared("group", granted.group_operations(config.kafka, _names(config, "groups")), checked),
+        *_transactional_ids(config, checked),
         *_of_cluster(config, role),
     ]
     yield from faults
     if not [finding for finding in faults if finding.level == "fault"]:
-        yield Finding(check=_CHECK, level="ok", text=f"this user may do what {role} needs, and nothing else in the run")
+        needs = f"{role} needs" if len(users) == 1 else f"{role} and the other users with its principal need"
+        yield Finding(check=_CHECK, level="ok", text=f"this user may do what {needs}, and nothing else in the run")
 
 
 def _names(config: RunConfig, kind: str) -> list[str]:
@@ -57,54 +83,50 @@ def _needed(rules: Iterable[AccessRule], resource: str, name: str) -> set[str]:
     return operations.union(*(_IMPLIED.get(operation, set()) for operation in operations))
 
 
-def _compared(
-    resource: str, may: Mapping[str, frozenset[str] | None], rules: tuple[AccessRule, ...], role: str
-) -> Iterator[Finding]:
+def _compared(resource: str, may: Mapping[str, frozenset[str] | None], role: _Role) -> Iterator[Finding]:
     for name, operations in may.items():
         if operations is None:
             continue  # a topic that does not exist is a finding of its own
-        needed = _needed(rules, resource, name)
         # The brokers never list Create for a topic that exists.
-        lacking = needed - operations - {"Create"}
-        beyond = operations - needed
+        lacking = _needed(role.needed, resource, name) - operations - {"Create"}
+        beyond = operations - _needed(role.allowed, resource, name)
         if lacking:
             yield Finding(
                 check=_CHECK,
                 level="fault",
-                text=f"{role} needs {_listed(lacking)} on {resource} {name}, which this user does not have",
-                remedy=f"rollstream topics acls apply --role {role}",
+                text=f"{role.name} needs {_listed(lacking)} on {resource} {name}, which this user does not have",
+                remedy=role.grant,
             )
         if beyond:
             yield Finding(
                 check=_CHECK,
                 level="fault",
-                text=f"this user may {_listed(beyond)} on {resource} {name}, which {role} does not need",
-                remedy="remove the rule: rollstream topics acls plan shows it",
+                text=f"this user may {_listed(beyond)} on {resource} {name}, which {role.name} does not need",
+                remedy=role.withdraw,
             )
 
 
-def _transactional_ids(config: RunConfig, rules: tuple[AccessRule, ...], role: str) -> Iterator[Finding]:
+def _transactional_ids(config: RunConfig, role: _Role) -> Iterator[Finding]:
     try:
         writable = granted.writable_ids(config.kafka, _names(config, "transactional_ids"))
     except ConfigurationError as error:
         yield Finding(check=_CHECK, level="note", text=f"transactional ids were not checked: {error}")
         return
     for name, may in writable.items():
-        needed = "Write" in _needed(rules, "transactionalId", name)
-        if needed and not may:
+        if "Write" in _needed(role.needed, "transactionalId", name) and not may:
             yield Finding(
                 check=_CHECK,
                 level="fault",
-                text=f"{role} needs Write on transactional id {name}, which this user does not have",
-                remedy=f"rollstream topics acls apply --role {role}",
+                text=f"{role.name} needs Write on transactional id {name}, which this user does not have",
+                remedy=role.grant,
             )
-        if may and not needed:
+        if may and "Write" not in _needed(role.allowed, "transactionalId", name):
             yield Finding(
                 check=_CHECK,
                 level="fault",
-                text=f"this user may Write under transactional id {name}, which {role} does not need, and so fence "
-                "its owner",
-                remedy="remove the rule: rollstream topics acls plan shows it",
+                text=f"this user may Write under transactional id {name}, which {role.name} does not need, and so "
+                "fence its owner",
+                remedy=role.withdraw,
             )
 
 

@@ -18,7 +18,6 @@ from rollstream.topics.kafka import granted, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 
 _CHECK = "retention"
-_KEEP = "rollstream topics apply, and rollstream prune to free space"
 _POSITIONS_KEPT_S = 30 * 86_400
 """Shortest acceptable time for which brokers keep the positions of a stopped run, such as one that is stopped over a
 holiday."""
@@ -37,8 +36,12 @@ class OldestUnfinished:
     """Time since the broker stamped the record; None if there is no such record, or it is gone."""
 
 
-def check_retention(config: RunConfig) -> Iterator[Finding]:
-    """Yield findings on unfinished rollouts that brokers may delete, or have deleted."""
+def check_retention(config: RunConfig, flags: str = "") -> Iterator[Finding]:
+    """Yield findings on unfinished rollouts that brokers may delete, or have deleted.
+
+    The commands of the remedies end in `flags`.
+    """
+    keep = f"rollstream topics apply{flags}; to free space, rollstream prune{flags}"
     topic = topic_name(config.run, "rollouts")
     kept_s = topic_admin.retention_s(config.kafka, topic)
     try:
@@ -47,13 +50,13 @@ def check_retention(config: RunConfig) -> Iterator[Finding]:
         oldest = []
         yield Finding(check=_CHECK, level="note", text=f"the progress of grouping cannot be seen: {error}")
     for place in oldest:
-        yield from _of_partition(topic, kept_s, place)
+        yield from _of_partition(topic, kept_s, place, keep)
     if not math.isinf(kept_s):
         yield Finding(
             check=_CHECK,
             level="fault",
             text=f"{topic} keeps records for {_hours(kept_s)} (it must keep them for ever)",
-            remedy=_KEEP,
+            remedy=keep,
         )
     elif not any(place.begin > place.offset for place in oldest):
         yield Finding(check=_CHECK, level="ok", text=f"{topic} keeps its records for ever, as far as this user can see")
@@ -94,7 +97,7 @@ def oldest_unfinished(config: RunConfig) -> Iterator[OldestUnfinished]:
         yield OldestUnfinished(partition=partition, offset=journal.watermark, begin=begin, age_s=age_s)
 
 
-def _of_partition(topic: str, kept_s: float, place: OldestUnfinished) -> Iterator[Finding]:
+def _of_partition(topic: str, kept_s: float, place: OldestUnfinished, keep: str) -> Iterator[Finding]:
     where = f"{topic}[{place.partition}]"
     if place.begin > place.offset:
         yield Finding(
@@ -112,7 +115,7 @@ def _of_partition(topic: str, kept_s: float, place: OldestUnfinished) -> Iterato
             level="fault",
             text=f"the oldest record of {where} that grouping has not finished, offset {place.offset}, is "
             f"{_hours(place.age_s)} old: brokers may delete it {soon}",
-            remedy=_KEEP,
+            remedy=keep,
         )
 
 

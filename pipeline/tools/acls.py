@@ -12,7 +12,7 @@ from dataclasses import asdict
 from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_plan import AccessPlan, compare
-from rollstream.pipeline.deployment.access_rules import USERS, users
+from rollstream.pipeline.deployment.access_rules import USERS, users_of
 from rollstream.pipeline.text_tables import table
 from rollstream.topics.kafka import access_control
 from rollstream.topics.kafka.access_control import AccessEntry
@@ -54,7 +54,8 @@ def apply(config: RunConfig, args: argparse.Namespace) -> int:
 
 def _compared(config: RunConfig, args: argparse.Namespace) -> AccessPlan:
     # Rules of roles that the run does not have are surplus, unless roles are named.
-    return compare(config, args.role or users(config), access_control.entries(config.kafka), among=args.role or USERS)
+    there = access_control.entries(config.kafka)
+    return compare(config, args.role or users_of(config), there, among=args.role or USERS)
 
 
 def _show(plan: AccessPlan, args: argparse.Namespace, words: tuple[str, str]) -> None:

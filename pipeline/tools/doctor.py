@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
-from rollstream.pipeline.command_parser import set_handler
+from rollstream.pipeline.command_parser import configuration_flags, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import USERS
 from rollstream.pipeline.doctor import cluster
@@ -42,14 +42,15 @@ def examine(config: RunConfig, args: argparse.Namespace) -> int:
     protocol = config.kafka.client.get("security.protocol", "PLAINTEXT")
     text = f"{address} answers by {protocol} within {time.monotonic() - began:.2f} s"
     findings = [Finding(check="brokers", level="ok", text=text)]
+    flags = configuration_flags(args)
     checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("versions", lambda: cluster.check_versions(config)),
-        ("topics", lambda: cluster.check_topics(config)),
-        ("retention", lambda: check_retention(config)),
+        ("topics", lambda: cluster.check_topics(config, flags)),
+        ("retention", lambda: check_retention(config, flags)),
         ("clock", lambda: check_clock(config)),
     ]
     if args.role:
-        checks.insert(1, ("permissions", lambda: check_permissions(config, args.role)))
+        checks.insert(1, ("permissions", lambda: check_permissions(config, args.role, flags)))
     for name, check in checks:
         findings += _looked(name, check)
     _show(findings, args)

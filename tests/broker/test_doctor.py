@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import threading
 import time
 from collections.abc import Iterator
@@ -35,12 +36,14 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecuredBroker]
         yield broker
 
 
-def examined(secured: SecuredBroker, folder: Path, user: str, role: str) -> tuple[int, list[dict[str, Any]]]:
+def examined(
+    secured: SecuredBroker, folder: Path, user: str, role: str, *more: str
+) -> tuple[int, list[dict[str, Any]]]:
     """Exit code of the command, run as a user of the run, and what it finds."""
     (folder / "password").write_text("the password")
     client = {**secured.client(f"{RUN}-{user}", ""), "sasl.password": f"file:{folder / 'password'}"}
     flags = [word for key, value in client.items() for word in ("-X", f"{key}={value}")]
-    answer = answer_of(folder, "doctor", "--json", "--role", role, "--run", RUN, *flags)
+    answer = answer_of(folder, "doctor", "--json", "--role", role, "--run", RUN, *flags, *more)
     assert answer.returncode in (0, 1), answer.stderr
     assert "the password" not in answer.stdout + answer.stderr
     return answer.returncode, json.loads(answer.stdout)
@@ -73,6 +76,17 @@ def test_a_user_in_the_place_of_another_lacks_rights_and_has_others(secured: Sec
     assert all(finding["remedy"] for finding in findings if finding["level"] == "fault")
 
 
+def test_rights_of_roles_that_share_a_principal_are_no_fault(secured: SecuredBroker, tmp_path: Path) -> None:
+    shared = ("--set", f"topics.principal=User:{RUN}-audit")
+    _code, findings = examined(secured, tmp_path, "audit", "env", *shared)
+    lacking = [finding for finding in findings if finding["check"] == "permissions" and finding["level"] == "fault"]
+    assert {"env needs Write on topic patient.rollouts, which this user does not have"} <= {f["text"] for f in lacking}
+    assert not [text for text in faults(findings) if "does not need" in text]
+    for finding in lacking:
+        command = f"rollstream topics acls apply --role env --run {RUN} {shlex.join(shared)} -X "
+        assert finding["remedy"].startswith(command)
+
+
 def test_a_topic_with_another_retention_or_none_at_all_is_a_fault(real_run: RealRun, tmp_path: Path) -> None:
     address, run = real_run.kafka.bootstrap_servers, real_run.name
 
@@ -83,7 +97,7 @@ def test_a_topic_with_another_retention_or_none_at_all_is_a_fault(real_run: Real
     code, text = doctor()
     assert code == 1
     assert f"topic {run}.rollouts is missing" in text
-    assert "-> rollstream topics apply" in text
+    assert f"-> rollstream topics apply --run {run} -b {address}\n" in text
     real_run.prepare()
     code, text = doctor("--set", f"topics.partitions={real_run.topics.partitions}")
     assert code == 0, text

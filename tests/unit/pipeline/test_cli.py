@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.command_parser import configuration_flags
 from tests.documentation import commands
 from tests.support.command_line import answer_of
 from tests.support.paths import ROOT
@@ -252,6 +253,23 @@ def test_nothing_but_the_learner_and_the_models_imports_jax() -> None:
 def test_flags_may_follow_any_command() -> None:
     args = build_parser().parse_args(["demo", "--seed", "3", "--steps", "7", "-b", "h:1", "--keep"])
     assert (vars(args)["seed="], vars(args)["learner.max_steps="], args.keep) == ("3", "7", True)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--config", "a run.toml", "--run", "main"],
+        ["-b", "h:1,g:1", "--set", "task=add", "--set", 'worker.inference_urls=["http://a/v1"]'],
+        ["--bootstrap-servers=h:1", "-X", "security.protocol=SSL", "-X", "sasl.password=env:KEY"],
+    ],
+)
+def test_the_flags_of_one_command_configure_another_in_the_same_way(flags: list[str]) -> None:
+    doctor = build_parser().parse_args(["doctor", *flags])
+    words = shlex.split(f"topics apply{configuration_flags(doctor)}")
+    apply = build_parser().parse_args(words)
+    names = ("config", "set", "client", "run=", "kafka.bootstrap_servers=")
+    assert [getattr(apply, name) for name in names] == [getattr(doctor, name) for name in names]
 
 
 def test_the_example_of_every_command_is_shown_as_it_is_typed_on_lines_that_fit(

@@ -1,0 +1,35 @@
+"""Access rules on the brokers are compared with those that a run needs."""
+
+from dataclasses import replace
+
+import pytest
+
+from rollstream.pipeline.config import RunConfig, load
+from rollstream.pipeline.deployment.access_plan import compare, wanted
+from rollstream.pipeline.deployment.access_rules import users_of
+from rollstream.topics.kafka.access_control import AccessEntry
+
+
+def stale_rule(principal: str) -> AccessEntry:
+    """A rule for a group that no role of run `main` uses."""
+    return AccessEntry(principal=principal, resource="group", name="main.earlier", prefix=False, operation="Read")
+
+
+@pytest.mark.parametrize("role", ["env", "fill"])
+def test_rules_of_roles_that_share_a_principal_stay_when_one_of_them_is_compared(role: str) -> None:
+    config = load(flags=["topics.principal=User:main"])
+    there = wanted(config, (*users_of(config), role))
+    stale = stale_rule("User:main")
+    plan = compare(config, [role], [*there, stale], among=[role])
+    assert (plan.missing, plan.surplus, plan.others) == ((), (stale,), ())
+    assert set(plan.present) == wanted(config, [role])
+
+
+def test_a_role_with_a_principal_of_its_own_keeps_only_its_rules() -> None:
+    config = RunConfig()
+    stale = stale_rule("User:main-env")
+    of_learner = [replace(rule, principal="User:main-env") for rule in wanted(config, ["learn"])]
+    there = {*wanted(config, users_of(config)), *of_learner, stale}
+    plan = compare(config, ["env"], there, among=["env"])
+    assert set(plan.surplus) == {stale, *of_learner} - wanted(config, ["env"])
+    assert (plan.missing, plan.others) == ((), ())
