@@ -217,7 +217,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
             elif dataclasses.is_dataclass(hint):
                 if not isinstance(value, dict):
                     raise ConfigurationError(
-                        f"{layer.place('.'.join(path))}: {'.'.join(path)} is a table of settings, not {value!r}; "
+                        f"{layer.place('.'.join(path))}: {'.'.join(path)} is a table of settings, not a value; "
                         f"set one of {', '.join(_hints(cast(type, hint)))} in it"
                     )
                 walk(cast(type, hint), path, value, into.setdefault(name, {}))
@@ -251,7 +251,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
                 table = _parsed(layer, (*path, number), table, dict[str, Any])
             if not isinstance(table, dict):
                 raise ConfigurationError(
-                    f"{layer.place(dotted)}: {dotted} is a list of tables, not {table!r}; begin each with [[{dotted}]]"
+                    f"{layer.place(dotted)}: {dotted} is a list of tables, not of values; begin each with [[{dotted}]]"
                 )
             set_by_layer((*path, number))
             walk(cls, (*path, number), table, into.setdefault(number, {}))
@@ -385,8 +385,8 @@ def _leaf(layer: Layer, path: Keys, value: Any, hint: Any) -> Any:
 
 
 def _got(key: str, value: Any, hint: Any) -> str:
-    """Return the end of an error message, which shows the value unless it is a secret, or a table that may hold one."""
-    hidden = is_secret(key) or _is_table(hint) or isinstance(value, Mapping)
+    """Return the end of an error message, which shows the value unless it is a secret, or tables that may hold one."""
+    hidden = is_secret(key) or _is_table(hint) or entry_type(hint) or isinstance(value, Mapping)
     return "; its text is not shown, as it may hold a secret" if hidden else f", got {value!r}"
 
 

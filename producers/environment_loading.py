@@ -183,19 +183,20 @@ def _plug_in(name: str) -> Any:
 def _called(use: str, factory: Any, options: Mapping[str, Any], *before: Any) -> Environment | AgentEnvironment:
     if not callable(factory):
         raise ConfigurationError(f"environment {use} is a {type(factory).__name__}; name a class or a function")
+    # Names only, because a value may be a secret.
+    chosen = f"with the options {', '.join(options)}" if options else "without options"
     try:
         inspect.signature(factory).bind(*before, **options)
     except TypeError as error:
         raise ConfigurationError(
-            f"environment {use} does not take the options {dict(options)}: {error}; it takes "
-            f"{inspect.signature(factory)}"
+            f"environment {use} {chosen} cannot be made: {error}; it takes {inspect.signature(factory)}"
         ) from error
     except ValueError:
         pass  # a class without a signature, such as one written in C
     try:
         environment: Environment | AgentEnvironment = factory(*before, **options)
     except TypeError as error:
-        raise ConfigurationError(f"environment {use} with options {dict(options)}: {error}") from error
+        raise ConfigurationError(f"environment {use} {chosen} cannot be made: {error}") from error
     return environment
 
 

@@ -431,6 +431,11 @@ def test_a_run_has_the_roles_of_a_control_task_that_are_configured_and_by_defaul
         {"file": '[kafka]\nclient = "sasl.password=not to be seen"\n'},
         {"file": '[kafka.client]\n"sasl.password" = ["not to be seen"]\n'},
         {"file": '[worker]\napi_key = ["not to be seen"]\n'},
+        {"file": 'kafka = "sasl.password=not to be seen"\n'},
+        {"flags": ['kafka="sasl.password=not to be seen"']},
+        {"file": 'environments = ["api_key=not to be seen"]\n'},
+        {"flags": ['environments=[{use = "add", options = {api_key = "not to be seen"}]']},
+        {"environment": {"ROLLSTREAM_ENVIRONMENTS__0": "api_key=not to be seen"}},
     ],
     ids=str,
 )

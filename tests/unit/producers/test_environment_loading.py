@@ -56,8 +56,13 @@ class NotAsync(Echo):
         return None
 
 
+class Needy(Echo):
+    def __init__(self, words):
+        super().__init__(words)
+
+
 class Broken(Echo):
-    def __init__(self):
+    def __init__(self, **options):
         raise TypeError("no good")
 
 
@@ -106,6 +111,17 @@ def test_a_secret_option_is_resolved_from_its_reference(game: Path, monkeypatch:
     assert environment.environment.api_key == "s3cret"  # type: ignore[union-attr]
 
 
+@pytest.mark.parametrize("use", ["Echo", "Broken"])
+def test_an_error_about_options_does_not_show_their_values(
+    game: Path, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "not to be seen")
+    options = {"judge": {"api_key": "env:JUDGE_KEY"}, "wrods": ["a"]}
+    with pytest.raises(ConfigurationError, match="with the options judge, wrods cannot be made") as error:
+        loaded(f"{game}:{use}", options=options)
+    assert "not to be seen" not in str(error.value)
+
+
 def test_an_installed_package_names_environments_by_an_entry_point(
     game: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,12 +143,13 @@ def test_an_installed_package_names_environments_by_an_entry_point(
 @pytest.mark.parametrize(
     ("use", "options", "message"),
     [
-        ("Echo", {"wrods": ["a"]}, "does not take the options.*wrods.*it takes .*words"),
+        ("Echo", {"wrods": ["a"]}, "with the options wrods cannot be made: .*wrods.*it takes .*words"),
         ("Nameless", {}, "has no attribute `name`"),
         ("Endless", {}, "has max_tokens = 0"),
         ("NoPrompts", {}, r"has no method prompts\(split\)"),
         ("NotAsync", {}, "has no coroutine run"),
         ("Broken", {}, "no good"),
+        ("Needy", {}, "without options cannot be made: .*words"),
         ("number", {}, "is a int; name a class"),
         ("Missing", {}, "cannot be imported"),
         ("Echo", {"words": []}, "has no prompts to train on"),
