@@ -108,9 +108,9 @@ class TopicsConfig:
     weights_partitions: int = 1
     """Partitions of weights."""
     replication_factor: int = 1
-    """Replicas of each partition; 3 if there are three brokers."""
+    """Replicas of each partition of a new topic, such as 3 with three brokers; -1: as many as the brokers choose."""
     min_insync_replicas: int = 1
-    """min.insync.replicas of every topic; 2 if replication_factor is 3."""
+    """min.insync.replicas of every topic, at most replication_factor, such as 2 with three replicas."""
     principal: str = "User:{run}-{role}"
     """Principals of the run's users in `topics acls`, as brokers name them. {run} stands for the run, and {role} for a
     role, topics, audit or operate. Without {role}, all of them share one principal with the permissions of all."""
@@ -120,4 +120,10 @@ class TopicsConfig:
         if not kind or not name or set(re.findall(r"\{(.*?)\}", self.principal)) - {"run", "role"}:
             raise ConfigurationError(
                 f"topics.principal is {self.principal!r}; it must be a kind and a name, such as User:{{run}}-{{role}}"
+            )
+        # With -1, brokers choose the number of replicas.
+        if self.min_insync_replicas > self.replication_factor != -1:
+            raise ConfigurationError(
+                f"topics.min_insync_replicas is {self.min_insync_replicas}, above topics.replication_factor, "
+                f"{self.replication_factor}: no record could be in so many; lower the first or raise the second"
             )

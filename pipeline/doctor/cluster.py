@@ -50,5 +50,14 @@ def check_topics(config: RunConfig, flags: str = "") -> Iterator[Finding]:
         changes = "; ".join(f"{key} is {now or 'unset'}, not {right}" for key, (now, right) in plan.changes.items())
         text = f"topic {plan.topic} is missing" if plan.create else f"topic {plan.topic}: {changes or 'lacks schemas'}"
         yield Finding(check="topics", level="fault", text=text, remedy=f"rollstream topics apply{flags}")
-    if not differing:
+    for plan in plans:
+        if plan.replicas:
+            now, wanted = plan.replicas
+            yield Finding(
+                check="topics",
+                level="fault" if now < wanted else "note",
+                text=f"topic {plan.topic}: replicas of each partition are {now}, not {wanted}",
+                remedy=provisioning.MOVE_REPLICAS,
+            )
+    if not differing and not any(plan.replicas for plan in plans):
         yield Finding(check="topics", level="ok", text=f"{len(plans)} topics match the catalogue")

@@ -13,7 +13,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools import acls
 from rollstream.topics.kafka import provisioning, topic_admin
-from rollstream.topics.kafka.provisioning import TopicPlan
+from rollstream.topics.kafka.provisioning import MOVE_REPLICAS, TopicPlan
 from rollstream.topics.kafka.topic_admin import delete_topics
 from rollstream.topics.logs import event
 from rollstream.topics.run_splits import check_open
@@ -67,6 +67,7 @@ def describe(config: RunConfig, args: argparse.Namespace) -> int:
                         "topic": d.topic,
                         "id": d.topic_id,
                         "partitions": d.partitions,
+                        "replicas": d.replicas,
                         "settings": dict(sorted(d.settings.items())),
                     }
                     for d in topics
@@ -77,8 +78,8 @@ def describe(config: RunConfig, args: argparse.Namespace) -> int:
         print(f"run {config.run} has no topics; create them with: rollstream topics apply --run {config.run}")
     else:
         shown = ("cleanup.policy", "retention.ms", "max.message.bytes")
-        rows = [(d.topic, d.partitions, *(d.settings.get(key, "") for key in shown)) for d in topics]
-        print(table(("topic", "partitions", *shown), rows))
+        rows = [(d.topic, d.partitions, d.replicas, *(d.settings.get(key, "") for key in shown)) for d in topics]
+        print(table(("topic", "partitions", "replicas", *shown), rows))
     return 0
 
 
@@ -122,6 +123,7 @@ def _show(plans: Sequence[TopicPlan], args: argparse.Namespace, words: tuple[str
                         "partitions": p.partitions,
                         "settings": p.settings,
                         "changes": p.changes,
+                        "replicas": p.replicas,
                         "subjects": p.subjects,
                     }
                     for p in plans
@@ -132,7 +134,8 @@ def _show(plans: Sequence[TopicPlan], args: argparse.Namespace, words: tuple[str
 
     def detail(p: TopicPlan) -> str:
         changes = (f"{key}: {now or '-'} -> {wanted}" for key, (now, wanted) in p.changes.items())
-        return "; ".join((*changes, *(f"schemas of {name}" for name in p.subjects)))
+        replicas = (f"replicas are {p.replicas[0]}, not {p.replicas[1]}",) if p.replicas else ()
+        return "; ".join((*changes, *(f"schemas of {name}" for name in p.subjects), *replicas))
 
     print(
         table(
@@ -140,3 +143,5 @@ def _show(plans: Sequence[TopicPlan], args: argparse.Namespace, words: tuple[str
             [(p.topic, p.partitions, word(p), detail(p)) for p in plans],
         )
     )
+    if any(p.replicas for p in plans):
+        print(f"\nreplicas differ from topics.replication_factor: {MOVE_REPLICAS}")

@@ -1,6 +1,7 @@
 """Topics on a real broker: provisioning any number of times, and refusing what cannot be mended."""
 
 import math
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,27 @@ def test_partitions_of_a_run_never_change(real_run: RealRun) -> None:
     provisioning.apply(real_run.kafka, real_run.topics, real_run.name)
     with pytest.raises(TopicError, match="has 2 partitions, the configuration says 3; the number is fixed"):
         provisioning.plan(real_run.kafka, replace(real_run.topics, partitions=3), real_run.name)
+
+
+def test_another_number_of_replicas_is_shown_with_the_remedy_and_left(real_run: RealRun, tmp_path: Path) -> None:
+    real_run.prepare()
+    three = replace(real_run.topics, replication_factor=3)
+    for plans in (provisioning.plan, provisioning.apply):
+        assert {plan.replicas for plan in plans(real_run.kafka, three, real_run.name)} == {(1, 3)}
+    for factor in (1, -1):
+        same = replace(real_run.topics, replication_factor=factor)
+        assert {plan.replicas for plan in provisioning.plan(real_run.kafka, same, real_run.name)} == {None}
+    assert {topic.replicas for topic in provisioning.describe(real_run.kafka, real_run.name)} == {1}
+    flags = real_run.command("--set", "topics.replication_factor=3")[4:]
+    for action in ("plan", "apply"):
+        shown = answer_of(tmp_path, "topics", action, *flags)
+        assert shown.returncode == 0, shown.stderr
+        assert re.search(rf"{real_run.name}\.rollouts +2 +(keep|kept) +replicas are 1, not 3\n", shown.stdout)
+        assert "change the replicas with kafka-reassign-partitions" in shown.stdout
+    examined = answer_of(tmp_path, "doctor", *flags)
+    assert examined.returncode == 1
+    assert f"topic {real_run.name}.rollouts: replicas of each partition are 1, not 3" in examined.stdout
+    assert "-> change the replicas with kafka-reassign-partitions" in examined.stdout
 
 
 def test_a_missing_topic_is_named_with_the_remedy(real_run: RealRun) -> None:

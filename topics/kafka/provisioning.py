@@ -1,7 +1,7 @@
 """Creates a run's topics as the catalogue specifies. Applying twice gives the same result as applying once.
 
 `plan` compares; `apply` creates missing topics and corrects settings. The number of partitions never changes, because
-keys would move.
+keys would move. A different number of replicas is reported only, because moving replicas is the operators' decision.
 """
 
 import time
@@ -29,6 +29,12 @@ _REGISTRY_TIMEOUT_S = 60.0
 """Timeout of a request to the schema registry, which answers its first request slowly."""
 
 
+MOVE_REPLICAS = (
+    "change the replicas with kafka-reassign-partitions, or set topics.replication_factor to the number that is there"
+)
+"""The remedy for a different number of replicas."""
+
+
 @dataclass(frozen=True)
 class TopicPlan:
     """Changes that one topic needs: creation, `changes` of settings {key: (now, wanted)}, and the subjects whose
@@ -41,6 +47,8 @@ class TopicPlan:
     create: bool = False
     changes: dict[str, tuple[str, str]] = field(default_factory=dict)
     subjects: tuple[str, ...] = ()
+    replicas: tuple[int, int] | None = None
+    """Replicas of each partition (now, wanted) if these differ. `apply` leaves them; MOVE_REPLICAS is the remedy."""
 
     @property
     def needed(self) -> bool:
@@ -55,6 +63,8 @@ class TopicDescription:
     topic_id: str
     partitions: int
     settings: dict[str, str]
+    replicas: int
+    """Replicas of the partition that has the fewest."""
 
 
 def plan(
@@ -96,7 +106,10 @@ def _plan_topics(kafka: KafkaConfig, config: TopicsConfig, run: str, settings: M
                 f"fixed for a run: set it back, or start a run with another name"
             )
         changes = {k: (current.settings.get(k, ""), v) for k, v in wanted.items() if current.settings.get(k) != v}
-        plans.append(TopicPlan(topic, current.partitions, wanted, changes=changes))
+        # With -1, brokers choose the number when they create a topic.
+        same = config.replication_factor in (current.replicas, -1)
+        replicas = None if same else (current.replicas, config.replication_factor)
+        plans.append(TopicPlan(topic, current.partitions, wanted, changes=changes, replicas=replicas))
     return plans
 
 
@@ -216,8 +229,9 @@ def describe(kafka: KafkaConfig, run: str) -> list[TopicDescription]:
         resources = [ConfigResource(ResourceType.TOPIC, name) for name in names]
         for resource, future in client.describe_configs(resources).items():
             settings = {entry.name: entry.value for entry in answer_of(future, _TIMEOUT_S).values()}
-            name = resource.name
-            descriptions.append(TopicDescription(name, ids[name], len(present[name].partitions), settings))
+            name, partitions = resource.name, present[resource.name].partitions
+            replicas = min((len(partition.replicas) for partition in partitions.values()), default=0)
+            descriptions.append(TopicDescription(name, ids[name], len(partitions), settings, replicas))
         return descriptions
     except KafkaException as error:
         doing = f"describing topics of run {run}"
