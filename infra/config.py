@@ -55,7 +55,8 @@ class BrokerConfig:
     stop_timeout_s: float = 15.0
     """Time to stop after SIGTERM; after that, the broker is killed."""
     properties: Mapping[str, str] = field(default_factory=dict)
-    """Kafka's own keys, passed unchanged; they override the properties rendered here."""
+    """Kafka's own keys, passed unchanged; they override the properties rendered here. Passwords and other secrets are
+    references, env:NAME or file:PATH, resolved when a local broker starts."""
     node: ClusterNode | None = None
     """The broker's place in a cluster; None for a single broker. Set by rollstream.infra.cluster."""
 
@@ -96,6 +97,11 @@ class BrokerLayout:
     def image_settings(self) -> Path:
         """Folder for the settings that the Docker image renders from its variables."""
         return self.root / "image-settings"
+
+    @property
+    def image_secrets(self) -> Path:
+        """Variables with secrets for the Docker image."""
+        return self.root / "image-secrets.env"
 
     @property
     def log4j(self) -> Path:

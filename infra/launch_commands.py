@@ -9,7 +9,7 @@ import os
 import secrets
 import subprocess
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from rollstream.infra.config import BrokerConfig, BrokerLayout, image_environmen
 from rollstream.infra.providers import DockerKafka, JavaKafka
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.logs import event
+from rollstream.topics.secrets import is_secret, resolve
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,24 @@ class LaunchCommand:
 def prepare(
     provider: JavaKafka | DockerKafka, config: BrokerConfig, layout: BrokerLayout, *, port: int, controller_port: int
 ) -> LaunchCommand:
-    """Write the settings, format the storage if it is new, and return the command that runs the broker."""
+    """Write the settings, format the storage if it is new, and return the command that runs the broker.
+
+    Raises ConfigurationError if a secret of the settings cannot be read.
+    """
     layout.data.mkdir(parents=True, exist_ok=True)
+    # Only the files that the broker reads get the secrets; they are in no command line, log or state file.
+    given = {key: resolve(f"broker.properties.{key}", value) for key, value in config.properties.items()}
+    config = replace(config, properties=given)
     if isinstance(provider, DockerKafka):
         return _docker(provider, config, layout, port=port, controller_port=controller_port)
     return _java(provider, config, layout, port=port, controller_port=controller_port)
+
+
+def _write_private(path: Path, text: str) -> None:
+    """Write a file that only its owner can read, because it may hold secrets."""
+    path.touch(0o600)
+    path.chmod(0o600)  # an earlier file may be readable by everybody
+    path.write_text(text)
 
 
 def cluster_id(layout: BrokerLayout) -> str:
@@ -70,7 +84,7 @@ def _java(
     if "," in data:
         raise BrokerUnavailable(f"Kafka reads the comma in {data} as the end of a directory: give another --data")
     properties = server_properties(config, port=port, controller_port=controller_port, log_dir=data)
-    layout.properties.write_text(render_properties(properties))
+    _write_private(layout.properties, render_properties(properties))
     layout.log4j.write_text(files("rollstream.infra").joinpath("log4j2.xml").read_text())
     # Serial collector and first-tier compiler: half the memory and a faster start; a laptop's broker is not CPU-bound.
     java = [
@@ -118,22 +132,26 @@ def _docker(
     properties = server_properties(
         config, port=port, controller_port=controller_port, log_dir=_IMAGE_DATA, bind="0.0.0.0"
     )
-    layout.properties.write_text(render_properties(properties))
+    _write_private(layout.properties, render_properties(properties))
+    secret = image_environment({key: value for key, value in properties.items() if is_secret(key)})
+    _write_private(layout.image_secrets, "".join(f"{name}={value}\n" for name, value in secret.items()))
     # A new name each time, because --rm removes a killed container only after a while.
     name = f"rollstream-{port}-{secrets.token_hex(4)}"
     environment = {
         "CLUSTER_ID": cluster_id(layout),
         "KAFKA_HEAP_OPTS": f"-Xms{config.heap_initial_mib}m -Xmx{config.heap_max_mib}m",
-        **image_environment(properties),
+        **image_environment({key: value for key, value in properties.items() if not is_secret(key)}),
     }
     run = [kafka.docker, "run", "--rm", "--name", name, "--publish", f"{config.host}:{port}:{port}"]
     # With our user id, the files in the data directory are ours. The image's own settings folder is then not writable,
     # so a folder of ours is mounted over it.
     layout.image_settings.mkdir(exist_ok=True)
+    layout.image_settings.chmod(0o700)  # the image writes the secrets there, too
     run += ["--user", f"{os.getuid()}:{os.getgid()}", "--volume", f"{layout.data.resolve()}:{_IMAGE_DATA}"]
     run += ["--volume", f"{layout.image_settings.resolve()}:{_IMAGE_SETTINGS}", "--env", "LOG_DIR=/tmp/logs"]
     for key, value in environment.items():
         run += ["--env", f"{key}={value}"]
+    run += ["--env-file", str(layout.image_secrets.resolve())]
     return LaunchCommand((*run, config.image), kill_command=(kafka.docker, "kill", name))
 
 

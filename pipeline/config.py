@@ -26,6 +26,7 @@ from rollstream.pipeline.settings import (
     file_layers,
     fill,
     flag_layers,
+    known_keys,
     plain,
 )
 from rollstream.pipeline.toml import render
@@ -308,15 +309,45 @@ def load(
     other flags: `("--steps", "learner.max_steps=3")`. `client_flags` are librdkafka's own keys, `key=value`. Raises
     ConfigurationError naming the line of the file, the variable or the flag, the key, and the remedy.
     """
-    environment = environment or {}
+    return _derived(*settings_with_origins(path, environment or {}, flags, client_flags, options))
+
+
+def settings_with_origins(
+    path: Path | None,
+    environment: Mapping[str, str],
+    flags: Sequence[str],
+    client_flags: Sequence[str],
+    options: Sequence[tuple[str, str]] = (),
+) -> tuple[RunConfig, Mapping[Keys, Layer]]:
+    """Return the settings before others are derived from them, and the origin of each key that is set.
+
+    Arguments and errors are those of `load`.
+    """
     layers = [
         *file_layers(path),
         *environment_layers(RunConfig, environment),
         *flag_layers(flags, client_flags, options),
     ]
-    config, origins = fill(RunConfig, layers, by_reference)
-    check_variables(RunConfig, environment, secret_variables(config))
-    return _derived(config, origins)
+    # A variable that names no setting may hold a secret to which a setting refers, so it counts only afterwards.
+    known = [layer for layer in layers if not layer.is_variable or _is_setting(layer.path)]
+    config, origins = fill(RunConfig, known, by_reference)
+    secret = secret_variables(config)
+    if any(layer not in known and layer.origin not in secret for layer in layers):
+        # It is not one of those: this raises the error that names it.
+        fill(RunConfig, [layer for layer in layers if layer in known or layer.origin not in secret], by_reference)
+    check_variables(RunConfig, environment, secret)
+    return config, origins
+
+
+def _is_setting(path: Keys) -> bool:
+    """Whether a path names a setting or a table of settings; an entry of a list by its number or its name."""
+
+    def matches(key: str) -> bool:
+        parts = key.split(".")  # `0` stands for any entry, `*` for the rest of a table
+        same = all(part in (name, "0", "*") for part, name in zip(parts, path, strict=False))
+        return same and (len(path) <= len(parts) or parts[-1] == "*")
+
+    return any(map(matches, known_keys(RunConfig)))
 
 
 def by_reference(layer: Layer, key: str, value: Any) -> Any:
@@ -332,8 +363,7 @@ def by_reference(layer: Layer, key: str, value: Any) -> Any:
         kind, name = parts
         return f"file:{Path(name).absolute()}" if kind == "file" else value
     # The variable must hold this setting alone, not a whole table.
-    own = ".".join(layer.path).replace("_", ".") == key.replace("_", ".")
-    if own and layer.is_variable:
+    if layer.is_variable and value == layer.value:
         return f"env:{layer.origin}"
     raise ConfigurationError(
         f"{layer.place(key)}: {key} is a secret, and everybody could read it there; refer to it instead, "

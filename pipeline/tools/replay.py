@@ -30,9 +30,8 @@ from rollstream.pipeline.audit.refold import (
 from rollstream.pipeline.audit.topic_reading import read_batches
 from rollstream.pipeline.batch_run import BatchWriter, TimedEntry, prepare, write_index
 from rollstream.pipeline.command_parser import set_handler
-from rollstream.pipeline.config import RunConfig, by_reference
+from rollstream.pipeline.config import RunConfig, settings_with_origins
 from rollstream.pipeline.progress_bar import ProgressCallback, progress
-from rollstream.pipeline.settings import environment_layers, file_layers, fill, flag_layers
 from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools.cat import milliseconds
 from rollstream.pipeline.tools.plain_values import compact, tell
@@ -217,12 +216,7 @@ def show_replay(config: RunConfig, args: argparse.Namespace) -> int:
 
 def _set_keys(args: argparse.Namespace) -> list[str]:
     """Return the names of grouping settings that a file, a variable or a flag sets; defaults are omitted."""
-    layers = [
-        *file_layers(args.config),
-        *environment_layers(RunConfig, os.environ),
-        *flag_layers(args.set, args.client),
-    ]
-    _config, origins = fill(RunConfig, layers, by_reference)
+    _config, origins = settings_with_origins(args.config, os.environ, args.set, args.client)
     return list(dict.fromkeys(path[1] for path in origins if path[0] == "grouping" and len(path) > 1))
 
 

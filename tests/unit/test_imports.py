@@ -19,6 +19,7 @@ ALLOWED = {
         "rollstream.topics.errors",
         "rollstream.topics.logs",
         "rollstream.topics.metric_catalogue",
+        "rollstream.topics.secrets",
     },
 }
 KAFKA = "rollstream.topics.kafka"

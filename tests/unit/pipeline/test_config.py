@@ -337,6 +337,30 @@ def test_a_secret_option_given_by_its_own_variable_is_a_secret() -> None:
     assert config.kafka.client == {"linger.ms": "7"}
 
 
+@pytest.mark.parametrize("label", ["0", "JUDGE_ADD", "1"])
+def test_a_secret_of_an_entry_is_given_by_its_variable_with_number_or_name(label: str, tmp_path: Path) -> None:
+    entries = '[[environments]]\nuse = "add"\nname = "judge-add"\n[[environments]]\nuse = "dsort3"\n'
+    variable = f"ROLLSTREAM_ENVIRONMENTS__{label}__OPTIONS__API_KEY"
+    config = load(write(tmp_path, entries), environment={variable: "canary"})
+    assert secret_references(config) == {f"environments.{int(label == '1')}.options.api_key": ("env", variable)}
+    assert "canary" not in to_toml(config)
+    # As a process of the run does, which inherits the variable.
+    assert load(write(tmp_path, to_toml(config)), environment={variable: "canary"}) == config
+
+
+@pytest.mark.parametrize("name", ["ROLLSTREAM_MY__PASSWORD", "ROLLSTREAM_LEARNER__PASS", "ROLLSTREAM__MY__KEY"])
+def test_a_variable_with_a_secret_may_have_the_form_of_a_setting(name: str, tmp_path: Path) -> None:
+    environment = {name: "canary"}
+    config = load(client_flags=[f"sasl.password=env:{name}"], environment=environment)
+    assert secret_references(config) == {"kafka.client.sasl.password": ("env", name)}
+    assert load(write(tmp_path, to_toml(config)), environment=environment) == config
+    assert child_environment(config, environment) == environment
+    with pytest.raises(ConfigurationError, match=f"{name}: unknown key "):
+        load(environment=environment)
+    with pytest.raises(ConfigurationError, match=r"ROLLSTREAM_LEARNER__STEPS: unknown key learner\.steps"):
+        load(client_flags=[f"sasl.password=env:{name}"], environment={**environment, "ROLLSTREAM_LEARNER__STEPS": "3"})
+
+
 def test_secrets_among_options_reach_the_roles_that_use_them_and_no_others(tmp_path: Path) -> None:
     variable = "ROLLSTREAM_ENVIRONMENTS__0__OPTIONS__API_KEY"
     path = write(
