@@ -7,12 +7,13 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, RollstreamError
 
 
 def load_object(name: str, named_by: str, kind: str) -> Any:
@@ -22,7 +23,8 @@ def load_object(name: str, named_by: str, kind: str) -> Any:
     package.module:Class"). A file path is relative to the working directory, and the file is executed once per
     process. It can import modules from its folder; installed modules take precedence.
 
-    Raises ConfigurationError if the name has another form, or if the module, file or attribute cannot be imported.
+    Raises ConfigurationError if the name has another form, or if the module, file or attribute cannot be imported,
+    whatever error the user's code raises.
     """
     source, _, attribute = name.rpartition(":")
     if not source or not attribute.isidentifier():
@@ -35,6 +37,32 @@ def load_object(name: str, named_by: str, kind: str) -> Any:
             f"{named_by} {name!r}, which cannot be imported: {error}; install its package where rollstream is "
             "installed, or name the file: path/to/file.py:Name"
         ) from error
+    except RollstreamError:
+        raise
+    except Exception as error:  # users' code may raise any error
+        raise ConfigurationError(f"{named_by} {name!r}, which cannot be imported: {_raised(error)}") from error
+
+
+def load_file(path: Path, named_by: str) -> ModuleType:
+    """Return the module of a user's file, which is executed and imports other modules as `load_object` says.
+
+    `named_by` begins error messages ("--fix mend.py"). Raises ConfigurationError if the file cannot be imported.
+    """
+    try:
+        return _load_file(path)
+    except RollstreamError:
+        raise
+    except Exception as error:  # users' code may raise any error
+        raise ConfigurationError(f"{named_by} cannot be imported: {_raised(error)}") from error
+
+
+def _raised(error: Exception) -> str:
+    """Return an error as one line, with the line of code that raised it."""
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    if isinstance(error, SyntaxError):
+        return text  # its text names the line
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{text} ({Path(frame.filename).name}, line {frame.lineno})"
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -5,14 +5,13 @@ One transaction sends the records to their source, `rollouts` or `unlabelled`, a
 """
 
 import argparse
-import runpy
 import sys
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from rollstream.pipeline.audit.ledger import REDRIVEN
 from rollstream.pipeline.command_parser import add_command, set_handler
@@ -35,6 +34,7 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Rollout, TrajectoryRecord
 from rollstream.topics.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain, signer_of
 from rollstream.topics.trajectories import from_record
+from rollstream.topics.user_code import load_file
 from rollstream.topics.validation import cancellation_problems, problems
 
 _WIDTH = 44
@@ -292,10 +292,10 @@ def _fix_of(path: Path | None) -> Fix | None:
         return None
     if not path.is_file():
         raise ConfigurationError(f"--fix {path}: there is no such file")
-    fix = runpy.run_path(str(path)).get("fix")
+    fix = getattr(load_file(path, f"--fix {path}"), "fix", None)
     if not callable(fix):
         raise ConfigurationError(f"--fix {path} does not define a function fix(value, key, headers)")
-    return fix  # type: ignore[no-any-return]
+    return cast(Fix, fix)
 
 
 def _mended(letter: Letter, fix: Fix | None, signer: Signer | None) -> tuple[str, bytes, bytes]:
@@ -306,7 +306,9 @@ def _mended(letter: Letter, fix: Fix | None, signer: Signer | None) -> tuple[str
     if letter.redriven:
         return f"was redriven at {letter.redriven}", b"", b""
     if not letter.complete and fix is None:
-        return "it was too large, so its bytes were not kept; a script can create the record again", b"", b""
+        return "it was too large, so its bytes were not kept; a script (--fix) can create the record again", b"", b""
+    if letter.value is None and fix is None:
+        return "its record had no value, or its bytes were not kept; a script (--fix) can create the record", b"", b""
     try:
         fixed: Any = letter.value if fix is None else fix(letter.value, letter.key, letter.headers)
     except Exception as error:  # a user's script may raise any error; the letter stays, with the reason

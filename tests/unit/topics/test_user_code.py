@@ -68,6 +68,16 @@ def test_a_name_that_leads_nowhere_is_an_error_with_the_remedy(name: str, messag
         load(name)
 
 
+def test_whatever_error_a_file_raises_is_one_line_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    file = tmp_path / "env.py"
+    file.write_text("NAME = 1\nraise RuntimeError('no\\ngood')\n")
+    with pytest.raises(ConfigurationError, match=r"cannot be imported: RuntimeError: no good \(env\.py, line 2\)$"):
+        load(f"{file}:NAME")
+
+
 def test_a_file_that_raises_while_it_is_imported_can_be_mended_and_named_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

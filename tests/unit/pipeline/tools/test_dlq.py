@@ -1,9 +1,12 @@
 """Dead letters of megabytes are listed in little memory, and only letters that are shown or sent keep their values."""
 
 import json
+import sys
 import tracemalloc
 from argparse import Namespace
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,7 @@ from rollstream.pipeline.audit.ledger import REDRIVEN
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import dlq
 from rollstream.topics.codec import encode
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.records import KafkaRecord
 from tests.support.runs import rollout
@@ -86,6 +90,46 @@ def test_a_letter_that_is_named_twice_is_sent_once(
     words = Namespace(action="redrive", letter=["0:1", "0:0", "0:1"], fix=None, dry_run=True, json=True)
     assert dlq.dlq(RunConfig(run="main"), words) == 0
     assert json.loads(capsys.readouterr().out)["redriven"] == ["0:1", "0:0"]
+
+
+def redrive(fix: Path | None, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """The answer of a redrive that sends nothing."""
+    dlq.dlq(RunConfig(run="main"), Namespace(action="redrive", letter=[], fix=fix, dry_run=True, json=True))
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return answer
+
+
+def test_a_letter_without_a_value_is_left_with_the_reason_until_a_script_creates_its_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dlq, "read_to_end", lambda *_, **__: iter([letter(0, None)]))
+    reason = "its record had no value, or its bytes were not kept; a script (--fix) can create the record"
+    assert redrive(None, capsys) == {"redriven": [], "left": {"0:0": reason}}
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "created_rollout.py").write_bytes(b"VALUE = %r\n" % encode(rollout()))
+    script = tmp_path / "mend.py"
+    script.write_text("import created_rollout\ndef fix(value, key, headers):\n    return created_rollout.VALUE\n")
+    assert redrive(script, capsys) == {"redriven": ["0:0"], "left": {}}
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("def fix(:\n", r"mend\.py cannot be imported: SyntaxError: .* \(mend\.py, line 1\)"),
+        ("import no_such_module\n", r"ModuleNotFoundError: No module named 'no_such_module' \(mend\.py, line 1\)"),
+        ("\nrows = 1 / 0\n", r"mend\.py cannot be imported: ZeroDivisionError: .* \(mend\.py, line 2\)"),
+        ("fix = 3\n", r"mend\.py does not define a function fix\(value, key, headers\)"),
+    ],
+)
+def test_a_script_that_cannot_be_used_is_one_line_with_its_fault(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    script = tmp_path / "mend.py"
+    script.write_text(text)
+    with pytest.raises(ConfigurationError, match=says) as error:
+        redrive(script, capsys)
+    assert "\n" not in str(error.value)
 
 
 def test_letters_that_were_not_named_keep_no_value() -> None:
