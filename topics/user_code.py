@@ -27,10 +27,12 @@ def load_object(name: str, named_by: str, kind: str) -> Any:
     whatever error the user's code raises.
     """
     source, _, attribute = name.rpartition(":")
-    if not source or not attribute.isidentifier():
+    is_file = source.endswith(".py")
+    is_module = not is_file and not source.startswith(".") and "/" not in source
+    if not source or not attribute.isidentifier() or not (is_file or is_module):
         raise ConfigurationError(f"{named_by} {name!r}; {kind} or path/to/file.py:Name")
     try:
-        module = _load_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
+        module = _load_file(Path(source)) if is_file else importlib.import_module(source)
         return getattr(module, attribute)
     except (ImportError, AttributeError, OSError, SyntaxError) as error:
         raise ConfigurationError(

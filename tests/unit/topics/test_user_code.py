@@ -58,6 +58,9 @@ def test_a_file_beside_users_code_does_not_replace_an_installed_module(
     [
         ("Maker", "grouper.makers names 'Maker'; a maker is named package.module:Class or path/to/file.py:Name"),
         ("my:", "grouper.makers names 'my:'"),
+        ("./file:Maker", "names './file:Maker'; a maker is named package.module:Class or path/to/file.py:Name"),
+        ("..pkg:Maker", "names '..pkg:Maker'; a maker is named package.module:Class or path/to/file.py:Name"),
+        ("makers/mine:Maker", "names 'makers/mine:Maker'; a maker is named .* path/to/file.py:Name"),
         ("no_such_module:Maker", "No module named 'no_such_module'; install its package .* path/to/file.py:Name"),
         ("pathlib:Nothing", "has no attribute 'Nothing'"),
         ("no_such_file.py:Maker", "No such file or directory"),
