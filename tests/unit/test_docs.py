@@ -1,6 +1,8 @@
 """The documentation agrees with the code: generated parts, links, commands, settings, messages and figures."""
 
+import argparse
 import ast
+import functools
 import importlib.util
 import itertools
 import json
@@ -131,7 +133,7 @@ def test_every_command_in_a_shell_block_parses(name: str, capsys: pytest.Capture
         words = shlex.split(line, comments=True)
         if words[0] == "rollstream":
             try:
-                build_parser().parse_args(words[1:])
+                whole_parser().parse_args(words[1:])
             except SystemExit as ended:
                 if ended.code:  # 0: it was asked for the version
                     pytest.fail(f"{name}: {line}: {capsys.readouterr().err}")
@@ -153,10 +155,15 @@ def _tests_with_a_broker() -> list[str]:
     ]
 
 
+@functools.cache
+def whole_parser() -> argparse.ArgumentParser:
+    return build_parser(load=COMMANDS)
+
+
 @every_page
 def test_every_command_named_in_prose_exists(name: str) -> None:
     for quoted in re.findall(r"`rollstream ([^`]+)`", prose(name)):
-        parser = build_parser(load=COMMANDS)
+        parser = whole_parser()
         for word in quoted.split():
             if word.startswith("-"):
                 known = {flag for action in parser._actions for flag in action.option_strings}
