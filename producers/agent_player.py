@@ -13,7 +13,7 @@ from rollstream.producers.gateway.worker_capture import EpisodeCapture, EpisodeS
 from rollstream.producers.group_player import (
     EpisodeFailed,
     EpisodeLimits,
-    being_cancelled,
+    ends_the_player,
     failure_of,
     note_failure,
     score_problem,
@@ -68,8 +68,8 @@ async def play_agent(
         try:
             async with asyncio.timeout_at(deadline) as timeout:
                 score = await environment.play(prompt, episode.endpoint)
-        except (Exception, asyncio.CancelledError) as error:
-            if being_cancelled(error):
+        except BaseException as error:
+            if ends_the_player(error):
                 # An evaluator that ends an evaluation goes on with others.
                 episode.forget()
                 raise

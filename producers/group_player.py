@@ -65,8 +65,8 @@ async def _member(
         except (InferenceUnavailable, InferenceRefused):
             # The client has already retried.
             raise
-        except (Exception, asyncio.CancelledError) as error:
-            if being_cancelled(error):
+        except BaseException as error:
+            if ends_the_player(error):
                 raise
             if timeout.expired():
                 raise EpisodeFailed(
@@ -83,9 +83,11 @@ async def _member(
 
 
 def episode_problem(value: object) -> str:
-    """Return what an environment returned in place of an episode with a score; empty if it returned one."""
+    """Return what an environment returned in place of an episode with turns and a score; empty if it returned one."""
     if not isinstance(value, Episode):
         return f"{type(value).__name__} instead of an Episode"
+    if not isinstance(value.turns, Sequence):
+        return f"an Episode whose turns are of type {type(value.turns).__name__} instead of a tuple"
     return score_problem(value.score)
 
 
@@ -120,13 +122,16 @@ def note_failure(environment: str, prompt: Prompt, attempt: int, failure: Episod
     )
 
 
-def being_cancelled(error: BaseException) -> bool:
-    """Whether an error stops the current task.
+def ends_the_player(error: BaseException) -> bool:
+    """Whether an error of an environment stops the current task, and is not only a failure of the environment.
 
-    A CancelledError does not if the environment awaited another task, which its own library cancelled.
+    A CancelledError does not if the environment awaited another task, which its own library cancelled. Neither does a
+    SystemExit: it would end the process as if all its work were done.
     """
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling() > 0)
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is None or task.cancelling() > 0
+    return isinstance(error, KeyboardInterrupt | GeneratorExit)
 
 
 def failure_of(environment: str, prompt: Prompt, error: BaseException) -> EpisodeFailed:

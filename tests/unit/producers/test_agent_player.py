@@ -1,6 +1,7 @@
 """Why the calls of an agent failed decides how a worker goes on, and its calls follow the operators' servers."""
 
 import asyncio
+import sys
 from collections.abc import Callable, Coroutine, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -70,6 +71,20 @@ class CancelledSums(Sums):
         task.cancel()
         await task
         return Score(reward=0.0)
+
+
+class ExitingSums(Sums):
+    """An agent whose library ends the process."""
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        sys.exit()
+
+
+class InterruptedSums(Sums):
+    """An agent during which the user presses Ctrl-C."""
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        raise KeyboardInterrupt
 
 
 class UnscoredSums(Sums):
@@ -143,6 +158,15 @@ def test_a_task_that_a_library_cancelled_fails_the_episode() -> None:
         error = asyncio.run(error_of(CancelledSums(), url))
     assert type(error) is EpisodeFailed
     assert "sums failed on t: CancelledError()" in str(error)
+
+
+def test_an_agent_that_ends_the_process_fails_the_episode_and_the_keyboard_ends_the_player() -> None:
+    with nobody_listening() as url:
+        error = asyncio.run(error_of(ExitingSums(), url))
+        assert type(error) is EpisodeFailed
+        assert "sums failed on t: SystemExit() at " in str(error)
+        with pytest.raises(KeyboardInterrupt):
+            asyncio.run(error_of(InterruptedSums(), url))
 
 
 def test_a_request_to_stop_cancels_an_agent_and_leaves_no_session_in_memory() -> None:

@@ -1,4 +1,4 @@
-"""An error of an environment ends an attempt at its episode; only a request to stop ends the player itself."""
+"""An error of an environment ends an attempt at its episode; only a request to stop or Ctrl-C ends the player."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -36,6 +36,16 @@ class Acting:
         return Episode(turns=(Message(role="user", text=prompt.text), reply), score=Score(reward=1.0))
 
 
+class Turning(Acting):
+    """An environment that returns these turns."""
+
+    def __init__(self, turns: Any) -> None:
+        self.turns = turns
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        return Episode(turns=self.turns, score=Score(reward=1.0))
+
+
 class Scoring(SingleTurn):
     """An environment of one turn that gives every response the same score."""
 
@@ -61,6 +71,17 @@ async def succeeds() -> None:
     return
 
 
+class Panic(BaseException):
+    """An error as extensions written in Rust raise it."""
+
+
+def raising(error: BaseException) -> Act:
+    async def act() -> None:
+        raise error
+
+    return act
+
+
 async def played(environment: Any, *, size: int = 2, timeout_s: float = 60) -> Sequence[Episode | BaseException]:
     loaded = with_settings(environment, WorkerConfig())
     sampling = GroupSampling(group_size=size, temperature=1.0, seed=1)
@@ -73,6 +94,20 @@ def test_a_task_that_a_library_cancelled_fails_the_attempt_and_the_member_is_tri
     members = asyncio.run(played(Acting(awaits_a_task_that_its_library_cancelled)))
     assert [type(member) for member in members] == [EpisodeFailed, EpisodeFailed]
     assert "acting failed on t: CancelledError()" in str(members[0])
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), Panic("index out of bounds")])
+def test_an_error_that_is_no_exception_fails_the_attempt_and_not_the_process(error: BaseException) -> None:
+    members = asyncio.run(played(Acting(raising(error), succeeds)))
+    assert [type(member) for member in members] == [Episode, Episode]
+    members = asyncio.run(played(Acting(raising(error))))
+    assert [type(member) for member in members] == [EpisodeFailed, EpisodeFailed]
+    assert f"acting failed on t: {error!r} at {__file__}" in str(members[0])
+
+
+def test_an_interruption_by_the_keyboard_ends_the_player() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(played(Acting(raising(KeyboardInterrupt()))))
 
 
 def test_a_request_to_stop_cancels_the_members() -> None:
@@ -109,6 +144,13 @@ def test_a_score_without_numbers_fails_the_member(score: Any, reason: str) -> No
     assert type(member) is EpisodeFailed
     assert str(member).startswith("environment scoring returned")
     assert reason in str(member)
+
+
+@pytest.mark.parametrize("turns", [None, 3, (turn for turn in ())])
+def test_an_episode_whose_turns_are_no_sequence_fails_the_member(turns: Any) -> None:
+    [member] = asyncio.run(played(Turning(turns), size=1))
+    assert type(member) is EpisodeFailed
+    assert f"returned an Episode whose turns are of type {type(turns).__name__} instead of a tuple" in str(member)
 
 
 @pytest.mark.parametrize(
