@@ -133,6 +133,7 @@ class _Child:
 
     def __init__(self, name: str, timeout_s: float, memory_bytes: int) -> None:
         self._name = name
+        self._ending = threading.Lock()
         self._socket, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-P", "-m", "rollstream.producers.verifier_process"]
@@ -182,11 +183,14 @@ class _Child:
 
     def kill(self) -> None:
         """End the process and the processes that it started."""
-        if self._process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._socket.close()
+        with self._ending:
+            # A process that has crashed still leads its group, and keeps its number, until it is waited for.
+            if self._process.returncode is None:
+                # macOS refuses permission for a group of which only the crashed process is left.
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+                self._process.wait()
+            self._socket.close()
 
 
 def _kill_all(children: set[_Child]) -> None:

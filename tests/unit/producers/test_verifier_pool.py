@@ -30,6 +30,10 @@ def judge(prompt, text):
         child = subprocess.Popen(["sleep", "600"])
         open(prompt.extra["pids"], "w").write(f"{os.getpid()} {child.pid}")
         child.wait()
+    if text == "crash and leave a process":
+        child = subprocess.Popen(["sleep", "600"])
+        open(prompt.extra["pids"], "w").write(f"{os.getpid()} {child.pid}")
+        os._exit(3)
     if text == "crash":
         os.kill(os.getpid(), signal.SIGSEGV)
     if text == "exit":
@@ -144,11 +148,17 @@ def test_others_are_scored_while_one_hangs(source: str) -> None:
     assert early
 
 
-def test_what_a_verifier_started_ends_with_it(source: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("text", "timeout_s", "reason"),
+    [("sleep", 4, "no score within"), ("crash and leave a process", 60, "ended with 3")],
+)
+def test_what_a_verifier_started_ends_with_it(
+    source: str, tmp_path: Path, text: str, timeout_s: float, reason: str
+) -> None:
     pids = tmp_path / "pids"
     prompt = Prompt(example_id="x", text="", extra={"pids": str(pids)})
-    with VerifierPool(source, processes=1, timeout_s=4) as pool:
-        assert "no score within" in str(run(score_or_failure(pool, "sleep", prompt)))
+    with VerifierPool(source, processes=1, timeout_s=timeout_s) as pool:
+        assert reason in str(run(score_or_failure(pool, text, prompt)))
     for pid in map(int, pids.read_text().split()):
         eventually(lambda pid=pid: not alive(pid), 60, f"process {pid} has ended")  # type: ignore[misc]
 
