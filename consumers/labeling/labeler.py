@@ -6,9 +6,12 @@ again.
 
 import inspect
 import math
+import numbers
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from rollstream.consumers.grouping.core.groups import episode_of
 from rollstream.consumers.transactions import Refused
@@ -31,8 +34,8 @@ class RolloutLabel:
 
 Labeler = Callable[[Any], Any]
 """Gets a Trajectory and returns it with its rewards, or with any other array that it lacks; or gets a Rollout and
-returns its RolloutLabel or its reward. If it returns None, the record is left out. An asynchronous labeler gets several
-records at once. Arrays are read-only.
+returns its RolloutLabel or its reward; numbers may be NumPy's. If it returns None, the record is left out. An
+asynchronous labeler gets several records at once. Arrays are read-only.
 
 A record for which it raises RecordError becomes a dead letter. Any other error ends the process before anything is
 written for the record, so that a repaired labeler gets the record again.
@@ -135,21 +138,40 @@ def is_asynchronous(labeler: Labeler) -> bool:
 def _with_label(rollout: Rollout, label: Any) -> Rollout:
     """Return the rollout with its reward. Raises RecordError for a reward that is not finite; it never becomes 0."""
     reward, components = getattr(label, "reward", label), getattr(label, "components", {})
-    for name, value in {"reward": reward, **components}.items():
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ConfigurationError(
-                f"the labeler returned {name} {value!r} for rollout {rollout.uid!r}; return a RolloutLabel or a number"
-            )
-        if not math.isfinite(value):
-            raise RecordError(f"the labeler gave {name} {value!r}, which is not a finite number")
+    if not isinstance(components, Mapping):
+        raise ConfigurationError(
+            f"the labeler returned components {components!r} for rollout {rollout.uid!r}; return a mapping of names to "
+            "numbers, or leave them out"
+        )
     labeled = replace(
         rollout,
-        reward=float(reward),
-        reward_components={**rollout.reward_components, **{name: float(value) for name, value in components.items()}},
+        reward=_finite("reward", reward, rollout),
+        reward_components={
+            **rollout.reward_components,
+            **{name: _finite(name, value, rollout) for name, value in components.items()},
+        },
     )
     if wrong := problems(labeled):
         raise RecordError("; ".join(wrong))
     return labeled
+
+
+def _finite(name: str, value: Any, rollout: Rollout) -> float:
+    """Return a number of a label, which may be NumPy's. Raises RecordError if it is not finite, ConfigurationError for
+    anything else."""
+    number = value[()] if isinstance(value, np.ndarray) and value.ndim == 0 else value
+    # Scalars of NumPy are numbers.Real, except its bools.
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise ConfigurationError(
+            f"the labeler returned {name} {value!r} for rollout {rollout.uid!r}; return a RolloutLabel or a number"
+        )
+    try:
+        finite = float(number)
+    except OverflowError:
+        finite = math.inf
+    if not math.isfinite(finite):
+        raise RecordError(f"the labeler gave {name} {finite}, which is not a finite number")
+    return finite
 
 
 def _cancellation(rollout: Rollout | None, reason: str, signer: Signer | None) -> bytes | None:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -158,6 +159,20 @@ def test_a_labeled_rollout_has_the_reward_and_components_it_was_given_and_nothin
     assert decode(number.value).reward == 3.0
 
 
+@pytest.mark.parametrize(
+    "half", [np.float32(0.5), np.float16(0.5), np.array(0.5, np.float32), Fraction(1, 2)], ids=repr
+)
+def test_a_reward_of_another_type_of_number_is_a_number(half: Any) -> None:
+    made = finish(label(lambda _rollout: half, given(encode(UNREWARDED)), LIMIT)).result
+    assert isinstance(made, LabeledRecord)
+    assert decode(made.value).reward == 0.5
+    label_ = RolloutLabel(reward=np.int64(2), components={"style": half})  # type: ignore[arg-type]
+    made = finish(label(lambda _rollout: label_, given(encode(UNREWARDED)), LIMIT)).result
+    assert isinstance(made, LabeledRecord)
+    labeled = decode(made.value)
+    assert (labeled.reward, labeled.reward_components) == (2.0, {"length": 0.5, "style": 0.5})
+
+
 def failing(_rollout: Rollout) -> float:
     raise RecordError("the answer has no score")
 
@@ -167,6 +182,8 @@ def failing(_rollout: Rollout) -> float:
     [
         (failing, "the answer has no score"),
         (lambda _rollout: float("nan"), "reward nan, which is not a finite number"),
+        (lambda _rollout: np.float32("-inf"), "reward -inf, which is not a finite number"),
+        (lambda _rollout: 10**5000, "reward inf, which is not a finite number"),
         (lambda _rollout: 1e300, "reward is 1e+300"),
         (lambda _rollout: RolloutLabel(reward=1.0, components={"a": float("inf")}), "a inf, which is not a finite"),
         (lambda _rollout: None, None),
@@ -195,9 +212,30 @@ def test_a_branch_without_a_reward_cancels_its_whole_episode() -> None:
     assert decode(outcome.cancellation).uids == ("q-1",)
 
 
-@pytest.mark.parametrize("answer", ["7", True, object()])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "7",
+        True,
+        object(),
+        np.bool_(True),
+        np.array([1.0]),
+        np.array("7"),
+        np.complex64(1),
+        RolloutLabel(reward="7", components={"reward": 1.0}),  # type: ignore[arg-type]
+    ],
+)
 def test_a_labeler_that_returns_no_number_ends_the_process(answer: object) -> None:
     with pytest.raises(ConfigurationError, match="return a RolloutLabel or a number"):
+        finish(label(lambda _rollout: answer, given(encode(UNREWARDED)), LIMIT))
+
+
+@pytest.mark.parametrize("components", [None, [0.5]])
+def test_a_label_whose_components_are_no_mapping_ends_the_process_with_the_remedy(components: Any) -> None:
+    answer = RolloutLabel(reward=1.0, components=components)
+    with pytest.raises(
+        ConfigurationError, match=r"components .* for rollout 'q-1'; return a mapping of names to numbers"
+    ):
         finish(label(lambda _rollout: answer, given(encode(UNREWARDED)), LIMIT))
 
 
