@@ -5,7 +5,7 @@ Calls the named class with the entry's options; the result must follow one of th
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -29,6 +29,7 @@ from rollstream.producers.tasks.verifiers_environment import VerifiersEnvironmen
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.secrets import resolve_options
 from rollstream.topics.user_code import load_object
+from rollstream.topics.validation import NAME_LIMIT
 
 ENTRY_POINTS = "rollstream.environments"
 """Group of entry points in which installed packages name their environments."""
@@ -71,12 +72,23 @@ class LoadedEnvironment:
         return self.entry.evaluate and not self.awaits_label
 
     def prompts(self, split: Split) -> Sequence[Prompt]:
-        """Return the prompts of a split. Raises ConfigurationError if there are none to train on or two share an id."""
+        """Return the prompts of a split.
+
+        Raises ConfigurationError if they are not a sequence of Prompts of texts, if there are none to train on, or if
+        two share an id.
+        """
         prompts = self.environment.prompts(split)
+        if not isinstance(prompts, Sequence):
+            raise ConfigurationError(
+                f"environment {self.name} returns a {type(prompts).__name__} from prompts({split!r}); return a list of "
+                "rollstream.Prompt"
+            )
         if not prompts and split == "train":
             raise ConfigurationError(f"environment {self.name} has no prompts to train on; prompts('train') is empty")
         names: set[str] = set()
-        for prompt in prompts:
+        for index, prompt in enumerate(prompts):
+            if problem := _prompt_problem(prompt):
+                raise ConfigurationError(f"environment {self.name}: prompts({split!r})[{index}] {problem}")
             if prompt.example_id in names:
                 raise ConfigurationError(
                     f"environment {self.name} has two prompts with the example_id {prompt.example_id!r} in split "
@@ -142,12 +154,11 @@ def with_settings(
             f"environment {entry.name or environment.name} calls the policy itself, so its rewards cannot come from a "
             'labeler: set its rewards to "environment", and call the judge in its method play'
         )
-    stop = getattr(environment, "stop", ())
     return LoadedEnvironment(
         environment=environment,
         name=entry.name or environment.name,
         max_tokens=entry.max_tokens or environment.max_tokens,
-        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop=_stop_texts(environment, entry.use),
         group_size=entry.group_size or worker.group_size,
         temperature=entry.temperature or worker.temperature,
         entry=entry,
@@ -198,6 +209,32 @@ def _called(use: str, factory: Any, options: Mapping[str, Any], *before: Any) ->
     except TypeError as error:
         raise ConfigurationError(f"environment {use} {chosen} cannot be made: {error}") from error
     return environment
+
+
+def _prompt_problem(prompt: object) -> str:
+    """Return why an object is no prompt that can be played and recorded, with the remedy; empty if it is one."""
+    if not isinstance(prompt, Prompt):
+        return f"is of type {type(prompt).__name__}; make it a rollstream.Prompt"
+    name, text, answer = prompt.example_id, prompt.text, prompt.answer
+    # One condition, because a dataset may have millions of prompts.
+    if isinstance(name, str) and isinstance(text, str) and isinstance(answer, str) and 0 < len(name) <= NAME_LIMIT:
+        return ""
+    for field, value in {"example_id": name, "text": text, "answer": answer}.items():
+        if not isinstance(value, str):
+            return f"has {field} = {value!r}, of type {type(value).__name__}; make it a str"
+    return f"has an example_id of {len(name)} characters; give it 1 to {NAME_LIMIT}"
+
+
+def _stop_texts(environment: object, use: str) -> tuple[str, ...]:
+    """Return the texts that end a turn. Raises ConfigurationError if an environment's `stop` is anything else."""
+    stop = getattr(environment, "stop", ())
+    texts = (stop,) if isinstance(stop, str) else tuple(stop) if isinstance(stop, Iterable) else (stop,)
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigurationError(
+            f"environment {use} has stop = {stop!r}; set it to the texts that end a turn, e.g. ('\\n',), or leave it "
+            "out"
+        )
+    return texts
 
 
 def _check(environment: object, use: str) -> None:

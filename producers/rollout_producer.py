@@ -60,11 +60,11 @@ class RolloutProducer(RecordSender):
         of these cases this rollout was not sent.
         """
         wrong = problems(rollout)
-        if self._trains and rollout.sampling.filtered and not self._allow_filtered:
-            wrong.append(
+        if not wrong and self._trains and rollout.sampling.filtered and not self._allow_filtered:
+            wrong = [
                 "it was sampled with top_p, top_k or min_p, so its logprobs are not the policy's (sample "
                 "without them, or set allow_filtered_sampling here and in grouping)"
-            )
+            ]
         if wrong:
             raise RecordError(f"rollout {rollout.uid!r} was not sent: {'; '.join(wrong)}")
 

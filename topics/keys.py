@@ -10,8 +10,14 @@ from rollstream.topics.errors import RecordError
 
 
 def encode_key(*parts: str | int) -> bytes:
-    """Return the key of a record: `encode_key("env", "example")` is `b'["env","example"]'`."""
-    return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode()
+    """Return the key of a record: `encode_key("env", "example")` is `b'["env","example"]'`.
+
+    Raises RecordError for a text that UTF-8 cannot encode.
+    """
+    try:
+        return json.dumps(parts, ensure_ascii=False, separators=(",", ":")).encode()
+    except UnicodeEncodeError as error:
+        raise RecordError(f"record key {parts} cannot be encoded as UTF-8: {error}") from error
 
 
 def decode_key(key: bytes | None) -> tuple[str | int, ...]:

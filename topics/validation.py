@@ -1,18 +1,19 @@
-"""Validates decoded records: producers and grouping apply the same checks.
+"""Validates records: producers and grouping apply the same checks.
 
 Pure: each check returns a list of problems, empty if the record is valid.
 """
 
 import math
+import numbers
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, get_origin, get_type_hints
 
 import numpy as np
 
 from rollstream.topics.arrays import shape_problem
 from rollstream.topics.codec import decode_as
-from rollstream.topics.errors import RecordError
+from rollstream.topics.errors import RecordError, brief
 from rollstream.topics.fates import FATES
 from rollstream.topics.records import (
     BatchIndexEntry,
@@ -54,12 +55,21 @@ _DTYPE = re.compile(r"(<[iufc](2|4|8|16)|\|[biu]1)")
 _PORTABLE = re.compile(r"(<[iu][248]|<f[248]|<c(8|16)|\|[biu]1)")
 """Dtypes that exist on every machine; <f16, for example, is missing on many."""
 
+_ACCEPTED: Mapping[Any, type] = {int: numbers.Integral, float: numbers.Real, tuple: Sequence}
+"""Types whose values are accepted in place of a documented type; NumPy's numbers are among them."""
+
+R = TypeVar("R", Rollout, GroupCancelled)
+
 
 def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
     """Return everything wrong with a rollout: lengths, NaN, versions, group and branch counts, spans.
 
     `bounded` limits the number, names, dimensions and extent of named arrays, as grouping does since core version 3.
     """
+    return _problems_of(rollout, _rollout_problems, bounded)
+
+
+def _rollout_problems(rollout: Rollout, bounded: bool) -> list[str]:
     issues = _name_problems(rollout, "uid", "environment", "example_id")
     for name in ("group_id", "episode_uid"):
         if len(getattr(rollout, name)) > NAME_LIMIT:
@@ -93,6 +103,10 @@ def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) ->
 
     `bounded` limits the number of its uids, as grouping does since core version 3.
     """
+    return _problems_of(cancelled, _cancellation_problems, bounded)
+
+
+def _cancellation_problems(cancelled: GroupCancelled, bounded: bool) -> list[str]:
     issues = _name_problems(cancelled, "environment", "example_id")
     if len(cancelled.group_id) > NAME_LIMIT:
         issues.append(f"group_id is longer than {NAME_LIMIT} characters")
@@ -106,6 +120,25 @@ def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) ->
         issues.append(f"uids holds a uid longer than {NAME_LIMIT} characters")
     if bounded and len(cancelled.uids) > UIDS_LIMIT:
         issues.append(f"uids holds {len(cancelled.uids)}, and may hold {UIDS_LIMIT}: cancel the others with another")
+    return issues
+
+
+def _problems_of(record: R, check: Callable[[R, bool], list[str]], bounded: bool) -> list[str]:
+    """Return what `check` reports, or, if it fails, which fields are not of their types. Decoded records always are."""
+    try:
+        return check(record, bounded)
+    except (TypeError, AttributeError, ValueError, OverflowError) as error:
+        return _type_problems(record) or [f"a field has an impossible value ({brief(error)})"]
+
+
+def _type_problems(record: object) -> list[str]:
+    issues = []
+    for name, hint in get_type_hints(type(record)).items():
+        documented = get_origin(hint) or hint
+        kind = _ACCEPTED.get(documented, documented)
+        value = getattr(record, name)
+        if isinstance(kind, type) and not isinstance(value, kind):
+            issues.append(f"{name} is of type {type(value).__name__} instead of {documented.__name__}")
     return issues
 
 
@@ -195,7 +228,11 @@ def _id_problems(batch_id: str, partition: int) -> list[str]:
 def _name_problems(record: Rollout | GroupCancelled, *names: str) -> list[str]:
     issues = []
     for name in names:
-        length = len(getattr(record, name))
+        value = getattr(record, name)
+        if not isinstance(value, str):
+            issues.append(f"{name} is of type {type(value).__name__} instead of str")
+            continue
+        length = len(value)
         if not 0 < length <= NAME_LIMIT:
             issues.append(f"{name} has {length} characters; it must have 1 to {NAME_LIMIT}")
     return issues

@@ -28,6 +28,34 @@ class Echo(SingleTurn):
         return Score(reward=float(response_text == prompt.answer))
 
 
+class Given(Echo):
+    name = "given"
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def prompts(self, split):
+        good = Prompt(example_id="a", text="a?")
+        return {
+            "generator": (prompt for prompt in [good]),
+            "dict": {"a": good},
+            "texts": ["a?"],
+            "int id": [good, Prompt(example_id=3, text="b?")],
+            "no text": [good, Prompt(example_id="b", text=None)],
+            "int answer": [Prompt(example_id="b", text="b?", answer=4)],
+            "empty id": [Prompt(example_id="", text="b?")],
+            "long id": [Prompt(example_id="b" * 513, text="b?")],
+        }[self.kind]
+
+
+class Unstopped(Echo):
+    stop = None
+
+
+class Numbered(Echo):
+    stop = (3,)
+
+
 class Agent:
     name = "agent"
     max_tokens = 8
@@ -152,6 +180,20 @@ def test_an_installed_package_names_environments_by_an_entry_point(
         ("Needy", {}, "without options cannot be made: .*words"),
         ("number", {}, "is a int; name a class"),
         ("Missing", {}, "cannot be imported"),
+        ("Unstopped", {}, r"Unstopped has stop = None; set it to the texts that end a turn"),
+        ("Numbered", {}, r"Numbered has stop = \(3,\); set it to the texts that end a turn"),
+        ("Given", {"kind": "generator"}, r"given returns a generator from prompts\('train'\); return a list"),
+        ("Given", {"kind": "dict"}, r"given returns a dict from prompts\('train'\); return a list"),
+        ("Given", {"kind": "texts"}, r"given: prompts\('train'\)\[0\] is of type str; make it a rollstream.Prompt"),
+        ("Given", {"kind": "int id"}, r"given: prompts\('train'\)\[1\] has example_id = 3, of type int; make it a str"),
+        ("Given", {"kind": "no text"}, r"prompts\('train'\)\[1\] has text = None, of type NoneType; make it a str"),
+        ("Given", {"kind": "int answer"}, r"prompts\('train'\)\[0\] has answer = 4, of type int; make it a str"),
+        ("Given", {"kind": "empty id"}, r"prompts\('train'\)\[0\] has an example_id of 0 characters; give it 1 to 512"),
+        (
+            "Given",
+            {"kind": "long id"},
+            r"prompts\('train'\)\[0\] has an example_id of 513 characters; give it 1 to",
+        ),
         ("Echo", {"words": []}, "has no prompts to train on"),
         ("Echo", {"words": ["a", "a"]}, "two prompts with the example_id 'a'"),
     ],

@@ -1,6 +1,9 @@
 """Problems of invalid rollouts and cancellations; each names the field."""
 
-from dataclasses import replace
+import contextlib
+import itertools
+import math
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +15,7 @@ from rollstream.consumers.grouping.core.task_state import initial_record
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import RecordError
+from rollstream.topics.keys import encode_key
 from rollstream.topics.records import (
     BatchTokenArray,
     Drop,
@@ -110,18 +114,54 @@ def test_unusual_but_valid_rollouts_have_no_problems(changes: dict[str, Any]) ->
     assert problems(replace(example_rollout("a"), **changes)) == []
 
 
-@given(rollout=any_record(Rollout))
-def test_any_rollout_that_decodes_can_be_checked(rollout: Rollout) -> None:
-    assert all(isinstance(problem, str) for problem in problems(rollout))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"uid": 3}, "uid is of type int instead of str"),
+        ({"environment": b"env"}, "environment is of type bytes instead of str"),
+        ({"group_id": None}, "group_id is of type NoneType instead of str"),
+        ({"reward": None}, "reward is of type NoneType instead of float"),
+        ({"policy_version": "3"}, "policy_version is of type str instead of int"),
+        ({"tokens": None}, "tokens is of type NoneType instead of ndarray"),
+        ({"turns": None}, "turns is of type NoneType instead of tuple"),
+        ({"sampling": None}, "sampling is of type NoneType instead of SamplingParams"),
+        ({"reward_components": None}, "reward_components is of type NoneType instead of Mapping"),
+        ({"turns": (None,)}, "a field has an impossible value"),
+        ({"reward_components": {"exact": "1"}}, "a field has an impossible value (TypeError: must be real number"),
+        ({"reward": 10**400}, "a field has an impossible value (OverflowError: int too large"),
+    ],
+)
+def test_a_rollout_of_wrong_types_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:
+    [reported] = problems(replace(example_rollout("a"), **changes))
+    assert words in reported
 
 
 SOUND = GroupCancelled(environment="env", example_id="0", policy_version=0, group_size=2, uids=("a",))
+WRONG = [None, 3, "x", "\ud800", b"x", [], ["a"], (3,), {3: 3}, object(), np.array([1.0, 2.0]), 10**400, 1j, math.nan]
+
+
+@pytest.mark.parametrize("sound", [example_rollout("a"), SOUND], ids=["rollout", "cancellation"])
+def test_a_record_with_any_value_in_any_field_is_encoded_or_refused(sound: Rollout | GroupCancelled) -> None:
+    for name, value in itertools.product([each.name for each in fields(sound)], WRONG):
+        record = replace(sound, **{name: value})  # type: ignore[arg-type]
+        reported = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
+        if not reported:
+            with contextlib.suppress(RecordError):
+                encode_key(record.environment, record.example_id)
+                encode(record)
+
+
+@given(rollout=any_record(Rollout))
+def test_any_rollout_that_decodes_can_be_checked(rollout: Rollout) -> None:
+    assert all(isinstance(problem, str) for problem in problems(rollout))
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({}, ""),
+        ({"uids": None}, "uids is of type NoneType instead of tuple"),
+        ({"environment": 3}, "environment is of type int instead of str"),
         ({"policy_version": -1}, "policy_version is -1"),
         ({"group_size": 0}, "group_size is 0"),
         ({"uids": ()}, "uids is empty"),
