@@ -1,6 +1,7 @@
 """Rollouts as lists of turns, each with its own tokens, and their conversion to Rollout. Pure functions."""
 
 import json
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class RolloutRecord:
     environment: str
     example_id: str
     policy_version: int | str
-    """A number, or a string that ends in one: "v10" means 10."""
+    """A whole number, or a string that ends in one: "v10" means 10."""
     rollout_uid: str
     turns: Sequence[RecordTurn]
     created_ts: float
@@ -44,15 +45,15 @@ class RolloutRecord:
     @property
     def total_reward(self) -> float:
         """Sum of the turns' rewards."""
-        return sum(turn.reward or 0.0 for turn in self.turns)
+        return float(sum(turn.reward or 0.0 for turn in self.turns))
 
 
 def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
     """Convert a record to a Rollout, whose tokens are those of the turns; tokens with log-probabilities are trained on.
 
     worker_id and weight_step in its metadata become fields; all metadata are also copied to `extra`, as JSON unless
-    they are strings. Raises RecordError for a version that does not end in a number, inference metadata of the wrong
-    type, or a turn with more or fewer log-probabilities than tokens.
+    they are strings. Numbers and arrays may be NumPy's. Raises RecordError for a version that does not end in a number,
+    metadata of the wrong type, or a turn with more or fewer log-probabilities than tokens.
     """
     version = _version(record.policy_version)
     turns, length = [], 0
@@ -69,7 +70,7 @@ def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
                 text=turn.message,
                 start=length,
                 stop=stop,
-                reward=turn.reward or 0.0,
+                reward=float(turn.reward or 0.0),
                 has_logprobs=turn.logprobs is not None,
                 timestamp=turn.timestamp,
                 inference=_inference(turn.inference_metadata),
@@ -87,28 +88,58 @@ def as_rollout(record: RolloutRecord, *, group_size: int = 1) -> Rollout:
         highest_version=version,
         tokens=_joined([turn.tokens for turn in record.turns], "<i4"),
         loss_mask=_joined([[turn.logprobs is not None] * len(turn.tokens) for turn in record.turns], "|b1"),
-        logprobs=_joined([turn.logprobs or [0.0] * len(turn.tokens) for turn in record.turns], "<f4"),
+        logprobs=_joined([_logprobs(turn) for turn in record.turns], "<f4"),
         reward=record.total_reward,
         turns=tuple(turns),
         metadata=RolloutMetadata(
             worker_id=str(fields.get("worker_id", "")),
             replica_id=record.replica_id,
             timestamp=record.created_ts,
-            weight_step=int(fields.get("weight_step", -1)),
+            weight_step=_weight_step(fields),
         ),
-        extra={name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()},
+        extra={name: _text(name, value) for name, value in fields.items()},
     )
 
 
 def _version(version: int | str) -> int:
-    if isinstance(version, int):
-        return version
+    if not isinstance(version, str):
+        try:
+            return operator.index(version)
+        except TypeError as error:
+            raise RecordError(f"policy version {version!r} is neither a whole number nor a text") from error
     number = re.search(r"\d+$", version)
     if number is None:
         raise RecordError(
             f"policy version {version!r} does not end in a number; add one, so that versions can be compared"
         )
     return int(number[0])
+
+
+def _weight_step(fields: Mapping[str, Any]) -> int:
+    step = fields.get("weight_step", -1)
+    try:
+        return int(step)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RecordError(f"metadata 'weight_step' is {step!r}, which is not a whole number") from error
+
+
+def _text(name: str, value: Any) -> str:
+    """Return metadata as text: a string as it is, anything else as JSON."""
+    try:
+        return value if isinstance(value, str) else json.dumps(value, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecordError(f"metadata {name!r} cannot be written as JSON ({error}); make it a text") from error
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or an array of NumPy as JSON has it. Raises TypeError for anything else."""
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    raise TypeError(f"it holds a {type(value).__name__}")
+
+
+def _logprobs(turn: RecordTurn) -> Sequence[float]:
+    return [0.0] * len(turn.tokens) if turn.logprobs is None else turn.logprobs
 
 
 def _inference(fields: InferenceMetadata | Mapping[str, Any]) -> InferenceMetadata:

@@ -3,13 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
+from rollstream.consumers.buffers.groups.grpo_batch_maker import GrpoBatchMaker
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.consumers.buffers.rollouts.record import RecordTurn, RolloutRecord, as_rollout
 from rollstream.consumers.grouping.makers.batch_maker import MakerContext
 from rollstream.consumers.grouping.makers.reservoir import ReservoirBatchMaker
+from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import RecordError
 from rollstream.topics.validation import problems
 
@@ -50,6 +53,35 @@ def test_turns_become_one_sequence_and_their_rewards_add_up() -> None:
     assert (made.policy_version, made.group_size) == (3, 2)
 
 
+def test_numbers_and_arrays_of_numpy_are_those_of_python(tmp_path: Path) -> None:
+    def numpy_turns(reward: float) -> list[RecordTurn]:
+        question = {"tokens": np.array([1, 2])}
+        answer = {"tokens": np.array([3, 4]), "logprobs": np.array([-0.5, -1.0], "<f4"), "reward": np.float32(reward)}
+        return [
+            RecordTurn(message="2+2", role="user", **question),  # type: ignore[arg-type]
+            RecordTurn(message="4 ok", role="assistant", **answer),  # type: ignore[arg-type]
+        ]
+
+    version: Any = np.int64(3)
+    metadata = {"x": np.float32(0.5), "n": np.int64(3), "where": {"rows": np.arange(2)}, "weight_step": np.int64(7)}
+    records = [record(str(n), version, turns=numpy_turns(n), metadata=metadata) for n in range(2)]
+    made = as_rollout(records[0])
+    assert (made.tokens.tolist(), made.logprobs.tolist()) == ([1, 2, 3, 4], [0, 0, -0.5, -1.0])
+    assert made.extra == {"x": "0.5", "n": "3", "where": '{"rows": [0, 1]}', "weight_step": "7"}
+    assert (made.policy_version, type(made.policy_version), made.metadata.weight_step) == (3, int, 7)
+    assert problems(made) == []
+    assert problems(decode(encode(made))) == []
+    maker = GrpoBatchMaker(0, "env")
+    for each in records:
+        maker.add_rollout(each)
+    assert len(maker.create_batch(2) or ()) == 2
+    config = GroupStoreConfig(target_group_size=2)
+    reservoir = ReservoirBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=2**20))
+    buffer = GroupReplayBuffer(tmp_path, "env", config, batch_maker=reservoir)
+    assert buffer.add_rollouts(records) == 2
+    assert len(buffer.sample(2) or ()) == 2
+
+
 def test_versions_that_are_texts_are_compared_as_numbers(tmp_path: Path) -> None:
     maker = ReservoirBatchMaker(MakerContext(partition=0, seed=0, batch_bytes=2**20))
     buffer = GroupReplayBuffer(tmp_path, "env", GroupStoreConfig(target_group_size=2), batch_maker=maker)
@@ -63,6 +95,12 @@ def test_versions_that_are_texts_are_compared_as_numbers(tmp_path: Path) -> None
 def test_turns_that_make_no_sequence_are_refused() -> None:
     with pytest.raises(RecordError, match="does not end in a number"):
         as_rollout(record(version="latest"))
+    with pytest.raises(RecordError, match=r"policy version 3\.5 is neither a whole number nor a text"):
+        as_rollout(record(version=3.5))  # type: ignore[arg-type]
+    with pytest.raises(RecordError, match=r"metadata 'x' cannot be written as JSON \(it holds a set\); make it a text"):
+        as_rollout(record(metadata={"x": {1}}))
+    with pytest.raises(RecordError, match="metadata 'weight_step' is 'last', which is not a whole number"):
+        as_rollout(record(metadata={"weight_step": "last"}))
     turn = RecordTurn(message="x", role="assistant", tokens=[1, 2], logprobs=[-1.0])
     with pytest.raises(RecordError, match="turn 0 of rollout 'u' has 1 log-probabilities for 2 tokens"):
         as_rollout(record(turns=[turn]))
