@@ -156,8 +156,9 @@ def rollout_of(
         logprobs=sequence.logprobs,
         logprobs_mode=stamp.logprobs_mode,
         sampling=SamplingParams(temperature=stamp.temperature),
-        reward=episode.score.reward,
-        reward_components=dict(episode.score.components),
+        # An environment's numbers may be NumPy's.
+        reward=float(episode.score.reward),
+        reward_components={name: float(value) for name, value in episode.score.components.items()},
         truncated=episode.truncated or any(isinstance(turn, ContextFull) for turn in episode.turns),
         metadata=RolloutMetadata(
             worker_id=stamp.worker_id,

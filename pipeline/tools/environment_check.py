@@ -31,8 +31,10 @@ from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.policy_versions import NoPolicies
 from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.sampling import GroupSampling, SamplingClient
+from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import Rollout
+from rollstream.topics.validation import problems
 
 _WIDTH = 80
 _LOOK_S = 2.0
@@ -234,9 +236,12 @@ async def _group(
             errors.append(str(episode))
             continue
         try:
-            rollouts.append(rollout_of(episode, prompt, stamp, uid=f"{stamp.group_id}.{number}"))
+            rollout = rollout_of(episode, prompt, stamp, uid=f"{stamp.group_id}.{number}")
+            _check_record(rollout)
         except RecordError as error:
             errors.append(str(error))
+        else:
+            rollouts.append(rollout)
     return CheckedGroup(example_id=prompt.example_id, rollouts=tuple(rollouts), errors=tuple(errors))
 
 
@@ -244,45 +249,59 @@ async def _agents_group(
     agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, worker: WorkerConfig
 ) -> CheckedGroup:
     limits = EpisodeLimits(timeout_s=worker.episode_timeout_s, attempts=1)
-    episodes = await play_agents(agent, capture, prompt, stamp, limits)
-    return CheckedGroup(
-        example_id=prompt.example_id,
-        rollouts=tuple(rollout for episode in episodes for rollout in episode.rollouts),
-        errors=tuple(str(episode.error) for episode in episodes if episode.error is not None),
-    )
+    rollouts: list[Rollout] = []
+    errors = []
+    for episode in await play_agents(agent, capture, prompt, stamp, limits):
+        try:
+            for rollout in episode.rollouts:
+                _check_record(rollout)
+        except RecordError as error:
+            errors.append(str(error))
+        else:
+            rollouts += episode.rollouts
+            errors += [] if episode.error is None else [str(episode.error)]
+    return CheckedGroup(example_id=prompt.example_id, rollouts=tuple(rollouts), errors=tuple(errors))
+
+
+def _check_record(rollout: Rollout) -> None:
+    """Raise RecordError if a worker could not send a rollout, and would cancel its member instead."""
+    if wrong := problems(rollout):
+        raise RecordError(f"the rollout cannot be recorded: {'; '.join(wrong)}")
+    encode(rollout)
 
 
 def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> Iterator[str]:
     """Yield problems of an environment's prompts. Raises PromptRefused for a prompt that cannot be encoded."""
-    names: dict[str, set[str]] = {}
+    by_name: dict[str, dict[str, Prompt]] = {}
     for split in SPLITS:
         prompts = environment.prompts(split)
-        names[split] = {prompt.example_id for prompt in prompts}
+        by_name[split] = {prompt.example_id: prompt for prompt in prompts}
         if [p.example_id for p in prompts] != [p.example_id for p in environment.prompts(split)]:
             yield f"prompts({split!r}) returns a different order each time; every process must see the same order"
         # The texts that an agent sends are not known here.
         for prompt in prompts if environment.agent is None else ():
             tokenizer.encode(prompt.text)
-    if not names["heldout"]:
+    if not by_name["heldout"]:
         yield "prompts('heldout') is empty, so nothing can be evaluated; set evaluate = false in its entry"
-    both = names["train"] & names["heldout"]
+    # Two files of questions may number different questions alike.
+    both = [name for name, prompt in by_name["heldout"].items() if by_name["train"].get(name) == prompt]
     if both:
-        yield f"{len(both)} prompts are both trained on and held out, e.g. {sorted(both)[0]}"
+        yield f"{len(both)} prompts are both trained on and held out, e.g. {min(both)}"
 
 
 def _group_problems(groups: Sequence[CheckedGroup], times: CheckTimes) -> list[str]:
-    problems = []
+    warnings = []
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if rollouts and all(len({rollout.reward for rollout in group.rollouts}) < 2 for group in groups):
-        problems.append("all members of each group have the same reward: such groups teach nothing and are dropped")
+        warnings.append("all members of each group have the same reward: such groups teach nothing and are dropped")
     if rollouts and all(rollout.truncated for rollout in rollouts):
-        problems.append("every episode was cut off by a token limit; is max_tokens too low?")
+        warnings.append("every episode was cut off by a token limit; is max_tokens too low?")
     if times.blocked_s > _BLOCKED_S:
-        problems.append(
+        warnings.append(
             f"the environment blocked everything else for {times.blocked_s:.1f} s, but a worker plays many episodes in "
             "one process: await slow work, or do it in another process"
         )
-    return problems
+    return warnings
 
 
 def _as_dict(

@@ -264,7 +264,8 @@ class EpisodeCapture:
         if not calls:
             raise RecordError("no model call was made")
         await self._capture.change(self._session, "end")
-        scored = replace(self._session, reward=score.reward, components=dict(score.components), calls=calls)
+        components = {name: float(value) for name, value in score.components.items()}
+        scored = replace(self._session, reward=float(score.reward), components=components, calls=calls)
         policies = await asyncio.to_thread(self._capture.policies.read, 0.0)
         return await asyncio.to_thread(rollouts_of, scored, self._form, policies)
 

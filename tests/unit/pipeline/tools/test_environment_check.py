@@ -37,6 +37,61 @@ class Slow(SingleTurn):
         return Score(reward=0.5)
 """
 
+ODD = """
+import numpy as np
+
+from rollstream import Episode, Message, Prompt, Score
+
+
+class Odd:
+    name, max_tokens, stop = "odd", 1, ()
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def prompts(self, split):
+        return [Prompt(example_id=split, text="go")]
+
+    async def run(self, prompt, generate):
+        reply = await generate(prompt.text)
+        if self.kind == "exit":
+            exit()
+        message = {
+            "no role": Message(role=None, text="go"),
+            "surrogate": Message(role="user", text="\\udc80"),
+        }.get(self.kind, Message(role="user", text="go"))
+        half = np.float32(0.5)
+        score = {
+            "no number": Score(reward=float("nan")),
+            "nan component": Score(reward=1.0, components={"exact": float("nan")}),
+            "large": Score(reward=1e31),
+            "int name": Score(reward=1.0, components={3: 1.0, "exact": 1.0}),
+            "numpy": Score(reward=half, components={"exact": half}),
+            "array": Score(reward=np.array(half), components={"exact": np.array(half)}),
+        }.get(self.kind, Score(reward=1.0))
+        return Episode(turns=(message, reply), score=score)
+
+
+class OddAgent:
+    name, max_tokens = "odd-agent", 8
+
+    def __init__(self, kind):
+        self.kind = kind
+
+    def prompts(self, split):
+        return [Prompt(example_id=split, text="1+1?")]
+
+    async def play(self, prompt, endpoint):
+        from openai import AsyncOpenAI
+
+        async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as client:
+            await client.completions.create(model=endpoint.model, prompt=prompt.text, max_tokens=8)
+        half = np.float32(0.5)
+        return {
+            "no number": Score(reward=float("nan")),
+            "array": Score(reward=np.array(half), components={"exact": half}),
+        }[self.kind]
+"""
 
 AGENT = """
 from openai import AsyncOpenAI
@@ -153,6 +208,74 @@ def test_a_check_names_what_is_wrong_with_an_environment(capsys: pytest.CaptureF
     code, report = checked(capsys, "broken", "--random", *(f"--set=environments.0.{setting}" for setting in entry))
     assert code == 1
     assert all("KeyError('verdict') at " in error for error in report["groups"][0]["errors"])
+
+
+def odd(kind: str, use: str = "Odd") -> list[str]:
+    """The flags of a check of an environment of ODD."""
+    return ["odd", *(f"--set=environments.0.{s}" for s in (f"use=odd.py:{use}", "name=odd", f"options.kind={kind}"))]
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [
+        ("no number", "the rollout cannot be recorded: reward is nan"),
+        ("nan component", "the rollout cannot be recorded: reward component exact is nan"),
+        ("large", "the rollout cannot be recorded: reward is 1e+31"),
+        ("int name", "a Rollout does not fit its schema"),
+        ("no role", "a Rollout does not fit its schema: must be string on field role"),
+        ("surrogate", "surrogates not allowed"),
+        ("exit", "odd failed on train: SystemExit("),
+    ],
+)
+def test_an_episode_that_no_worker_could_record_fails_the_check(
+    capsys: pytest.CaptureFixture[str], here: Path, kind: str, reason: str
+) -> None:
+    (here / "odd.py").write_text(ODD, encoding="utf-8")
+    code, report = checked(capsys, *odd(kind), "--random", "--members=2")
+    [group] = report["groups"]
+    assert (code, group["members"], len(group["errors"])) == (1, [], 2)
+    assert all(reason in error for error in group["errors"]), group["errors"]
+    assert main(["env", "check", *odd(kind), "--random", "--members=1"]) == 1
+    assert "failed: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["numpy", "array"])
+def test_numbers_of_numpy_are_shown_as_numbers(capsys: pytest.CaptureFixture[str], here: Path, kind: str) -> None:
+    (here / "odd.py").write_text(ODD, encoding="utf-8")
+    code, report = checked(capsys, *odd(kind), "--random", "--members=1")
+    [member] = report["groups"][0]["members"]
+    assert (code, member["reward"], member["components"]) == (0, 0.5, {"exact": 0.5})
+    assert main(["env", "check", *odd(kind), "--random", "--members=1"]) == 0
+    assert "exact=0.5" in capsys.readouterr().out
+
+
+def test_an_agent_is_checked_as_a_worker_would_record_it(capsys: pytest.CaptureFixture[str], here: Path) -> None:
+    (here / "odd.py").write_text(ODD, encoding="utf-8")
+    with serving(ScriptedGenerator(["42"], versions=(3,)), conversation_cache_tokens=0) as server:
+        eventually(lambda: server.version == 3, 60, "weights are loaded")
+        flags = (f'--set=worker.inference_urls=["{server.base_url}"]', "--members=1")
+        code, report = checked(capsys, *odd("no number", "OddAgent"), *flags)
+        [group] = report["groups"]
+        assert (code, group["members"]) == (1, [])
+        assert group["errors"] == ["the rollout cannot be recorded: reward is nan"]
+        code, report = checked(capsys, *odd("array", "OddAgent"), *flags)
+        [member] = report["groups"][0]["members"]
+        assert (code, member["reward"], member["components"]) == (0, 0.5, {"exact": 0.5})
+
+
+def test_questions_of_two_files_are_not_held_out_and_trained_on_for_their_numbers(
+    capsys: pytest.CaptureFixture[str], here: Path
+) -> None:
+    def warnings(*heldout: str) -> str:
+        for name, answers in (("train", ("a", "b")), ("held", heldout)):
+            lines = [json.dumps({"question": f"{answer}?", "answer": answer}) for answer in answers]
+            (here / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+        entry = ("use=jsonl", "name=q", "options.path=train.jsonl", "options.heldout=held.jsonl")
+        flags = [f"--set=environments.0.{setting}" for setting in entry]
+        return "; ".join(checked(capsys, "q", "--random", "--members=1", *flags)[1]["warnings"])
+
+    assert "held out" not in warnings("c", "d")
+    assert "1 prompts are both trained on and held out, e.g. 2" in warnings("c", "b")
 
 
 def test_an_entry_without_a_name_has_the_name_of_its_class(capsys: pytest.CaptureFixture[str], here: Path) -> None:
