@@ -45,7 +45,7 @@ def ui(config: RunConfig, args: argparse.Namespace) -> int:
     """Serve the page until stopped."""
     names = list(dict.fromkeys(getattr(args, "runs", [])))
     if args.archive:
-        names = names or _archived(args.archive, config.run)
+        names = names or _archived(args.archive)
     else:
         names = names or [config.run]
         clients.check_broker(config.kafka)
@@ -58,17 +58,18 @@ def ui(config: RunConfig, args: argparse.Namespace) -> int:
 
 def _of_run(name: str, args: argparse.Namespace) -> RunConfig:
     """Return the configuration of another run, with the same flags and its own paths."""
-    return config_of(argparse.Namespace(**{**vars(args), "run=": name}))
+    # The last --set overrides every other place that names a run.
+    return config_of(argparse.Namespace(**{**vars(args), "set": [*args.set, f"run={name}"]}))
 
 
-def _archived(archive: str, run: str) -> list[str]:
-    """Return the configured run if the archive has it, else all runs of the archive."""
+def _archived(archive: str) -> list[str]:
+    """Return the runs of the archive."""
     held = runs_of(open_store(archive))
     if not held:
         raise ConfigurationError(
             f"{archive} holds no archive of a run; name the folder that `rollstream archive` fills"
         )
-    return [run] if run in held else held
+    return held
 
 
 async def _serve(

@@ -66,7 +66,7 @@ def step_of(number: int, learner: str = LEARNER, loss: float | None = None) -> L
     )
 
 
-def archive_run(root: Path, steps: int, extra_steps: Sequence[LearnerStep] = ()) -> None:
+def archive_run(root: Path, steps: int, extra_steps: Sequence[LearnerStep] = (), *, run: str = "main") -> None:
     """Archive what the run has appended since the last call, up to so many steps of its learner."""
     batches = []
     for number in range(steps):
@@ -86,9 +86,9 @@ def archive_run(root: Path, steps: int, extra_steps: Sequence[LearnerStep] = ())
         "metrics": [(0, learn), *((3000 * n, record) for n, record in enumerate(infer) if 3000 * n < steps * STEP_MS)],
     }
     topics["steps"] += [(steps * STEP_MS, step) for step in extra_steps]
-    writer = ArchiveWriter(open_store(str(root)), "main")
+    writer = ArchiveWriter(open_store(str(root)), run)
     for topic, records in topics.items():
-        position = writer.begin(topic, f"{topic} of main", {0: 0})[0]
+        position = writer.begin(topic, f"{topic} of {run}", {0: 0})[0]
         for offset, (time_ms, record) in enumerate(records):
             if offset >= position:
                 writer.add(ArchivedRecord(topic, 0, offset, time_ms, b"key", encode(record)))
