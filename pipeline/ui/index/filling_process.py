@@ -19,12 +19,16 @@ from rollstream.topics.errors import RollstreamError
 logger = logging.getLogger(__name__)
 _POLL_S = 0.25
 _EVERY_S = 1.0
+"""Least time between two reports."""
+_LOOK_S = 2.0
+"""Time between checks of whether an archive has grown, or another process has filled the index."""
 _AGAIN_S = 5.0
 """Pause after an error of the brokers."""
 
 
 class Filled(NamedTuple):
-    """A report of the process, sent at its start, at most once a second while it reads records, and after an error."""
+    """A report of the process: at its start, after an error, and at most once a second when its index or the end of the
+    log has moved on."""
 
     progress: IndexProgress | None
     """None if the index cannot be opened or filled now."""
@@ -49,12 +53,15 @@ def _fill(config: RunConfig, archive: str, pipe: Connection) -> None:
 
 
 def _read(index: RunIndex, pipe: Connection) -> None:
-    """Index the records that arrive, until an error occurs."""
-    moved, due = True, 0.0
+    """Index the records that arrive, and report the progress, until an error occurs."""
+    moved, told, looked = True, None, -_EVERY_S
     while True:
-        if moved and time.monotonic() >= due:
-            moved, due = False, time.monotonic() + _EVERY_S
-            pipe.send(Filled(index.progress()))
+        if time.monotonic() >= looked + (_EVERY_S if moved else _LOOK_S):
+            looked = time.monotonic()
+            progress = index.progress()
+            if moved or progress != told:
+                moved, told = False, progress
+                pipe.send(Filled(progress))
         began = time.monotonic()
         if index.poll(_POLL_S):
             moved = True

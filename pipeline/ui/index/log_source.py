@@ -133,7 +133,7 @@ class TopicSource:
 
 
 class ArchiveSource:
-    """The archive of a run; files that are added later are read, too."""
+    """The archive of a run. `bounds` looks for files and topics that were added; they are then read, too."""
 
     kind = "archive"
 
@@ -142,7 +142,8 @@ class ArchiveSource:
         self._store = store
         self._manifest = self._newest()
         self._at: dict[Place, int] = {}
-        self._reading: dict[Place, Iterator[ArchivedRecord]] = {}
+        self._reading: dict[Place, tuple[Iterator[ArchivedRecord], int]] = {}
+        """Records of each partition that is being read, and the end of the files that they come from."""
 
     def _newest(self) -> ArchiveManifest:
         manifest = manifests.newest(self._store, self.run)
@@ -158,12 +159,15 @@ class ArchiveSource:
 
     def bounds(self) -> dict[Place, tuple[int, int]]:
         self._manifest = self._newest()
-        return {
+        bounds = {
             (name, partition): (topic.begin[partition], end)
             for name, topic in self._manifest.topics.items()
             for partition, end in topic.position.items()
             if name in (ROLLOUTS, *OTHERS)
         }
+        for place, (low, _end) in bounds.items():
+            self._at.setdefault(place, low)
+        return bounds
 
     def begin(self, positions: Positions) -> None:
         self.close()
@@ -181,14 +185,17 @@ class ArchiveSource:
 
     def _portion(self, place: Place, most: int) -> list[KafkaRecord]:
         records: list[KafkaRecord] = []
-        if self._at[place] >= self._manifest.topics[place[0]].position[place[1]]:
+        position = self._manifest.topics[place[0]].position[place[1]]
+        if self._at[place] >= position:
             return records
-        reading = self._reading.setdefault(place, self._from(place))
+        if place not in self._reading:
+            self._reading[place] = self._from(place), position
+        reading, end = self._reading[place]
         while len(records) < most:
             entry = next(reading, None)
             if entry is None:
                 del self._reading[place]
-                self._at[place] = self._manifest.topics[place[0]].position[place[1]]
+                self._at[place] = end  # The manifest may have moved on since these files were chosen.
                 break
             records.append(entry.message(self.run))
             self._at[place] = entry.offset + 1
@@ -196,13 +203,23 @@ class ArchiveSource:
 
     def _from(self, place: Place) -> Iterator[ArchivedRecord]:
         start = self._at[place]
-        for file in self._manifest.files_of(LOG):
-            if (file.topic, file.partition) == place and file.end > start:
-                data = checked(self._store, file.path, file.sha256)
-                yield from (e for e in archived_records(data, *place) if e.offset >= start)
+        files = [f for f in self._manifest.files_of(LOG) if (f.topic, f.partition) == place and f.end > start]
+        return (
+            entry
+            for file in files
+            for entry in archived_records(checked(self._store, file.path, file.sha256), *place)
+            if entry.offset >= start
+        )
 
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord | None:
         """Return one record, or None if the archive has no record at this offset."""
+        record = self._record(name, partition, offset)
+        if record is None:
+            self._manifest = self._newest()  # Another process may have indexed a file that was added later.
+            record = self._record(name, partition, offset)
+        return record
+
+    def _record(self, name: str, partition: int, offset: int) -> KafkaRecord | None:
         for file in self._manifest.files_of(LOG):
             if (file.topic, file.partition) == (name, partition) and file.first <= offset <= file.last:
                 data = checked(self._store, file.path, file.sha256)

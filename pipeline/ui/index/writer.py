@@ -194,7 +194,7 @@ class IndexWriter(Closing):
         held: set[Place] = set()
         for item in self._waiting:
             message, needed = item.message, item.needed
-            if item.own in held or self._at.get(item.place, needed) < needed:
+            if item.own in held or self._at.get(item.place, 0) < needed:
                 held.add(item.own)
                 kept.append(item)
             else:
