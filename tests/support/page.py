@@ -90,12 +90,12 @@ def _events(response: http.client.HTTPResponse) -> Iterator[tuple[str, Any]]:
 
 
 @contextmanager
-def page_server(config: UiConfig, *runs: RunConfig) -> Iterator[PageServer]:
-    """A server of some runs, in a thread of its own."""
+def page_server(config: UiConfig, *runs: RunConfig, archive: str = "") -> Iterator[PageServer]:
+    """A server of some runs of the broker, or of an archive, in a thread of its own."""
     servers: list[PageServer] = []
 
     async def start() -> None:
-        servers.append(await PageServer(config, {run.run: PageRun(run) for run in runs}).__aenter__())
+        servers.append(await PageServer(config, {run.run: PageRun(run, archive) for run in runs}).__aenter__())
 
     async def close() -> None:
         await servers[0].__aexit__(None, None, None)

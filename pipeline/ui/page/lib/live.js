@@ -3,6 +3,7 @@
 
 import { useEffect, useState } from "../vendor/preact-htm.js";
 import { address, getJson } from "./api.js";
+import { openStream } from "./streams.js";
 
 /** @typedef {import("../contract").Overview} Overview */
 /** @typedef {"connecting" | "open" | "lost"} Connection */
@@ -42,8 +43,8 @@ function follow(run, update) {
   let heardAt = Date.now();
   let lastTick = 0;
   let ended = false;
-  /** @type {EventSource | null} */
-  let source = null;
+  /** @type {ReturnType<typeof openStream> | null} */
+  let stream = null;
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   let retry;
   /** @type {ReturnType<typeof setTimeout> | undefined} */
@@ -55,32 +56,27 @@ function follow(run, update) {
     lastTick = Date.now();
     update((before) => ({ tick: before.tick + 1 }));
   };
-  const heard = () => {
-    heardAt = Date.now();
-  };
   const open = () => {
-    if (ended) return;
-    source = new EventSource(address(run, "events"));
-    source.onopen = () => {
-      heard();
+    if (!ended) stream = openStream(address(run, "events"), hear);
+  };
+  /** @type {Parameters<typeof openStream>[1]} */
+  const hear = (event, data) => {
+    heardAt = Date.now();
+    if (event === "failed") return lost();
+    if (event === "opened") {
       const again = failures > 0;
       failures = 0;
       update(() => ({ connection: "open" }));
       if (again) tick();
-    };
-    source.onerror = lost;
-    source.addEventListener("overview", (event) => {
-      heard();
-      const overview = JSON.parse(event.data);
+    } else if (event === "overview") {
+      const overview = JSON.parse(data);
       update(() => ({ overview, error: null }));
-    });
-    source.addEventListener("changed", () => {
-      heard();
-      if (refresh === undefined) refresh = setTimeout(tick, Math.max(0, lastTick + REFRESH_MS - Date.now()));
-    });
+    } else if (refresh === undefined) {
+      refresh = setTimeout(tick, Math.max(0, lastTick + REFRESH_MS - Date.now()));
+    }
   };
   const lost = () => {
-    source?.close();
+    stream?.close();
     if (ended) return;
     const wait = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
     failures += 1;
@@ -90,10 +86,16 @@ function follow(run, update) {
   };
   const watch = setInterval(() => {
     if (Date.now() - heardAt > SILENT_MS) {
-      heard();
+      heardAt = Date.now();
+      stream?.fail();
       lost();
     }
   }, 5000);
+  /** @param {PageTransitionEvent} event */
+  const shownAgain = (event) => {
+    if (event.persisted) lost();
+  };
+  addEventListener("pageshow", shownAgain);
 
   getJson(address(run, "overview")).then(
     (overview) => update((before) => ({ overview: before.overview ?? overview })),
@@ -102,7 +104,8 @@ function follow(run, update) {
   open();
   return () => {
     ended = true;
-    source?.close();
+    stream?.close();
+    removeEventListener("pageshow", shownAgain);
     clearTimeout(retry);
     clearTimeout(refresh);
     clearInterval(watch);
