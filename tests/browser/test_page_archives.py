@@ -1,6 +1,7 @@
 """The page in a browser, on two runs of an archive, which needs no broker."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from playwright.sync_api import Browser, expect
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.ui.config import UiConfig
 from tests.browser.chromium import PATIENCE_MS, visit
-from tests.support.archived_run import archive_run
+from tests.support.archived_run import archive_run, step_of
 from tests.support.page import page_server
 
 RUNS = ("first", "second")
@@ -44,3 +45,47 @@ def test_any_number_of_open_pages_follow_a_run(address: str, archive: Path, brow
     pages[1].reload()
     expect(pages[1].locator(".state")).to_have_text("Quiet", timeout=PATIENCE_MS)
     pages[1].context.close()
+
+
+def test_two_runs_are_compared_curve_by_curve(address: str, archive: Path, browser: Browser) -> None:
+    """A chart draws a part of many curves: those of all rollouts first, and each of both runs."""
+    rewards = {f"reward/e{number:02}": number / 20 for number in range(12)}
+    for run in RUNS:
+        archive_run(archive, 4, [replace(step_of(4), metrics=rewards)], run=run)
+    seen = visit(browser, address)
+    seen.open("#/first/compare")
+    chart = seen.page.locator(".chart", has=seen.page.get_by_text("Reward", exact=True))
+    labels = chart.locator(".legend-label")
+    drawn = [f"{label} · {run}" for label in ("produced", "e00", "e01", "e02", "e03") for run in RUNS]
+    expect(labels).to_have_text(drawn, timeout=PATIENCE_MS)
+    expect(chart.locator(".chart-at")).to_have_text("9 more not drawn")
+    seen.page.get_by_role("button", name="All curves of each chart").click()
+    expect(labels).to_have_count(2 * 14)
+    assert seen.errors == []
+    seen.page.context.close()
+
+
+def test_a_chart_that_is_zoomed_stays_so_when_steps_are_added(address: str, archive: Path, browser: Browser) -> None:
+    archive_run(archive, 20, run="first")
+    seen = visit(browser, address)
+    seen.open("#/first/run")
+    chart = seen.page.locator(".chart", has=seen.page.get_by_text("Loss", exact=True))
+    newest = chart.locator(".legend-value")
+    expect(newest).to_have_text("0.05", timeout=PATIENCE_MS)
+    plot = chart.locator(".u-over")
+
+    def first_step() -> str:
+        plot.hover(position={"x": 1, "y": 20})
+        return chart.locator(".chart-at").inner_text()
+
+    assert first_step() == "step 0"
+    width = (plot.bounding_box() or {})["width"]
+    plot.drag_to(plot, source_position={"x": width / 2, "y": 20}, target_position={"x": width - 2, "y": 20})
+    zoomed = first_step()
+    assert zoomed in ("step 9", "step 10")
+    seen.page.mouse.move(0, 0)
+    archive_run(archive, 25, run="first")
+    expect(newest).to_have_text("0.04", timeout=PATIENCE_MS)
+    assert first_step() == zoomed
+    assert seen.errors == []
+    seen.page.context.close()

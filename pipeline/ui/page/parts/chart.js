@@ -25,6 +25,7 @@ export function Chart({ title, note, curves, xName = "step", height = 150, sync,
   const [open, setOpen] = useState(false);
   const data = useMemo(() => joined(curves), [curves]);
   const plot = useRef(/** @type {uPlot | null} */ (null));
+  const zoom = useRef(/** @type {{ min: number, max: number } | null} */ (null));
   const shape = curves.map((curve) => curve.label).join("\n");
 
   useLayoutEffect(() => {
@@ -32,17 +33,26 @@ export function Chart({ title, note, curves, xName = "step", height = 150, sync,
     if (!parent) return undefined;
     const made = new uPlot(options(parent, curves, height, xName, sync, zero, format, setAt), data, parent);
     plot.current = made;
+    if (zoom.current) made.setScale("x", zoom.current);
     const observer = new ResizeObserver(() => {
       if (parent.clientWidth > 0) made.setSize({ width: parent.clientWidth, height });
     });
     observer.observe(parent);
     return () => {
       observer.disconnect();
+      zoom.current = zoomOf(made);
       made.destroy();
       plot.current = null;
     };
   }, [theme, shape, height]);
-  useEffect(() => plot.current?.setData(data), [data]);
+  useEffect(() => {
+    const drawn = plot.current;
+    drawn?.batch(() => {
+      const before = zoomOf(drawn);
+      drawn.setData(data);
+      if (before) drawn.setScale("x", before);
+    });
+  }, [data]);
 
   const points = data[0].length;
   const index = at !== null && at < points ? at : null;
@@ -69,6 +79,16 @@ export function Chart({ title, note, curves, xName = "step", height = 150, sync,
       ${open ? html`<${Values} title=${title} curves=${curves} data=${data} xName=${xName} format=${format} />` : null}
     </details>
   </figure>`;
+}
+
+/**
+ * The range of x that was chosen; null while all points are in view.
+ * @param {uPlot} plot
+ */
+function zoomOf(plot) {
+  const { min, max } = plot.scales.x;
+  const xs = plot.data[0];
+  return min !== undefined && max !== undefined && (min > xs[0] || max < xs[xs.length - 1]) ? { min, max } : null;
 }
 
 /** @param {{ color: number, dash: number }} props */

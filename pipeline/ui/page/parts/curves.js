@@ -23,7 +23,8 @@ const TITLES = /** @type {Record<string, string>} */ ({
 
 /** @param {{ sides: Side[] }} props */
 export function Curves({ sides }) {
-  const charts = useMemo(() => chartsOf(sides), [sides]);
+  const [every, setEvery] = useState(false);
+  const charts = useMemo(() => chartsOf(sides, every), [sides, every]);
   const [all, setAll] = useState(false);
   if (charts.length === 0) return html`<${Empty}>No step is on record yet.<//>`;
   const important = charts.filter((chart) => chart.rank < FIRST.length);
@@ -32,41 +33,49 @@ export function Curves({ sides }) {
   return html`
     <div class="charts">
       ${shown.map(
-        (chart) => html`<${Chart} key=${chart.title} title=${chart.title} note=${chart.note} curves=${chart.curves} sync="step"
+        (chart) => html`<${Chart} key=${chart.title} title=${chart.title} note=${chart.hidden ? `${chart.hidden} more not drawn` : ""} curves=${chart.curves} sync="step"
           format=${chart.format} zero=${chart.zero} />`,
       )}
     </div>
-    ${important.length && rest.length
-      ? html`<p class="more"><button type="button" aria-expanded=${all} onClick=${() => setAll(!all)}>
-          ${all ? "Fewer curves" : `${rest.length} more curves`}
-        </button></p>`
-      : null}`;
+    <p class="more">
+      ${important.length && rest.length
+        ? html`<button type="button" aria-expanded=${all} onClick=${() => setAll(!all)}>${all ? "Fewer charts" : `${rest.length} more charts`}</button>`
+        : null}
+      ${every || shown.some((chart) => chart.hidden)
+        ? html`<button type="button" aria-pressed=${every} onClick=${() => setEvery(!every)}>All curves of each chart</button>`
+        : null}
+    </p>`;
 }
 
-/** @param {Side[]} sides */
-function chartsOf(sides) {
-  /** @type {Map<string, import("./chart").Curve[]>} */
+/**
+ * @param {Side[]} sides
+ * @param {boolean} every whether a chart draws all its curves
+ */
+function chartsOf(sides, every) {
+  /** @type {Map<string, Map<string, { side: number, series: Series }[]>>} by group of series and label */
   const groups = new Map();
-  for (const [i, side] of sides.entries()) {
-    for (const series of side.series) {
+  for (const [side, { series: all }] of sides.entries()) {
+    for (const series of all) {
       if (series.x.length === 0) continue;
-      const curves = groups.get(series.group) ?? [];
+      const labels = groups.get(series.group) ?? new Map();
+      groups.set(series.group, labels);
       const label = short(series.name, series.group);
-      const curve = { label, x: series.x, y: series.y };
-      // Of two sides, the colour says which series, and the pattern which side.
-      if (side.name) curves.push({ ...curve, label: `${label} · ${side.name}`, color: colorOf(curves, label), dash: i });
-      else curves.push(curve);
-      groups.set(series.group, curves);
+      labels.set(label, [...(labels.get(label) ?? []), { side, series }]);
     }
   }
-  const charts = [...groups].map(([group, curves]) => {
+  const charts = [...groups].map(([group, byLabel]) => {
     const rank = FIRST.findIndex((name) => group.toLowerCase().startsWith(name));
-    const kept = curves.slice(0, MOST_CURVES);
-    const hidden = curves.length - kept.length;
+    const labels = [...byLabel].sort(([a], [b]) => Number(isOverall(b, group)) - Number(isOverall(a, group)));
+    const kept = every ? labels : labels.slice(0, Math.floor(MOST_CURVES / sides.length));
     return {
       title: titleOf(group),
-      note: hidden > 0 ? `${hidden} more not drawn` : "",
-      curves: kept,
+      hidden: labels.length - kept.length,
+      // Of two sides, the colour says which series, and the pattern which side.
+      curves: kept.flatMap(([label, held], color) =>
+        held.map(({ side, series: { x, y } }) =>
+          sides.length > 1 ? { label: `${label} · ${sides[side].name}`, x, y, color, dash: side } : { label, x, y },
+        ),
+      ),
       rank: rank < 0 ? FIRST.length : rank,
       format: formatOf(group),
       zero: /time|seconds|_s$|tokens|success|length|staleness/.test(group),
@@ -76,12 +85,12 @@ function chartsOf(sides) {
 }
 
 /**
- * @param {import("./chart").Curve[]} curves
+ * Whether a curve is of all rollouts, and so comes before those of single environments.
  * @param {string} label
+ * @param {string} group
  */
-function colorOf(curves, label) {
-  const same = curves.find((curve) => curve.label.startsWith(`${label} · `));
-  return same?.color ?? new Set(curves.map((curve) => curve.color)).size;
+function isOverall(label, group) {
+  return label === "produced" || label === group;
 }
 
 /** @param {string} group */
