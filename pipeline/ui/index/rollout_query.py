@@ -47,6 +47,7 @@ class RolloutFilter:
     version_max: int | None = None
     worker: str | None = None
     fate: str | None = None
+    """One fate, or several, separated by commas."""
     reason: str | None = None
     reward_min: float | None = None
     reward_max: float | None = None
@@ -132,9 +133,11 @@ def _conditions(db: sqlite3.Connection, wanted: RolloutFilter) -> list[_Conditio
     if wanted.step is not None:
         answer.append(_Condition("step = ?", (bounded(wanted.step),)))
     if wanted.fate:
-        if wanted.fate not in fates.CODES:
+        names = wanted.fate.split(",")
+        if not fates.CODES.keys() >= {*names}:
             raise ConfigurationError(f"fate is {wanted.fate[:40]!r}; fates are {', '.join(fates.NAMES)}")
-        answer.append(_Condition("fate = ?", (fates.CODES[wanted.fate],)))
+        marks = ", ".join("?" * len({*names}))
+        answer.append(_Condition(f"fate in ({marks})", tuple(sorted({fates.CODES[name] for name in names}))))
     if wanted.version is not None:
         answer.append(_Condition("version = ?", (bounded(wanted.version),)))
     ranges = (

@@ -52,7 +52,7 @@ function Choice({ label, value, names, counts, onChange }) {
   const all = value && !names.includes(value) ? [value, ...names] : names;
   return html`<label>${label} <select value=${value} onChange=${onChange}>
     <option value="">all</option>
-    ${all.map((name) => html`<option value=${name}>${counts ? words(name) : name}${counts?.[name] !== undefined ? ` (${count(counts[name])})` : ""}</option>`)}
+    ${all.map((name) => html`<option value=${name}>${counts ? words(name).replaceAll(",", ", ") : name}${counts?.[name] !== undefined ? ` (${count(counts[name])})` : ""}</option>`)}
   </select></label>`;
 }
 

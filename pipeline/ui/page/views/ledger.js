@@ -121,7 +121,9 @@ function Offsets({ run, place }) {
     0,
     (answer) => answer.ranges,
   );
-  const listed = ["control", "dead_lettered", "moved"].includes(place.fate) ? null : { fate: place.fate, reason: place.reason };
+  // In the ledger a batched rollout stays batched when a step trains on it or skips it; in the list it has the later fate.
+  const fate = place.fate === "batched" ? "batched,trained,skipped" : place.fate;
+  const listed = ["control", "dead_lettered", "moved"].includes(place.fate) ? null : { fate, reason: place.reason };
   return html`<div class="offsets">
     ${shown(
       pages.first,

@@ -64,12 +64,13 @@ function OneSession({ run, session, tick }) {
 /** @param {{ answer: SessionAnswer, run: string }} props */
 function Course({ answer, run }) {
   const { session, events, calls } = answer;
+  const uids = [...new Set(events.flatMap((each) => (each.kind === "finished" && Array.isArray(each.uids) ? each.uids.map(String) : [])))];
   return html`
     <${Facts} items=${[
       ["Environment", session.environment],
       ["State", `${words(session.state)}${session.reason ? `: ${words(session.reason)}` : ""}`],
       ["Calls", count(session.calls)],
-      ["Rollouts", html`<a href=${link(run, "rollouts", { uid: session.session })}>${count(session.rollouts)}</a>`],
+      ["Rollouts", html`${count(session.rollouts)}${uids.map((uid) => html` <a href=${link(run, "rollouts", { uid })}><code>${uid}</code></a>`)}`],
       ["Began", time(session.began_ms)],
       ["Took", took(session.began_ms, session.ended_ms)],
     ]} />

@@ -118,6 +118,16 @@ def test_marks_are_listed_and_counted_only_when_asked_for(filled: Path) -> None:
     assert versioned["rows"]
 
 
+def test_rollouts_of_several_fates_are_listed_together(filled: Path) -> None:
+    with closing(sqlite_files.reader(filled)) as db:
+        used = rollout_query.page(db, RolloutFilter(fate="batched,trained,dropped"), limit=1000)
+        apart = [rollout_query.page(db, RolloutFilter(fate=fate), limit=1000) for fate in ("trained", "dropped")]
+        assert {row["fate"] for row in used["rows"]} == {"trained", "dropped"}
+        assert used["matching"] == sum(page["matching"] for page in apart)
+        with pytest.raises(ConfigurationError, match="fates are"):
+            rollout_query.page(db, RolloutFilter(fate="trained,used"))
+
+
 def test_an_index_of_other_topics_or_of_another_version_is_built_again(filled: Path, tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     fill(path, ListedLog(made(2)), itertools.repeat(1000))
