@@ -1,8 +1,10 @@
 """The page in a browser, on two runs of an archive, which needs no broker."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, expect
@@ -89,3 +91,33 @@ def test_a_chart_that_is_zoomed_stays_so_when_steps_are_added(address: str, arch
     assert first_step() == zoomed
     assert seen.errors == []
     seen.page.context.close()
+
+
+def test_a_run_that_the_server_does_not_serve_is_named_as_such(address: str, browser: Browser) -> None:
+    page = visit(browser, address).page
+    page.goto(f"{address}#/third/run")
+    expect(page.locator(".state")).to_have_text("Refused by the server", timeout=PATIENCE_MS)
+    expect(page.locator("main .failure")).to_contain_text("this server has no such run")
+    page.evaluate("location.hash = '#/first/run'")
+    expect(page.locator(".state")).to_have_text("Quiet", timeout=PATIENCE_MS)
+    expect(page.locator(".failure")).to_have_count(0)
+    page.context.close()
+
+
+def test_a_page_without_the_token_that_the_server_now_requires_says_so(
+    archive: Path, tmp_path: Path, browser: Browser
+) -> None:
+    config, secret = RunConfig(run="first", data_dir=tmp_path), tmp_path / "token"
+    secret.write_text("the token of the second server.")
+    with ExitStack() as stack:
+        url = stack.enter_context(page_server(UiConfig(port=0), config, archive=str(archive))).url
+        page = visit(browser, url).page
+        page.goto(f"{url}#/first/run")
+        expect(page.locator(".state")).to_have_text("Quiet", timeout=PATIENCE_MS)
+        stack.close()
+        second = UiConfig(port=urlsplit(url).port or 0, token=f"file:{secret}")
+        stack.enter_context(page_server(second, config, archive=str(archive)))
+        expect(page.locator(".state")).to_have_text("Refused by the server", timeout=PATIENCE_MS)
+        expect(page.locator("main > .failure")).to_contain_text("token")
+        expect(page.locator("nav .nav-note")).to_have_text("32")
+        page.context.close()

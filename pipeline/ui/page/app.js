@@ -184,11 +184,13 @@ function State({ live }) {
   const [tone, text] =
     connection === "lost"
       ? ["bad", "Connection lost, retrying"]
-      : connection === "connecting" || !overview
-        ? ["wait", "Connecting"]
-        : overview.live
-          ? ["good", "Live"]
-          : ["quiet", "Quiet"];
+      : connection === "refused"
+        ? ["bad", "Refused by the server"]
+        : connection === "connecting" || !overview
+          ? ["wait", "Connecting"]
+          : overview.live
+            ? ["good", "Live"]
+            : ["quiet", "Quiet"];
   return html`<span class=${`state ${tone}`} role="status" aria-live="polite">
     <span class="dot" aria-hidden="true"></span><span>${text}</span>
   </span>`;
@@ -202,11 +204,12 @@ function ThemeToggle() {
 }
 
 /**
- * What stands above every view: a lost connection, an error of the run, the progress of the index.
+ * What stands above every view: a connection that is lost or refused, an error of the run, the progress of the index.
  * @param {{ live: Live }} props
  */
 function Banner({ live }) {
   const { overview, connection, error } = live;
+  if (connection === "refused" && error) return html`<${Failure} error=${error} />`;
   if (!overview) {
     if (connection === "lost") return html`<p class="banner bad" role="alert">The server does not answer; asking again.</p>`;
     return error ? html`<${Failure} error=${error} />` : null;

@@ -2,16 +2,17 @@
 // until the server is back, and then everything on the page is asked for again.
 
 import { useEffect, useState } from "../vendor/preact-htm.js";
-import { address, getJson } from "./api.js";
+import { address, ApiError, getJson } from "./api.js";
 import { openStream } from "./streams.js";
 
 /** @typedef {import("../contract").Overview} Overview */
-/** @typedef {"connecting" | "open" | "lost"} Connection */
+/** @typedef {"connecting" | "open" | "lost" | "refused"} Connection */
 /** @typedef {{ overview: Overview | null, connection: Connection, tick: number, error: Error | null }} Live */
 
 const RETRY_MS = [500, 1000, 2000, 4000];
 const SILENT_MS = 40_000; // The server sends an overview every 15 s.
 const REFRESH_MS = 2000;
+const REFUSED = [401, 403, 404, 421];
 
 /**
  * The state of a run as the server reports it. `tick` grows when views should ask again.
@@ -70,7 +71,7 @@ function follow(run, update) {
       if (again) tick();
     } else if (event === "overview") {
       const overview = JSON.parse(data);
-      update(() => ({ overview, error: null }));
+      update(() => ({ overview, error: null, connection: "open" }));
     } else if (refresh === undefined) {
       refresh = setTimeout(tick, Math.max(0, lastTick + REFRESH_MS - Date.now()));
     }
@@ -80,9 +81,25 @@ function follow(run, update) {
     if (ended) return;
     const wait = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
     failures += 1;
-    update(() => ({ connection: "lost" }));
+    update(({ connection }) => ({ connection: connection === "refused" ? connection : "lost" }));
     clearTimeout(retry);
     retry = setTimeout(open, wait);
+    askWhy();
+  };
+  // A stream that fails does not tell whether the server is gone or refuses this page; another answer does.
+  const askWhy = () => {
+    /** @param {Connection} connection */
+    const notRefused = (connection) => (connection === "refused" ? "lost" : connection);
+    getJson(address(run, "overview")).then(
+      (answer) => {
+        if (!ended) update(({ overview, connection }) => ({ overview: overview ?? answer, connection: notRefused(connection) }));
+      },
+      (error) => {
+        if (ended) return;
+        if (error instanceof ApiError && REFUSED.includes(error.status)) update(() => ({ error, connection: "refused" }));
+        else update((before) => ({ error: before.overview ? before.error : error, connection: notRefused(before.connection) }));
+      },
+    );
   };
   const watch = setInterval(() => {
     if (Date.now() - heardAt > SILENT_MS) {
@@ -97,10 +114,7 @@ function follow(run, update) {
   };
   addEventListener("pageshow", shownAgain);
 
-  getJson(address(run, "overview")).then(
-    (overview) => update((before) => ({ overview: before.overview ?? overview })),
-    (error) => update((before) => (before.overview ? {} : { error })),
-  );
+  askWhy();
   open();
   return () => {
     ended = true;
