@@ -137,7 +137,7 @@ class Api:
         fate, reason = given.choice(query, "fate", offset_fates.FATES), given.text(query, "reason")
         ranges = await run.offsets(fate, reason)
         names = [f"{each.partition}:{each.first}-{each.last}" for each in ranges]
-        shown, following = given.page_of(names, names, query)
+        shown, following = given.page_of(names, names, query, offset_fates.place_of)
         total = sum(each.last - each.first + 1 for each in ranges)
         return answer({"ranges": shown, "next": following, "total": total})
 
@@ -146,7 +146,7 @@ class Api:
         state = given.choice(query, "state", ("", *session_list.STATES))
         sessions = await run.sessions.get()
         chosen = {name: row for name, row in sessions.rows.items() if not state or row["state"] == state}
-        shown, following = given.page_of([*chosen.values()], [*chosen], query)
+        shown, following = given.page_of([*chosen.values()], [*chosen], query, sessions.place)
         return answer({"rows": shown, "next": following, "total": len(chosen)})
 
     async def _session(self, request: web.Request) -> web.Response:

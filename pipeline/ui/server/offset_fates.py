@@ -10,6 +10,13 @@ IN_FLIGHT, UNREAD = "in_flight", "unread"
 FATES = (IN_FLIGHT, UNREAD, BATCHED, DROPPED, DEAD_LETTERED, CONTROL, MOVED)
 
 
+def place_of(name: str) -> tuple[int, int]:
+    """Return the partition and the last offset of a range, which order ranges also when their offsets have other fates
+    by now. Raises ConfigurationError if `name` is no range."""
+    named = OffsetRange.parse(name)
+    return named.partition, named.last
+
+
 def ranges_of(
     books: LiveLedger, bounds: Mapping[int, tuple[int, int]], fate: str, reason: str | None = None
 ) -> list[OffsetRange]:

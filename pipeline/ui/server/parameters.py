@@ -1,11 +1,13 @@
 """Parameters of requests as typed values. An unusable parameter raises an error with a remedy."""
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from rollstream.pipeline.tools.run_view import RolloutPlace
 from rollstream.pipeline.ui.server.answers import UnusableParameter
+from rollstream.topics.errors import ConfigurationError
 
 T = TypeVar("T")
 LIMIT, MOST = 100, 1000
@@ -75,12 +77,22 @@ def place(partition: str, offset: str) -> RolloutPlace:
     return RolloutPlace(numbers[0], numbers[1])
 
 
-def page_of(rows: Sequence[T], names: Sequence[str], query: Mapping[str, str]) -> tuple[Sequence[T], str | None]:
-    """Return at most `limit` rows after the row that `after` names, and the last row's name if more rows follow."""
+def page_of(
+    rows: Sequence[T], names: Sequence[str], query: Mapping[str, str], place: Callable[[str], Any] | None = None
+) -> tuple[Sequence[T], str | None]:
+    """Return at most `limit` rows after the row that `after` names, and the last row's name if more rows follow.
+
+    Rows are in the order of `place(name)`, which also has a place for a row that has left the list since; without it,
+    `after` must name a row of the list. `place` raises KeyError or ConfigurationError for the name of no row.
+    """
     after, begin = text(query, "after"), 0
     if after is not None:
-        if after not in names:
-            raise UnusableParameter(f"after is {after[:40]!r}, which is not in the list", "ask again without after")
-        begin = names.index(after) + 1
+        place = place or {name: number for number, name in enumerate(names)}.__getitem__
+        try:
+            begin = bisect_right(names, place(after), key=place)
+        except (KeyError, ConfigurationError):
+            raise UnusableParameter(
+                f"after is {after[:40]!r}, which is not in the list", "ask again without after"
+            ) from None
     end = begin + within(query, "limit", LIMIT, MOST)
     return rows[begin:end], names[end - 1] if end < len(rows) else None

@@ -44,9 +44,14 @@ class SessionList:
                 if isinstance(record, SessionEvent) and record.kind in ("end", "finished"):
                     ended.setdefault(record.session, message.timestamp_ms)
         sessions = {session.name: session for session in book.sessions}
-        newest = sorted(sessions, key=lambda name: (-began[name], name))
+        self._began = {name: began[name] for name in sessions}
+        newest = sorted(sessions, key=self.place)
         self.rows = {name: _row(sessions[name], began[name], ended.get(name)) for name in newest}
         """Row of each session, by name."""
+
+    def place(self, name: str) -> tuple[int, str]:
+        """Return a value that orders sessions, newest first. Raises KeyError if the session does not exist."""
+        return -self._began[name], name
 
     def details(self, name: str, read: Reading) -> dict[str, Any]:
         """Return a session with its events and its calls with all messages; `read` reads records of `calls` again.
