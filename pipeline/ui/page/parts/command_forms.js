@@ -10,7 +10,7 @@ export const COMMANDS = [
     title: "Scale",
     note: "Change the number of processes of a role. Without a number the settings decide again.",
     fields: [
-      { name: "role", label: "Role", choices: ["env", "group", "infer"] },
+      { name: "role", label: "Role", choices: ["env", "group", "infer", "gateway", "eval"] },
       { name: "processes", label: "Processes", number: true, optional: true, hint: "as in the settings" },
     ],
     body: ({ role, processes }) => ({ processes: { [role]: processes === "" ? null : Number(processes) } }),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.lasting_changes import CHANGES
-from rollstream.pipeline.steering import COMMANDS
+from rollstream.pipeline.steering import COMMANDS, SCALED
 from tests.support.paths import ROOT
 
 PAGE = ROOT / "pipeline" / "ui" / "page"
@@ -51,6 +51,13 @@ def test_every_file_of_others_is_listed_with_version_and_licence() -> None:
 def test_the_page_offers_every_command_that_a_run_takes() -> None:
     forms = (PAGE / "parts" / "command_forms.js").read_text()
     assert set(re.findall(r'^    name: "(.*)",$', forms, re.MULTILINE)) == {*COMMANDS, *CHANGES}
+
+
+def test_the_page_scales_every_role_that_can_be_scaled() -> None:
+    forms = (PAGE / "parts" / "command_forms.js").read_text()
+    roles = re.search(r'name: "role", label: "Role", choices: \[(.*)\]', forms)
+    assert roles is not None
+    assert tuple(re.findall(r'"(.*?)"', roles[1])) == SCALED
 
 
 @pytest.mark.long
