@@ -63,6 +63,9 @@ def test_two_runs_are_compared_curve_by_curve(address: str, archive: Path, brows
     expect(chart.locator(".chart-at")).to_have_text("9 more not drawn")
     seen.page.get_by_role("button", name="All curves of each chart").click()
     expect(labels).to_have_count(2 * 14)
+    archive_run(archive, 4, [step_of(n) for n in range(4, 8)], run="second")
+    loss = seen.page.locator(".chart", has=seen.page.get_by_text("Loss", exact=True))
+    expect(loss.locator(".legend-value")).to_have_text(["0.25", "0.125"], timeout=PATIENCE_MS)
     assert seen.errors == []
     seen.page.context.close()
 

@@ -4,6 +4,7 @@ import { html, useMemo } from "../vendor/preact-htm.js";
 import { address } from "../lib/api.js";
 import { useAnswer } from "../lib/data.js";
 import { count, number, percent, versionText } from "../lib/format.js";
+import { useLive } from "../lib/live.js";
 import { replaceQuery } from "../lib/route.js";
 import { Empty, Failure, Loading, Panel, Table } from "../parts/basics.js";
 import { Curves } from "../parts/curves.js";
@@ -14,9 +15,9 @@ import { Curves } from "../parts/curves.js";
 export function CompareView({ run, runs, live, query }) {
   const other = query.other || runs.find((each) => each.run !== run)?.run || run;
   const ours = useAnswer(address(run, "series", { learner: query.learner, points: 600 }), live.tick);
-  const theirs = useAnswer(address(other, "series", { learner: query.other_learner, points: 600 }), live.tick);
-  const overview = useAnswer(other === run ? null : address(other, "overview"), live.tick);
-  const second = other === run ? live.overview : overview.data;
+  const otherLive = useLive(other === run ? "" : other);
+  const second = other === run ? live : otherLive;
+  const theirs = useAnswer(address(other, "series", { learner: query.other_learner, points: 600 }), second.tick);
   const same = other === run && (ours.data?.learner ?? "") === (theirs.data?.learner ?? "");
   const names = other === run ? [String(ours.data?.learner ?? "first"), String(theirs.data?.learner ?? "second")] : [run, other];
   const sides = useMemo(
@@ -32,7 +33,7 @@ export function CompareView({ run, runs, live, query }) {
     <select value=${data?.learner ?? ""} onChange=${change(name)}>
       ${(data?.learners ?? []).map((/** @type {string} */ each) => html`<option value=${each}>${each}</option>`)}
     </select></label>`;
-  const failure = ours.error ?? theirs.error ?? overview.error;
+  const failure = ours.error ?? theirs.error ?? otherLive.error;
   return html`
     <${Panel} title="Compare" note="this run with another, or two of its learners">
       <form class="filters" onSubmit=${(/** @type {Event} */ event) => event.preventDefault()}>
@@ -44,7 +45,7 @@ export function CompareView({ run, runs, live, query }) {
       </form>
       ${same ? html`<${Empty}>There is nothing to compare it with: serve a second run with <code>rollstream ui --run A --run B</code>, or choose another learner.<//>` : null}
       ${failure ? html`<${Failure} error=${failure} />` : null}
-      ${other !== run && live.overview && second ? html`<${Numbers} names=${names} both=${[live.overview, second]} />` : null}
+      ${other !== run && live.overview && second.overview ? html`<${Numbers} names=${names} both=${[live.overview, second.overview]} />` : null}
     <//>
     <${Panel} title="Curves" note="the second one dashed">
       ${ours.loading || theirs.loading ? html`<${Loading} what="the curves" />` : html`<${Curves} sides=${sides} />`}
