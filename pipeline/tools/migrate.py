@@ -49,6 +49,7 @@ _BATCHES_A_FILE = 1000
 _ROLLOUTS_A_TRANSACTION = 1000
 _SHOWN = 20
 _UNKNOWN = "(unreadable)"
+_ELSEWHERE = "it would be replaced, so migrate into another directory"
 
 
 class SourceBatch(NamedTuple):
@@ -259,7 +260,8 @@ class _DryRunTarget:
 
 
 class _DirectoryTarget:
-    """Writes a file for each portion atomically; existing files made from the same source stay unchanged."""
+    """Writes a file for each portion atomically. Files made from the same content stay unchanged, and a file that no
+    migration made, the source itself above all, is not replaced."""
 
     def __init__(self, directory: Path, source: Path) -> None:
         if source.is_dir() and directory.resolve().is_relative_to(source.resolve()):
@@ -279,7 +281,7 @@ class _DirectoryTarget:
         path = self._directory / portion.name
         self._files.append(path)
         environments = Counter(rollout.environment for rollout in rollouts)
-        if path.exists() and _identity(path) == portion.identity:
+        if path.exists() and _identity_in(path) == portion.identity:
             report.there.update(environments)
             return
         with replacing(path) as file:
@@ -292,11 +294,18 @@ class _DirectoryTarget:
         write_json(self._directory / "migration.json", report.as_dict())
 
 
-def _identity(path: Path) -> str:
+def _identity_in(path: Path) -> str:
+    """Return the identity that a migration wrote into a file.
+
+    Raises ConfigurationError if it has none, so that the file would be lost if it were replaced.
+    """
     try:
-        return container_metadata(path.read_bytes()).get(_IDENTITY, b"").decode()
-    except RecordError:
-        return ""
+        identity = container_metadata(path.read_bytes()).get(_IDENTITY, b"").decode()
+    except (OSError, RecordError) as error:
+        raise ConfigurationError(f"{path} is not a file of an earlier migration ({error}); {_ELSEWHERE}") from error
+    if not identity:
+        raise ConfigurationError(f"{path} is not a file of an earlier migration; {_ELSEWHERE}")
+    return identity
 
 
 class _RunTarget:

@@ -238,6 +238,26 @@ def test_invalid_arguments_name_the_valid_ones(
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("content", ["rollouts of the old form", "something else"])
+def test_a_file_that_no_migration_made_is_not_replaced(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    source, target = tmp_path / "old" / "one.avro", tmp_path / "new"
+    write(source, batch("x"))
+    write(target / "one.avro", batch("y"))
+    if content == "something else":
+        (target / "one.avro").write_text(content)
+    before = source.read_bytes(), (target / "one.avro").read_bytes()
+    # The directory of the source itself holds such a file, too.
+    for directory in (target, source.parent):
+        assert main(["migrate", str(source), str(directory)]) == 2
+        err = capsys.readouterr().err
+        assert f"{directory / 'one.avro'} is not a file of an earlier migration" in err
+        assert "migrate into another directory" in err
+    assert (source.read_bytes(), (target / "one.avro").read_bytes()) == before
+    assert not (target / "migration.json").exists()
+
+
 def test_the_page_shows_how_old_data_becomes_a_file_that_is_migrated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
