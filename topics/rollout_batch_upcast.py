@@ -50,7 +50,7 @@ class Upcast:
 
 
 def upcast(batch: RolloutBatch, place: str) -> Upcast:
-    """Return the Rollouts of a batch read from `place`, a permanent name: `file#7`, `topic:0:17`.
+    """Return the Rollouts of a batch read from `place`, a permanent name: `file#7`, `topic@id:0:17`.
 
     A rollout keeps its own metadata, or else gets the batch's; without both, worker is "", timestamp 0 and step -1.
     Its policy version is the lowest weight step of the valid rollouts of its group, where an unknown step counts as 0.
@@ -156,6 +156,11 @@ def _short(place: str) -> str:
     if len(place) <= _NAME_ROOM:
         return place
     return f"{hashlib.sha256(place.encode()).hexdigest()[:32]}{place[-_NAME_ROOM // 2 :]}"
+
+
+def renamed(uid: str, place: str, other: str) -> str:
+    """Return the uid that a rollout of `place` would have if the place had the name `other`."""
+    return _short(other) + uid.removeprefix(_short(place))
 
 
 def _rollout(old: OldRollout, metadata: OldMetadata, uid: str, place: str) -> Rollout:

@@ -7,6 +7,7 @@ A repeated migration writes only what is missing, because uids and file names de
 import argparse
 import hashlib
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from rollstream.consumers.files.atomic_files import replacing, write_json
 from rollstream.pipeline.command_parser import set_handler
@@ -40,7 +43,7 @@ from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout, RolloutBatch
-from rollstream.topics.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, upcast
+from rollstream.topics.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, renamed, upcast
 
 _TOPIC = "topic:"
 _RUN = "run:"
@@ -48,6 +51,8 @@ _IDENTITY = "rollstream.source"
 _BATCHES_A_FILE = 1000
 _ROLLOUTS_A_TRANSACTION = 1000
 _SHOWN = 20
+_TOPIC_ID = re.compile(r"@[^@:]+(?=:\d+:\d+$)")
+_PLACE_WITHOUT_ID = re.compile(r"[\w.-]+:\d+:\d+")
 _UNKNOWN = "(unreadable)"
 _ELSEWHERE = "it would be replaced, so migrate into another directory"
 
@@ -71,6 +76,8 @@ class SourcePortion:
     identity: str
     """Identity of the source's content; it changes when the content changes."""
     batches: Iterable[SourceBatch]
+    of_topic: bool = False
+    """Whether it is a part of a topic, whose first records may have been deleted since an earlier migration."""
 
 
 @dataclass
@@ -229,13 +236,15 @@ def _batches_in(data: bytes, identity: str) -> Iterator[SourceBatch]:
 def _topic_portions(kafka: KafkaConfig, topic: str) -> Iterator[SourcePortion]:
     """Yield the records of a topic up to its current end, by partition, in portions."""
     clients.check_broker(kafka)
+    # Places name the id, too: a topic that is deleted and created again has other records at the same offsets.
+    named = f"{topic}@{topic_admin.topic_ids(kafka, [topic])[topic]}"
     for partition in range(topic_admin.partitions_of(kafka, topic)):
         messages = read_to_end(kafka, topic, partitions=[partition])
         numbered = groupby(messages, key=lambda message: message.offset // _BATCHES_A_FILE)
         for number, together in numbered:
-            batches = [_batch_of_message(message, f"{topic}:{partition}:{message.offset}") for message in together]
+            batches = [_batch_of_message(message, f"{named}:{partition}:{message.offset}") for message in together]
             name = f"{topic}/{partition}-{number * _BATCHES_A_FILE}.avro"
-            yield SourcePortion(name, f"{name}@{batches[0].place}-{batches[-1].place}", batches)
+            yield SourcePortion(name, f"{name}@{batches[0].place}-{batches[-1].place}", batches, of_topic=True)
 
 
 def _batch_of_message(message: KafkaRecord, place: str) -> SourceBatch:
@@ -260,8 +269,8 @@ class _DryRunTarget:
 
 
 class _DirectoryTarget:
-    """Writes a file for each portion atomically. Files made from the same content stay unchanged, and a file that no
-    migration made, the source itself above all, is not replaced."""
+    """Writes a file for each portion atomically. Files made from the same content stay unchanged, a topic's file keeps
+    what the topic no longer has, and a file that no migration made, the source itself above all, is not replaced."""
 
     def __init__(self, directory: Path, source: Path) -> None:
         if source.is_dir() and directory.resolve().is_relative_to(source.resolve()):
@@ -277,19 +286,27 @@ class _DirectoryTarget:
         rollouts = [rollout for read in portion.batches for rollout in _upcast(read, report)]
         if not rollouts:
             return
-        expected.update((rollout.uid, rollout.environment) for rollout in rollouts)
         path = self._directory / portion.name
         self._files.append(path)
-        environments = Counter(rollout.environment for rollout in rollouts)
-        if path.exists() and _identity_in(path) == portion.identity:
-            report.there.update(environments)
+        identity = _identity_in(path) if path.exists() else ""
+        kept = _rollouts_in(path) if identity and portion.of_topic else []
+        there = _Migrated(rollouts if identity == portion.identity and not portion.of_topic else kept)
+        missing = []
+        for rollout in rollouts:
+            uid = there.uid_of(rollout)
+            expected[uid or rollout.uid] = rollout.environment
+            if uid:
+                report.there[rollout.environment] += 1
+            else:
+                missing.append(rollout)
+        if not missing:
             return
         with replacing(path) as file:
-            write_rollouts(file, rollouts, {_IDENTITY: portion.identity})
-        report.written.update(environments)
+            write_rollouts(file, [*kept, *missing], {_IDENTITY: portion.identity})
+        report.written.update(rollout.environment for rollout in missing)
 
     def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
-        uids = Counter(rollout.uid for path in self._files for rollout in read_rollouts(path.read_bytes()))
+        uids = Counter(rollout.uid for path in self._files for rollout in _rollouts_in(path))
         _count(uids, report, expected)
         write_json(self._directory / "migration.json", report.as_dict())
 
@@ -306,6 +323,14 @@ def _identity_in(path: Path) -> str:
     if not identity:
         raise ConfigurationError(f"{path} is not a file of an earlier migration; {_ELSEWHERE}")
     return identity
+
+
+def _rollouts_in(path: Path) -> list[Rollout]:
+    """Return the rollouts that a migration wrote. Raises RecordError if the file is damaged."""
+    try:
+        return read_rollouts(path.read_bytes())
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}; restore it, or migrate into another directory") from error
 
 
 class _RunTarget:
@@ -326,13 +351,14 @@ class _RunTarget:
             raise _undelivered(error) from error
         # An open transaction of another writer hides rollouts that were migrated after it began.
         await_decided(kafka, self._topic, "nothing was migrated")
-        self._there = _migrated(kafka, self._topic)
+        self._there = _Migrated(_migrated(kafka, self._topic))
 
     def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
         for read in portion.batches:
             for rollout, key, value in self._fitting(_upcast(read, report), report):
-                expected[rollout.uid] = rollout.environment
-                if rollout.uid in self._there:
+                uid = self._there.uid_of(rollout)
+                expected[uid or rollout.uid] = rollout.environment
+                if uid:
                     report.there[rollout.environment] += 1
                 else:
                     self._waiting.append((key, value, rollout.environment))
@@ -375,20 +401,49 @@ class _RunTarget:
     def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
         self._commit(report)
         self._producer.close()
-        _count(_migrated(self._kafka, self._topic), report, expected)
+        uids = Counter(rollout.uid for rollout in _migrated(self._kafka, self._topic))
+        _count(uids, report, expected)
 
 
-def _migrated(kafka: KafkaConfig, topic: str) -> Counter[str]:
-    """Count the records of each migrated rollout in `rollouts` of a run, by uid."""
-    count_by_uid: Counter[str] = Counter()
+def _migrated(kafka: KafkaConfig, topic: str) -> Iterator[Rollout]:
+    """Yield the migrated rollouts in `rollouts` of a run."""
     for message in read_to_end(kafka, topic):
         try:
             rollout = decode_as(Rollout, message.value)
         except RecordError:
             continue
         if PLACE in rollout.extra:
-            count_by_uid[rollout.uid] += 1
-    return count_by_uid
+            yield rollout
+
+
+class _Migrated:
+    """The rollouts that earlier migrations wrote, by uid.
+
+    Earlier releases did not name a topic's id, so a rollout that they wrote counts only if its content is the same: it
+    may be of another topic of that name.
+    """
+
+    def __init__(self, rollouts: Iterable[Rollout]) -> None:
+        self._contents = {
+            rollout.uid: _content(rollout) if _PLACE_WITHOUT_ID.fullmatch(rollout.extra[PLACE]) else b""
+            for rollout in rollouts
+        }
+
+    def uid_of(self, rollout: Rollout) -> str:
+        """Return the uid under which a rollout was written; empty if it was not."""
+        if rollout.uid in self._contents:
+            return rollout.uid
+        place = rollout.extra[PLACE]
+        former = renamed(rollout.uid, place, _TOPIC_ID.sub("", place))
+        return former if former in self._contents and self._contents[former] == _content(rollout) else ""
+
+
+def _content(rollout: Rollout) -> bytes:
+    """Return a digest of what a rollout has from its record alone, in every release."""
+    digest = hashlib.sha256(encode_key(rollout.environment, rollout.example_id) + np.float32(rollout.reward).tobytes())
+    for array in (rollout.tokens, rollout.loss_mask, rollout.logprobs, rollout.token_rewards):
+        digest.update(array.tobytes())
+    return digest.digest()
 
 
 def _count(uids: Counter[str], report: MigrationReport, expected: dict[str, str]) -> None:
