@@ -205,7 +205,7 @@ def load(directory: Path | str, config: DecoderConfig | None = None) -> dict[str
     directory = Path(directory)
     wanted = base_shapes(config or load_config(directory))
     stored: dict[str, NDArray[Any]] = {}
-    for path in _files(directory):
+    for path in checkpoint_files(directory):
         stored |= safetensors_files.read(path)
     ignored = {name for name in stored if name.endswith(_NEVER_USED)} | ({HEAD} - set(wanted))
     stored = {name: array for name, array in stored.items() if name not in ignored}
@@ -227,8 +227,11 @@ def _refuse(problems: list[str], what: str) -> None:
         raise CheckpointRefused(f"{what}: {'; '.join(problems[:5])}{more}")
 
 
-def _files(directory: Path) -> list[Path]:
-    """The safetensors files of a directory: the files in its index, or the single file."""
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: the files in its index, or the single file.
+
+    Raises CheckpointRefused if there is neither.
+    """
     if (directory / INDEX).exists():
         return [directory / name for name in sorted(set(read_json(directory / INDEX).get("weight_map", {}).values()))]
     if (directory / SINGLE).exists():
@@ -267,7 +270,7 @@ def save_like(
     """
     template = Path(template)
     wanted: dict[str, tuple[int, ...]] = {}
-    for path in _files(template):
+    for path in checkpoint_files(template):
         wanted |= {name: array.shape for name, array in safetensors_files.read(path).items()}
     _write(Path(directory), read_json(template / CONFIG), wanted, params, dtype, MAX_SHARD_BYTES)
     copy_companions(template, directory)

@@ -12,8 +12,12 @@ from typing import Any
 from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.stores import open_store
 from rollstream.consumers.grouping.core.plug_ins import load_plug_ins
+from rollstream.consumers.models import huggingface
+from rollstream.consumers.models.config import decoder_config
+from rollstream.consumers.models.parameters import is_adapter
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
 from rollstream.pipeline.audit.attestation.evidence import Evidence, RolloutCallback, evidence_of
+from rollstream.pipeline.audit.attestation.leaves import digest_of
 from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
 from rollstream.pipeline.audit.attestation.statement import (
     Disproved,
@@ -30,6 +34,7 @@ from rollstream.pipeline.tools.archive import place_of
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.params_digest import digest_as
+from rollstream.topics.records import PolicyManifest
 from rollstream.topics.signatures import Signer
 
 _SHOWN = 16
@@ -49,7 +54,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     set_handler(check, check_statement, example="rollstream attest check main.json --key 8ea6bc7c...", json=True)
     check.add_argument("--proof", type=Path, metavar="FILE", help="check this proof instead; needs no archive")
     check.add_argument(
-        "--model", type=Path, metavar="PATH", help="a safetensors file, or a folder of them: also compare the model"
+        "--model",
+        type=Path,
+        metavar="PATH",
+        help="a safetensors file, or a folder with a checkpoint: also compare the model; adapters must not be merged",
     )
     prove = add_command(actions, "prove", "prove from an archive what became of one rollout")
     example = (
@@ -87,7 +95,8 @@ def check_statement(config: RunConfig, args: argparse.Namespace) -> int:
     """
     statement = opened(_read(args.statement), args.key)
     if args.model is not None:
-        check_model(args.model, statement)
+        cut = None if args.proof else ArchiveCut(open_store(_place(config, args)), statement.run, statement.ends)
+        check_model(args.model, statement, adapted=cut is not None and _has_adapters(cut, statement))
     if args.proof is not None:
         answer = fate_in(statement, RolloutProof.from_json(_read(args.proof)))
         print(compact(answer) if args.json else proof_text(statement, answer))
@@ -120,18 +129,64 @@ def prove_rollout(config: RunConfig, args: argparse.Namespace) -> int:
     return 0
 
 
-def check_model(path: Path, statement: Statement) -> None:
-    """Raise Disproved unless safetensors hold the parameters of the statement's policy version."""
-    arrays: dict[str, Any] = {}
-    for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
-        arrays |= safetensors_files.read(file)
-    policy = statement.policy
+def check_model(path: Path, statement: Statement, *, adapted: bool = False) -> None:
+    """Raise Disproved unless safetensors hold the parameters of the statement's policy version.
+
+    `adapted` means that the version has adapters. If the files have none, nothing can be told of them: the digest
+    covers the adapters and the parameters without them. Raises ConfigurationError for such files.
+    """
+    arrays, policy = _tensors(path), statement.policy
     digest = digest_as(policy["digest"], arrays)
-    if digest != policy["digest"]:
-        raise Disproved(
-            f"{path} does not hold policy version {policy['version']}: its {len(arrays)} tensors have digest {digest}, "
-            f"the version has {policy['digest']}; `rollstream weights pull` writes a version as it was published"
+    if digest == policy["digest"]:
+        return
+    pull = f"`rollstream weights pull {policy['version']} -o DIR --run {statement.run} --format published` writes it"
+    if adapted and not any(map(is_adapter, arrays)):
+        raise ConfigurationError(
+            f"{path} cannot be compared with policy version {policy['version']}, which has adapters: its files have "
+            f"none, as after merging; {pull} with adapters apart"
         )
+    raise Disproved(
+        f"{path} does not hold policy version {policy['version']}: its {len(arrays)} tensors have digest {digest}, "
+        f"the version has {policy['digest']}; {pull} as it was published"
+    )
+
+
+def _tensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a file, or of the checkpoint in a folder.
+
+    Raises ConfigurationError if programs that load the folder may differ in the tensors that they load.
+    """
+    if not path.is_dir():
+        return safetensors_files.read(path)
+    places: dict[str, Path] = {}
+    arrays: dict[str, Any] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        stored = safetensors_files.read(file)
+        for name in stored.keys() & places.keys():
+            raise ConfigurationError(
+                f"{path} has tensor {name} in {places[name].name} and in {file.name}, so programs may load different "
+                "models from it; remove the file that does not belong to the model"
+            )
+        places |= dict.fromkeys(stored, file)
+        arrays |= stored
+    if not arrays:
+        raise ConfigurationError(f"{path} has no safetensors file with tensors; give the file or the folder of a model")
+    marks = [name for name in (huggingface.SINGLE, huggingface.INDEX) if (path / name).exists()]
+    if len(marks) > 1:
+        raise ConfigurationError(f"{path} has {' and '.join(marks)}; remove the one that does not belong to the model")
+    loaded = huggingface.checkpoint_files(path) if marks else [*places.values()]
+    return {name: array for name, array in arrays.items() if places[name] in loaded}
+
+
+def _has_adapters(cut: ArchiveCut, statement: Statement) -> bool:
+    """Whether the model of the statement has adapters, according to a manifest of that model in the archive."""
+    for _message, manifest in cut.records("policies", PolicyManifest):
+        if digest_of(manifest.model.encode()) == statement.policy["model"]:
+            try:
+                return decoder_config(manifest.model).lora.rank > 0
+            except ConfigurationError:
+                return False  # It is not one of rollstream's models, which alone are merged.
+    return False
 
 
 def _judged(

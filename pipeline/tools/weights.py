@@ -55,9 +55,10 @@ def register(parser: argparse.ArgumentParser) -> None:
     pull.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="directory to write into")
     pull.add_argument(
         "--format",
-        choices=("safetensors", "npz"),
+        choices=("safetensors", "published", "npz"),
         default="safetensors",
-        help="safetensors, with config.json if the model is known; or npz, with bfloat16 as float32",
+        help="safetensors, with config.json and merged adapters if the model is known; published, the tensors as they "
+        "were published, with adapters apart, in one safetensors file; or npz, with bfloat16 as float32",
     )
     verify = add_command(actions, "verify", "check every version that is still kept against its digests")
     set_handler(verify, verify_versions, example="rollstream weights verify --run main", json=True)
@@ -176,7 +177,7 @@ def pull_version(config: RunConfig, args: argparse.Namespace) -> int:
         if args.format == "npz":
             path = args.output / f"version-{manifest.version}.npz"
             _write_npz(path, spooled.tensors)
-        elif (model := _model_of(manifest)) is not None:
+        elif args.format == "safetensors" and (model := _model_of(manifest)) is not None:
             path = args.output
             save_merged(path, model, spooled.tensors, companions=config.learner.pretrained)
         else:

@@ -28,6 +28,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import weights as weights_tool
 from rollstream.pipeline.tools.published_versions import PublishedVersions
 from rollstream.topics.errors import Fenced
+from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import PolicyManifest
 from tests.support.checkpoints import random_parameters
 from tests.support.command_line import answer_of
@@ -118,6 +119,11 @@ def test_adapters_are_merged_into_the_checkpoint_that_is_pulled(run: RealRun, tm
         np.testing.assert_allclose(loaded[name].astype(np.float32), array, rtol=2**-7, err_msg=name)
     changed = "model.layers.0.self_attn.q_proj.weight"
     assert np.abs(expected[changed] - arrays[changed]).max() > 0.01
+    pulled = answer(run, "pull", "0", "-o", str(tmp_path / "apart"), "--format", "published")
+    assert Path(pulled["path"]).name == "version-0.safetensors"
+    stored = safetensors_files.read(Path(pulled["path"]))
+    assert digest_as(pulled["digest"], stored) == pulled["digest"]
+    assert stored.keys() == arrays.keys()
 
 
 def test_parameters_of_no_model_are_pulled_as_tensors(run: RealRun, tmp_path: Path) -> None:

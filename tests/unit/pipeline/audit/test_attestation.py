@@ -2,17 +2,21 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.files import safetensors_files
 from rollstream.consumers.files.stores import open_store
+from rollstream.consumers.models.adapters import save_merged
+from rollstream.consumers.models.config import LoraConfig
 from rollstream.pipeline.audit.attestation.archive_cut import ArchiveCut
 from rollstream.pipeline.audit.attestation.evidence import Evidence, evidence_of
 from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, RolloutProof, fate_in, proof_of
@@ -21,10 +25,13 @@ from rollstream.pipeline.cli import main
 from rollstream.pipeline.tools.attest import proof_text
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import ConfigurationError, StateRefused
-from rollstream.topics.records import JournalRecord, LearnerStep
+from rollstream.topics.params_digest import params_digest
+from rollstream.topics.records import JournalRecord, LearnerStep, PolicyManifest
 from rollstream.topics.signatures import Signer, write_key
 from tests.support.attested_run import MADE_GROUPS, STEPS, made_archive
+from tests.support.checkpoints import random_parameters
 from tests.support.forged_archives import forged, forgeries
+from tests.support.serving_engines import MODEL
 
 FORGERIES = forgeries(trained="0x1-2", dropped="1same-2")
 
@@ -233,6 +240,76 @@ def test_a_check_tells_what_is_false_from_what_cannot_be_checked(
     check(1, "the proof is invalid", "--proof", "forged.json")
     check(1, "does not hold policy version", "--proof", "proof.json", "--model", "model.safetensors")
     check(2, "this is not a proof", "--proof", "none.json")
+
+
+def test_only_the_tensors_that_every_program_loads_are_the_model(
+    archive: Path, signer: Signer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensors = {name: np.full(4, value, np.float32) for value, name in enumerate(("a", "b"))}
+    check = checking(archive, signer, tmp_path, capsys, digest=params_digest(tensors))
+
+    def folder(name: str, **files: dict[str, NDArray[np.float32]]) -> Path:
+        for file, arrays in files.items():
+            safetensors_files.write(tmp_path / name / f"{file}.safetensors", arrays)
+        return tmp_path / name
+
+    others = {name: array + 1 for name, array in tensors.items()}
+    halves = [{name: array} for name, array in tensors.items()]
+    index = json.dumps({"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}})
+
+    assert check(folder("alone", version=tensors)) == (0, "")
+    sharded = folder("sharded", one=halves[0], two=halves[1])
+    assert check(sharded) == (0, "")
+    (sharded / "model.safetensors.index.json").write_text(index)
+    assert check(sharded) == (0, "")
+    code, message = check(folder("hidden", model=others, zz=tensors))
+    assert (code, "has tensor" in message, "in model.safetensors and in zz.safetensors" in message) == (2, True, True)
+    code, message = check(folder("half", model=halves[0], zz=halves[1]))
+    assert (code, "its 1 tensors have digest" in message) == (1, True)
+    folder("sharded", model={"c": tensors["a"]})
+    code, message = check(sharded)
+    assert (code, "has model.safetensors and model.safetensors.index.json" in message) == (2, True)
+    (tmp_path / "empty").mkdir()
+    code, message = check(tmp_path / "empty")
+    assert (code, "has no safetensors file" in message) == (2, True)
+
+
+def test_a_model_with_merged_adapters_is_not_taken_for_another_model(
+    archive: Path, signer: Signer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = replace(MODEL, lora=LoraConfig(rank=2))
+    arrays = random_parameters(model)
+    check = checking(archive, signer, tmp_path, capsys, digest=params_digest(arrays), model=json.dumps(asdict(model)))
+    save_merged(tmp_path / "merged", model, arrays)
+    code, message = check(tmp_path / "merged")
+    assert (code, "cannot be compared with policy version 2, which has adapters" in message) == (2, True)
+    assert "weights pull 2 -o DIR --run main --format published" in message
+    safetensors_files.write(tmp_path / "version-2.safetensors", arrays)
+    assert check(tmp_path / "version-2.safetensors") == (0, "")
+    changed = {**arrays, "model.norm.weight": arrays["model.norm.weight"] + 1}
+    safetensors_files.write(tmp_path / "version-2.safetensors", changed)
+    assert check(tmp_path / "version-2.safetensors")[0] == 1
+
+
+def checking(
+    archive: Path, signer: Signer, directory: Path, capsys: pytest.CaptureFixture[str], **changes: Any
+) -> Callable[[Path], tuple[int, str]]:
+    """A function that compares a model with the statement about an archive whose policy versions were changed."""
+
+    def forge(entry: ArchivedRecord) -> list[ArchivedRecord]:
+        if entry.topic != "policies":
+            return [entry]
+        return [entry._replace(value=encode(replace(decode_as(PolicyManifest, entry.value), **changes)))]
+
+    changed = forged(archive, "main", directory / "archive", forge)
+    (directory / "run.json").write_text(signed(attested(changed, signer.public), signer))
+    words = ["attest", "check", str(directory / "run.json"), "--key", signer.public, "--archive", str(changed)]
+
+    def check(path: Path) -> tuple[int, str]:
+        code = main([*words, "--model", str(path)])
+        return code, capsys.readouterr().err
+
+    return check
 
 
 def test_an_archive_that_begins_later_or_lacks_the_run_is_refused(archive: Path, tmp_path: Path) -> None:
