@@ -104,7 +104,7 @@ def check_statement(config: RunConfig, args: argparse.Namespace) -> int:
     cut, evidence = _judged(config, args, statement)
     problems = [*evidence.problems]
     if not problems:
-        problems = _compared(cut, evidence, statement)
+        problems = differences(statement, cut, evidence)
     if args.json:
         print(compact({"holds": not problems, "problems": problems, "folded": evidence.folded, **asdict(statement)}))
     elif problems:
@@ -119,7 +119,7 @@ def prove_rollout(config: RunConfig, args: argparse.Namespace) -> int:
     """Write a proof of what became of a rollout. Raises StateRefused if the statement does not hold."""
     statement, entries = opened(_read(args.statement), args.key), RolloutEntries(args.uid)
     cut, evidence = _judged(config, args, statement, entries)
-    problems = evidence.problems or _compared(cut, evidence, statement)
+    problems = evidence.problems or differences(statement, cut, evidence)
     if problems:
         raise StateRefused(f"nothing can be proved: the statement does not hold: {problems[0]}")
     proof = proof_of(statement, evidence, entries)
@@ -197,10 +197,6 @@ def _judged(
 ) -> tuple[ArchiveCut, Evidence]:
     cut = ArchiveCut(open_store(_place(config, args)), statement.run, statement.ends)
     return cut, evidence_of(cut, load_plug_ins(config.grouper), on_rollout)
-
-
-def _compared(cut: ArchiveCut, evidence: Evidence, statement: Statement) -> list[str]:
-    return differences(statement, statement_of(cut, evidence, statement.key, statement.policy["version"]))
 
 
 def _place(config: RunConfig, args: argparse.Namespace) -> str:

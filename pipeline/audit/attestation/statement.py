@@ -20,6 +20,7 @@ from rollstream.topics.signatures import Signer, check_public_key, is_signature
 
 FORMAT = "rollstream attestation 1"
 _CONTEXT = b"rollstream attestation\0"
+_COMPACTED = "compaction may have removed it before it was archived: use an archive that was begun earlier"
 
 
 class Disproved(StateRefused):
@@ -83,7 +84,19 @@ def statement_of(cut: ArchiveCut, evidence: Evidence, key: str, policy_version: 
             f"run {cut.run} is not attested: {problems[0]}{more}; `rollstream ledger` and `rollstream verify` check "
             "its topics"
         )
-    policy = _policy(cut.run, evidence, policy_version)
+    versions = {leaf["version"]: leaf for leaf in evidence.versions}
+    chosen = max(versions, default=None) if policy_version is None else policy_version
+    if chosen not in versions:
+        held = f"{min(versions)} to {max(versions)}" if versions else "none"
+        raise ConfigurationError(f"run {cut.run} has no policy version {chosen} in the archive; it has {held}")
+    policy = versions[chosen]
+    if problem := _unsupported(policy, evidence):
+        raise StateRefused(f"run {cut.run} is not attested: {problem}; choose another version with --policy")
+    return _about(policy, cut, evidence, key)
+
+
+def _about(policy: Leaf, cut: ArchiveCut, evidence: Evidence, key: str) -> Statement:
+    """Return what the evidence supports about a policy version."""
     steps = [s for s in evidence.steps if s["learner"] == policy["learner"] and s["step"] <= policy["step"]]
     uses = [use for step in steps for use in step["uses"]]
     return Statement(
@@ -106,21 +119,15 @@ def statement_of(cut: ArchiveCut, evidence: Evidence, key: str, policy_version: 
     )
 
 
-def _policy(run: str, evidence: Evidence, wanted: int | None) -> Leaf:
-    versions = {leaf["version"]: leaf for leaf in evidence.versions}
-    chosen = max(versions, default=None) if wanted is None else wanted
-    if chosen not in versions:
-        held = f"{min(versions)} to {max(versions)}" if versions else "none"
-        raise ConfigurationError(f"run {run} has no policy version {chosen} in the archive; it has {held}")
-    policy = versions[chosen]
+def _unsupported(policy: Leaf, evidence: Evidence) -> str:
+    """Say why the steps on record do not lead to a policy version; empty if they do."""
+    after = f"after step {policy['step']} of learner {policy['learner']}"
     step = next((s for s in evidence.steps if (s["learner"], s["step"]) == (policy["learner"], policy["step"])), None)
-    if step is None or step["params_digest"] != policy["params_digest"]:
-        have = "is not on record" if step is None else "has other parameters on record"
-        raise StateRefused(
-            f"policy version {chosen} of run {run} is not attested: step {policy['step']} of learner "
-            f"{policy['learner']}, after which it was published, {have}; choose another with --policy"
-        )
-    return policy
+    if step is None:
+        return f"policy version {policy['version']} was published {after}, which is not in the archive; {_COMPACTED}"
+    if step["params_digest"] != policy["params_digest"]:
+        return f"policy version {policy['version']} has other parameters than there were {after}"
+    return ""
 
 
 def _rows(uses: list[Leaf], use: str, *, again: bool) -> int:
@@ -152,12 +159,19 @@ def opened(text: str, key: str) -> Statement:
     return statement
 
 
-def differences(statement: Statement, other: Statement) -> list[str]:
-    """Return the differences between a signed statement and `other`, the statement that an archive supports.
+def differences(statement: Statement, cut: ArchiveCut, evidence: Evidence) -> list[str]:
+    """Return the differences between a signed statement and an archive whose evidence has no contradictions.
 
     Key, time and software are not compared.
     """
     differing = []
+    number = statement.policy["version"]
+    policy = next((leaf for leaf in evidence.versions if leaf["version"] == number), None)
+    if policy is None:
+        differing.append(f"policy version {number} is not in the archive; {_COMPACTED}")
+    elif problem := _unsupported(policy, evidence):
+        differing.append(problem)
+    other = _about(policy or statement.policy, cut, evidence, statement.key)
     for name in TREES:
         there, due = other.trees[name], statement.trees.get(name)
         if there != due:

@@ -23,14 +23,14 @@ from rollstream.pipeline.audit.attestation.rollout_proof import RolloutEntries, 
 from rollstream.pipeline.audit.attestation.statement import Statement, differences, opened, signed, statement_of
 from rollstream.pipeline.cli import main
 from rollstream.pipeline.tools.attest import proof_text
-from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.codec import decode, decode_as, encode
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import JournalRecord, LearnerStep, PolicyManifest
 from rollstream.topics.signatures import Signer, write_key
 from tests.support.attested_run import MADE_GROUPS, STEPS, made_archive
 from tests.support.checkpoints import random_parameters
-from tests.support.forged_archives import forged, forgeries
+from tests.support.forged_archives import Forge, forged, forgeries
 from tests.support.serving_engines import MODEL
 
 FORGERIES = forgeries(trained="0x1-2", dropped="1same-2")
@@ -85,7 +85,7 @@ def test_a_statement_counts_every_record_once(archive: Path) -> None:
 def test_a_statement_holds_for_a_later_archive_of_the_run(archive: Path, tmp_path: Path) -> None:
     shorter = attested(made_archive(tmp_path / "shorter", steps=1))
     # The same records; the later archive has a step and a version more.
-    assert differences(shorter, attested(archive, statement=shorter)) == []
+    assert differences(shorter, *judged(archive, shorter)) == []
     with pytest.raises(StateRefused, match="covers the records up to"):
         attested(tmp_path / "shorter", statement=attested(archive))
 
@@ -100,7 +100,56 @@ def test_a_change_of_the_archive_is_named(name: str, archive: Path, tmp_path: Pa
             statement_of(cut, evidence, "k")
     else:
         assert evidence.problems == []
-        assert forgery.problem in differences(statement, statement_of(cut, evidence, "k"))[0]
+        assert forgery.problem in differences(statement, cut, evidence)[0]
+
+
+def with_another_step(entry: ArchivedRecord) -> list[ArchivedRecord]:
+    """Give the step of the newest policy version other parameters."""
+    return with_params_digest("steps", STEPS, entry)
+
+
+def with_another_version(entry: ArchivedRecord) -> list[ArchivedRecord]:
+    """Give the newest policy version other parameters."""
+    return with_params_digest("policies", STEPS, entry)
+
+
+def with_params_digest(topic: str, number: int, entry: ArchivedRecord) -> list[ArchivedRecord]:
+    if (entry.topic, entry.offset) != (topic, number):
+        return [entry]
+    record = decode(entry.value)
+    assert isinstance(record, LearnerStep | PolicyManifest)
+    return [entry._replace(value=encode(replace(record, params_digest="other")))]
+
+
+def without_version(entry: ArchivedRecord) -> list[ArchivedRecord]:
+    return [] if (entry.topic, entry.offset) == ("policies", STEPS) else [entry]
+
+
+def without_step(entry: ArchivedRecord) -> list[ArchivedRecord]:
+    return [] if (entry.topic, entry.offset) == ("steps", STEPS) else [entry]
+
+
+OF_THE_VERSION = {
+    with_another_step: f"policy version {STEPS} has other parameters than there were after step {STEPS}",
+    with_another_version: f"policy version {STEPS} has other parameters than there were after step {STEPS}",
+    without_version: f"policy version {STEPS} is not in the archive; compaction may have removed it",
+    without_step: f"after step {STEPS} of learner default, which is not in the archive; compaction may have removed it",
+}
+
+
+@pytest.mark.parametrize("forge", OF_THE_VERSION)
+def test_what_contradicts_the_policy_version_itself_is_a_difference(
+    forge: Forge, archive: Path, signer: Signer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.json").write_text(signed(attested(archive, signer.public), signer))
+    changed = forged(archive, "main", tmp_path / "forged", forge)
+    words = ["check", str(tmp_path / "run.json"), "--key", signer.public, "--archive", str(changed), "--json"]
+    assert main(["attest", *words]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert not answer["holds"]
+    assert OF_THE_VERSION[forge] in answer["problems"][0]
+    assert "--policy" not in "".join(answer["problems"])
+    assert any(problem.startswith(("steps: ", "versions: ")) for problem in answer["problems"])
 
 
 def test_a_statement_that_was_changed_is_not_opened(archive: Path, signer: Signer, tmp_path: Path) -> None:
