@@ -40,6 +40,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def environment(config: RunConfig, args: argparse.Namespace) -> int:
     """Record the decision, and print the decisions in force."""
     clients.check_broker(config.kafka)
+    steering.check_run(config.kafka, config.run)
     if args.action != "show" and not args.names:
         raise ConfigurationError(f"name an environment, e.g. `rollstream environment {args.action} math`")
     if args.action == "weigh":

@@ -28,6 +28,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 def scale(config: RunConfig, args: argparse.Namespace) -> int:
     """Record the numbers, and print the numbers in force."""
     clients.check_broker(config.kafka)
+    steering.check_run(config.kafka, config.run)
     numbers = dict(_number(text) for text in args.numbers)
     if numbers:
         steering.record(config.kafka, config.run, {"command": "scale", "processes": numbers})

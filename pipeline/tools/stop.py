@@ -33,6 +33,7 @@ def stop(config: RunConfig, args: argparse.Namespace) -> int:
     """Record the request, and print the requests in force."""
     kafka, run = config.kafka, config.run
     clients.check_broker(kafka)
+    steering.check_run(kafka, run)
     if args.at_step is not None or args.withdraw:
         steering.record(kafka, run, {"command": "stop", "at_step": args.at_step})
     if args.drain or args.withdraw:

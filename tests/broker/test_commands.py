@@ -11,7 +11,7 @@ import pytest
 
 from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, topic_admin
 
 
 def rollstream(broker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -85,9 +85,21 @@ def test_runs_are_listed_and_a_mistyped_one_is_told_from_one_to_be_made(broker: 
     assert first.split("  ")[0] == "run"
     assert rows[0].split()[:3] == [name, "2", "1"], "that of the newest record first"
     assert datetime.fromisoformat(" ".join(rows[0].split()[3:])) > datetime.now(UTC) - timedelta(minutes=5)
-    for command in (("ledger",), ("top", "--once"), ("cat", "steps")):
+    steering = (("stop",), ("scale",), ("environment", "show"), ("environment", "resume", "math"))
+    for command in (("ledger",), ("top", "--once"), ("cat", "steps"), *steering):
         done = rollstream(broker, *command, "--run", f"{run_name}-lsited")
         assert done.returncode == 2
         assert done.stderr.startswith("rollstream: topic ")
         assert f"there is no run {run_name}-lsited; did you mean --run {name}?" in done.stderr
         assert "topics apply" not in done.stderr
+
+
+def test_a_run_of_an_early_release_has_no_decisions(broker: str, run_name: str) -> None:
+    json_of(rollstream(broker, "topics", "apply", "--run", run_name, "--json"))
+    assert topic_admin.delete_topics(KafkaConfig(bootstrap_servers=broker), [f"{run_name}.control"]) == {}
+    for command, answer in (
+        (("stop",), {"stop_at_step": None, "drain": None}),
+        (("scale",), {}),
+        (("environment", "show"), {"paused": {}, "weights": {}}),
+    ):
+        assert json_of(rollstream(broker, *command, "--run", run_name, "--json")).items() >= answer.items()
