@@ -1,12 +1,15 @@
 """`rollstream environment`: pauses environments of a run, resumes them, and changes their weights, while it runs."""
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 from rollstream.pipeline import steering
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import table
 from rollstream.pipeline.tools.plain_values import compact
+from rollstream.producers.mixture_states import environments_played
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 
@@ -25,8 +28,9 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action",
         choices=("show", "pause", "resume", "weigh"),
-        help="show: print what was decided; pause: workers begin no more groups of the environment; resume: they begin "
-        "groups of it again; weigh: set how often groups of it begin, relative to the other environments",
+        help="show: print the environments, with their weights and pauses; pause: workers begin no more groups of the "
+        "environment; resume: they begin groups of it again; weigh: set how often groups of it begin, relative to the "
+        "other environments",
     )
     parser.add_argument(
         "names",
@@ -38,7 +42,7 @@ def register(parser: argparse.ArgumentParser) -> None:
 
 
 def environment(config: RunConfig, args: argparse.Namespace) -> int:
-    """Record the decision, and print the decisions in force."""
+    """Record the decision, and print the environments with the decisions in force."""
     clients.check_broker(config.kafka)
     steering.check_run(config.kafka, config.run)
     if args.action != "show" and not args.names:
@@ -51,18 +55,34 @@ def environment(config: RunConfig, args: argparse.Namespace) -> int:
         command = {"command": f"{args.action}_environment", "environment": name, **reason}
         steering.record(config.kafka, config.run, command)
     held = steering.state(config.kafka, config.run)
-    shown = {"paused": held["paused"], "weights": held["weights"]}
+    environments = _environments(config, held["paused"], held["weights"])
     if args.json:
-        print(compact(shown))
+        print(compact({"paused": held["paused"], "weights": held["weights"], "environments": environments}))
         return 0
-    names = sorted({*shown["paused"], *shown["weights"]})
-    rows = [(name, shown["weights"].get(name, ""), shown["paused"].get(name, "")) for name in names]
-    print(
-        table(("environment", "weight", "paused because"), rows)
-        if rows
-        else "no environment is paused, and all have their configured weights"
-    )
+    rows = [
+        (name, "as configured" if each["weight"] is None else f"{each['weight']:g}", each["paused"] or "")
+        for name, each in environments.items()
+    ]
+    print(table(("environment", "weight", "paused because"), rows))
+    if not held["paused"] and not held["weights"]:
+        print("no environment is paused, and all have their configured weights")
     return 0
+
+
+def _environments(
+    config: RunConfig, paused: Mapping[str, str], weights: Mapping[str, float]
+) -> dict[str, dict[str, Any]]:
+    """Return the weight in force and the reason of a pause, by environment; None for a weight that is not known here.
+
+    The workers of the run record the names; before the first of them starts, the configuration has them.
+    """
+    configured = {entry.name or entry.use: entry.weight for entry in config.mixture}
+    played = environments_played(config.kafka, config.run) or configured.keys()
+    in_force = {**configured, **weights}
+    return {
+        name: {"weight": in_force.get(name), "paused": paused.get(name)}
+        for name in sorted({*played, *paused, *weights})
+    }
 
 
 def _weight(text: str) -> tuple[str, float | None]:

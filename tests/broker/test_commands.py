@@ -4,14 +4,18 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rollstream.producers.mixture_states import MixtureStates
 from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.records import EnvironmentState
 
 
 def rollstream(broker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -92,6 +96,35 @@ def test_runs_are_listed_and_a_mistyped_one_is_told_from_one_to_be_made(broker: 
         assert done.stderr.startswith("rollstream: topic ")
         assert f"there is no run {run_name}-lsited; did you mean --run {name}?" in done.stderr
         assert "topics apply" not in done.stderr
+
+
+def test_all_environments_are_shown_with_the_weights_in_force_and_their_pauses(
+    broker: str, run_name: str, tmp_path: Path
+) -> None:
+    settings = tmp_path / "run.toml"
+    settings.write_text(
+        '[[environments]]\nname = "math"\nuse = "dsort3"\nweight = 3\n[[environments]]\nname = "sort"\nuse = "dsort3"\n'
+    )
+    flags = ("--run", run_name, "--config", str(settings))
+    json_of(rollstream(broker, "topics", "apply", *flags, "--json"))
+    shown = json_of(rollstream(broker, "environment", "show", *flags, "--json"))
+    both = {"math": {"weight": 3.0, "paused": None}, "sort": {"weight": 1.0, "paused": None}}
+    assert shown == {"paused": {}, "weights": {}, "environments": both}
+    assert rollstream(broker, "environment", "pause", "sort", "--reason", "it hangs", *flags).returncode == 0
+    done = rollstream(broker, "environment", "weigh", "sort=0.5", *flags)
+    assert [line.split() for line in done.stdout.splitlines()] == [
+        ["environment", "weight", "paused", "because"],
+        ["math", "3"],
+        ["sort", "0.5", "it", "hangs"],
+    ]
+    # A worker has recorded what it plays; this configuration does not name it.
+    with closing(MixtureStates(KafkaConfig(bootstrap_servers=broker), run_name, "w0")) as states:
+        states.write([EnvironmentState(environment="chess")])
+    shown = json_of(rollstream(broker, "environment", "show", *flags, "--json"))
+    assert shown["environments"] == {
+        "chess": {"weight": None, "paused": None},
+        "sort": {"weight": 0.5, "paused": "it hangs"},
+    }
 
 
 def test_a_run_of_an_early_release_has_no_decisions(broker: str, run_name: str) -> None:

@@ -51,7 +51,9 @@ def done(run: RealRun, *words: str) -> str:
 
 
 def held(run: RealRun) -> Any:
-    return json.loads(done(run, "environment", "show", "--json"))
+    shown = json.loads(done(run, "environment", "show", "--json"))
+    assert shown.pop("environments").keys() == {"two", "three"}
+    return shown
 
 
 def members(run: RealRun) -> dict[str, Counter[str]]:
