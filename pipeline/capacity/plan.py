@@ -5,8 +5,8 @@ of the resource, none of which is used beyond `utilisation`. docs/scaling.md has
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields
 
 from rollstream.pipeline.capacity.measured_rates import MeasuredRates
 from rollstream.topics.catalogue import CATALOGUE
@@ -23,6 +23,22 @@ PARTITIONS_EACH = 4
 for a run while its load may grow, and because they are assigned by number, not by load."""
 _TOPICS = sum(spec.partitions == "P" for spec in CATALOGUE)
 """Number of topics with as many partitions as `rollouts`; each of the other topics has few."""
+
+
+def _check(values: "Workload | Machines", may_be_zero: Collection[str] = ()) -> None:
+    """Raise ConfigurationError unless every number is finite and above 0, and whole where its type says so."""
+    for each in fields(values):
+        value = getattr(values, each.name)
+        if each.type is bool:
+            continue
+        kind, kinds = ("a whole number", int) if each.type is int else ("a number", int | float)
+        least = "at least 0" if each.name in may_be_zero else "above 0"
+        if (
+            not isinstance(value, kinds)
+            or isinstance(value, bool)
+            or not (0 < value < math.inf or (value == 0 and each.name in may_be_zero))
+        ):
+            raise ConfigurationError(f"{each.name} is {value}; it must be {kind} and {least}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +69,7 @@ class Workload:
     replication: int = 3
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "environments", "tokens", "rollouts_per_s", "publish_every_s", "replication"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigurationError(f"{name} is {getattr(self, name)}; it must be above 0")
+        _check(self, may_be_zero=("versions_kept", "weight_readers", "batch_readers", "retention_s"))
 
     @property
     def rollout_bytes(self) -> float:
@@ -103,7 +117,8 @@ class Machines:
     """Largest share of a capacity that a plan uses; the remainder is for uneven load."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.utilisation <= 1:
+        _check(self)
+        if self.utilisation > 1:
             raise ConfigurationError(f"utilisation is {self.utilisation}; it must be above 0 and at most 1")
 
 
@@ -199,6 +214,11 @@ def _units(
     resource: str, needed: dict[str, float], utilisation: float, least: int = 1
 ) -> tuple[int, Iterable[ResourceLimit]]:
     """Return the number of units that the largest limit needs, and each limit's use of them."""
+    for name, amount in needed.items():
+        if not math.isfinite(amount / utilisation):
+            raise ConfigurationError(
+                f"{name} needs more {resource} than can be counted; check the load and the machines"
+            )
     # A quotient that exceeds a whole number by a rounding error does not need another unit.
     units = max(least, *(math.ceil(amount / utilisation * (1 - 1e-12)) for amount in needed.values()))
     return units, [ResourceLimit(resource, name, amount, units) for name, amount in needed.items()]

@@ -4,6 +4,7 @@ It uses measured rates, and connects to no broker. docs/scaling.md has the formu
 """
 
 import argparse
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, table
 from rollstream.pipeline.tools.plain_values import compact
+from rollstream.topics.errors import ConfigurationError
 
 _SUFFIXES = {"k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "t": 1e12}
 _SECONDS_A_TOKEN = 0.02
@@ -72,9 +74,12 @@ def _number(
 
 
 def number(text: str) -> float:
-    """Parse a number that may end with k, M, B, G or T. Raises ValueError for anything else."""
+    """Parse a finite number that may end with k, M, B, G or T. Raises ValueError for anything else."""
     factor = _SUFFIXES.get(text[-1:].lower(), 1.0)
-    return float(text if factor == 1.0 else text[:-1]) * factor
+    value = float(text if factor == 1.0 else text[:-1]) * factor
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is not a finite number")
+    return value
 
 
 def show_plan(config: RunConfig, args: argparse.Namespace) -> int:
@@ -91,21 +96,29 @@ def workload(args: argparse.Namespace) -> Workload:
     """Return the load that the flags describe. Raises ConfigurationError if a value is out of range."""
     rate = args.rollouts_per_s
     if rate is None:
-        seconds = args.seconds_a_rollout or _SECONDS_A_TOKEN * args.tokens
-        rate = args.environments / seconds if seconds > 0 else 0.0
+        seconds = args.seconds_a_rollout
+        if seconds is not None and seconds <= 0:
+            raise ConfigurationError(f"--seconds-a-rollout is {seconds:g}; it must be above 0")
+        seconds = _SECONDS_A_TOKEN * args.tokens if seconds is None else seconds
+        rate = args.environments / seconds if seconds else 0.0
     return Workload(
         parameters=args.parameters,
-        environments=int(args.environments),
+        environments=_whole(args.environments),
         tokens=args.tokens,
         rollouts_per_s=rate,
         publish_every_s=args.publish_every,
         parameter_bytes=args.parameter_bytes,
         weights_in_files=args.weights_in_files,
-        weight_readers=int(args.weight_readers),
-        batch_readers=int(args.batch_readers),
+        weight_readers=_whole(args.weight_readers),
+        batch_readers=_whole(args.batch_readers),
         retention_s=3600 * args.retention_hours,
-        replication=int(args.replication),
+        replication=_whole(args.replication),
     )
+
+
+def _whole(value: float) -> int:
+    """Return a whole number as an int; any other number stays as it is, for Workload to refuse under its name."""
+    return int(value) if value == int(value) else value  # type: ignore[return-value]
 
 
 def machines(args: argparse.Namespace) -> Machines:

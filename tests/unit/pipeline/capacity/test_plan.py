@@ -1,7 +1,8 @@
 """A plan never shrinks as the load grows; a simulation of queues bears the load with it, not with one unit less."""
 
 import json
-from dataclasses import replace
+import math
+from dataclasses import Field, fields, replace
 from pathlib import Path
 
 import pytest
@@ -230,7 +231,11 @@ def test_a_file_that_is_no_benchmark_is_refused_with_the_remedy(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    "changed", [("--tokens", "0"), ("--utilisation", "1.1"), ("--environments", "-1"), ("--tokens", "many")]
+    "changed",
+    [
+        *(("--tokens", "0"), ("--utilisation", "1.1"), ("--environments", "-1"), ("--tokens", "many")),
+        *(("--environments", "inf"), ("--tokens", "nan"), ("--replication", "2.7"), ("--seconds-a-rollout", "0")),
+    ],
 )
 def test_a_load_that_is_none_is_refused(changed: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "--parameters", "8B", "--environments", "10k", "--tokens", "2048", *changed]
@@ -242,6 +247,29 @@ def test_a_load_that_is_none_is_refused(changed: tuple[str, str], capsys: pytest
     assert changed[0].removeprefix("--") in capsys.readouterr().err
 
 
+MAY_BE_ZERO = ("versions_kept", "weight_readers", "batch_readers", "retention_s")
+NUMBERS = [(values, each) for values in (LOAD, Machines()) for each in fields(values) if each.type is not bool]
+
+
+@pytest.mark.parametrize(("values", "checked"), NUMBERS)
+def test_every_number_of_a_load_and_of_machines_is_checked(values: Workload | Machines, checked: Field[object]) -> None:
+    name, may_be_zero = checked.name, checked.name in MAY_BE_ZERO
+    wrong: list[object] = [-1, math.nan, math.inf, "3", None, True]
+    wrong += [] if may_be_zero else [0]
+    wrong += [0.5] if checked.type is int else []
+    for value in wrong:
+        with pytest.raises(ConfigurationError, match=f"^{name} is {value}; it must be a "):
+            replace(values, **{name: value})
+    if may_be_zero:
+        replace(values, **{name: 0})
+
+
+@pytest.mark.parametrize("words", [("--parameters=1e308", "--parameter-bytes=1e308"), ("--disk-tb=1e-300",)])
+def test_a_plan_beyond_all_numbers_is_refused(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--parameters=8e300", "--environments=10k", "--tokens=2048", *words]) == 2
+    assert "than can be counted" in capsys.readouterr().err
+
+
 def test_a_larger_record_takes_longer_in_proportion_and_a_smaller_one_no_less() -> None:
     assert RATES.group.seconds(20_000) == 2 * RATES.group.seconds(10_000) == 0.02
     assert RATES.group.seconds(1) == RATES.group.seconds(10_000)
@@ -249,3 +277,6 @@ def test_a_larger_record_takes_longer_in_proportion_and_a_smaller_one_no_less() 
 
 def test_numbers_are_read_with_their_suffixes() -> None:
     assert [number(text) for text in ("12", "1.5k", "7B", "2T", "3M")] == [12, 1500, 7e9, 2e12, 3e6]
+    for text in ("nan", "inf", "-inf", "1e307T", "k", ""):
+        with pytest.raises(ValueError):
+            number(text)
