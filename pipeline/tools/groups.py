@@ -32,7 +32,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=[],
         metavar="V",
-        help="only rollouts of this version; may be repeated",
+        help="only rollouts of this version; may be repeated; give the same versions each time the store is filled",
     )
     parser.add_argument(
         "--compression", default="zstd", metavar="NAME", help="compression of the files (default: %(default)s)"
@@ -61,6 +61,7 @@ def summary(store: GroupStore, run: str) -> dict[str, Any]:
         "directory": str(store.root),
         "environments": stats["environments"],
         "left_out": stats.get("unreadable", 0),
+        "not_accepted": sum(counts.get("version_not_accepted", 0) for counts in stats["environments"].values()),
         "positions": {topic: dict(store.position_of(topic)) for topic in ("rollouts", "batches")},
     }
 
@@ -70,6 +71,8 @@ def text_of(content: Mapping[str, Any]) -> str:
     rows = [(name, *(counts[key] for key in _COUNTS)) for name, counts in content["environments"].items()]
     lines = [table(("environment", "groups", "open", "rollouts in them"), rows)]
     lines.append(f"{content['records'] + content['batch_records']:,} records are new: {content['directory']}")
+    if content["not_accepted"]:
+        lines.append(f"{content['not_accepted']:,} rollouts of other policy versions were left out")
     if content["left_out"]:
         lines.append(f"{content['left_out']:,} invalid records were left out and logged")
     return "\n".join(lines)

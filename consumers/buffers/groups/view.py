@@ -7,7 +7,7 @@ lost its files and is filled again has the same groups under the same names.
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from rollstream.topics.rl_examples import Source
 from rollstream.topics.validation import batch_problems
 
 _STATE = "position.json"
+_ACCEPTED = "accept_policy_versions"
 _SAVE_EVERY = 10_000
 
 
@@ -75,7 +76,7 @@ class GroupStore(Closing):
         """`maker_of` creates the batch maker of an environment.
 
         Raises StoreError if the saved state or a file of open groups is damaged, another process writes below the root,
-        or a read-only store is empty.
+        a read-only store is empty, or a store to write was filled with other `accept_policy_versions`.
         """
         self.root = Path(root)
         self.config = config or GroupStoreConfig()
@@ -103,8 +104,23 @@ class GroupStore(Closing):
             environments = {name: SavedStore.from_json(saved) for name, saved in state.get("environments", {}).items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"{path} is not a valid state of a group store ({error!r}); restore it") from error
+        self._check_accepted(state.get(_ACCEPTED))
         for environment, saved in environments.items():
             self._open(environment, saved)
+
+    def _check_accepted(self, before: Any) -> None:
+        """Raise StoreError if rollouts were read with another choice of policy versions: the positions are past those
+        that were left out, so they would never be added. Earlier releases did not save the choice."""
+        if self._writer is None or before is None or not self.position or before == self._accepted():
+            return
+        raise StoreError(
+            f"the store in {self.root} was filled with rollouts of {_versions_text(before)}, not of "
+            f"{_versions_text(self._accepted())}, and will not get those that it left out; use an empty directory, or "
+            "the versions that it has"
+        )
+
+    def _accepted(self) -> list[int]:
+        return sorted(set(self.config.accept_policy_versions))
 
     def _open(self, environment: str, saved: SavedStore) -> GroupReplayBuffer:
         maker = self._maker_of(environment) if self._maker_of else None
@@ -234,6 +250,7 @@ class GroupStore(Closing):
     def _state(self, saved: Mapping[str, SavedStore]) -> dict[str, Any]:
         return {
             "format": 2,
+            _ACCEPTED: self._accepted(),
             "topics": {name: asdict(filled) for name, filled in self._topics.items()},
             "environments": {name: asdict(s) for name, s in saved.items()},
         }
@@ -269,6 +286,10 @@ class GroupStore(Closing):
         if self._writer is None or not self._writer.held:
             why = "was opened read-only" if self._writer is None else "is closed, or another process writes to it"
             raise StoreError(f"the store in {self.root} {why}; open it to write")
+
+
+def _versions_text(versions: Collection[int]) -> str:
+    return f"policy versions {', '.join(map(str, versions))}" if versions else "all policy versions"
 
 
 def _topics_of(state: Mapping[str, Any]) -> dict[str, _TopicProgress]:

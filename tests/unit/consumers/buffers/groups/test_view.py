@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -23,6 +24,7 @@ from rollstream.consumers.buffers.groups.view import GroupStore
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, MakerContext
 from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.pipeline.tools.groups import summary, text_of
 from rollstream.topics.codec import encode
 from rollstream.topics.records import GroupCancelled, Mark, Rollout, RolloutMetadata, same
 from rollstream.topics.rl_examples import examples_of
@@ -236,6 +238,38 @@ def test_training_batches_of_the_log_are_written_once_and_read_back(tmp_path: Pa
 
 
 # ---------------------------------------------------------------------- one writer, many readers
+
+
+def test_a_store_is_filled_with_the_same_policy_versions_each_time(tmp_path: Path) -> None:
+    log = [encode(example_rollout(f"x{v}-{m}", policy_version=v, group_size=3)) for v in (1, 2) for m in range(3)]
+
+    def fill(directory: str, *versions: int) -> dict[str, Any]:
+        with GroupStore(tmp_path / directory, GroupStoreConfig(accept_policy_versions=versions)) as store:
+            feed(store, [GroupEntry(0, offset, 1000, value) for offset, value in enumerate(log)])
+            return {**summary(store, "main"), "records": len(log), "batch_records": 0}
+
+    first = fill("some", 2, 1, 2)
+    assert (first["not_accepted"], "left out" in text_of(first)) == (0, False)
+    fill("some", 1, 2)
+    some = fill("one", 1)
+    assert (some["not_accepted"], some["environments"]["env"]["groups"]) == (3, 1)
+    assert "3 rollouts of other policy versions were left out" in text_of(some)
+    for versions, named in (((), "all policy versions"), ((1, 2), "policy versions 1, 2")):
+        with pytest.raises(StoreError, match=f"of policy versions 1, not of {named}.*use an empty directory"):
+            fill("one", *versions)
+    assert GroupStore(tmp_path / "one", read_only=True).size() == 1
+    fill("one", 1)
+    assert fill("all")["environments"]["env"]["groups"] == 2
+    with pytest.raises(StoreError, match="of all policy versions, not of policy versions 1"):
+        fill("all", 1)
+    # Files of earlier releases do not tell; the choice is saved from now on.
+    path = tmp_path / "one" / "position.json"
+    state = json.loads(path.read_bytes())
+    del state["accept_policy_versions"], state["rollstream.digest"]
+    path.write_text(json.dumps(state))
+    fill("one")
+    with pytest.raises(StoreError, match="of all policy versions"):
+        fill("one", 1)
 
 
 def test_a_second_writer_is_refused_and_a_reader_beside_a_writer_sees_what_was_saved(tmp_path: Path) -> None:
