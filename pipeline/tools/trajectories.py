@@ -10,6 +10,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, table
 from rollstream.topics.errors import ConfigurationError, RecordError
+
+_SHOWN = 5
+"""Number of missing ranks that an error names."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -144,12 +148,26 @@ def _read(directory: Path, args: argparse.Namespace) -> SavedCheckpoint:
 
 
 def _ranks(source: Path) -> list[Path]:
-    """Return the rank directories of a source in order of rank, or the source itself if it has none."""
-    ranks = [path for path in source.glob("rank_*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(ranks, key=lambda path: int(path.name[5:])) or [source]
+    """Return the rank directories of a source in order of rank, or the source itself if it has none.
+
+    Raises ConfigurationError if a rank is missing: its trajectories would be lost without a word.
+    """
+    named = [path for path in source.glob("rank_*") if path.is_dir() and path.name[5:].isdecimal()]
+    ranks = {int(path.name[5:]) for path in named}
+    missing = max(ranks, default=-1) + 1 - len(ranks)
+    if missing:
+        names = [f"rank_{rank}" for rank in islice((r for r in count() if r not in ranks), min(missing, _SHOWN))]
+        more = f" and {missing - _SHOWN:,} more" if missing > _SHOWN else ""
+        raise ConfigurationError(
+            f"{source} has no {', '.join(names)}{more}, but {len(ranks)} others up to rank_{max(ranks)}; copy the rest "
+            "there, or name each directory to merge without it"
+        )
+    return sorted(named, key=lambda path: int(path.name[5:])) or [source]
 
 
 def _refuse_full(directory: Path) -> None:
+    if directory.exists() and not directory.is_dir():
+        raise ConfigurationError(f"{directory} is a file; give a new directory")
     if directory.exists() and any(directory.iterdir()):
         raise ConfigurationError(f"{directory} is not empty; give a new directory")
 

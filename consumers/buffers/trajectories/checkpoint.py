@@ -52,11 +52,16 @@ class RankOutOfRange(ConfigurationError, ValueError):
 
 
 def read_checkpoint(directory: Path, formats: Formats) -> SavedCheckpoint:
-    """Read the listing of a checkpoint. Raises NoCheckpoint if there is none, StoreError if it is damaged."""
+    """Read the listing of a checkpoint. Raises NoCheckpoint if there is none, StoreError if it is damaged or cannot be
+    read."""
     try:
         content = read_content(directory)
     except FileNotFoundError:
         content = _foreign(directory, formats)
+    except OSError as error:
+        raise StoreError(
+            f"{directory} cannot be read ({error.strerror or error}); give a readable directory of trajectories"
+        ) from error
     return SavedCheckpoint(directory, content, formats)
 
 

@@ -53,7 +53,7 @@ def test_damaged_files_are_found(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_ranks_are_merged_and_split_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     saved(tmp_path / "ranks" / "rank_0", 0, 2, 4, at=0)
     saved(tmp_path / "ranks" / "rank_1", 1, 3, at=1)
-    saved(tmp_path / "ranks" / "rank_10", 5)
+    saved(tmp_path / "ranks" / "rank_2", 5)
     merged = told(capsys, "merge", tmp_path / "ranks", "--into", tmp_path / "whole")
     assert (merged["merged"], merged["trajectories"], merged["next_id"]) == (3, 6, 6)
     assert merged["position"] == {"0": 3, "1": 2}
@@ -68,6 +68,40 @@ def test_ranks_are_merged_and_split_again(tmp_path: Path, capsys: pytest.Capture
     assert ids(tmp_path / "parts" / "rank_3") == {4}
     told(capsys, "merge", tmp_path / "parts", "--into", tmp_path / "again")
     assert ids(tmp_path / "again") == ids(tmp_path / "whole") == {0, 1, 2, 3, 4, 5}
+
+
+def test_a_missing_rank_is_named_and_left_out_only_if_the_others_are_listed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = {number: saved(tmp_path / "ranks" / f"rank_{number}", number) for number in (0, 1, 3, 10)}
+    assert main(["trajectories", "merge", str(tmp_path / "ranks"), "--into", str(tmp_path / "whole")]) == 2
+    err = capsys.readouterr().err
+    assert "has no rank_2, rank_4, rank_5, rank_6, rank_7 and 2 more, but 4 others up to rank_10" in err
+    assert not (tmp_path / "whole").exists()
+    told(capsys, "merge", *ranks.values(), "--into", tmp_path / "listed")
+    assert ids(tmp_path / "listed") == {0, 1, 3, 10}
+    for number in (2, *range(4, 10)):
+        saved(tmp_path / "ranks" / f"rank_{number}", number)
+    assert told(capsys, "merge", tmp_path / "ranks", "--into", tmp_path / "whole")["merged"] == 11
+    buffer = TrajectoryReplayBuffer(sample_window_size=1)
+    buffer.load(tmp_path / "whole")
+    assert {row // 1000 for row in untorn(buffer.sample(8), 8)} == {10}, "by rank as a number"
+
+
+def test_files_in_place_of_directories_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, source = tmp_path / "file", str(saved(tmp_path / "a", 0))
+    file.write_text("no directory")
+    for words, message in (
+        (("show", str(file)), "cannot be read (Not a directory)"),
+        (("show", str(file / "below")), "cannot be read (Not a directory)"),
+        (("merge", str(file), "--into", str(tmp_path / "b")), "cannot be read (Not a directory)"),
+        (("merge", source, "--into", str(file)), "is a file; give a new directory"),
+        (("split", source, "--parts", "2", "--into", str(file)), "is a file; give a new directory"),
+    ):
+        assert main(["trajectories", *words]) == 2
+        err = capsys.readouterr().err
+        assert (err.count("\n"), message in err) == (1, True), err
+    assert file.read_text() == "no directory"
 
 
 def test_the_oldest_are_split_off(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
