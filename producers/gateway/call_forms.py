@@ -250,8 +250,7 @@ def sampling_params(sampling: Mapping[str, str], temperature: float) -> Sampling
     """Return recorded parameters in the form of a rollout. Raises RecordError for parameters that are not numbers, and
     for parameters that make logprobs unfit for training and have no field in a rollout."""
     for name in _UNFIT:
-        neutral = () if name in _CONSTRAINTS else ("{}", "[]", str(_SHAPING[name]))
-        if name in sampling and sampling[name] not in neutral:
+        if name in sampling and not _is_neutral(name, sampling[name]):
             raise RecordError(f"its calls were sampled with {name}={sampling[name]}, so they are not the policy's")
     try:
         return SamplingParams(
@@ -262,3 +261,16 @@ def sampling_params(sampling: Mapping[str, str], temperature: float) -> Sampling
         )
     except ValueError as error:
         raise RecordError(f"its calls were sampled with parameters that are not numbers: {error}") from error
+
+
+def _is_neutral(name: str, text: str) -> bool:
+    """Whether the recorded text of a parameter is its neutral value, whichever way the agent wrote the number."""
+    if name in _CONSTRAINTS:
+        return False
+    neutral = _SHAPING[name]
+    if text in ("{}", "[]", str(neutral)):
+        return True
+    try:
+        return neutral is not None and float(text) == neutral
+    except ValueError:
+        return False
