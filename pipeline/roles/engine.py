@@ -125,6 +125,8 @@ def command_of(config: RunConfig, directory: Path) -> list[str]:
     serving, address = config.serving, urlsplit(config.serving.urls[0])
     flags = ["--host", str(address.hostname), "--port", str(address.port), "--enable-scale-out"]
     flags += ["--served-model-name", config.worker.model, "--max-model-len", str(config.inference.max_model_len)]
+    # Otherwise calls without top_p, top_k or penalties are sampled with those of the checkpoint.
+    flags += ["--generation-config", "vllm"]
     if config.worker.logprobs_mode == "processed":
         flags += ["--logprobs-mode", "processed_logprobs"]
     if serving.engine == PLUGIN:

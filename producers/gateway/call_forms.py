@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from rollstream.producers.episodes.call_sequences import PROMPT_ROLE, TOOLS, CallSequences, ChatMessage
 from rollstream.producers.inference.answers import Dialect, Sample
+from rollstream.producers.inference.requests import OPENAI_NEUTRAL
 from rollstream.producers.json_text import readable
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records import AnswerSpan, CallAnswer, ModelCall, SamplingParams
@@ -31,6 +32,9 @@ _SHAPING = {
     "ignore_eos": False,
     "bad_words": None,
     "allowed_token_ids": None,
+    "thinking_token_budget": None,
+    "watermarking": False,
+    "use_beam_search": False,
 }
 """Parameters that make the sampled distribution differ from the policy's, each with its neutral value."""
 _CONSTRAINTS: Mapping[str, tuple[Any, ...]] = {
@@ -141,6 +145,7 @@ def server_request(
         body["temperature"] = temperature
         for name in _SHAPING:
             body.pop(name, None)
+        body |= OPENAI_NEUTRAL
     return body
 
 

@@ -11,7 +11,7 @@ even if the weights change while the answer is sampled.
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +23,7 @@ from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.streamed_answers import EventLines
 from rollstream.producers.inference.answers import has_aborted_choice, refusal_of
 from rollstream.producers.inference.errors import InferenceUnavailable
-from rollstream.producers.inference.requests import LABEL_ROUTES, listed_models
+from rollstream.producers.inference.requests import ENGINE_NEUTRAL, LABEL_ROUTES, listed_models
 from rollstream.producers.json_text import decode, encode
 from rollstream.producers.policy_versions import PolicySource
 from rollstream.topics.secrets import resolve
@@ -68,6 +68,8 @@ class _Kind(NamedTuple):
     """Whether the server accepts the tokens of a conversation's last turn."""
     label_route: str
     """Route to the server's label of its weights; empty if its answers contain the label."""
+    neutral: Mapping[str, float]
+    """Sampling parameters that a request to the server must set, each with its neutral value."""
 
 
 def labelled(answer: dict[str, Any], label: str) -> dict[str, Any]:
@@ -142,6 +144,7 @@ class Upstream:
         self._kinds[url] = _Kind(
             continues=engine == "rollstream",
             label_route=route if engine == "vllm" else "",
+            neutral=ENGINE_NEUTRAL if engine else {},
         )
         self.note_version(version)
 
@@ -188,8 +191,9 @@ class Upstream:
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
     ) -> UpstreamAnswer:
         """Return the answer to a request. A server that accepts the tokens of a conversation's last turn, as
-        rollstream's does, receives the result of `turn`. A request that a server aborts is sent again. Raises
-        UpstreamRefused, and InferenceUnavailable after the deadline or if an answer breaks off."""
+        rollstream's does, receives the result of `turn`; an engine receives its own sampling parameters at their
+        neutral values unless `body` sets them. A request that a server aborts is sent again. Raises UpstreamRefused,
+        and InferenceUnavailable after the deadline or if an answer breaks off."""
         deadline = time.monotonic() + self._timeout_s
         pause_s, cause = _FIRST_PAUSE_S, _NO_ANSWER
         while True:
@@ -242,7 +246,8 @@ class Upstream:
                     kind = await self._kind_of(url)
                     label = await self._label_in_force(url, kind.label_route) if kind.label_route else ""
                 previous = turn() if kind.continues else None
-                data = encode(body if previous is None else {**body, "previous_turn": previous})
+                turns = {} if previous is None else {"previous_turn": previous}
+                data = encode({**kind.neutral, **body, **turns})
                 timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
                 async with self._http.post(url + path, data=data, headers=headers, timeout=timeout) as answer:
                     if answer.status == 200:

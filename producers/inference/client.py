@@ -223,7 +223,7 @@ class CompletionsClient:
         engine = await self._engine_of(replica)
         if takes_tokens(engine) and isinstance(request.prompt, str):
             request = replace(request, prompt=await self._tokens(replica, request.prompt))
-        route = engine_request(request, engine, self.model)
+        route = engine_request(request, engine, self.model, extensions=replica.named)
         headers = {"X-Session-ID": request.session} if request.session else {}
         try:
             body = await self._json(replica, "POST", route.path, route.payload, headers)
@@ -261,7 +261,7 @@ class CompletionsClient:
         if not isinstance(body, dict):
             raise InferenceRefused(f"{replica.url} answered /v1/models without a JSON object")
         engine, version = listed_models(body)
-        replica.engine = engine or "rollstream"
+        replica.engine, replica.named = engine or "rollstream", engine is not None
         if version < 0 and replica.engine in LABEL_ROUTES:
             version = await self._labelled(replica, LABEL_ROUTES[replica.engine])
         self._replicas.answered(replica, version)

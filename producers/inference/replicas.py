@@ -26,6 +26,8 @@ class Replica:
     """Base URL, which ends in /v1."""
     engine: EngineName | None = None
     """Kind of server, once known."""
+    named: bool = False
+    """Whether its list of models names its kind."""
     version: int = -1
     """Newest policy version in its answers; -1 if they name none."""
     failures: int = 0

@@ -41,6 +41,13 @@ class EngineRequest:
     dialect: Dialect
 
 
+OPENAI_NEUTRAL: Mapping[str, float] = {"top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""OpenAI's sampling parameters, at the values with which they leave the policy's distribution as it is. They are always
+sent: for a parameter left out, vLLM and SGLang take the value in the checkpoint's generation_config.json."""
+ENGINE_NEUTRAL: Mapping[str, float] = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+"""The same for the parameters that all ENGINES add to OpenAI's; any other server may refuse them as unknown."""
+
+
 class ListedModels(NamedTuple):
     """Kind and version of a server, from its list of models."""
 
@@ -67,8 +74,9 @@ def takes_tokens(engine: EngineName) -> bool:
     return engine != "rollstream"
 
 
-def engine_request(request: SampleRequest, engine: EngineName, model: str) -> EngineRequest:
-    """Return the request to `model` in an engine's dialect. `prompt` must be token ids if the engine `takes_tokens`."""
+def engine_request(request: SampleRequest, engine: EngineName, model: str, *, extensions: bool) -> EngineRequest:
+    """Return the request to `model` in an engine's dialect. `prompt` must be token ids if the engine `takes_tokens`.
+    Completions have the engines' own sampling parameters only if the server takes these `extensions`."""
     stop = {"stop": list(request.stop)} if request.stop else {}
     limits = {"n": request.n, "temperature": request.temperature, **stop}
     match engine:
@@ -80,6 +88,8 @@ def engine_request(request: SampleRequest, engine: EngineName, model: str) -> En
                 "seed": request.seed,
                 "logprobs": 1,
                 "return_token_ids": True,
+                **OPENAI_NEUTRAL,
+                **(ENGINE_NEUTRAL if extensions else {}),
                 **limits,
             }
             return EngineRequest(path="/v1/completions", payload=payload, dialect="completions")

@@ -1,6 +1,7 @@
 """The gateway in front of a real vLLM: what a loop of tools is trained on is what the engine said that it sampled."""
 
 import json
+import subprocess
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from aiohttp import web
 from rollstream.consumers.models.huggingface import load_config
 from rollstream.consumers.step_writer import StepWriter
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.producers.gateway.call_forms import parse_request, server_request
+from rollstream.producers.inference.requests import ENGINE_NEUTRAL, SampleRequest, engine_request
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka.provisioning import apply
 from rollstream.topics.validation import problems
@@ -24,6 +27,7 @@ from tests.support.batches import patient
 from tests.support.gateways import gateway, records
 from tests.support.producing import serving_http
 from tests.support.runs import RealRun
+from tests.support.vllm_server import ENVIRONMENT
 from tests.support.waiting import eventually
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
@@ -40,6 +44,27 @@ TOOLS: list[Any] = [
         },
     }
 ]
+
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+PARAMETERS = """
+import json, sys
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+checkpoint = dict(top_p=0.8, top_k=20, min_p=0.1, frequency_penalty=0.5, presence_penalty=0.5, repetition_penalty=1.1,
+                  temperature=0.5)
+requests = zip((ChatCompletionRequest, CompletionRequest), json.load(sys.stdin))
+parameters = [kind(**body).to_sampling_params(16, checkpoint) for kind, body in requests]
+print(json.dumps([{name: getattr(sampling, name) for name in checkpoint} for sampling in parameters]))
+"""
+"""A program that prints what vLLM samples two requests with if the checkpoint has sampling parameters of its own."""
 
 
 @dataclass
@@ -144,6 +169,17 @@ def test_a_loop_of_tools_is_trained_on_the_tokens_that_vllm_sampled(
     book = ledger(kafka, run_name)
     assert book.problems == []
     assert (book.balanced, book.calls["recorded"], book.calls["in_rollouts"]) == (True, 3, 3)
+
+
+def test_sampling_parameters_of_the_checkpoint_change_no_call_of_a_gateway_and_no_completions() -> None:
+    chat = parse_request("chat/completions", {"messages": [{"role": "user", "content": "20+22?"}], "top_k": 5})
+    chat_body = server_request(chat, model="policy", temperature=0.9, sampling="run")
+    request = SampleRequest(prompt=PROMPT, n=1, max_tokens=4, temperature=0.9, seed=1)
+    bodies = [{**ENGINE_NEUTRAL, **chat_body}, engine_request(request, "rollstream", "policy", extensions=True).payload]
+    python = ENVIRONMENT / "bin" / "python"
+    answer = subprocess.run([python, "-c", PARAMETERS], input=json.dumps(bodies), capture_output=True, text=True)
+    sampled = json.loads(answer.stdout.splitlines()[-1])
+    assert sampled == [{**NEUTRAL, "temperature": 0.9}] * 2, answer.stderr
 
 
 def test_a_session_longer_than_vllms_context_is_a_truncated_episode(

@@ -21,7 +21,8 @@ def test_vllm_serves_where_workers_ask_under_the_name_they_ask_for_and_takes_wei
     assert command[:5] == [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", "model"]
     text = " ".join(command)
     assert "--host 127.0.0.1 --port 8123" in text
-    assert "--served-model-name policy --max-model-len 99 --logprobs-mode processed_logprobs --seed 1" in text
+    assert "--served-model-name policy --max-model-len 99 --generation-config vllm" in text
+    assert "--logprobs-mode processed_logprobs --seed 1" in text
     assert "--weight-transfer-config" not in text
     plugin = " ".join(command_of(load(flags=[*FLAGS, "serving.engine=vllm-plugin"]), Path("model")))
     assert '--weight-transfer-config {"backend": "rollstream"} --worker-extension-cls rollstream.' in plugin

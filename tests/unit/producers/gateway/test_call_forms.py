@@ -17,7 +17,7 @@ from rollstream.producers.gateway.call_forms import (
     server_request,
 )
 from rollstream.topics.errors import RecordError
-from rollstream.topics.records import CallAnswer, ModelCall
+from rollstream.topics.records import CallAnswer, ModelCall, SamplingParams
 
 CHAT = "chat/completions"
 QUESTION = {"role": "user", "content": "8+9?"}
@@ -79,10 +79,19 @@ def test_the_digest_of_the_tools_is_on_the_call_and_not_in_its_rollout() -> None
     call = recorded(chat(QUESTION, tools=tools("search")))
     assert call.sampling["tools"]
     (branch,) = branches_of([call])
-    assert branch.turns[-1].inference.sampling_params == {"temperature": "1.0"}
+    neutral = {"top_p": "1.0", "frequency_penalty": "0.0", "presence_penalty": "0.0"}
+    assert branch.turns[-1].inference.sampling_params == {"temperature": "1.0", **neutral}
 
 
-REMOVED: dict[str, Any] = {"min_tokens": 5, "ignore_eos": True, "bad_words": ["no"], "allowed_token_ids": [1, 2]}
+REMOVED: dict[str, Any] = {
+    "min_tokens": 5,
+    "ignore_eos": True,
+    "bad_words": ["no"],
+    "allowed_token_ids": [1, 2],
+    "thinking_token_budget": 0,
+    "watermarking": True,
+    "use_beam_search": True,
+}
 REFUSED: dict[str, Any] = {
     "response_format": {"type": "json_object"},
     "tool_choice": "required",
@@ -101,6 +110,15 @@ REFUSED: dict[str, Any] = {
 def test_what_samples_from_another_distribution_is_removed(name: str) -> None:
     body = server_request(chat(QUESTION, **{name: REMOVED[name]}), model="m", temperature=1.0, sampling="run")
     assert name not in body
+
+
+@pytest.mark.parametrize("fields", [{}, {"top_p": 0.8, "frequency_penalty": 0.5, "presence_penalty": 1, "top_k": 20}])
+def test_a_server_is_told_to_sample_from_the_policys_own_distribution(fields: dict[str, Any]) -> None:
+    body = server_request(chat(QUESTION, **fields), model="m", temperature=0.7, sampling="run")
+    assert (body["temperature"], body["top_p"]) == (0.7, 1.0)
+    assert (body["frequency_penalty"], body["presence_penalty"]) == (0.0, 0.0)
+    assert not {"top_k", "min_p", "repetition_penalty"} & {*body}, "a server of OpenAI's API alone may refuse them"
+    assert sampling_params(recorded_sampling(CHAT, body), 1.0) == SamplingParams(temperature=0.7)
 
 
 @pytest.mark.parametrize("name", [*REFUSED])

@@ -15,6 +15,7 @@ from rollstream.topics.records import PolicyManifest
 from tests.support.producing import serving_http
 
 TURN = {"prompt_token_ids": [1], "token_ids": [2]}
+NEUTRAL = {"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 class OnePolicy:
@@ -80,8 +81,10 @@ class Server:
         return web.Response(status=404, text="<html>")
 
 
-def asked(server: Server, *, calls: int = 1, stream: bool = False, timeout_s: float = 60.0) -> tuple[Upstream, Any]:
-    """Make calls through a new upstream; return the upstream, and the last answer or its events."""
+def asked(
+    server: Server, *, calls: int = 1, stream: bool = False, timeout_s: float = 60.0, **fields: Any
+) -> tuple[Upstream, Any]:
+    """Make calls with these fields through a new upstream; return it, and the last answer or its events."""
 
     async def ask(url: str) -> tuple[Upstream, Any]:
         policies = OnePolicy()
@@ -89,10 +92,10 @@ def asked(server: Server, *, calls: int = 1, stream: bool = False, timeout_s: fl
         async with Upstream([url], model="m", api_key="", timeout_s=timeout_s, policies=policies) as upstream:
             for _call in range(calls):
                 if stream:
-                    body = {"stream": True}
+                    body = {"stream": True, **fields}
                     answer = [event async for event in upstream.stream("s.0", "/chat/completions", body, lambda: TURN)]
                 else:
-                    answer = await upstream.call("s.0", "/chat/completions", {"n": 1}, lambda: TURN)
+                    answer = await upstream.call("s.0", "/chat/completions", {"n": 1, **fields}, lambda: TURN)
             return upstream, answer
 
     with serving_http(server) as url:
@@ -109,11 +112,22 @@ def test_only_our_servers_get_the_last_turn_and_each_is_asked_once_for_its_kind(
     assert server.asked["models"] == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("owner", ["rollstream", "vllm", "sglang", "somebody", ""])
+def test_no_engine_takes_its_own_sampling_parameters_from_the_checkpoint(owner: str, stream: bool) -> None:
+    server = Server(owner)
+    asked(server, stream=stream)
+    asked(server, stream=stream, top_k=5)
+    known = owner in ("rollstream", "vllm", "sglang")
+    sent = [{name: body[name] for name in NEUTRAL if name in body} for body in server.bodies]
+    assert sent == ([NEUTRAL, {**NEUTRAL, "top_k": 5}] if known else [{}, {"top_k": 5}]), "others may refuse them"
+
+
 def test_no_request_is_sent_before_the_kind_of_its_server_is_known() -> None:
     server = Server("rollstream", models=2)
     asked(server)
     assert server.asked["models"] == 3
-    assert server.bodies == [{"n": 1, "previous_turn": TURN}]
+    assert server.bodies == [{"n": 1, "previous_turn": TURN, **NEUTRAL}]
     silent = Server("rollstream", models=10**9)
     with pytest.raises(InferenceUnavailable, match="/models gave no answer"):
         asked(silent, timeout_s=0.3)

@@ -87,6 +87,9 @@ def test_a_vllm_answer_gives_tokens_as_sampled() -> None:
             "seed": 5,
             "logprobs": 1,
             "return_token_ids": True,
+            "top_p": 1.0,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
             "stop": ["\n"],
         }
     ]

@@ -138,6 +138,24 @@ def test_a_vllm_without_its_route_is_asked_for_completions_from_then_on() -> Non
     assert server.paths()["/v1/completions"] == 3
 
 
+@pytest.mark.parametrize("owner", ["vllm", "sglang", "rollstream", "somebody"])
+def test_completions_leave_no_parameter_to_the_checkpoints_own_defaults(owner: str) -> None:
+    server = Server(owner=owner)
+    server.refuse = lambda path: web.Response(status=404) if "generate" in path else None
+
+    async def run(base_url: str) -> None:
+        async with CompletionsClient([base_url]) as client:
+            await ask(client)
+            await ask(client)
+
+    with serving_http(server) as base_url:
+        asyncio.run(run(base_url))
+    for body in (body for path, body in server.requests if path == "/v1/completions"):
+        assert (body["top_p"], body["frequency_penalty"], body["presence_penalty"]) == (1, 0, 0)
+        extensions = [body.get(name) for name in ("top_k", "min_p", "repetition_penalty")]
+        assert extensions == ([None, None, None] if owner == "somebody" else [-1, 0, 1]), "others may refuse them"
+
+
 def test_a_session_stays_with_one_server_and_names_itself() -> None:
     servers = [Server(), Server(), Server()]
 

@@ -35,7 +35,7 @@ def test_a_list_of_models_tells_the_kind_of_server_and_its_newest_version(
 
 
 def test_ours_is_asked_for_completions_with_token_ids() -> None:
-    request = engine_request(REQUEST, "rollstream", "policy")
+    request = engine_request(REQUEST, "rollstream", "policy", extensions=False)
     assert (request.path, request.dialect) == ("/v1/completions", "completions")
     assert request.payload == {
         "model": "policy",
@@ -46,12 +46,22 @@ def test_ours_is_asked_for_completions_with_token_ids() -> None:
         "seed": 7,
         "logprobs": 1,
         "return_token_ids": True,
+        "top_p": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
         "stop": ["\n"],
     }
 
 
+def test_completions_set_the_engines_own_parameters_only_where_a_server_takes_them() -> None:
+    plain, extended = (
+        engine_request(REQUEST, "rollstream", "policy", extensions=extensions).payload for extensions in (False, True)
+    )
+    assert {**plain, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0} == extended
+
+
 def test_vllm_is_asked_on_its_route_of_tokens() -> None:
-    request = engine_request(REQUEST, "vllm", "policy")
+    request = engine_request(REQUEST, "vllm", "policy", extensions=True)
     assert (request.path, request.dialect) == ("/inference/v1/generate", "generate")
     assert request.payload["token_ids"] == [1, 2]
     assert request.payload["sampling_params"] == {
@@ -65,7 +75,7 @@ def test_vllm_is_asked_on_its_route_of_tokens() -> None:
 
 
 def test_sglang_is_asked_on_its_own_route() -> None:
-    request = engine_request(REQUEST, "sglang", "policy")
+    request = engine_request(REQUEST, "sglang", "policy", extensions=True)
     assert (request.path, request.dialect) == ("/generate", "sglang")
     assert request.payload["input_ids"] == [1, 2]
     assert request.payload["return_logprob"] is True
