@@ -126,8 +126,11 @@ def server_request(
     temperature: float,
     sampling: Literal["run", "agent"],
 ) -> dict[str, Any]:
-    """Return the body for an inference server of any kind. Raises RecordError for a constraint on the answer's form,
-    unless the agent's parameters stay."""
+    """Return the body for an inference server of any kind. Its parameters are those that `recorded_sampling` records.
+
+    If `sampling` is agent, the agent's parameters stay, and only missing ones are set. Otherwise, raises RecordError
+    for a constraint on the answer's form.
+    """
     body = dict(request.body)
     body["model"] = model
     body["return_token_ids"] = True
@@ -136,17 +139,15 @@ def server_request(
         body.setdefault("top_logprobs", 0)
     else:
         body["logprobs"] = max(1, int(body.get("logprobs") or 0))
-    if sampling == "run":
-        if constraint := next(iter(_constraints(body)), ""):
-            raise RecordError(
-                f"{constraint} is not supported here, because the tokens of a constrained answer are not sampled from "
-                "the policy; leave it out"
-            )
-        body["temperature"] = temperature
-        for name in _SHAPING:
+    if sampling == "run" and (constraint := next(iter(_constraints(body)), "")):
+        raise RecordError(
+            f"{constraint} is not supported here, because the tokens of a constrained answer are not sampled from "
+            "the policy; leave it out"
+        )
+    for name in ("temperature", *_SHAPING):
+        if sampling == "run" or body.get(name) is None:
             body.pop(name, None)
-        body |= OPENAI_NEUTRAL
-    return body
+    return {"temperature": temperature, **OPENAI_NEUTRAL, **body}
 
 
 def _constraints(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,7 +148,23 @@ def test_parameters_at_their_neutral_values_are_trained_on() -> None:
     neutral = {"min_tokens": 0, "ignore_eos": False, "bad_words": [], "allowed_token_ids": [], "logit_bias": {}}
     free = {"response_format": {"type": "text"}, "tool_choice": "none"}
     body = server_request(chat(QUESTION, **neutral, **free), model="m", temperature=1.0, sampling="agent")
-    assert sampling_params(recorded_sampling(CHAT, body), 0.5).temperature == 0.5
+    assert sampling_params(recorded_sampling(CHAT, body), 0.5) == SamplingParams(temperature=1.0)
+
+
+@pytest.mark.parametrize("fields", [{}, dict.fromkeys(["temperature", "top_p", "top_k", "frequency_penalty"])])
+def test_a_call_without_parameters_is_sent_with_those_that_its_record_shows(fields: dict[str, Any]) -> None:
+    body = server_request(chat(QUESTION, **fields), model="m", temperature=0.7, sampling="agent")
+    sent = {name: body[name] for name in ("temperature", "top_p", "frequency_penalty", "presence_penalty")}
+    assert sent == {"temperature": 0.7, "top_p": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+    assert "top_k" not in body
+    assert recorded_sampling(CHAT, body) == {**{name: str(value) for name, value in sent.items()}, "tools": ""}
+    assert sampling_params(recorded_sampling(CHAT, body), 1.0) == SamplingParams(temperature=0.7)
+
+
+def test_with_the_agents_parameters_those_that_it_sends_stay() -> None:
+    own = {"temperature": 0.0, "top_p": 0.9, "top_k": 20, "presence_penalty": 0.5}
+    body = server_request(chat(QUESTION, **own), model="m", temperature=0.7, sampling="agent")
+    assert {name: body[name] for name in own} == own
 
 
 PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
