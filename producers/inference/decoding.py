@@ -53,9 +53,9 @@ class DecodeRequest:
     """Tokens that end a row, besides the model's own end tokens."""
     on_tokens: Callable[[int, Sequence[int], Sequence[float]], None] | None = None
     """Called in the engine's thread with the index of a row, its new tokens and their logprobs, before the result."""
-    ends: Callable[[Sequence[int]], bool] | None = None
-    """Called in the engine's thread with all tokens of a row that has new tokens; True ends the row, e.g. at a stop
-    string. The tokens may go beyond the end of the stop string."""
+    ends: Callable[[Sequence[int], int], bool] | None = None
+    """Called in the engine's thread with all tokens of a row that has new tokens, and their number; True ends the row,
+    e.g. at a stop string. The tokens may go beyond the end of the stop string."""
 
 
 @dataclass(frozen=True)

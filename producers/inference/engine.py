@@ -270,7 +270,7 @@ class Engine:
         try:
             if request.on_tokens:
                 request.on_tokens(index, decoded.tokens, decoded.logprobs)
-            if decoded.finish_reason is None and request.ends and request.ends(sequence.tokens):
+            if decoded.finish_reason is None and request.ends and request.ends(sequence.tokens, len(decoded.tokens)):
                 sequence.finish_reason = "stop"
                 self.generator.end(decoded.slot)
         except Exception as error:  # raised by the request's own callback: only this request fails

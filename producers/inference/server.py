@@ -37,6 +37,7 @@ from rollstream.producers.inference.dialects.refusals import BadRequest, error_b
 from rollstream.producers.inference.dialects.sampled_choices import choices_of
 from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits, SamplingRequest
 from rollstream.producers.inference.dialects.sglang_generation import SglangGeneration
+from rollstream.producers.inference.dialects.stop_strings import has_new_stop
 from rollstream.producers.inference.dialects.token_generation import TokenGeneration
 from rollstream.producers.inference.dialects.tokenization import Tokenization
 from rollstream.producers.inference.engine import Engine
@@ -235,9 +236,8 @@ class InferenceServer:
     ) -> "asyncio.Future[DecodeResult]":
         rows, parameters = sampling.row_prompts, sampling.parameters
 
-        def ends(tokens: Sequence[int]) -> bool:
-            text = self._tokenizer.decode(tokens)
-            return any(stop in text for stop in parameters.stop)
+        def ends(tokens: Sequence[int], new: int) -> bool:
+            return has_new_stop(tokens, new, parameters.stop, self._tokenizer)
 
         request = DecodeRequest(
             prompts=rows,

@@ -7,11 +7,9 @@ from typing import Any
 from rollstream.producers.inference.decoding import DecodeResult, PolicySpan, SampledSequence
 from rollstream.producers.inference.dialects.refusals import BadRequest
 from rollstream.producers.inference.dialects.sampling_parameters import SamplingParameters, SamplingRequest
+from rollstream.producers.inference.dialects.stop_strings import UNKNOWN_CHARACTER, contains_stop, stopped_length
 from rollstream.producers.inference.token_codec import TokenCodec
 from rollstream.topics.errors import RollstreamError
-
-UNKNOWN_CHARACTER = "\ufffd"
-"""Text of a character whose tokens are incomplete."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +121,9 @@ def _first_stop(
     position = next((i for i, token in enumerate(tokens) if token in parameters.stop_token_ids), None)
     count, reason = (len(tokens), None) if position is None else (position + 1, tokens[position])
     text = tokenizer.decode(tokens[: count - (reason is not None)])
-    if any(stop in text for stop in parameters.stop):
-        for length in range(1, count + 1):
-            prefix = tokenizer.decode(tokens[:length])
-            hits = [(start, stop) for stop in parameters.stop if (start := prefix.find(stop)) >= 0]
-            if hits:
-                start, stop = min(hits)
-                return length, prefix[:start], stop
+    if contains_stop(text, parameters.stop):
+        length = stopped_length(tokens[: count - (reason is not None)], parameters.stop, tokenizer)
+        prefix = tokenizer.decode(tokens[:length])
+        start, stop = min((start, stop) for stop in parameters.stop if (start := prefix.find(stop)) >= 0)
+        return length, prefix[:start], stop
     return count, text, reason

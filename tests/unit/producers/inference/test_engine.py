@@ -165,7 +165,7 @@ def test_a_cancelled_request_frees_its_slots_and_starts_no_more_rows() -> None:
 def test_a_request_ends_its_own_rows() -> None:
     generator = SteppedGenerator()
     with running(generator) as engine:
-        future = engine.submit(request(ends=lambda tokens: TOKENIZER.decode(tokens).endswith("23")))
+        future = engine.submit(request(ends=lambda tokens, _new: TOKENIZER.decode(tokens).endswith("23")))
         generator.allowed.release(3)
         row = future.result(300).rows[0]
     assert (TOKENIZER.decode(row.tokens), row.finish_reason) == ("123", "stop")
