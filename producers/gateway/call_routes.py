@@ -1,8 +1,9 @@
 """HTTP routes, events and errors of model calls, for the gateway's server and for the endpoint in a worker."""
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -34,7 +35,6 @@ _STATUS: tuple[tuple[type[RollstreamError], int, str], ...] = (
     (RecordError, 400, "invalid_request"),
 )
 """Status and code of each error type; the first match applies."""
-Events = AsyncGenerator[Mapping[str, Any] | str, None]
 
 
 class CallRoutes:
@@ -63,55 +63,89 @@ class CallRoutes:
     def _handler(self, route: str) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handle(http: web.Request) -> web.StreamResponse:
             self.requests += 1
-            session = await self._session_of(http)
-            request = parse_request(route, await json_body(http), http.headers.get("Idempotency-Key", ""))
-            # OpenAI's own clients send the number of their retries.
-            first_attempt = http.headers.get("x-stainless-retry-count") == "0"
+            stream = _EventResponse(http, self._stalled_client_s)
             try:
-                if request.streamed:
-                    events = self._capture.stream(session, request, first_attempt=first_attempt)
-                    return await _write_events(http, events, self._stalled_client_s)
-                call, answer = await self._capture.answer(session, request, first_attempt=first_attempt)
-            except UpstreamRefused as error:
-                if isinstance(error.cause, ContextTooLong):
-                    await self._on_failure(session, error.cause)
+                return await self._answer(http, route, stream)
+            except ConnectionError:
                 raise
-            except (InferenceUnavailable, InferenceRefused) as error:
-                await self._on_failure(session, error)
+            except Exception as error:
+                if stream.begun:
+                    raise _BrokenStream(stream, error) from error
                 raise
-            except SessionClosed as error:
-                if session.closed is None and not session.ended:
-                    await self._on_failure(session, error)
-                raise
-            response = web.Response(body=encode(answer), content_type="application/json", charset="utf-8")
-            await response.prepare(http)
-            await response.write_eof()
-            self._capture.delivered(session, call)
-            return response
 
         return handle
 
+    async def _answer(self, http: web.Request, route: str, stream: "_EventResponse") -> web.StreamResponse:
+        """Answer a request, in `stream` if it asks for one."""
+        session = await self._session_of(http)
+        request = parse_request(route, await json_body(http), http.headers.get("Idempotency-Key", ""))
+        # OpenAI's own clients send the number of their retries.
+        first_attempt = http.headers.get("x-stainless-retry-count") == "0"
+        try:
+            if request.streamed:
+                async with aclosing(self._capture.stream(session, request, first_attempt=first_attempt)) as parts:
+                    async for part in parts:
+                        await stream.write(part)
+                return await stream.end()
+            call, answer = await self._capture.answer(session, request, first_attempt=first_attempt)
+        except UpstreamRefused as error:
+            if isinstance(error.cause, ContextTooLong):
+                await self._on_failure(session, error.cause)
+            raise
+        except (InferenceUnavailable, InferenceRefused) as error:
+            await self._on_failure(session, error)
+            raise
+        except SessionClosed as error:
+            if session.closed is None and not session.ended:
+                await self._on_failure(session, error)
+            raise
+        response = web.Response(body=encode(answer), content_type="application/json", charset="utf-8")
+        await response.prepare(http)
+        await response.write_eof()
+        self._capture.delivered(session, call)
+        return response
 
-async def _write_events(http: web.Request, events: Events, stalled_client_s: float) -> web.StreamResponse:
-    """Write a stream. Errors before the first event fail the request; later errors end the stream.
+
+class _EventResponse:
+    """The stream that answers one request; it begins with its first event.
 
     A client that takes nothing for `stalled_client_s` is given up, because its retry waits for the answer of this call.
     """
-    response: web.StreamResponse | None = None
-    async with aclosing(events):
-        async for part in events:
-            try:
-                async with asyncio.timeout(stalled_client_s):
-                    if response is None:
-                        response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
-                        response.content_type = "text/event-stream"
-                        await response.prepare(http)
-                    await response.write(framed(part))
-            except TimeoutError as error:
-                raise ConnectionResetError(f"the client took nothing for {stalled_client_s:g} s") from error
-    assert response is not None, "a stream has a last event"
-    await response.write_eof()
-    return response
+
+    def __init__(self, http: web.Request, stalled_client_s: float) -> None:
+        self._http, self._stalled_client_s = http, stalled_client_s
+        self._response: web.StreamResponse | None = None
+
+    @property
+    def begun(self) -> bool:
+        """Whether the client may have an event, so that no other answer can be given."""
+        return self._response is not None
+
+    async def write(self, part: Mapping[str, Any] | str) -> None:
+        """Write an event. Raises ConnectionError if the client is gone or given up."""
+        try:
+            async with asyncio.timeout(self._stalled_client_s):
+                if self._response is None:
+                    self._response = web.StreamResponse(headers={"Cache-Control": "no-cache"})
+                    self._response.content_type = "text/event-stream"
+                    await self._response.prepare(self._http)
+                await self._response.write(framed(part))
+        except TimeoutError as error:
+            raise ConnectionResetError(f"the client took nothing for {self._stalled_client_s:g} s") from error
+
+    async def end(self) -> web.StreamResponse:
+        """End the stream."""
+        assert self._response is not None, "a stream has a last event"
+        await self._response.write_eof()
+        return self._response
+
+
+class _BrokenStream(Exception):
+    """An error after the first event of a stream, which can only be told in the stream."""
+
+    def __init__(self, stream: _EventResponse, error: Exception) -> None:
+        super().__init__(str(error))
+        self.stream, self.error = stream, error
 
 
 class Listener:
@@ -150,31 +184,51 @@ class Listener:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         try:
-            return await handler(request)
-        except UpstreamRefused as error:
+            try:
+                return await handler(request)
+            except Exception as error:
+                if isinstance(error, ConnectionError) or (isinstance(error, web.HTTPException) and error.status < 400):
+                    raise
+                if not isinstance(error, _BrokenStream):
+                    return _json(*self._refusal(request, error))
+                body, _status = self._refusal(request, error.error)
+                await error.stream.write(body)
+                return await error.stream.end()
+        except ConnectionError as error:
+            # Without the end of its stream, a client that is still there sees that the answer is incomplete.
+            event(logger, "client_left", path=request.path, reason=str(error))
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response()
+
+    def _refusal(self, request: web.Request, error: Exception) -> tuple[Mapping[str, Any] | str, int]:
+        """Count an error, and return the body and the status with which a request is answered."""
+        self.errors += 1
+        if isinstance(error, UpstreamRefused):
             # The agent's request is at fault, so the agent receives the server's own error.
-            self.errors += 1
-            return web.Response(text=error.text, status=error.status, content_type="application/json")
-        except RollstreamError as error:
-            self.errors += 1
+            return error.text, error.status
+        if isinstance(error, RollstreamError):
             known = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))
-            return _error(str(error), *next(known, (503, "unavailable")))
-        except web.HTTPException as error:
-            if error.status < 400:
-                raise
-            self.errors += 1
-            return _error(error.reason, error.status, "invalid_request")
-        except Exception as error:  # only this request fails; the server continues
-            self.errors += 1
-            event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
-            return _error(repr(error), 500, "internal")
+            status, code = next(known, (503, "unavailable"))
+            return _error(str(error), status, code), status
+        if isinstance(error, web.HTTPException):
+            return _error(error.reason, error.status, "invalid_request"), error.status
+        # Only this request fails; the server continues.
+        event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
+        return _error(repr(error), 500, "internal"), 500
 
 
-def _error(message: str, status: int, code: str) -> web.Response:
+def _error(message: str, status: int, code: str) -> dict[str, Any]:
+    """Return OpenAI's error object."""
     kind = "invalid_request_error" if status < 500 else "server_error"
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def _json(body: Mapping[str, Any] | str, status: int) -> web.Response:
+    """Return an answer with an object, or with the JSON text of a server."""
     headers = {"Retry-After": str(_RETRY_AFTER_S)} if status in _RETRIABLE else {}
-    error = {"message": message, "type": kind, "param": None, "code": code}
-    return web.json_response({"error": error}, status=status, headers=headers)
+    text = body if isinstance(body, str) else json.dumps(body)
+    return web.Response(text=text, status=status, headers=headers, content_type="application/json")
 
 
 async def json_body(http: web.Request) -> Any:

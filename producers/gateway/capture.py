@@ -28,7 +28,7 @@ from rollstream.producers.gateway.call_forms import (
 from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.errors import SessionClosed
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, event_of, events_of
+from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, error_in, event_of, events_of
 from rollstream.producers.gateway.upstream import Upstream, labelled
 from rollstream.producers.inference.answers import samples_of
 from rollstream.producers.inference.decoding import row_seed
@@ -183,8 +183,8 @@ class CallCapture:
         """Yield the events of a streamed answer; the events that complete it follow once the call is recorded.
 
         Raises the errors of `answer`, before the first event or after it. It also raises InferenceUnavailable if the
-        connection to the server breaks or the server's stream ends too early, and ConnectionResetError after the first
-        event if the recorded answer is not the one that was streamed.
+        connection to the server breaks or the server's stream ends too early or with an error, and ConnectionResetError
+        after the first event if the recorded answer is not the one that was streamed.
         """
         await self._log.current(session)
         chat = ROUTES[request.route] == "chat"
@@ -208,6 +208,8 @@ class CallCapture:
                     if streamed.data == DONE:
                         break
                     part = event_of(streamed.data, url)
+                    if error := error_in(part):
+                        raise InferenceUnavailable(f"{url} ended a stream with an error: {error}")
                     whole.add(part)
                     if not part.get("choices") and not usage:
                         continue

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rollstream.producers.inference.errors import InferenceRefused
-from rollstream.producers.json_text import decode, encode
+from rollstream.producers.json_text import decode, encodable, encode
 
 DONE = "[DONE]"
 _MOST_CALLS = 1024
 """Maximum number of tool calls in one answer: a server may send any index, and empty calls are added up to it."""
+_QUOTED = 500
+"""Most characters of a server's error that a message quotes."""
 _SUMMED = ("token_ids", "response_token_ids")
 
 
@@ -121,6 +123,13 @@ def event_of(data: str, source: str) -> dict[str, Any]:
     if not isinstance(event, dict):
         raise InferenceRefused(f"{source} streamed a JSON {type(event).__name__} instead of an object")
     return event
+
+
+def error_in(event: Mapping[str, Any]) -> str:
+    """Return the message of the error that an event reports; empty if it reports none."""
+    error = event.get("error")
+    message = (error.get("message") if isinstance(error, dict) else error) or error
+    return " ".join(encodable(str(message)).split())[:_QUOTED] if message else ""
 
 
 def framed(event: Mapping[str, Any] | str) -> bytes:

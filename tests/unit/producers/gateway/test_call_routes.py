@@ -1,18 +1,24 @@
-"""Over real connections, a streamed call that repeats one in flight waits for it, and not for a client that stalls."""
+"""Over real connections, streams of calls: how they end, and how a repetition waits for the call in flight."""
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
+import openai
+import pytest
 from aiohttp import web
 
+from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.call_routes import CallRoutes, Listener
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamEvent
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.records import SessionEvent
+from rollstream.topics.records import ModelCall, SessionEvent
 from tests.support.memory_session_log import MemoryLog
 
 PATIENCE_S = 60
@@ -58,6 +64,113 @@ class EndlessUpstream:
         pass
 
 
+class BrokenUpstream(EndlessUpstream):
+    """Streams the beginning of an answer, then the error of its server, or nothing."""
+
+    def __init__(self, *last: str) -> None:
+        super().__init__()
+        self.last = last
+
+    async def stream(self, *_request: Any) -> AsyncIterator[UpstreamEvent]:
+        for data in (event("1"), *self.last):
+            yield UpstreamEvent("server", "", data)
+
+
+class Recording(MemoryLog):
+    """Records another answer to the request at the moment at which a call is recorded."""
+
+    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
+        session.add_call(replace(record, uid="earlier"), place.append_ms)
+        await super().applied(session, record, place)
+
+
+@asynccontextmanager
+async def listening(upstream: Any, log: MemoryLog | None = None) -> AsyncIterator[tuple[str, Listener, list[Any]]]:
+    """URL and server of the calls of one session, and the errors that failed them."""
+    session, failures = CapturedSession(START, 0, -1, 0), list[Any]()
+
+    async def session_of(_http: web.Request) -> CapturedSession:
+        return session
+
+    async def fail(_session: CapturedSession, error: RollstreamError) -> None:
+        failures.append(error)
+
+    rules = CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a")
+    capture = CallCapture(upstream, log or MemoryLog(), rules)
+    listener = Listener("gateway", 2**20)
+    url = await listener.listen(CallRoutes(capture, session_of, fail).routes(""), "127.0.0.1", 0)
+    try:
+        yield url, listener, failures
+    finally:
+        await listener.close()
+
+
+async def raw_answer(url: str) -> bytes:
+    """All bytes of the answer to a streamed request, until the connection is closed."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    answer = bytearray()
+    try:
+        writer.write(REQUEST)
+        while part := await asyncio.wait_for(reader.read(2**16), PATIENCE_S):
+            answer += part
+    except ConnectionError:
+        pass
+    finally:
+        writer.close()
+    return bytes(answer)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        (
+            (json.dumps({"error": {"message": "CUDA out of memory"}}),),
+            "server ended a stream with an error: CUDA",
+        ),
+        ((json.dumps({"error": "no memory"}), "[DONE]"), "server ended a stream with an error: no memory"),
+        ((), "server ended a stream before the answer was complete"),
+        (("{",), "server streamed invalid JSON"),
+    ],
+)
+def test_an_error_after_the_first_event_is_the_last_event_of_the_stream(last: tuple[str, ...], message: str) -> None:
+    async def scenario() -> None:
+        async with listening(BrokenUpstream(*last)) as (url, listener, failures):
+            answer = await raw_answer(url)
+            assert answer.count(b"HTTP/1.1") == 1
+            assert answer.endswith(b"\r\n0\r\n\r\n"), "the stream has an end"
+            events = [json.loads(line[5:]) for line in answer.splitlines() if line.startswith(b"data:")]
+            assert [part["choices"][0]["text"] for part in events[:-1]] == ["1"]
+            assert message in events[-1]["error"]["message"]
+            assert events[-1]["error"]["type"] == "server_error"
+            assert [message in str(error) for error in failures] == [True], "the episode is cancelled for that reason"
+            assert listener.errors == 1
+            async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+                with pytest.raises(openai.APIError, match=message):
+                    async for _part in await client.completions.create(model="m", prompt="21>", stream=True):
+                        pass
+
+    asyncio.run(scenario())
+
+
+def test_a_stream_whose_answer_is_not_the_recorded_one_breaks_and_is_no_failure(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logprobs = {"token_logprobs": [-1.0], "tokens": ["2"]}
+    last = event("2", finish_reason="stop", token_ids=[2], logprobs=logprobs)
+
+    async def scenario() -> None:
+        async with listening(BrokenUpstream(last), Recording()) as (url, listener, failures):
+            answer = await raw_answer(url)
+            assert answer.count(b"HTTP/1.1") <= 1
+            assert not answer.endswith(b"\r\n0\r\n\r\n"), "a client that is still there asks again"
+            assert (listener.errors, failures) == (0, [])
+            assert b'"text":"12"' in await raw_answer(url), "the recorded one"
+
+    with caplog.at_level(logging.INFO):
+        asyncio.run(scenario())
+    assert [record.message for record in caplog.records if record.name.endswith("call_routes")] == ["client_left"]
+
+
 async def answer_to_the_repetition(upstream: EndlessUpstream, stalled_client_s: float) -> bytes:
     """The whole answer of a request that repeats one whose client sends it and then reads nothing."""
     session = CapturedSession(START, 0, -1, 0)
@@ -95,7 +208,9 @@ async def answer_to_the_repetition(upstream: EndlessUpstream, stalled_client_s: 
         await listener.close()
 
 
-def test_a_stream_that_repeats_one_in_flight_does_not_wait_for_ever_for_a_client_that_reads_nothing() -> None:
+def test_a_stream_that_repeats_one_in_flight_does_not_wait_for_ever_for_a_client_that_reads_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def scenario() -> None:
         upstream = EndlessUpstream()
         answer = await answer_to_the_repetition(upstream, 0.2)
@@ -105,3 +220,4 @@ def test_a_stream_that_repeats_one_in_flight_does_not_wait_for_ever_for_a_client
         assert (upstream.calls_at_the_end_of_the_first, upstream.calls) == (1, 2), "it waited, and was sampled then"
 
     asyncio.run(scenario())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR], "to leave is no error"
