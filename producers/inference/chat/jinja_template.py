@@ -48,9 +48,11 @@ class JinjaTemplate:
         self._tokenizer = tokenizer
         self.stop_ids = tuple(tokenizer.eos_ids)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the prompt of a whole conversation."""
-        return self._tokenizer.encode(self._text(messages, tools, prompt=True))
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the tokens of a whole conversation."""
+        return self._tokenizer.encode(self._text(messages, tools, prompt=generation_prompt))
 
     def extend(
         self, turn: SampledTurn, messages: Sequence[Message], known: int, tools: Sequence[Tool]

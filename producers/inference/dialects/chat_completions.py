@@ -128,10 +128,15 @@ class ChatCompletions(Dialect[ChatRequest]):
                 return prompt
         return self.rendered(messages, tools)
 
-    def rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the prompt of a conversation rendered as a whole. Raises BadRequest as `prompt_of` does."""
+    def rendered(
+        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the tokens of a conversation rendered as a whole, up to where the model's next turn begins.
+
+        Without `generation_prompt` they end after the last message. Raises BadRequest as `prompt_of` does.
+        """
         with _refusals():
-            return self._template.render(messages, tools)
+            return self._template.render(messages, tools, generation_prompt=generation_prompt)
 
     def answer(self, request: ChatRequest, choices: Sequence[SampledChoice], header: AnswerHeader) -> dict[str, Any]:
         """Return a chat.completion."""

@@ -126,10 +126,44 @@ def test_texts_chats_and_tokens_are_converted_as_vllm_does_it(server: InferenceS
     chat = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
     answer = json.loads(post(f"{server.url}/tokenize", chat)[1])
     assert answer == {"tokens": PROMPT, "count": len(PROMPT), "max_model_len": 2048}
+    told = json.dumps({"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}).encode()
+    assert json.loads(post(f"{server.url}/tokenize", told)[1])["tokens"] == PROMPT[: -len("assistant\n")]
     back = json.dumps({"tokens": TOKENIZER.encode("hi")}).encode()
     assert json.loads(post(f"{server.url}/detokenize", back)[1]) == {"prompt": "hi"}
     assert post(f"{server.url}/detokenize", b'{"tokens": [999]}')[0] == 400
     assert post(f"{server.url}/detokenize", b"{}")[0] == 400
+
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"messages": MESSAGES, "continue_final_message": True}, "continue_final_message=True is not supported"),
+        ({"messages": MESSAGES, "add_special_tokens": True}, "add_special_tokens=True is not supported"),
+        ({"messages": MESSAGES, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs="),
+        ({"messages": MESSAGES, "add_generation_prompt": "no"}, "add_generation_prompt='no' must be true or false"),
+        ({"messages": MESSAGES, "nonsense": 1}, "unrecognized request argument supplied: 'nonsense'"),
+        ({"messages": MESSAGES, "prompt": "hi"}, "give either prompt or messages"),
+        ({"prompt": "hi", "add_special_tokens": True}, "add_special_tokens=True is not supported"),
+        ({"prompt": "hi", "nonsense": 1}, "unrecognized request argument supplied: 'nonsense'"),
+    ],
+)
+def test_a_field_that_would_change_the_tokens_of_a_text_or_chat_is_refused_by_name(
+    server: InferenceServer, body: dict[str, Any], named: str
+) -> None:
+    status, answer = post(f"{server.url}/tokenize", json.dumps(body).encode())
+    assert status == 400
+    assert named in json.loads(answer)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "off", [{"add_special_tokens": False, "return_token_strs": None}, {"continue_final_message": False, "user": "me"}]
+)
+def test_fields_of_vllm_that_are_turned_off_change_no_tokens(server: InferenceServer, off: dict[str, Any]) -> None:
+    body = {"model": "policy", "messages": MESSAGES, "add_generation_prompt": True, **off}
+    assert json.loads(post(f"{server.url}/tokenize", json.dumps(body).encode())[1])["tokens"] == PROMPT
 
 
 def test_the_librarys_client_takes_our_evidence(server: InferenceServer) -> None:
