@@ -51,6 +51,12 @@ _PROCESS = (
         labels=("loop",),
     ),
     MetricSpec(
+        name="rollstream_loop_stall_seconds",
+        roles=SERVING_ROLES,
+        help="Time without an iteration after which a loop counts as stuck: service.stall_s.",
+        unit="seconds",
+    ),
+    MetricSpec(
         name="rollstream_uncatalogued_metrics",
         roles=SERVING_ROLES,
         help="Number of metrics that the catalogue lacks; expected to be 0.",

@@ -31,7 +31,10 @@ class Alert:
 ALERTS = (
     Alert(
         name="RollstreamLoopStuck",
-        expression="max by (run, process, loop) (rollstream_loop_age_seconds) > 300",
+        expression=(
+            "max by (run, process, loop) (rollstream_loop_age_seconds) "
+            "> on (run, process) group_left () max by (run, process) (rollstream_loop_stall_seconds)"
+        ),
         lasts="1m",
         severity="critical",
         summary="{{ $labels.process }} of run {{ $labels.run }} has made no progress in {{ $labels.loop }}",

@@ -28,7 +28,10 @@ ROWS: dict[str, Sequence[Panel]] = {
         Panel("Processes ready", [("sum by (run) (rollstream_ready{})", "{{run}}")]),
         Panel(
             "Longest time since a loop's last turn",
-            [("max by (process) (rollstream_loop_age_seconds{})", "{{process}}")],
+            [
+                ("max by (process) (rollstream_loop_age_seconds{})", "{{process}}"),
+                ("min by (run) (rollstream_loop_stall_seconds{})", "limit of {{run}}"),
+            ],
         ),
         Panel("Restarts", [("rollstream_supervisor_restarts_total{}", "{{run}}")]),
     ),

@@ -49,7 +49,9 @@ class ServiceServer(Closing):
         Raises ConfigurationError if it cannot listen on the address.
         """
         self._config, self._phase, self._heartbeats, self._values = config, phase, heartbeats, values
+        self._role = role
         values.put("rollstream_info", 1, role, version("rollstream"))
+        values.put("rollstream_loop_stall_seconds", config.stall_s)
         labels = dict(zip(COMMON, (run, process), strict=True))
         self._exposition = Exposition(of_role(role), values, labels, process=True)
         routes = {"/livez": self.livez, "/readyz": self.readyz, "/metrics": self.metrics}
@@ -90,6 +92,8 @@ class ServiceServer(Closing):
         ages = self._heartbeats.ages
         for loop, age in ages.items():
             self._values.put("rollstream_loop_age_seconds", age, loop)
+        # The start counts as a loop only until the first loop beats; its last age would stay for ever.
+        self._values.keep(self._role, "loop", ages)
         return HTTPStatus.OK, self._exposition.text(), CONTENT_TYPE
 
     def close(self) -> None:

@@ -64,6 +64,11 @@ def test_the_alert_of_a_mismatch_has_the_learners_limits() -> None:
     )
 
 
+def test_the_alert_of_a_stuck_loop_has_the_limit_of_the_process() -> None:
+    [expression] = [alert.expression for alert in alerts.ALERTS if alert.name == "RollstreamLoopStuck"]
+    assert expression.endswith("max by (run, process) (rollstream_loop_stall_seconds)")
+
+
 def test_every_alert_leads_to_a_section_of_the_runbook_which_names_it() -> None:
     page = (ROOT / "docs" / "runbook.md").read_text()
     headings = re.findall(r"^## (.+)$", page, re.MULTILINE)

@@ -94,6 +94,18 @@ def test_metrics_are_those_of_the_role_with_its_run_and_process(role: Role) -> N
     assert 'rollstream_uncatalogued_metrics{process="group-0",run="main"} 1.0' in role.get("/metrics")[1]
 
 
+def test_the_start_is_no_loop_of_the_metrics_once_a_loop_turns_and_the_limit_is_that_of_livez(role: Role) -> None:
+    def series(name: str) -> dict[str, float]:
+        families = text_string_to_metric_families(role.get("/metrics")[1])
+        return {s.labels.get("loop", ""): s.value for f in families for s in f.samples if s.name == name}
+
+    role.now_s = 40
+    assert series("rollstream_loop_age_seconds") == {"start": 40}
+    role.heartbeats.beat("grouping")
+    assert series("rollstream_loop_age_seconds") == {"grouping": 0}
+    assert series("rollstream_loop_stall_seconds") == {"": 30}
+
+
 def test_many_probes_at_once_are_answered(role: Role) -> None:
     answers: list[int] = []
     probes = [threading.Thread(target=lambda: answers.append(role.get("/livez")[0])) for _ in range(40)]
