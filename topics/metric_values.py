@@ -49,9 +49,15 @@ class MetricValues:
         """Recorded names that the catalogue lacks."""
 
     def record(self, role: str, values: Mapping[str, float], labels: Mapping[str, str] | None = None) -> None:
-        """Store values as a component writes them to topic `metrics`."""
+        """Store values as a component writes them to topic `metrics`.
+
+        A record about a partition or an environment replaces the earlier record about it: a metric that it does not
+        name, such as the progress of a restore that is over, is served no longer.
+        """
         subject = {name: (labels or {})[name] for name in SUBJECTS if name in (labels or {})}
         with self._lock:
+            if subject:
+                self._forget(role, subject)
             for source, value in values.items():
                 specs, wildcard = _specs(role, source, tuple(subject))
                 if not specs and not _is_left_out(role, source, tuple(subject)):
@@ -100,6 +106,14 @@ class MetricValues:
         with self._lock:
             seen = self._distributions.get(spec.name, Distribution())
             return Distribution(list(seen.counts), seen.total)
+
+    def _forget(self, role: str, subject: Mapping[str, str]) -> None:
+        """Drop the values that earlier records about a subject had."""
+        names, place = tuple(subject), tuple(subject.values())
+        for spec in of_role(role):
+            if spec.source and spec.labels[: len(names)] == names:
+                kept = self._values.get(spec.name, {}).items()
+                self._values[spec.name] = {key: value for key, value in kept if key[: len(place)] != place}
 
     def _report(self, name: str) -> None:
         if name not in self.uncatalogued:

@@ -74,6 +74,23 @@ def test_the_time_of_a_change_stays_while_the_value_does() -> None:
     assert value(values, "rollstream_inference_version_timestamp_seconds") == {(): 1010.0}
 
 
+def test_a_record_about_a_subject_replaces_the_earlier_one_about_it() -> None:
+    values = MetricValues()
+    values.record("group", {"lag": 3, "position": 9}, {"partition": "2"})
+    values.record("group", {"lag": 4}, {"partition": "5"})
+    values.record("group", {"batches_total": 7})
+    values.put("rollstream_grouping_rollouts_total", 4, "2", "dropped", "late")
+    values.record("eval", {"eval/exact": 0.5, "eval/reward": 1.0}, {"environment": "add"})
+    values.record("eval", {"eval/close": 0.25, "eval/reward": 1.0}, {"environment": "add"})
+    values.record("group", {"position": 10}, {"partition": "2"})
+    values.record("group", {"transactions_total": 1})
+    assert value(values, "rollstream_grouping_position") == {("2",): 10}
+    assert value(values, "rollstream_grouping_lag") == {("5",): 4}
+    assert value(values, "rollstream_grouping_batches_total") == {(): 7}
+    assert value(values, "rollstream_grouping_rollouts_total") == {("2", "dropped", "late"): 4}
+    assert value(values, "rollstream_evaluation_component") == {("add", "close"): 0.25}
+
+
 def test_partitions_that_went_to_another_process_are_forgotten() -> None:
     values = MetricValues()
     for partition in "01":

@@ -11,6 +11,8 @@ from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigur
 from rollstream.consumers.grouping.process.restoration import RestoreProgress
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.run.component_metrics import NewestMetrics
+from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metric_values import VALUES
 from rollstream.topics.metrics import MetricsWriter
 from rollstream.topics.records import Metrics
 from tests.support.pairs import driver, pair
@@ -29,6 +31,20 @@ class Kept(MetricsWriter):
 
     def write(self, values: Mapping[str, float], labels: Mapping[str, str] | None = None, *, step: int = -1) -> None:
         self.written.append((dict(values), dict(labels or {})))
+
+
+class Served(Kept):
+    """Serves the metrics written to it, as a writer does for its process."""
+
+    def write(self, values: Mapping[str, float], labels: Mapping[str, str] | None = None, *, step: int = -1) -> None:
+        super().write(values, labels)
+        VALUES.record("group", values, labels)
+
+
+def served(name: str) -> dict[tuple[str, ...], float]:
+    """Values at /metrics of one metric, by its labels."""
+    [spec] = [spec for spec in CATALOGUE_OF_METRICS if spec.name == name]
+    return VALUES.values_of(spec)
 
 
 def test_metrics_are_written_of_partitions_and_of_the_process() -> None:
@@ -94,6 +110,22 @@ def test_metrics_are_written_of_partitions_and_of_the_process() -> None:
         "commit_seconds_mean": pytest.approx(0.03),
         "commit_seconds_max": 0.04,
     }
+
+
+def test_the_progress_of_a_restore_is_served_until_it_is_over() -> None:
+    figures = GroupingFigures(Served(), "g", "t", 5.0)
+    running, restored = driver(), driver()
+    restored.fold.partition = 3
+    figures.write([running.fold], {}, {3: RestoreProgress(journal_read=2, seconds=4.0)})
+    assert served("rollstream_grouping_restore_journal_read") == {("3",): 2}
+    assert set(served("rollstream_grouping_position")) == {("0",)}
+    figures.write([running.fold, restored.fold], {}, {})
+    assert served("rollstream_grouping_restore_journal_read") == served("rollstream_grouping_restore_seconds") == {}
+    assert set(served("rollstream_grouping_position")) == {("0",), ("3",)}
+    figures.write([], {}, {0: RestoreProgress(seconds=1.0)})
+    assert served("rollstream_grouping_position") == {}, "a partition that is restored again has no position yet"
+    assert served("rollstream_grouping_restore_seconds") == {("0",): 1}
+    figures.write([], {}, {})
 
 
 def test_counts_continue_and_latencies_start_again() -> None:
