@@ -179,6 +179,14 @@ _GROUPING = (
         labels=("environment",),
         when="a rollout was read",
     ),
+    *_rows(
+        "group",
+        "grouping",
+        {"biased/*": "1 while lost rollouts bias the mean of a measure, and not by chance, else 0."},
+        labels=("environment", "measure"),
+        names={"biased/*": "selection_biased"},
+        when="a rollout was read",
+    ),
 )
 
 _LABELING = _rows(

@@ -100,10 +100,11 @@ ALERTS = (
     ),
     Alert(
         name="RollstreamSelectionBias",
-        expression="abs(rollstream_grouping_shift_length) > 0.05 or abs(rollstream_grouping_shift_reward) > 0.05",
+        # Grouping decides by the shift and its standard error, which depends on the numbers of rollouts.
+        expression="max by (run, environment, measure) (rollstream_grouping_selection_biased) > 0",
         lasts="30m",
         severity="warning",
-        summary="Lost rollouts bias the training data of run {{ $labels.run }} in {{ $labels.environment }}",
+        summary="Lost rollouts bias the {{ $labels.measure }} of run {{ $labels.run }} in {{ $labels.environment }}",
         remedy="docs/selection.md says which settings lose rollouts.",
         section="The learner stalls or learns the wrong thing",
     ),

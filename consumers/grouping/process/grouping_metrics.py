@@ -114,6 +114,7 @@ class GroupingFigures:
             self._writer.write(values, {**self._labels, "partition": str(partition)})
         by_environment = selections(counts)
         self._watch.check(by_environment)
+        VALUES.keep("group", "environment", by_environment)
         for environment, selection in by_environment.items():
             if selection != self._told.get(environment):
                 self._writer.write(_of_selection(selection), {**self._labels, "environment": environment})
@@ -148,8 +149,11 @@ def _serve_fates(fold: Fold) -> None:
 
 
 def _of_selection(selection: Selection) -> dict[str, float]:
-    """Return the number of rollouts of each kind, their known means, and how far lost rollouts shifted the means."""
+    """Return the number of rollouts of each kind, their known means, how far lost rollouts shifted the means, and
+    whether each shift is an alert."""
+    alerts = selection.alerts()
     values: dict[str, float] = {f"shift_{figure}": selection.shift(figure) for figure in MEASURES}
+    values |= {f"biased/{figure}": float(figure in alerts) for figure in MEASURES}
     for name in ("produced", "batched", "without_gradient", "lost"):
         kind = getattr(selection, name)
         values[f"{name}_rollouts"] = kind.rollouts

@@ -164,8 +164,17 @@ def test_unread_records_are_near_their_deletion_by_their_age_and_read_ones_never
     assert "seconds_to_retention" not in kept_for_ever.written[0][0]
 
 
+def test_a_shift_that_chance_explains_is_served_and_is_no_bias() -> None:
+    d = driver()
+    pair(d)
+    d.pipe(example_rollout("late", 50.0))
+    GroupingFigures(Served(), "g", "t", 5.0).write([d.fold], {}, {})
+    assert served("rollstream_grouping_shift_reward")["env",] < -0.5
+    assert served("rollstream_grouping_selection_biased") == {("env", "length"): 0, ("env", "reward"): 0}
+
+
 def test_environments_are_reported_when_they_change_and_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
-    writer = Kept()
+    writer = Served()
     figures = GroupingFigures(writer, "g", "t", 5.0)
     d = driver()
     for example in range(400):
@@ -179,10 +188,14 @@ def test_environments_are_reported_when_they_change_and_warned_of_once(caplog: p
     assert [values["lost_mean_reward"] for values in written] == [50.0]
     [warned] = [r for r in caplog.records if r.getMessage() == "selection_biased"]
     assert warned.rollstream_fields["figure"] == "reward"  # type: ignore[attr-defined]
+    biased = served("rollstream_grouping_selection_biased")
+    assert biased == {("env", "length"): 0, ("env", "reward"): 1}
     # The partition leaves this process and comes back, and is then reported again at once.
-    for owned, times in (([], 1), ([d.fold], 2)):
+    for owned, times, now_biased in (([], 1, {}), ([d.fold], 2, biased)):
         figures.write(owned, {}, {})
         assert len([labels for _, labels in writer.written if "environment" in labels]) == times
+        assert served("rollstream_grouping_selection_biased") == now_biased
+        assert len(served("rollstream_grouping_lost_rollouts")) == times - 1
 
 
 def test_the_last_record_of_a_process_says_that_it_has_ended() -> None:
