@@ -30,12 +30,12 @@ class Exposition:
         *,
         process: bool = False,
     ) -> None:
-        """`labels` are added to every sample; `process` adds memory, processor time and open files of the process."""
+        """`labels` are added to every sample; `process` adds start time, memory, processor time and open files of the
+        process."""
         self._specs, self._values, self._labels = tuple(specs), values, labels
+        self._process = ProcessCollector(registry=None) if process else None
         self._registry = CollectorRegistry()
         self._registry.register(self)
-        if process:
-            ProcessCollector(registry=self._registry)
 
     def text(self) -> bytes:
         """Return the present values of all metrics as text."""
@@ -48,6 +48,9 @@ class Exposition:
                 yield self._histogram(spec, self._values.distribution_of(spec))
             elif values := self._values.values_of(spec):
                 yield self._numbers(spec, values)
+        for family in self._process.collect() if self._process else ():
+            family.samples = [sample._replace(labels={**self._labels, **sample.labels}) for sample in family.samples]
+            yield family
 
     def _numbers(self, spec: MetricSpec, values: Mapping[tuple[str, ...], float]) -> Metric:
         kind = CounterMetricFamily if spec.kind == "counter" else GaugeMetricFamily

@@ -52,10 +52,15 @@ ALERTS = (
     ),
     Alert(
         name="RollstreamRestarts",
-        expression="increase(rollstream_supervisor_restarts_total[30m]) > 1",
+        # No supervisor counts the restarts of containers, and a new pod has another address: the newest start of each
+        # process counts. Without this metric (macOS), the supervisor's counter remains.
+        expression=(
+            'changes(max by (run, process) (process_start_time_seconds{run!="",process!=""})[30m:1m]) > 1 '
+            "or on (run) sum by (run, process) (increase(rollstream_supervisor_restarts_total[30m])) > 1"
+        ),
         lasts="0m",
         severity="warning",
-        summary="Processes of run {{ $labels.run }} exit and are started again",
+        summary="Processes of run {{ $labels.run }} exit and are started again ({{ $labels.process }})",
         remedy="The logs of the run name the cause.",
         section="A process crash-loops or is stuck",
     ),

@@ -33,7 +33,14 @@ ROWS: dict[str, Sequence[Panel]] = {
                 ("min by (run) (rollstream_loop_stall_seconds{})", "limit of {{run}}"),
             ],
         ),
-        Panel("Restarts", [("rollstream_supervisor_restarts_total{}", "{{run}}")]),
+        Panel(
+            "Restarts in half an hour",
+            [
+                ("changes(max by (process) (process_start_time_seconds{})[30m:1m])", "{{process}}"),
+                ("sum by (run) (increase(rollstream_supervisor_restarts_total{}[30m]))", "all of {{run}}"),
+            ],
+            unit="none",
+        ),
     ),
     "Rollouts": (
         Panel(

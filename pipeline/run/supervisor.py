@@ -100,6 +100,8 @@ class Supervisor:
         self._clock = clock
         self._roles: dict[str, SupervisedRole] = {}
         self._loops: dict[str, CrashLoop] = {}
+        self._restarts = 0
+        """Restarts of all roles, including roles that were retired since: a counter must not fall."""
         self._hurry_until: float | None = None
         """Time until which roles may stop after a Ctrl-C."""
         self._lifeline_read, self._lifeline_write = os.pipe()  # the write end is never inherited
@@ -286,7 +288,7 @@ class Supervisor:
             {
                 "processes": len(roles),
                 "processes_ready": sum(role.ready and not role.reaped for role in roles),
-                "restarts_total": sum(role.exits for role in roles),
+                "restarts_total": self._restarts,
             },
         )
 
@@ -341,6 +343,7 @@ class Supervisor:
                 spec=spec, log=log, process=process, ready_fd=ready_read, started=time.monotonic(), heard=now
             )
             if before is not None:
+                self._restarts += 1
                 role.exits, role.ever_ready, role.recent = before.exits + 1, before.ever_ready, before.recent
             self._roles[spec.name] = role
             if registry:

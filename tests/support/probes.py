@@ -31,8 +31,7 @@ def scrape(url: str) -> tuple[Series, set[tuple[str, ...]]]:
         for sample in family.samples:
             labels = {name: value for name, value in sample.labels.items() if name not in COMMON}
             series.setdefault(sample.name, {})[tuple(sorted(labels.items()))] = sample.value
-            if not sample.name.startswith("process_"):
-                places.add(tuple(sample.labels[name] for name in COMMON))
+            places.add(tuple(sample.labels[name] for name in COMMON))
     return series, places
 
 

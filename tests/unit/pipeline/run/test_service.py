@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -89,7 +90,11 @@ def test_metrics_are_those_of_the_role_with_its_run_and_process(role: Role) -> N
     assert values["rollstream_transaction_seconds_count"] == (own, 2)
     assert values["rollstream_transaction_seconds_sum"] == (own, 90.02)
     assert values["rollstream_uncatalogued_metrics"] == (own, 0)
+    assert values["process_resident_memory_bytes"][0] == own
     assert values["process_resident_memory_bytes"][1] > 0
+    labels, started_s = values["process_start_time_seconds"]
+    assert labels == own
+    assert started_s == pytest.approx(psutil.Process().create_time(), abs=5)
     role.values.record("group", {"a_new_name": 1.0})
     assert 'rollstream_uncatalogued_metrics{process="group-0",run="main"} 1.0' in role.get("/metrics")[1]
 

@@ -17,6 +17,8 @@ from rollstream.pipeline.run.role_spec import RoleSpec
 from rollstream.pipeline.run.supervisor import RoleFailed, Supervisor
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.logs import JsonFormatter
+from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metric_values import VALUES
 from tests.support.interrupting import LIMIT_S, FairTime
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
@@ -199,6 +201,21 @@ def test_roles_that_are_retired_end_while_others_are_watched_and_may_come_back(s
         # Its end has left no trace: the role is restarted like any other, and stops with the others of its kind.
         os.kill(supervisor.pids["a-1"], signal.SIGKILL)
         poll_until(supervisor, lambda: supervisor.pids.get("a-1", 0) not in (0, before["a-1"]), "a restart")
+
+
+def test_the_count_of_restarts_does_not_fall_when_a_restarted_role_is_retired(supervisor: Supervisor) -> None:
+    [spec] = [spec for spec in CATALOGUE_OF_METRICS if spec.name == "rollstream_supervisor_restarts_total"]
+    with supervisor:
+        names = ["a-0", "a-1"]
+        supervisor.start(*(role(name, OBEDIENT, backoff_s=0.01) for name in names))
+        supervisor.wait_ready(names)
+        for name in names:
+            dead = supervisor.kill(name)
+            poll_until(supervisor, lambda dead=dead, name=name: supervisor.pids[name] != dead, "a restart")  # type: ignore[misc]
+        supervisor.retire("a-1")
+        poll_until(supervisor, lambda: not supervisor.holds("a-1"), "the end of the role")
+        supervisor.poll()
+        assert VALUES.values_of(spec) == {(): 2}
 
 
 def test_roles_of_a_kind_stop_together_when_some_were_added_later(
