@@ -27,7 +27,7 @@ from rollstream.consumers.learner.pretrained import published_dtype, resolved
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
-from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks
+from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks, serve_newest
 from rollstream.consumers.learner.records.recording_thread import RecordingThread
 from rollstream.consumers.learner.records.snapshot import Snapshots, snapshot
 from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
@@ -438,12 +438,13 @@ class _Learner:
             self._recording.start(take, contribute)
 
     def _open_sinks(self, recorder: StepRecorder) -> MetricSinks:
-        """Open the sinks and write the recorded steps that they lack."""
+        """Open the sinks, write the recorded steps that they lack, and serve the newest of these steps."""
         config = self._config
         sinks = open_sinks(config.sinks, self._kafka, self._run, config.name, recorder.last_recorded)
         self._stack.callback(sinks.close)
         for record in recorder.steps:
             sinks.write(record)
+        serve_newest(recorder.steps)
         return sinks
 
     def _changed_since(self, saved: dict[str, str]) -> bool:

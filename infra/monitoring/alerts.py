@@ -136,8 +136,9 @@ ALERTS = (
     ),
     Alert(
         name="RollstreamLearnerStalls",
-        expression="time() - max by (run) (rollstream_learner_step_timestamp_seconds) > 1800",
-        lasts="0m",
+        # Half an hour while the learner runs. One that resumes after a long stop has ten minutes for its first step.
+        expression="time() - max by (run) (rollstream_learner_step_timestamp_seconds) > 1200",
+        lasts="10m",
         severity="critical",
         summary="The learner of run {{ $labels.run }} has made no step for half an hour",
         remedy="rollstream_learner_stage_seconds and the lag of grouping say what it waits for.",

@@ -17,6 +17,7 @@ from rollstream.consumers.learner.input.excluded_batches import Exclusions
 from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.infra.ports import free_port
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning
@@ -26,6 +27,7 @@ from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import ExcludedBatch, LearnerStep, TrainingBatch
 from rollstream.topics.rl_examples import batch_digest
 from tests.support.batches import random_batch, send_batches
+from tests.support.probes import scrape
 from tests.support.runs import RealRun, with_batches
 from tests.support.waiting import eventually
 
@@ -191,8 +193,15 @@ def test_sigterm_saves_a_checkpoint_and_steps_executed_again_must_come_out_as_re
     taken = (run.directory / "snapshots").read_text().splitlines()
     assert len(taken) == 2, "a step that publishes nothing copies no parameters to the host"
 
+    port = free_port("127.0.0.1")
+    resumed = run.start("learn", **settings, service__port=port)
+    eventually(lambda: '"learner_resumed"' in run.log_of(resumed), 90, "the learner waits for batches")
+    served, _places = scrape(f"http://127.0.0.1:{port}")
+    assert served["rollstream_learner_step"] == {(): 4}
+    assert served["rollstream_learner_policy_version"] == {(): 1}, "step 3 published it, and step 4 nothing"
+    assert served["rollstream_learner_step_timestamp_seconds"] == {(): steps_of(run)[4].timestamp}
+
     send_batches(run.kafka, run.name, [random_batch(number) for number in range(8, 16)])
-    resumed = run.start("learn", **settings)
     finish(run, resumed)
     assert '"steps_again": 0' in run.log_of(resumed)
     steps = steps_of(run)

@@ -106,6 +106,20 @@ def open_sinks(config: SinksConfig, kafka: KafkaConfig, run: str, learner: str, 
     return MetricSinks(sinks)
 
 
+def serve_newest(recorded: Sequence[LearnerStep]) -> None:
+    """Serve the newest of the steps on record, given in order, with its time and the newest policy version.
+
+    A learner that resumes may wait long for its first batch, or execute recorded steps again, which no sink gets twice.
+    """
+    if not recorded:
+        return
+    VALUES.record("learn", {"step": recorded[-1].step})
+    VALUES.put("rollstream_learner_step_timestamp_seconds", recorded[-1].timestamp)
+    published = [step.policy_version for step in recorded if step.policy_version >= 0]
+    if published:
+        VALUES.record("learn", {"policy_version": published[-1]})
+
+
 class TopicSink:
     """The run's topic `metrics`, component learn-{learner}."""
 

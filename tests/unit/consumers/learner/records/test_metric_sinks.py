@@ -6,16 +6,19 @@ import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rollstream.consumers.learner.records import metric_sinks
-from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks
+from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks, serve_newest
 from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
+from rollstream.topics.metric_values import VALUES
 from rollstream.topics.records import LearnerStep
 from tests.support.paths import ROOT
 
@@ -75,6 +78,19 @@ def write(config: SinksConfig, recorded: int, *steps: int) -> MetricSinks:
 
 def lines_of(directory: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (directory / "r" / "a.jsonl").read_text().splitlines()]
+
+
+def test_a_learner_that_resumes_serves_the_newest_step_on_record_with_its_own_time() -> None:
+    def served() -> tuple[float, ...]:
+        names = ("step", "policy_version", "step_timestamp_seconds")
+        specs = {spec.name: spec for spec in CATALOGUE_OF_METRICS}
+        return tuple(VALUES.values_of(specs[f"rollstream_learner_{name}"])[()] for name in names)
+
+    recorded = [step_of(0), step_of(1), replace(step_of(2), policy_version=-1)]
+    serve_newest(recorded)
+    assert served() == (2, 1, recorded[-1].timestamp)
+    serve_newest([])
+    assert served() == (2, 1, recorded[-1].timestamp)
 
 
 def test_json_lines_hold_each_step_once_under_its_names(tmp_path: Path) -> None:
