@@ -114,9 +114,12 @@ _GROUPING = (
     *_rows(
         "group",
         "grouping",
-        {"seconds_to_retention": "Time until the broker deletes records of `rollouts` that the task has not read."},
+        {
+            "seconds_to_retention": "Shortest time until the broker deletes records of `rollouts` that the task has "
+            "not read."
+        },
         labels=("partition",),
-        when="retention.ms of `rollouts` is set",
+        when="retention.ms of `rollouts` is set and records are unread",
     ),
     *_rows(
         "group",

@@ -6,11 +6,15 @@ from dataclasses import replace
 from confluent_kafka.admin import NewPartitions
 
 from rollstream.consumers.ordinal_claim import OrdinalClaim
+from rollstream.infra.ports import free_port
 from rollstream.pipeline.audit.ledger import ledger
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
+from rollstream.topics.paused_partitions import pause
 from rollstream.topics.records import Metrics
+from tests.support.probes import scrape
 from tests.support.runs import RealRun, rollout
+from tests.support.topic_settings import change_settings
 from tests.support.untold_offsets import without_first_offsets
 from tests.support.waiting import eventually
 
@@ -25,7 +29,7 @@ sys.exit(main(sys.argv[1:]))
 ASTRAY = """
 import sys
 from confluent_kafka import OFFSET_END, TopicPartition
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, provisioning
 
 class Astray:
     "A consumer that its first seek of a partition leads to the partition's end, and not where it was sent."
@@ -43,6 +47,14 @@ class Astray:
 build = clients.group_member
 clients.group_member = lambda *arguments, **settings: Astray(build(*arguments, **settings))
 from rollstream.pipeline.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+OFTEN = """
+import sys
+from rollstream.consumers.grouping.process import retention_watch
+from rollstream.pipeline.cli import main
+retention_watch.EVERY_S = 0.2
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -141,3 +153,28 @@ def test_settings_that_differ_from_those_in_the_log_are_named_and_those_in_the_l
     [event] = [json.loads(line) for line in run.log_of(process).splitlines() if '"settings_ignored"' in line]
     assert event["settings"] == {"batch_rollouts": "64 here, 16 in the log"}
     assert "raise grouping.generation" in event["remedy"]
+
+
+def test_a_process_hears_of_a_retention_that_is_set_and_restored_while_it_runs(real_run: RealRun) -> None:
+    run, port = real_run.prepare(), free_port("127.0.0.1")
+    run.start("group", script=OFTEN, service__port=port, grouper__metrics_interval_s=0.1)
+
+    def served(name: str) -> dict[tuple[tuple[str, str], ...], float]:
+        return scrape(f"http://127.0.0.1:{port}")[0].get(f"rollstream_grouping_{name}", {})
+
+    eventually(lambda: '"task_restored"' in run.log_of(run.processes[0]), 60, "the process groups")
+    run.send([rollout(f"x{example}", 0) for example in range(16)])
+    eventually(lambda: min(served("stream_time_seconds").values(), default=0) > 0, 60, "records of both partitions")
+    for partition in range(2):
+        pause(run.kafka, run.name, partition, "so that rollouts stay unread")
+    eventually(lambda: set(served("paused").values()) == {1.0}, 60, "both partitions to be paused")
+    run.send([rollout(f"y{example}", 0) for example in range(16)])
+    eventually(lambda: all(served("lag").values()), 60, "unread rollouts")
+    assert served("seconds_to_retention") == {}
+
+    change_settings(run.kafka, run.topic("rollouts"), retention__ms="1800000")
+    left = eventually(lambda: served("seconds_to_retention"), 60, "the time until the deletion")
+    assert all(1000 < left_s < 1800 for left_s in left.values())
+    provisioning.apply(run.kafka, run.topics, run.name)
+    eventually(lambda: served("seconds_to_retention") == {}, 60, "no deletion any more")
+    assert all(served("lag").values())

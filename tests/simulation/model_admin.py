@@ -1,4 +1,4 @@
-"""Answers of an admin client about the topics of the model: names, ids, partitions, settings."""
+"""Answers of an admin client about the topics of the model: names, ids, partitions."""
 
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
@@ -30,12 +30,6 @@ class Description(NamedTuple):
     topic_id: str
 
 
-class Setting(NamedTuple):
-    """A setting of a topic."""
-
-    value: str
-
-
 def metadata_of(cluster: Cluster, topic: str | None) -> Metadata:
     """Return the metadata of a topic, or of all."""
     names = [topic] if topic is not None else list(cluster.topics)
@@ -59,9 +53,6 @@ class ModelAdmin:
 
     def describe_topics(self, topics: Any) -> dict[str, "Future[Description]"]:
         return {name: _done(Description(f"id-of-{name}")) for name in topics.topic_names}
-
-    def describe_configs(self, resources: Iterable[Any]) -> dict[Any, "Future[dict[str, Setting]]"]:
-        return {resource: _done({"retention.ms": Setting("-1")}) for resource in resources}
 
     def describe_consumer_groups(self, names: Iterable[str], *, request_timeout: float) -> dict[str, "Future[Any]"]:
         assert request_timeout > 0

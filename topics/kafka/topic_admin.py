@@ -4,6 +4,7 @@ import difflib
 import math
 import time
 from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -33,6 +34,8 @@ _TIMEOUT_S = 30.0
 _ANSWER_S = 10.0
 _LOOK_S = 1.0
 """Longest wait for one answer about the brokers, and between two requests."""
+Settings = Mapping[str, Any]
+"""Settings of a topic or a broker, by name; the client has no type for them."""
 _NAMED = 3
 """Largest number of runs that an error names."""
 
@@ -108,7 +111,23 @@ def partitions_of(config: KafkaConfig, topic: str, client: "AdminClient | Consum
 
 def retention_s(config: KafkaConfig, topic: str) -> float:
     """Time for which brokers keep a record of a topic; infinite if they keep it forever or do not say."""
-    retention_ms = _setting(clients.admin(config), ConfigResource(ResourceType.TOPIC, topic), "retention.ms")
+    client = clients.admin(config)
+    try:
+        return retention_in(answer_of(request_settings(client, topic), _TIMEOUT_S))
+    except KafkaException:  # a user who may not see settings can still work
+        return math.inf
+
+
+def request_settings(client: "AdminClient", topic: str) -> Future[Settings]:
+    """Request the settings of a topic without waiting for the answer, which comes or fails within 30 s."""
+    resource = ConfigResource(ResourceType.TOPIC, topic)
+    return client.describe_configs([resource], request_timeout=_TIMEOUT_S)[resource]
+
+
+def retention_in(settings: Settings) -> float:
+    """Return the time for which brokers keep a record of a topic with these settings; infinite if they keep it forever
+    or do not say."""
+    retention_ms = _number(settings, "retention.ms")
     return math.inf if retention_ms is None or retention_ms < 0 else retention_ms / 1000
 
 
@@ -125,11 +144,15 @@ def positions_kept_s(config: KafkaConfig) -> float:
 
 
 def _setting(client: "AdminClient", resource: "ConfigResource", name: str) -> int | None:
-    """A number among the settings of a topic or a broker; None if this user may not see it, or if it does not exist."""
+    """A number among the settings of a broker; None if this user may not see it, or if it does not exist."""
     try:
         settings = answer_of(client.describe_configs([resource])[resource], _TIMEOUT_S)
     except KafkaException:  # a user who may not see settings can still work
         return None
+    return _number(settings, name)
+
+
+def _number(settings: Settings, name: str) -> int | None:
     # Brokers that only speak Kafka's protocol may lack it.
     return int(settings[name].value) if name in settings and settings[name].value else None
 

@@ -30,15 +30,11 @@ class GroupingFigures:
         topic: str,
         interval_s: float,
         clock: Callable[[], float] = time.monotonic,
-        *,
-        retention_s: float = math.inf,
     ) -> None:
-        """`retention_s` is how long brokers keep a record of `topic`; infinity means forever."""
         self._writer = writer
         self._labels = {"consumergroup": group, "topic": topic}
         self._interval_s = interval_s
         self._clock = clock
-        self._retention_s = retention_s
         self._due_s = clock()
         self._totals = dict.fromkeys(
             ("transactions", "batches", "batched", "dropped", "dead_lettered", "finished_groups"), 0
@@ -76,11 +72,12 @@ class GroupingFigures:
         restoring: Mapping[int, RestoreProgress],
         more: Mapping[str, float] = MappingProxyType({}),
         paused: Collection[int] = (),
+        retention_s: float = math.inf,
     ) -> None:
         """Write the metrics now.
 
         `ends` holds the known ends of partitions, `more` further metrics of the whole process, and `paused` the
-        partitions that are not being read.
+        partitions that are not being read. `retention_s` is how long brokers keep a record; infinity means forever.
         """
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
@@ -100,9 +97,10 @@ class GroupingFigures:
             }
             if fold.partition in ends:
                 values["lag"] = max(0, ends[fold.partition] - fold.position)
-                if math.isfinite(self._retention_s):
-                    age_s = time.time() - fold.stream_time_ms / 1000 if values["lag"] else 0.0
-                    values["seconds_to_retention"] = self._retention_s - age_s
+                if values["lag"] and math.isfinite(retention_s):
+                    # Unread records are no older than the newest that was read; before the first, any age is possible.
+                    age_s = time.time() - fold.stream_time_ms / 1000
+                    values["seconds_to_retention"] = max(0.0, retention_s - age_s)
             _serve_fates(fold)
             for name in whole.keys() & values.keys():
                 whole[name] += int(values[name])

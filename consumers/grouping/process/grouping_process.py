@@ -20,6 +20,7 @@ from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigur
 from rollstream.consumers.grouping.process.punctuator import Punctuator
 from rollstream.consumers.grouping.process.reading_pace import ReadingPace
 from rollstream.consumers.grouping.process.restorer import Restorer
+from rollstream.consumers.grouping.process.retention_watch import RetentionWatch
 from rollstream.consumers.grouping.process.task_manager import TaskManager
 from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.consumers.transactions import OwnershipLost
@@ -27,7 +28,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, Fenced
 from rollstream.topics.heartbeats import beat
-from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Polled
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -94,8 +95,8 @@ class GroupingProcess:
             self._group,
             self._topic,
             grouper.metrics_interval_s,
-            retention_s=topic_admin.retention_s(kafka, self._topic),
         )
+        self._retention = RetentionWatch(kafka, self._topic)
         self._committer = Committer(run, self._group, self._publisher, self._figures)
         self._manager = self._new_manager()
         self._on_ready: Callable[[], None] | None = on_ready
@@ -167,7 +168,8 @@ class GroupingProcess:
         folds = (task.fold for task in self._manager.tasks.values())
         ignored = len(self._punctuator.ignored_settings)
         more = {"records_skipped_total": self._skipped.total, "settings_ignored": ignored}
-        self._figures.write(folds, ends, self._restorer.progress, more, paused=paused)
+        retention_s = self._retention.newest_s()
+        self._figures.write(folds, ends, self._restorer.progress, more, paused=paused, retention_s=retention_s)
 
     # ------------------------------------------------------------------ membership
 

@@ -1,6 +1,7 @@
 """Figures of a grouping process: sums over its partitions, counts since its start, latencies since the last report."""
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -151,17 +152,21 @@ def test_an_unknown_lag_is_not_reported() -> None:
 
 
 def test_unread_records_are_near_their_deletion_by_their_age_and_read_ones_never_are() -> None:
-    writer, d = Kept(), driver()
-    figures = GroupingFigures(writer, "g", "t", 5.0, retention_s=3600.0)
+    d = driver()
+    figures = GroupingFigures(Served(), "g", "t", 5.0)
     d.pipe(example_rollout("open", 1.0), at_ms=int(1000 * time.time()) - 600_000)
-    figures.write([d.fold], {0: d.fold.position}, {})
-    assert writer.written[0][0]["seconds_to_retention"] == 3600
-    figures.write([d.fold], {0: d.fold.position + 1}, {})
-    left_s = next(v["seconds_to_retention"] for v, labels in writer.written[2:] if "partition" in labels)
+
+    def seconds_left(unread: int, retention_s: float) -> float | None:
+        figures.write([d.fold], {0: d.fold.position + unread}, {}, retention_s=retention_s)
+        return served("rollstream_grouping_seconds_to_retention").get(("0",))
+
+    assert seconds_left(0, 3600.0) is None
+    left_s = seconds_left(1, 3600.0)
+    assert left_s is not None
     assert 2900 < left_s <= 3000
-    kept_for_ever = Kept()
-    GroupingFigures(kept_for_ever, "g", "t", 5.0).write([d.fold], {0: d.fold.position + 1}, {})
-    assert "seconds_to_retention" not in kept_for_ever.written[0][0]
+    assert seconds_left(1, math.inf) is None, "somebody has restored the setting"
+    assert seconds_left(1, 300.0) == 0
+    assert seconds_left(0, 300.0) is None, "all has been read"
 
 
 def test_a_shift_that_chance_explains_is_served_and_is_no_bias() -> None:
