@@ -215,11 +215,11 @@ def _prompt_problem(prompt: object) -> str:
     """Return why an object is no prompt that can be played and recorded, with the remedy; empty if it is one."""
     if not isinstance(prompt, Prompt):
         return f"is of type {type(prompt).__name__}; make it a rollstream.Prompt"
-    name, text, answer = prompt.example_id, prompt.text, prompt.answer
-    # One condition, because a dataset may have millions of prompts.
-    if isinstance(name, str) and isinstance(text, str) and isinstance(answer, str) and 0 < len(name) <= NAME_LIMIT:
+    name, text = prompt.example_id, prompt.text
+    # One condition, because a dataset may have millions of prompts. The answer concerns nobody but the environment.
+    if isinstance(name, str) and isinstance(text, str) and 0 < len(name) <= NAME_LIMIT:
         return ""
-    for field, value in {"example_id": name, "text": text, "answer": answer}.items():
+    for field, value in {"example_id": name, "text": text}.items():
         if not isinstance(value, str):
             return f"has {field} = {value!r}, of type {type(value).__name__}; make it a str"
     return f"has an example_id of {len(name)} characters; give it 1 to {NAME_LIMIT}"

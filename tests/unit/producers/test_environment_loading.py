@@ -42,7 +42,7 @@ class Given(Echo):
             "texts": ["a?"],
             "int id": [good, Prompt(example_id=3, text="b?")],
             "no text": [good, Prompt(example_id="b", text=None)],
-            "int answer": [Prompt(example_id="b", text="b?", answer=4)],
+            "int text": [Prompt(example_id="b", text=4)],
             "empty id": [Prompt(example_id="", text="b?")],
             "long id": [Prompt(example_id="b" * 513, text="b?")],
         }[self.kind]
@@ -187,7 +187,7 @@ def test_an_installed_package_names_environments_by_an_entry_point(
         ("Given", {"kind": "texts"}, r"given: prompts\('train'\)\[0\] is of type str; make it a rollstream.Prompt"),
         ("Given", {"kind": "int id"}, r"given: prompts\('train'\)\[1\] has example_id = 3, of type int; make it a str"),
         ("Given", {"kind": "no text"}, r"prompts\('train'\)\[1\] has text = None, of type NoneType; make it a str"),
-        ("Given", {"kind": "int answer"}, r"prompts\('train'\)\[0\] has answer = 4, of type int; make it a str"),
+        ("Given", {"kind": "int text"}, r"prompts\('train'\)\[0\] has text = 4, of type int; make it a str"),
         ("Given", {"kind": "empty id"}, r"prompts\('train'\)\[0\] has an example_id of 0 characters; give it 1 to 512"),
         (
             "Given",
