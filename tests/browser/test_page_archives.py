@@ -84,7 +84,7 @@ def test_a_chart_that_is_zoomed_stays_so_when_steps_are_added(address: str, arch
         return chart.locator(".chart-at").inner_text()
 
     assert first_step() == "step 0"
-    width = (plot.bounding_box() or {})["width"]
+    width = plot.evaluate("each => each.clientWidth")
     plot.drag_to(plot, source_position={"x": width / 2, "y": 20}, target_position={"x": width - 2, "y": 20})
     zoomed = first_step()
     assert zoomed in ("step 9", "step 10")

@@ -54,13 +54,13 @@ def _fill(config: RunConfig, archive: str, pipe: Connection) -> None:
 
 def _read(index: RunIndex, pipe: Connection) -> None:
     """Index the records that arrive, and report the progress, until an error occurs."""
-    moved, told, looked = True, None, -_EVERY_S
+    moved, reported, looked = True, None, -_EVERY_S
     while True:
         if time.monotonic() >= looked + (_EVERY_S if moved else _LOOK_S):
             looked = time.monotonic()
             progress = index.progress()
-            if moved or progress != told:
-                moved, told = False, progress
+            if moved or progress != reported:
+                moved, reported = False, progress
                 pipe.send(Filled(progress))
         began = time.monotonic()
         if index.poll(_POLL_S):
