@@ -52,7 +52,7 @@ sys.exit(main(sys.argv[1:]))
 
 OFTEN = """
 import sys
-from rollstream.consumers.grouping.process import retention_watch
+from rollstream.topics.kafka import retention_watch
 from rollstream.pipeline.cli import main
 retention_watch.EVERY_S = 0.2
 sys.exit(main(sys.argv[1:]))

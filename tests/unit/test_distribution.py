@@ -176,6 +176,8 @@ def test_nothing_is_installed_without_a_digest() -> None:
     """`make` and the image install from the locks alone; when they install the project, no dependency is missing."""
     for name in ("Makefile", "infra/image/Dockerfile"):
         text = (ROOT / name).read_text().replace("\\\n", " ")
+        for variable, value in re.findall(r"^(\w+) = (.*\bpip install\b.*)$", text, re.MULTILINE):
+            text = text.replace(f"{variable} = {value}\n", "").replace(f"$({variable})", value)
         commands = [line for line in text.splitlines() if re.search(r"\bpip install\b", line)]
         assert commands
         for command in commands:

@@ -20,7 +20,6 @@ from rollstream.consumers.grouping.process.grouping_metrics import GroupingFigur
 from rollstream.consumers.grouping.process.punctuator import Punctuator
 from rollstream.consumers.grouping.process.reading_pace import ReadingPace
 from rollstream.consumers.grouping.process.restorer import Restorer
-from rollstream.consumers.grouping.process.retention_watch import RetentionWatch
 from rollstream.consumers.grouping.process.task_manager import TaskManager
 from rollstream.consumers.grouping.process.transaction_publisher import TransactionPublisher
 from rollstream.consumers.transactions import OwnershipLost
@@ -31,6 +30,7 @@ from rollstream.topics.heartbeats import beat
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.group_member import GroupMember, MembershipLost
 from rollstream.topics.kafka.reader import Polled
+from rollstream.topics.kafka.retention_watch import RetentionWatch
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
 from rollstream.topics.metrics import MetricsWriter

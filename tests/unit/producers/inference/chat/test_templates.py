@@ -113,10 +113,10 @@ def test_a_conversation_without_the_beginning_of_the_next_turn_ends_after_its_la
     template: ChatTemplate, tokenizer: TokenizerFile
 ) -> None:
     messages = [SYSTEM, USER, {"role": "assistant", "content": "It is 42."}]
-    told = tokenizer.decode(template.render(messages, TOOLS, generation_prompt=False))
-    assert tokenizer.decode(template.render(messages, TOOLS)).startswith(told)
-    assert told.count("assistant\n") == 1
-    assert "It is 42." in told.rpartition("assistant\n")[2]
+    closed = tokenizer.decode(template.render(messages, TOOLS, generation_prompt=False))
+    assert tokenizer.decode(template.render(messages, TOOLS)).startswith(closed)
+    assert closed.count("assistant\n") == 1
+    assert "It is 42." in closed.rpartition("assistant\n")[2]
 
 
 def test_calls_and_reasoning_are_read_from_the_tokens(checkpoint: Path, tokenizer: TokenizerFile) -> None:

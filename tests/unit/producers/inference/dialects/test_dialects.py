@@ -126,8 +126,8 @@ def test_texts_chats_and_tokens_are_converted_as_vllm_does_it(server: InferenceS
     chat = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
     answer = json.loads(post(f"{server.url}/tokenize", chat)[1])
     assert answer == {"tokens": PROMPT, "count": len(PROMPT), "max_model_len": 2048}
-    told = json.dumps({"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}).encode()
-    assert json.loads(post(f"{server.url}/tokenize", told)[1])["tokens"] == PROMPT[: -len("assistant\n")]
+    closed = json.dumps({"messages": [{"role": "user", "content": "hi"}], "add_generation_prompt": False}).encode()
+    assert json.loads(post(f"{server.url}/tokenize", closed)[1])["tokens"] == PROMPT[: -len("assistant\n")]
     back = json.dumps({"tokens": TOKENIZER.encode("hi")}).encode()
     assert json.loads(post(f"{server.url}/detokenize", back)[1]) == {"prompt": "hi"}
     assert post(f"{server.url}/detokenize", b'{"tokens": [999]}')[0] == 400

@@ -3,8 +3,8 @@
 import math
 import socket
 
-from rollstream.consumers.grouping.process.retention_watch import EVERY_S, RetentionWatch
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.kafka.retention_watch import EVERY_S, RetentionWatch
 from tests.support.waiting import eventually
 
 
