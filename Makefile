@@ -47,35 +47,37 @@ $(STAMP): requirements.txt pyproject.toml
 		echo "rollstream needs Python 3.11 or newer as '$(PYTHON)' (found: $$($(PYTHON) --version 2>&1)); install one or run: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements-uv.txt
-	$(UV_INSTALL) --python $(BIN)/python --require-hashes -r requirements.txt
+	@echo "installing the locked requirements into $(VENV)"
+	@$(UV_INSTALL) --python $(BIN)/python --require-hashes -r requirements.txt
 	@# A copy that lost its symbolic links (some archives do) has small files in their place, or the folders themselves.
 	@for folder in consumers infra pipeline producers topics; do \
 		test -d src/rollstream/$$folder || ln -sfn ../../$$folder src/rollstream/$$folder; done
-	$(UV_INSTALL) --python $(BIN)/python --no-build-isolation --no-deps -e .
+	@$(UV_INSTALL) --python $(BIN)/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 # Gigabytes that only the long tests need.
 $(LONG_STAMP): requirements-long.txt $(STAMP)
-	$(UV_INSTALL) --python $(BIN)/python --require-hashes -r requirements-long.txt
+	@echo "installing what the long tests compare with into $(VENV)"
+	@$(UV_INSTALL) --python $(BIN)/python --require-hashes -r requirements-long.txt
 	@touch $@
 
 # A real engine, a real library of environments and a real trainer, each in an environment of its own: their requirements
 # contradict ours, or, as those of a trainer in torch, show what is not needed.
 $(VLLM_STAMP): requirements-vllm.txt $(STAMP)
 	$(BIN)/python -m tests.engines.vllm_environment $(VLLM)
-	$(UV_INSTALL) --python $(VLLM)/bin/python --no-build-isolation --no-deps -e .
+	@$(UV_INSTALL) --python $(VLLM)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(VERIFIERS_STAMP): requirements-verifiers.txt $(STAMP)
 	@test -x $(VERIFIERS)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(VERIFIERS)
-	$(UV_INSTALL) --python $(VERIFIERS)/bin/python --require-hashes -r requirements-verifiers.txt
-	$(UV_INSTALL) --python $(VERIFIERS)/bin/python --no-build-isolation --no-deps -e .
+	@$(UV_INSTALL) --python $(VERIFIERS)/bin/python --require-hashes -r requirements-verifiers.txt
+	@$(UV_INSTALL) --python $(VERIFIERS)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 $(TRL_STAMP): requirements-trl.txt $(STAMP)
 	@test -x $(TRL)/bin/python || $(BIN)/uv venv --quiet --python $(BIN)/python $(TRL)
-	$(UV_INSTALL) --python $(TRL)/bin/python --require-hashes -r requirements-trl.txt
-	$(UV_INSTALL) --python $(TRL)/bin/python --no-build-isolation --no-deps -e .
+	@$(UV_INSTALL) --python $(TRL)/bin/python --require-hashes -r requirements-trl.txt
+	@$(UV_INSTALL) --python $(TRL)/bin/python --no-build-isolation --no-deps -e .
 	@touch $@
 
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
