@@ -78,12 +78,13 @@ class LoadedEnvironment:
         two share an id.
         """
         prompts = self.environment.prompts(split)
-        if not isinstance(prompts, Sequence):
+        # Any class with a length and an index will do, such as a lazy list.
+        if isinstance(prompts, Mapping) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
             raise ConfigurationError(
                 f"environment {self.name} returns a {type(prompts).__name__} from prompts({split!r}); return a list of "
                 "rollstream.Prompt"
             )
-        if not prompts and split == "train":
+        if len(prompts) == 0 and split == "train":
             raise ConfigurationError(f"environment {self.name} has no prompts to train on; prompts('train') is empty")
         names: set[str] = set()
         for index, prompt in enumerate(prompts):

@@ -28,6 +28,14 @@ class Echo(SingleTurn):
         return Score(reward=float(response_text == prompt.answer))
 
 
+class LazyPrompts:
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        return [Prompt(example_id=name, text=name + "?") for name in "ab"][index]
+
+
 class Given(Echo):
     name = "given"
 
@@ -38,6 +46,7 @@ class Given(Echo):
         good = Prompt(example_id="a", text="a?")
         return {
             "generator": (prompt for prompt in [good]),
+            "lazy": LazyPrompts(),
             "dict": {"a": good},
             "texts": ["a?"],
             "int id": [good, Prompt(example_id=3, text="b?")],
@@ -166,6 +175,11 @@ def test_an_installed_package_names_environments_by_an_entry_point(
             loaded("ecko")
     finally:
         sys.modules.pop("game", None)
+
+
+def test_prompts_may_be_a_lazy_list(game: Path) -> None:
+    prompts = loaded(f"{game}:Given", options={"kind": "lazy"}).prompts("train")
+    assert [prompt.example_id for prompt in prompts] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
