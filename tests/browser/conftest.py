@@ -8,7 +8,7 @@ from playwright.sync_api import Browser
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Turn
 from tests.browser import chromium
-from tests.browser.served_run import GROUPS, HOSTILE, ServedRun, await_index, url_of
+from tests.browser.served_run import GROUPS, HOSTILE, ServedRun
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -44,9 +44,6 @@ def served(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         run.send(rollout("flat", member, reward=1.0) for member in range(4))
         run.send_bytes("rollouts", HOSTILE.encode(), b"key", 0)
         eventually(lambda: len(run.read("batches")) >= 4, 60, "batches")
-        process = run.start("ui")
-        url = url_of(run, process)
-        await_index(run, url)
-        yield ServedRun(run, process, url)
+        yield ServedRun.start(run)
     finally:
         run.stop()

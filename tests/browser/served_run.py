@@ -5,7 +5,7 @@ import re
 import subprocess
 import urllib.request
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
@@ -21,6 +21,14 @@ class ServedRun:
     run: RealRun
     process: "subprocess.Popen[bytes]"
     url: str
+
+    @classmethod
+    def start(cls, run: RealRun) -> Self:
+        """Serve the page of a run; return when it has indexed what is on the log."""
+        process = run.start("ui")
+        url = url_of(run, process)
+        await_index(run, url)
+        return cls(run, process, url)
 
     def kill(self) -> None:
         self.process.kill()

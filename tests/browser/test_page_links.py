@@ -11,7 +11,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import SessionEvent
 from tests.browser.chromium import PATIENCE_MS, visit
-from tests.browser.served_run import ServedRun, await_index, command, url_of
+from tests.browser.served_run import ServedRun, command
 from tests.support.planted import plant
 from tests.support.runs import RealRun
 
@@ -28,10 +28,7 @@ def trained(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         finished = SessionEvent(session="good1", kind="finished", author="a", uids=UIDS, wall_time=1.0)
         for event in (start, finished):
             run.send_bytes("calls", encode(event), encode_key("good1"), 0)
-        process = run.start("ui")
-        url = url_of(run, process)
-        await_index(run, url)
-        yield ServedRun(run, process, url)
+        yield ServedRun.start(run)
     finally:
         run.stop()
 
