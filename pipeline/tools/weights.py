@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rollstream.consumers.files import safetensors_files
-from rollstream.consumers.files.atomic_files import replacing
+from rollstream.consumers.files import npz_files, safetensors_files
 from rollstream.consumers.files.stores import shown
 from rollstream.consumers.models import huggingface
 from rollstream.consumers.models.adapters import save_merged
@@ -379,11 +378,10 @@ def _difference(before: NDArray[Any], after: NDArray[Any]) -> tuple[str, int, in
 def _write_npz(path: Path, arrays: Mapping[str, SpooledTensor]) -> None:
     """Write arrays by name. Dtypes that numpy's files cannot name are written as float32, which holds their values."""
     floats = huggingface.converted_lazily
-    plain_arrays: dict[str, Any] = {
+    named: dict[str, safetensors_files.Storable] = {
         name: floats(array, np.float32) if array.dtype.kind == "V" else array for name, array in arrays.items()
     }
-    with replacing(path) as file:
-        np.savez(file, allow_pickle=False, **plain_arrays)
+    npz_files.write(path, named)
 
 
 def _model_of(manifest: PolicyManifest) -> DecoderConfig | None:

@@ -129,9 +129,13 @@ def test_adapters_are_merged_into_the_checkpoint_that_is_pulled(run: RealRun, tm
 def test_parameters_of_no_model_are_pulled_as_tensors(run: RealRun, tmp_path: Path) -> None:
     with StepWriter(run.kafka, run.name) as trainer:
         trainer.publish_version({"dense": {"kernel": np.ones((2, 3), np.float32)}})
+        trainer.publish_version({"file": np.ones(3, np.float32)})
     pulled = answer(run, "pull", "0", "-o", str(tmp_path))
     [(name, array)] = safetensors_files.read(Path(pulled["path"])).items()
     assert (name, array.astype(np.float32).tolist()) == ("dense/kernel", [[1.0] * 3] * 2)
+    pulled = answer(run, "pull", "1", "-o", str(tmp_path), "--format", "npz")
+    with np.load(pulled["path"], allow_pickle=False) as stored:
+        assert {name: array.tolist() for name, array in stored.items()} == {"file": [1.0] * 3}
 
 
 @pytest.mark.parametrize("anchor_every", [1, 10])
