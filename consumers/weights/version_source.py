@@ -78,6 +78,11 @@ class VersionSource(Closing):
         """Close the consumers."""
         self._stack.close()
 
+    @property
+    def known_versions(self) -> frozenset[int]:
+        """Versions whose manifests are in memory, because a version that is yet to be fetched may build on them."""
+        return frozenset(self._published)
+
     def poll(self, wait_s: float = 0.05) -> WholeVersion | None:
         """Return a version newer than all returned before, if one can be fetched; wait up to `wait_s` for a manifest.
 
@@ -100,7 +105,8 @@ class VersionSource(Closing):
                 self._candidates.add(manifest)
                 self._published[manifest.version] = manifest
                 self._refused.discard(manifest.version)
-        forget(self._published, held if held >= 0 else self._candidates.oldest)
+        # The held version is not enough: while no newer version can be fetched, every further manifest would be kept.
+        forget(self._published, max(held, self._candidates.oldest))
         self._refused.intersection_update(self._published)
 
     def _fetch(self, manifest: PolicyManifest) -> WholeVersion | None:

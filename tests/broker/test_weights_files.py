@@ -18,6 +18,7 @@ from rollstream.consumers.step_writer import StepWriter
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
+from rollstream.consumers.weights.version_source import VersionSource, WholeVersion
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.params_digest import params_digest
@@ -248,6 +249,32 @@ def test_a_store_that_fails_for_a_while_keeps_followers_on_the_version_they_have
         assert holds(follower, 2)
     assert "503 Slow Down" in log_lines(caplog)
     assert "password" not in log_lines(caplog)
+
+
+def test_a_source_that_can_fetch_nothing_for_long_keeps_few_manifests_and_then_gets_the_newest(
+    run: RealRun, faulty: type[FaultyFiles]
+) -> None:
+    newest = 40
+    with (
+        writer(run, "faulty://bucket/w") as publisher,
+        VersionSource(run.kafka, run.name, config=WeightsConfig(fetch_timeout_s=0.2)) as source,
+    ):
+
+        def fetched(version: int) -> WholeVersion | None:
+            whole = source.poll()
+            return whole if whole is not None and whole.manifest.version == version else None
+
+        publisher.publish_version(params_of(0))
+        eventually(lambda: fetched(0), 300, "version 0 is held")
+        faulty.always["read:"] = SLOW_DOWN
+        for version in range(1, newest + 1):
+            publisher.publish_version(params_of(version))
+            assert source.poll() is None
+        eventually(lambda: fetched(newest) or newest in source.known_versions, 300, "every manifest is read")
+        assert len(source.known_versions) <= 8 + FILES.anchor_every, "8 candidates and the full version before them"
+        faulty.always.clear()
+        whole = eventually(lambda: fetched(newest), 300, "the newest version is held")
+        assert params_digest(whole.arrays) == params_digest(params_of(newest))
 
 
 def test_versions_pass_through_an_s3_server(run: RealRun) -> None:
