@@ -125,6 +125,15 @@ class LocalStore:
                 return
 
 
+def check_mounted(store: Store, folder: str) -> None:
+    """Raise OSError if a store is a directory without a folder that must be in it.
+
+    A mount point is an empty directory until the store is mounted.
+    """
+    if isinstance(store, LocalStore) and not (store.root / folder).is_dir():
+        raise OSError(f"{store.url} is not on this machine; is it mounted?")
+
+
 class FsspecStore:
     """A folder of an fsspec file system: s3://, gs://, memory:// and others.
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rollstream.consumers.files.stores import LocalStore, Store, open_store, shown
+from rollstream.consumers.files.stores import Store, check_mounted, open_store, shown
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.parallel import abandoned_threads, in_parallel
@@ -134,9 +134,7 @@ class _Reading(NamedTuple):
                 return data
             stored = store.size_bytes(name)
         except FileNotFoundError as error:
-            # A mount point is an empty directory until the store is mounted, and publishers make one for each run.
-            if isinstance(store, LocalStore) and not (store.root / name.split("/")[0]).is_dir():
-                raise OSError(f"{root} is not on this machine; is it mounted?") from error
+            check_mounted(store, name.split("/")[0])  # Publishers make a folder for each run.
             raise ChunksGone(
                 f"{shown(chunk.url)}, chunk {chunk.index} of policy version {version}, is missing; {_HEALED}"
             ) from error

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import StoredFile, open_store, shown
+from rollstream.consumers.files.stores import StoredFile, check_mounted, open_store, shown
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_names import parsed, place_of, root_of
@@ -89,12 +89,17 @@ def _normal(url: str) -> str:
     return url.rstrip("/") or "/"
 
 
-def listed_files(run: str, urls: Iterable[str], *, timeout_s: float) -> dict[str, Mapping[str, StoredFile] | str]:
-    """Return the files of a run at each URL, or why they cannot be listed within `timeout_s` per URL."""
-    return {url: _listed(run, url, timeout_s) for url in urls}
+def listed_files(
+    run: str, urls: Iterable[str], *, timeout_s: float, in_use: Collection[str] = ()
+) -> dict[str, Mapping[str, StoredFile] | str]:
+    """Return the files of a run at each URL, or why they cannot be listed within `timeout_s` per URL.
+
+    At URLs `in_use` there must be files of the run, so that a directory without any is not mounted.
+    """
+    return {url: _listed(run, url, timeout_s, url in in_use) for url in urls}
 
 
-def _listed(run: str, url: str, timeout_s: float) -> Mapping[str, StoredFile] | str:
+def _listed(run: str, url: str, timeout_s: float, in_use: bool) -> Mapping[str, StoredFile] | str:
     deadline = time.monotonic() + timeout_s
 
     def check() -> None:
@@ -104,6 +109,8 @@ def _listed(run: str, url: str, timeout_s: float) -> Mapping[str, StoredFile] | 
     try:
         store = open_store(url)
         [files] = in_parallel([run], store.listing, 1, check=check, ended=threading.Event())
+        if in_use:
+            check_mounted(store, run)
         return files
     except Exception as error:  # Each file system raises different errors.
         return shown(brief(error))

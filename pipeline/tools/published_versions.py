@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
 from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.file_retention import listed_files, roots
@@ -22,8 +23,8 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import PolicyManifest
 
 THERE, EXPIRING, GONE, UNLISTED = "there", "expiring", "gone", "unlisted"
-"""States of a version's chunks: there; there, but tombstoned; gone; and in a store that does not answer. If only some
-are gone, the state is their number and the word gone."""
+"""States of a version's chunks: there; there, but tombstoned; gone; and in a store that does not answer or is not
+mounted. If only some are gone, the state is their number and the word gone."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class PublishedVersion:
     """Number of its chunks."""
     dtypes: str
     """Names of its tensors' dtypes, joined by +."""
+    stores: frozenset[str]
+    """URLs of the stores that have chunks of it."""
 
 
 class PublishedVersions:
@@ -79,12 +82,16 @@ class PublishedVersions:
                 sum(chunk.size_bytes for chunk in manifest.chunks),
                 len(manifest.chunks),
                 "+".join(sorted({tensor.dtype for tensor in manifest.tensors})),
+                frozenset(place_of(chunk.url)[0] for chunk in manifest.chunks if chunk.url),
             )
             yield manifest
 
     def _files(self) -> "_Files":
         timeout_s = self._config.learner.weights.store_timeout_s
-        stores = listed_files(self._config.run, self._urls, timeout_s=timeout_s)
+        # A learner keeps the newest version and those that it builds on, whatever its settings are.
+        newest = needed({number: version.manifest for number, version in self.by_number.items()}, 1)
+        in_use = {url for number in newest for url in self.by_number[number].stores}
+        stores = listed_files(self._config.run, self._urls, timeout_s=timeout_s, in_use=in_use)
         sizes = {
             f"{url}/{name}": file.size_bytes
             for url, files in stores.items()
@@ -110,7 +117,7 @@ class _Files(NamedTuple):
     sizes: dict[str, int]
     """Size in bytes by URL."""
     unlisted: set[str]
-    """URLs of stores that did not answer."""
+    """URLs of stores that did not answer or are not mounted."""
 
 
 class _ChunksOnLog(NamedTuple):

@@ -32,7 +32,7 @@ from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
 from rollstream.pipeline.tools.plain_values import compact, plain, tell, time_text
-from rollstream.pipeline.tools.published_versions import GONE, PublishedVersions
+from rollstream.pipeline.tools.published_versions import GONE, UNLISTED, PublishedVersions
 from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka import clients
 from rollstream.topics.records import PolicyManifest
@@ -201,8 +201,13 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
     manifests = _manifests(config, *unchecked).by_version
     with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
         verifier = _Verifier(fetcher, manifests, config.learner.weights.fetch_timeout_s)
+        unread = ""
         for number in unchecked:
-            answers[number] = verifier.check(number)
+            # If a store does not answer, each version in it that must be whole is waited for, but only one other.
+            again = not unread or states[number] != UNLISTED or number in kept
+            answers[number] = verifier.check(number) if again else unread
+            if answers[number].startswith("unread"):
+                unread = answers[number]
     missing = {number for number in unchecked if answers[number].startswith("missing")}
     if missing & kept:
         # A learner that publishes meanwhile removes versions that were among the newest when this command began.

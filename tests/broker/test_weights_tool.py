@@ -217,6 +217,26 @@ def test_versions_that_a_learner_removes_while_they_are_verified_are_no_fault(
         assert weights_tool.verify_versions(settings, argparse.Namespace(version=[], json=True)) == 1
 
 
+def test_versions_in_a_directory_that_is_not_mounted_here_are_unlisted_and_not_gone(run: RealRun) -> None:
+    directory = run.directory / "weights"
+    config = WeightsConfig(keep_versions=1, anchor_every=1, transport="files", url=str(directory))
+    with StepWriter(run.kafka, run.name, model=MODEL_JSON, config=config) as trainer:
+        for version in range(3):
+            trainer.publish_version(parameters(version))
+    assert [entry["chunks_state"] for entry in answer(run, "ls")] == ["gone", "gone", "there"]
+    elsewhere = directory.rename(run.directory / "elsewhere")
+    assert [entry["chunks_state"] for entry in answer(run, "ls")] == ["unlisted"] * 3
+    unread = weights(run, "verify", "--set=learner.weights.fetch_timeout_s=1")
+    assert unread.returncode == 1
+    assert [entry["result"].partition(":")[0] for entry in json.loads(unread.stdout)] == ["unread"] * 3
+    # The directory of a mount point is there, but empty.
+    directory.mkdir()
+    assert [entry["chunks_state"] for entry in answer(run, "ls")] == ["unlisted"] * 3
+    directory.rmdir()
+    elsewhere.rename(directory)
+    assert [entry["chunks_state"] for entry in answer(run, "ls")] == ["gone", "gone", "there"]
+
+
 @pytest.mark.parametrize("transport", ["log", "files"])
 def test_a_rollback_with_other_settings_than_the_learner_removes_no_version(
     run: RealRun, transport: Literal["log", "files"]

@@ -1,11 +1,12 @@
 """Files of versions that may be deleted: only our own, none that is young, and none that a kept version builds on."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.consumers.files.stores import StoredFile
+from rollstream.consumers.files.stores import StoredFile, open_store
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_names import file_name
@@ -88,6 +89,14 @@ def test_files_are_looked_for_at_the_url_of_the_settings_and_at_those_in_manifes
     manifests = [manifest(0), manifest(1, url="/old"), manifest(2, url="memory://b")]
     assert sorted(roots("main", WeightsConfig(url="/w/"), manifests)) == ["/old", "/w", "memory://b"]
     assert roots("main", WeightsConfig(), []) == []
+
+
+def test_a_directory_in_use_without_a_folder_of_the_run_is_not_mounted(tmp_path: Path) -> None:
+    used, left = str(tmp_path / "used"), str(tmp_path / "left")
+    expected = {used: f"OSError: {used} is not on this machine; is it mounted?", left: {}}
+    assert listed_files("main", [used, left], timeout_s=60.0, in_use=[used]) == expected
+    open_store(used).write(name(0), b"12345")
+    assert listed_files("main", [used], timeout_s=60.0, in_use=[used])[used].keys() == {name(0)}  # type: ignore[union-attr]
 
 
 def test_a_url_that_this_process_cannot_open_is_listed_with_the_reason() -> None:
