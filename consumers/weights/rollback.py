@@ -8,13 +8,15 @@ import getpass
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import NamedTuple
 
 from rollstream.consumers.step_log import StepLog
-from rollstream.consumers.weights.chains import ChainBroken, needed, with_bases
+from rollstream.consumers.weights.chains import ChainBroken, links, needed, with_bases
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
+from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.loading import load_version
 from rollstream.consumers.weights.manifests import params_digest_of, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
@@ -72,6 +74,7 @@ def roll_back(
     with ChunkFetcher(kafka, run, files_at_once=config.files_at_once) as fetcher:
         try:
             arrays = load_version(fetcher, manifests, version, timeout_s=config.fetch_timeout_s)
+            config = placed(config, manifests, version)
         except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
             raise TopicError(f"policy version {version} cannot be published again: {error}") from error
     with ExitStack() as stack:
@@ -85,6 +88,18 @@ def roll_back(
         log.commit([publisher.record(manifest)], headers=_headers(version, by or _user(), reason))
         publisher.committed(manifest)
     return manifest
+
+
+def placed(config: WeightsConfig, manifests: Mapping[int, PolicyManifest], version: int) -> WeightsConfig:
+    """Return settings that store a version in files where its own files are, unless `config` says where to store it.
+
+    A rollback may be run without the learner's settings, and versions in files are too large for the log. Raises
+    ChainBroken.
+    """
+    stores = [place_of(chunk.url)[0] for link in links(manifests, version) for chunk in link.chunks if chunk.url]
+    if config.url or config.transport == "log" or not stores:
+        return config
+    return replace(config, transport="files", url=stores[-1])
 
 
 def _headers(version: int, by: str, reason: str) -> Mapping[str, str]:

@@ -28,12 +28,14 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools import weights as weights_tool
 from rollstream.pipeline.tools.published_versions import PublishedVersions
 from rollstream.topics.errors import Fenced
+from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import PolicyManifest
 from tests.support.checkpoints import random_parameters
 from tests.support.command_line import answer_of
 from tests.support.runs import RealRun
 from tests.support.serving_engines import ARRAYS, MODEL, MODEL_JSON, published_exactly, values_digest
+from tests.support.versions import visible_manifests
 
 NORM = "model.norm.weight"
 
@@ -251,6 +253,20 @@ def test_a_rollback_with_other_settings_than_the_learner_removes_no_version(
     answer(run, "rollback", "1", "--reason", "reward hacking", "--take-over", *where)
     states = {version["version"]: version["chunks_state"] for version in answer(run, "ls")}
     assert states == dict.fromkeys(range(versions + 1), "there")
+
+
+def test_a_rollback_without_settings_stores_a_version_where_its_files_are(run: RealRun) -> None:
+    url = str(run.directory / "weights")
+    config = WeightsConfig(transport="files", url=url)
+    with StepWriter(run.kafka, run.name, model=MODEL_JSON, config=config) as trainer:
+        for version in range(2):
+            trainer.publish_version(parameters(version))
+    answer(run, "rollback", "0", "--reason", "reward hacking", "--take-over")
+    assert all(chunk.url.startswith(f"{url}/{run.name}/") for chunk in visible_manifests(run, 2)[2].chunks)
+    assert not list(read_to_end(run.kafka, run.topic("weights"), isolation="read_uncommitted"))
+    with WeightsFollower(run.kafka, run.name) as follower:
+        version, arrays = follower.wait_for(2, 300)
+        assert (version, values_digest(arrays)) == (2, values_digest(parameters(0)))
 
 
 def test_a_rollback_is_refused_while_a_learner_publishes_and_fences_it_if_told_to(
