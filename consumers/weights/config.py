@@ -22,7 +22,8 @@ class WeightsConfig:
     """Largest chunk; well below KafkaConfig.max_record_bytes."""
     keep_versions: int = 4
     """Number of newest versions whose chunks are kept, with all versions that they build on. Chunks of older versions
-    are tombstoned; all manifests are kept."""
+    are tombstoned; all manifests are kept. Only versions that are kept can be published again by
+    `rollstream weights rollback`."""
     anchor_every: int = 10
     """Number of versions from one full version to the next. The versions between them are published as deltas of the
     previous version, if a delta is at most half as large. 1 publishes every version in full."""

@@ -75,8 +75,11 @@ def roll_back(
         try:
             arrays = load_version(fetcher, manifests, version, timeout_s=config.fetch_timeout_s)
             config = placed(config, manifests, version)
-        except (ChainBroken, ChunksGone, ChunksLate, WeightsRefused) as error:
-            raise TopicError(f"policy version {version} cannot be published again: {error}") from error
+        except ChunksLate as late:
+            raise TopicError(f"policy version {version} cannot be published again: {late}") from late
+        except (ChainBroken, ChunksGone, WeightsRefused) as error:
+            fault = "damaged" if isinstance(error, WeightsRefused) else "missing"
+            raise TopicError(unfetchable(run, version, fault, manifests, config.keep_versions)) from error
     with ExitStack() as stack:
         # The log must be built first, because building it fences the learner.
         log = stack.enter_context(closing(StepLog(kafka, run, PUBLISHER, take_over=take_over)))
@@ -88,6 +91,20 @@ def roll_back(
         log.commit([publisher.record(manifest)], headers=_headers(version, by or _user(), reason))
         publisher.committed(manifest)
     return manifest
+
+
+def unfetchable(run: str, version: int, fault: str, manifests: Mapping[int, PolicyManifest], keep_versions: int) -> str:
+    """Return why a version cannot be published again, and which versions and commands remain.
+
+    The errors of a fetch do not say this: they name a chunk or a file, and remedies for readers of the newest version.
+    """
+    others = sorted(needed(manifests, keep_versions) - {version})
+    return (
+        f"policy version {version} of run {run} cannot be published again: its weights, or those of a version that it "
+        f"builds on, are {fault}. Other versions that are kept with learner.weights.keep_versions {keep_versions}: "
+        f"{', '.join(map(str, others)) or 'none'}; `rollstream weights verify --run {run}` checks them. Raise "
+        "keep_versions to keep more versions in future; `rollstream fork` continues training from an older step"
+    )
 
 
 def placed(config: WeightsConfig, manifests: Mapping[int, PolicyManifest], version: int) -> WeightsConfig:

@@ -269,6 +269,20 @@ def test_a_rollback_without_settings_stores_a_version_where_its_files_are(run: R
         assert (version, values_digest(arrays)) == (2, values_digest(parameters(0)))
 
 
+def test_a_rollback_to_a_version_that_is_gone_names_what_is_kept_and_does_not_advise_itself(run: RealRun) -> None:
+    config = WeightsConfig(keep_versions=1, anchor_every=1, transport="files", url=str(run.directory / "weights"))
+    with StepWriter(run.kafka, run.name, model=MODEL_JSON, config=config) as trainer:
+        for version in range(3):
+            trainer.publish_version(parameters(version))
+    words = ("rollback", "0", "--reason", "reward hacking", "--take-over", "--set=learner.weights.keep_versions=1")
+    refused = weights(run, *words)
+    assert refused.returncode == 2
+    assert "are missing. Other versions that are kept with learner.weights.keep_versions 1: 2; " in refused.stderr
+    assert "rollstream fork" in refused.stderr
+    assert "weights rollback" not in refused.stderr
+    assert len(answer(run, "ls")) == 3
+
+
 def test_a_rollback_is_refused_while_a_learner_publishes_and_fences_it_if_told_to(
     run: RealRun, trainer: StepWriter
 ) -> None:

@@ -1,9 +1,9 @@
-"""A rollback without the learner's settings stores a version where its bytes are."""
+"""A rollback stores a version where its bytes are, or says which versions are kept."""
 
 import pytest
 
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.rollback import placed
+from rollstream.consumers.weights.rollback import placed, unfetchable
 from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.manifests import one_chunk_manifest
 
@@ -34,3 +34,13 @@ def test_a_version_is_stored_where_its_files_are_unless_the_settings_name_a_plac
     manifests = {version: manifest(version, url, version - 1) for version, url in enumerate(urls)}
     config = placed(WeightsConfig(**settings), manifests, len(urls) - 1)  # type: ignore[arg-type]
     assert (config.transport, config.url) == place
+
+
+def test_a_version_that_is_gone_is_refused_with_the_versions_that_are_kept_and_what_else_helps() -> None:
+    manifests = {version: manifest(version, FULL, -1 if version % 4 == 0 else version - 1) for version in range(11)}
+    reason = unfetchable("main", 3, "missing", manifests, 2)
+    assert reason.startswith("policy version 3 of run main cannot be published again: its weights, or those of a ")
+    assert "are missing. Other versions that are kept with learner.weights.keep_versions 2: 8, 9, 10; " in reason
+    assert "Raise keep_versions" in reason
+    assert "`rollstream fork`" in reason
+    assert "keep_versions 1: none; " in unfetchable("main", 8, "damaged", {8: manifests[8]}, 1)
