@@ -54,7 +54,7 @@ from rollstream.topics.steering_follower import SteeringFollower
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
-_COMPARES_ARRAYS = "compares-arrays-until"
+_COPIES = "copies"
 _RULES_OF_STEP_0 = "rules-of-step-0"
 _WARN_EVERY_STEPS = 100
 _MOST_NAMED = 20
@@ -156,9 +156,8 @@ class _Learner:
             self._recorder.same_bits = not self._changed_since(restored.fingerprint)
             self._recorder.tolerance = self._tolerance_since(restored.fingerprint)
             self._recorder.resend(self._position.recent_steps)
-        self._share_rules()
         step = int(self._state.step)
-        params = self._params_after(step, self._state.params)
+        params = self._params_after(step, self._state.params, again=self._share_rules(step))
         self._recording = self._stack.enter_context(RecordingThread())
         if self._recorder is None:
             self._contribute(lambda: params)
@@ -285,13 +284,17 @@ class _Learner:
         self._team.publish(_RULES_OF_STEP_0, msgspec.json.encode(rules))
         return rules
 
-    def _share_rules(self) -> None:
-        """Tell every process up to which step it copies the parameters, to compare them with the record."""
+    def _share_rules(self, step: int) -> bool:
+        """Tell every process up to which step it copies the parameters, to compare them with the record; return whether
+        the parameters after `step`, from which this learner resumes, are published again."""
         if self._recorder is not None:
             self._compares_arrays_until = self._recorder.compares_arrays_until
-            self._team.publish(_COMPARES_ARRAYS, str(self._compares_arrays_until).encode())
+            again = self._recorder.publishes_again(step)
+            self._team.publish(_COPIES, msgspec.json.encode((self._compares_arrays_until, again)))
         else:
-            self._compares_arrays_until = int(self._team.receive(_COMPARES_ARRAYS))
+            copies = msgspec.json.decode(self._team.receive(_COPIES), type=tuple[int, bool])
+            self._compares_arrays_until, again = copies
+        return again
 
     def _taking(self, step: int) -> Callable[[], StepParams]:
         """Return a function that returns the digest and copies of the parameters after a step.
@@ -311,13 +314,14 @@ class _Learner:
         if self._recording is not None:
             self._waited_for_snapshot_s = self._recording.wait_until_taken()
 
-    def _params_after(self, step: int, params: Params) -> StepParams:
-        """Digest of the parameters after a step, with copies if the step publishes them or is compared by copies."""
+    def _params_after(self, step: int, params: Params, *, again: bool = False) -> StepParams:
+        """Digest of the parameters after a step, with copies if the step publishes them or is compared by copies, or if
+        they are published `again`."""
         began = time.monotonic()
         compared, arrays = None, None
         if step <= self._compares_arrays_until:
             compared = snapshot(params, keep=() if self._recorder is None else None)
-        if step % self._config.publish_every_steps == 0:
+        if again or step % self._config.publish_every_steps == 0:
             alone = self._team.processes == 1
             arrays = compared if alone and compared else self._snapshots.take(params, keep=self._owned)
         digest = device_checksum(params)

@@ -32,6 +32,23 @@ def links(
         wanted = manifest.base
 
 
+def lost(manifests: Mapping[int, PolicyManifest], versions: Collection[int], incomplete: Collection[int]) -> set[int]:
+    """Return those of `versions` that nobody can fetch, if no later one can be fetched either.
+
+    `incomplete` are versions of which chunks are missing. External versions are not lost.
+    """
+    gone = set[int]()
+    for version in sorted(versions, reverse=True):
+        if manifests[version].kind == "external":
+            continue
+        try:
+            links(manifests, version, refused=incomplete)
+            break
+        except ChainBroken:
+            gone.add(version)
+    return gone
+
+
 def needed(manifests: Mapping[int, PolicyManifest], versions: int) -> set[int]:
     """Return the newest `versions` versions and all versions that they build on."""
     return with_bases(manifests, *sorted(manifests)[-versions:])

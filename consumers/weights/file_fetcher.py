@@ -22,8 +22,8 @@ MOST_ABANDONED = 32
 """Number of reads that never returned, in this process, at which no further read begins."""
 _POLL_S = 0.05
 _HEALED = (
-    "the next full version replaces it (every learner.weights.anchor_every versions, and at the start of a learner); "
-    "`rollstream weights rollback` publishes an earlier version at once"
+    "the next full version replaces it (every learner.weights.anchor_every versions), and a learner that is started "
+    "again publishes one at once"
 )
 _AGAIN = (
     "check the store, and the credentials in this process's environment; raise learner.weights.fetch_timeout_s if the "
@@ -117,7 +117,9 @@ class _Reading(NamedTuple):
                     return chunk
                 except WeightsRefused as refused:
                     if mismatched:
-                        raise WeightsRefused(f"{shown(chunk.url)} is damaged: {refused}; {_HEALED}") from refused
+                        raise WeightsRefused(
+                            f"{shown(chunk.url)} is damaged: {refused}; {_HEALED} if this file is deleted before"
+                        ) from refused
                     # Read the file once more, because the bytes may have been damaged in transit.
                     mismatched = True
             self.ended.wait(delay_s)

@@ -18,7 +18,7 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Content
 from rollstream.consumers.weights.file_fetcher import FIRST_DELAY_S, LONGEST_DELAY_S
 from rollstream.consumers.weights.file_names import file_name, parsed
-from rollstream.consumers.weights.file_retention import left_behind, listed_files, remove_expired
+from rollstream.consumers.weights.file_retention import incomplete, left_behind, listed_files, remove_expired
 from rollstream.consumers.weights.layout import split
 from rollstream.consumers.weights.parallel import in_parallel
 from rollstream.topics.errors import ConfigurationError, DeliveryError, brief
@@ -99,10 +99,13 @@ class FilePublisher(FileWriter):
         manifests: Mapping[int, PolicyManifest],
         unreadable: Collection[int] = (),
     ) -> None:
-        """Find files that earlier publishers left. Files of versions whose manifests are `unreadable` stay. Raises
-        ConfigurationError if the URL cannot be opened."""
+        """Find files that earlier publishers left, and versions that lack files. Files of versions whose manifests are
+        `unreadable` stay. Raises ConfigurationError if the URL cannot be opened."""
         super().__init__(run, config)
         self._latest = max((*manifests, *unreadable), default=-1)
+        self.incomplete: frozenset[int] = frozenset()
+        """Versions that are still needed, and of which files were missing or cut short at the start; none if the store
+        could not be listed."""
         self._find_left_behind(manifests, unreadable)
 
     def committed(self, manifest: PolicyManifest) -> None:
@@ -121,6 +124,7 @@ class FilePublisher(FileWriter):
         if isinstance(listed, str):
             event(logger, "weight_files_left", level=logging.WARNING, reason=f"{shown(url)}: not listed: {listed}")
             return
+        self.incomplete = frozenset(incomplete(listed, manifests, self._config.keep_versions))
         left = left_behind(self._run, listed, manifests, self._config.keep_versions, unreadable=unreadable)
         # Reuse only files so young that `rollstream prune` does not remove them before they are reused.
         youngest = time.time() - self._config.orphan_hours * 3600 / 2

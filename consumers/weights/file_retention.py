@@ -72,6 +72,19 @@ def left_behind(
     return left
 
 
+def incomplete(
+    listed: Mapping[str, StoredFile], manifests: Mapping[int, PolicyManifest], keep_versions: int
+) -> set[int]:
+    """Return the versions that are still needed, and of which a file is not listed or has another size."""
+    sizes = {name: file.size_bytes for name, file in listed.items()}
+    return {
+        version
+        for version in needed(manifests, keep_versions)
+        for chunk in manifests[version].chunks
+        if chunk.url and sizes.get(place_of(chunk.url)[1]) != chunk.size_bytes
+    }
+
+
 def roots(run: str, config: WeightsConfig, manifests: Iterable[PolicyManifest]) -> list[str]:
     """Return the URLs below which files of a run lie: the configured URL, and the URLs in manifests."""
     urls = {config.url: None} if config.url else {}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from rollstream.consumers.weights.chains import needed
+from rollstream.consumers.weights.chains import lost, needed
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE, WeightsConfig
 from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.file_publisher import FilePublisher, FileWriter
@@ -74,8 +74,13 @@ class WeightsPublisher:
         self._staged: tuple[PolicyManifest, Arrays] | None = None
         self._base: tuple[PolicyManifest, Arrays] | None = None
         """The latest version, if this publisher made it, and the arrays of this process."""
+        self._lost = set[int]()
+        """Versions that nobody could fetch when this publisher started, if no later one could be fetched either."""
         if expire:
-            self._tombstone_unnamed(kafka)
+            incomplete = self._tombstone_unnamed(kafka).union(self._files.incomplete if self._files else ())
+            self._lost = lost(self._manifests, self._live, incomplete)
+        if self._lost:
+            event(logger, "versions_lost", level=logging.WARNING, versions=sorted(self._lost))
         # This comes last, because the other processes may send chunks from now on.
         self._barrier = LeadBarrier(channel, self._epoch, config.shards_timeout_s)
 
@@ -94,14 +99,23 @@ class WeightsPublisher:
         """Return the manifest of a published version; None if no version has that number."""
         return self._manifests.get(version)
 
+    @property
+    def newest_is_lost(self) -> bool:
+        """Whether nobody can fetch the newest version, because chunks of it, or of a version that it builds on, are
+        missing."""
+        return self.latest_version in self._lost
+
     def published(self, step: int, digest: str) -> PolicyManifest | None:
         """Return the manifest of the version that this learner published after `step`, if `digest` matches.
 
-        `digest` is the digest of the learner's parameters before any conversion.
+        `digest` is the digest of the learner's parameters before any conversion. A version does not count if nobody can
+        fetch it or a later one, so that it is published again.
         """
         of_step = [m for m in self._manifests.values() if m.learner == self._learner and m.step == step]
         newest = max(of_step, key=lambda manifest: manifest.version, default=None)
-        return newest if newest is not None and params_digest_of(newest) == digest else None
+        if newest is None or newest.version in self._lost:
+            return None
+        return newest if params_digest_of(newest) == digest else None
 
     def stage(
         self,
@@ -220,11 +234,11 @@ class WeightsPublisher:
         """Wait until the broker has received every tombstone."""
         self._writer.close()
 
-    def _tombstone_unnamed(self, kafka: KafkaConfig) -> None:
+    def _tombstone_unnamed(self, kafka: KafkaConfig) -> set[int]:
         """Tombstone chunks of versions no longer kept, and chunks that a crash left without a manifest, but none of a
-        version whose manifest is unreadable here."""
+        version whose manifest is unreadable here. Return the kept versions of which chunks are missing."""
         kept = {
-            encode_key(manifest.version, manifest.epoch, chunk.index)
+            encode_key(manifest.version, manifest.epoch, chunk.index): chunk
             for version in self._live
             for manifest in (self._manifests[version],)
             for chunk in manifest.chunks
@@ -232,12 +246,14 @@ class WeightsPublisher:
         chunks = read_to_end(kafka, self._weights_topic, isolation="read_uncommitted", at_once=CHUNKS_AT_ONCE)
         live = _live_keys(chunks)
         unknown = {key for key in live if self._unreadable and versions_of((key,)) & self._unreadable}
-        removed = {key: partition for key, partition in live.items() if key not in kept | unknown}
+        removed = {key: partition for key, (partition, _) in live.items() if key not in kept.keys() | unknown}
         for key, partition in removed.items():
             self._writer.tombstone(key, partition)
         self._writer.flush()
         if removed:
             event(logger, "chunks_tombstoned", chunks=len(removed), versions=sorted(versions_of(removed)))
+        on_log = {key: (chunk.partition, chunk.offset) for key, chunk in kept.items() if not chunk.url}
+        return versions_of(key for key, place in on_log.items() if live.get(key) != place)
 
 
 class _Stages:
@@ -265,15 +281,15 @@ def _sizes(shards: Sequence[Shard]) -> dict[str, float]:
     }
 
 
-def _live_keys(messages: Iterable[KafkaRecord]) -> dict[bytes, int]:
-    """Return the keys whose last record is not a tombstone, with their partitions."""
-    live: dict[bytes, int] = {}
+def _live_keys(messages: Iterable[KafkaRecord]) -> dict[bytes, tuple[int, int]]:
+    """Return the keys whose last record is not a tombstone, with the partition and offset of that record."""
+    live: dict[bytes, tuple[int, int]] = {}
     for message in messages:
-        key, partition = message.key, message.partition
+        key = message.key
         if key is None:
             continue
         if message.value is None:
             live.pop(key, None)
         else:
-            live[key] = partition
+            live[key] = message.partition, message.offset
     return live

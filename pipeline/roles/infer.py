@@ -184,7 +184,8 @@ def wait_for_version(follower: WeightsFollower, timeout_s: float) -> None:
             follower.wait_for(0, min(timeout_s, _PROGRESS_S))
             return
         except DeadlineExceeded:
-            if not announce_progress("waiting for policy version 0") and time.monotonic() > deadline:
+            supervised = announce_progress("waiting for a policy version that can be fetched")
+            if not supervised and time.monotonic() > deadline:
                 raise
 
 

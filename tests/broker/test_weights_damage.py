@@ -4,21 +4,28 @@ version; a broker that is killed amid a publication costs time only.
 
 import json
 import logging
+import signal
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
 
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.conversion import converted
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
+from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
@@ -27,8 +34,12 @@ from rollstream.topics.logs import JsonFormatter
 from rollstream.topics.params_digest import params_digest
 from rollstream.topics.records import PolicyManifest
 from tests.broker.test_learner import SETTINGS
+from tests.broker.test_weights import delete_all_chunks
+from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches
+from tests.support.versions import visible_manifests
 from tests.support.waiting import eventually
+from tests.support.weights_child import params_of
 
 CONFIG = WeightsConfig(chunk_bytes=1000, keep_versions=8, anchor_every=4)
 DAMAGED = 1
@@ -138,6 +149,94 @@ def test_what_builds_on_a_damaged_delta_is_skipped_unread_until_the_next_full_ve
         "policy version 3",
     ]
     assert all(reason.endswith(", which was refused") for reason in skipped.values())
+
+
+def after(step: int) -> StepParams:
+    arrays = params_of(step)
+    return StepParams(params_digest(arrays), arrays)
+
+
+def lose_a_file(_run: RealRun, manifest: PolicyManifest) -> None:
+    Path(manifest.chunks[0].url).unlink()
+
+
+def lose_the_log(run: RealRun, _manifest: PolicyManifest) -> None:
+    delete_all_chunks(run)
+
+
+@pytest.mark.parametrize(("transport", "lose"), [("files", lose_a_file), ("log", lose_the_log)])
+def test_a_learner_that_starts_again_publishes_the_versions_that_nobody_can_fetch_any_more(
+    run: RealRun,
+    caplog: pytest.LogCaptureFixture,
+    transport: Literal["files", "log"],
+    lose: Callable[[RealRun, PolicyManifest], None],
+) -> None:
+    caplog.set_level(logging.INFO)
+    url = str(run.directory / "weights") if transport == "files" else ""
+    config = LearnerConfig(weights=WeightsConfig(transport=transport, url=url))
+
+    def record(recorder: StepRecorder, step: int) -> int:
+        return recorder.record(step, (), 0, {}, after(step), LearnerPosition()).policy_version
+
+    def holds(follower: WeightsFollower, version: int, step: int) -> bool:
+        expected = params_digest(converted(params_of(step), "bfloat16"))
+        return params_digest(follower.wait_for(version, 300)[1]) == expected
+
+    with StepRecorder(config, run.kafka, run.name, "{}") as recorder:
+        assert [record(recorder, step) for step in range(15)] == list(range(15))
+    manifests = visible_manifests(run, 14)
+    assert "".join(manifests[version].kind[0] for version in range(15)) == "fdddddddddfdddd"
+    lose(run, manifests[10])
+
+    with WeightsFollower(run.kafka, run.name) as joins:
+        eventually(lambda: set(range(10, 15)) <= reasons(caplog, "policy_skipped").keys(), 120, "all are tried")
+        assert joins.version == -1
+        # The checkpoint is of step 12, and steps 13 and 14 are executed again.
+        with StepRecorder(config, run.kafka, run.name, "{}") as recorder:
+            recorder.compare(12, after(12), ())
+            assert holds(joins, 15, 12)
+            assert [record(recorder, step) for step in (13, 14, 15)] == [16, 17, 18]
+            assert holds(joins, 18, 15)
+    published = visible_manifests(run, 18)
+    assert {version: published[version].step for version in range(15, 19)} == {15: 12, 16: 13, 17: 14, 18: 15}
+    assert "".join(published[version].kind[0] for version in range(15, 19)) == "fddd"
+
+    with StepRecorder(config, run.kafka, run.name, "{}") as recorder:
+        recorder.compare(14, after(14), ())
+        assert record(recorder, 15) == 18
+    assert max(read_manifests(run.kafka, run.name)) == 18, "nothing is lost any more"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("publish_every_steps", [1, 3])
+def test_a_learner_whose_weights_were_lost_publishes_at_its_start_whatever_the_step(
+    real_run: RealRun, publish_every_steps: int
+) -> None:
+    run = with_batches(real_run, 8)
+    directory = run.directory / "weights"
+    settings = {
+        **SETTINGS,
+        "learner__publish_every_steps": publish_every_steps,
+        "learner__weights__transport": "files",
+        "learner__weights__url": directory,
+    }
+    process = run.start("learn", **settings)
+    eventually(lambda: 4 in read_steps(run.kafka, run.name, "default"), 90, "step 4 of 8, and no more batches")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(300) == TERMINATED, run.log_of(process)[-3000:]
+    newest = max(read_manifests(run.kafka, run.name))
+    for path in directory.glob("*/*/*"):
+        path.unlink()
+
+    resumed = run.start("learn", **settings)
+    manifest = visible_manifests(run, newest + 1)[newest + 1]
+    assert (manifest.step, manifest.kind) == (4, "full")
+    assert manifest.params_digest == read_steps(run.kafka, run.name, "default")[4].params_digest
+    with WeightsFollower(run.kafka, run.name) as follower:
+        assert follower.wait_for(newest + 1, 300)[0] == newest + 1
+    send_batches(run.kafka, run.name, [random_batch(number) for number in range(8, 16)])
+    assert resumed.wait(300) == 0, run.log_of(resumed)[-3000:]
+    assert '"versions_lost"' in run.log_of(resumed)
 
 
 @pytest.mark.long

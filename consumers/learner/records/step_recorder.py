@@ -1,6 +1,7 @@
 """StepRecorder: puts each step on record with the batches it used and the version it published, in one transaction.
 
-A step executed again must match its record; a version that is already published is not published again.
+A step executed again must match its record; a version that is already published is not published again, unless nobody
+can fetch it any more.
 """
 
 import logging
@@ -304,10 +305,28 @@ class StepRecorder(Closing):
         )
         self._log.commit([self._log.record(record)])
 
+    def publishes_again(self, step: int) -> bool:
+        """Whether a learner that resumes after a step on record publishes its parameters, although it already did or
+        the step publishes no version.
+
+        It does if nobody can fetch the newest version: workers that hold no version would make no batches for the next
+        step, and without a step there would be no next version.
+        """
+        return step in self._recorded and self._publisher.newest_is_lost
+
     def compare(self, step: int, params: StepParams, uses: tuple[BatchUse, ...]) -> None:
-        """Raise StateRefused if the parameters after a step must equal those on record but differ; publish nothing."""
-        self._compare(step, self._as_recorded(step, params), uses)
-        self._skip(step)
+        """Raise StateRefused if the parameters after a step must equal those on record but differ.
+
+        Publish nothing, unless `publishes_again`.
+        """
+        digest = self._as_recorded(step, params)
+        self._compare(step, digest, uses)
+        if params.arrays is None or not self.publishes_again(step):
+            self._skip(step)
+            return
+        manifest = self._stage(step, params.arrays, digest, {"snapshot_s": params.seconds})
+        self._log.commit([self._publisher.record(manifest)])
+        self._publisher.committed(manifest)
 
     def _compare(
         self, step: int, digest: str, uses: tuple[BatchUse, ...], metrics: Mapping[str, float] | None = None

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from rollstream.consumers.weights.chains import ChainBroken, forget, links, needed, with_bases
+from rollstream.consumers.weights.chains import ChainBroken, forget, links, lost, needed, with_bases
 from rollstream.topics.records import PolicyManifest
 
 
@@ -85,3 +85,25 @@ def test_several_versions_bring_the_versions_that_any_of_them_builds_on() -> Non
     assert with_bases(known, 1, 3) == {0, 1, 3}
     assert with_bases(known, 6, 1) == {0, 1, 6}, "no chain leads to version 6"
     assert with_bases(known) == set()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "incomplete", "gone"),
+    [
+        ("fddfdd", set(), set()),
+        ("fddfdd", {3}, {3, 4, 5}),
+        ("fddfdd", {4}, {4, 5}),
+        ("fddfdd", {1, 5}, {5}),
+        ("fddfdd", {0, 3}, set(range(6))),
+        ("fddfdd", {0, 1, 2}, set()),
+        ("eddf", {3}, {1, 2, 3}),
+        ("fe", set(), set()),
+        ("fe", {0}, {0}),
+        ("", set(), set()),
+    ],
+)
+def test_versions_after_the_newest_one_that_can_be_fetched_are_lost(
+    kinds: str, incomplete: set[int], gone: set[int]
+) -> None:
+    known = manifests(kinds)
+    assert lost(known, known.keys(), incomplete) == gone

@@ -115,6 +115,23 @@ def test_files_that_the_manifest_of_a_newer_release_names_stay(store: type[Fault
     assert sorted(tmp_path.glob("main/00000004/*")) == newer
 
 
+def test_a_publisher_knows_which_versions_it_needs_have_lost_files(store: type[FaultyFiles]) -> None:
+    versions = {
+        version: manifest(
+            version, params(version), FilePublisher("main", CONFIG, {}).write(version, content_of(params(version)))
+        )
+        for version in range(2)
+    }
+    assert FilePublisher("main", CONFIG, versions).incomplete == set()
+    path = versions[1].chunks[2].url.removeprefix("faulty://")
+    store.objects[path] = store.objects[path][0][:9], time.time()
+    assert FilePublisher("main", CONFIG, versions).incomplete == {1}
+    del store.objects[path]
+    assert FilePublisher("main", CONFIG, versions).incomplete == {1}
+    store.faults["list:"].append(SLOW_DOWN)
+    assert FilePublisher("main", CONFIG, versions).incomplete == set(), "it cannot tell"
+
+
 def test_files_of_an_attempt_that_was_not_committed_go_with_the_first_version_or_by_age(
     store: type[FaultyFiles], tmp_path: Path
 ) -> None:

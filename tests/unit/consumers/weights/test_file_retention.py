@@ -10,7 +10,7 @@ from rollstream.consumers.files.stores import StoredFile, open_store
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_names import file_name
-from rollstream.consumers.weights.file_retention import left_behind, listed_files, prunable, roots
+from rollstream.consumers.weights.file_retention import incomplete, left_behind, listed_files, prunable, roots
 from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.manifests import one_chunk_manifest
 
@@ -72,6 +72,18 @@ def test_files_stay_if_their_store_has_another_url_now() -> None:
     moved = {f"/elsewhere{url}": stored for url, stored in listed(dict.fromkeys(files, 100.0)).items()}
     [deletions] = prunable("main", moved, manifests, WeightsConfig(url="/elsewhere/w", keep_versions=1), now_s=NOW)
     assert (deletions.files, deletions.removable) == (4, ())
+
+
+def test_versions_whose_files_are_missing_or_cut_short_are_incomplete_while_they_are_needed() -> None:
+    manifests = published({4}, 7)
+    files = {name(version): StoredFile(5, NOW) for version in range(7)}
+    assert incomplete(files, manifests, 2) == set()
+    del files[name(4)], files[name(1)]
+    files[name(6)] = StoredFile(4, NOW)
+    assert incomplete(files, manifests, 2) == {4, 6}
+    assert incomplete(files, manifests, 4) == {1, 4, 6}
+    on_log = Chunk(index=0, partition=0, offset=0, size_bytes=5, digest="")
+    assert incomplete({}, {0: one_chunk_manifest(0, on_log)}, 2) == set()
 
 
 def test_files_of_a_version_whose_manifest_is_unreadable_stay() -> None:

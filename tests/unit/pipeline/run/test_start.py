@@ -56,6 +56,6 @@ def test_an_inference_server_waits_for_as_long_as_its_supervisor_waits_for_the_l
     read, write = os.pipe()
     monkeypatch.setenv(READY_VARIABLE, str(write))
     infer.wait_for_version(Follower(2), 0.0)  # type: ignore[arg-type]
-    assert os.read(read, 1000) == b"waiting for policy version 0\n" * 2
+    assert os.read(read, 1000) == b"waiting for a policy version that can be fetched\n" * 2
     os.close(read)
     os.close(write)
