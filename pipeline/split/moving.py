@@ -1,6 +1,7 @@
 """Fills the successor of a run: topics, configuration, clock, rollouts without a batch, waiting batches, decisions."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from contextlib import closing
 from dataclasses import replace
@@ -11,7 +12,8 @@ from rollstream.consumers.grouping.process.bootstrap import initialise
 from rollstream.consumers.grouping.process.moving import committed_task, move_unfinished
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.split.records import write_to_successor
-from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
+from rollstream.pipeline.tools.exclusion_marks import Exclusion, newest, partition_configurations, write_marks
+from rollstream.topics import steering
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import DeliveryError, RecordError
@@ -23,8 +25,9 @@ from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
+from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import BatchIndexEntry, ExcludedBatch, Mark, MixtureState, RunSplit
-from rollstream.topics.run_splits import PREDECESSOR_KEY, splits_of
+from rollstream.topics.run_splits import PREDECESSOR_KEY, moved_from, splits_of
 from rollstream.topics.signatures import MarkSigner
 
 
@@ -52,10 +55,13 @@ def create(config: RunConfig, after: RunConfig, split: RunSplit) -> None:
 def configuration_after(config: RunConfig) -> GroupingConfig:
     """Return the grouping configuration in force at the end of a run, with which its successor begins.
 
-    It lacks the excluded offsets, because they name records of the run that ends, all of them dropped or batched.
+    It lacks the excluded offsets, because they name records of the run that ends; see `exclude_copies`.
     """
-    current = newest(partition_configurations(config.kafka, config.run, config.grouper))
-    return replace(current, exclude_offsets=())
+    return replace(_in_force(config), exclude_offsets=())
+
+
+def _in_force(config: RunConfig) -> GroupingConfig:
+    return newest(partition_configurations(config.kafka, config.run, config.grouper))
 
 
 def move_rollouts(config: RunConfig, after: RunConfig) -> int:
@@ -65,6 +71,30 @@ def move_rollouts(config: RunConfig, after: RunConfig) -> int:
         move_unfinished(config.kafka, config.run, config.grouper, partition, after.run)
         for partition in range(partitions)
     )
+
+
+def exclude_copies(config: RunConfig, after: RunConfig) -> GroupingConfig:
+    """Exclude the copies of moved records whose offsets are excluded; return the successor's configuration.
+
+    An open group keeps excluded members until it seals, so it takes them along to other offsets. Safe to repeat, once
+    all records are moved.
+    """
+    ended = _in_force(config)
+    if not ended.exclude_offsets:
+        return after.grouping
+    copies = defaultdict[int, list[int]](list)
+    for message in read_to_end(after.kafka, topic_name(after.run, "rollouts")):
+        source = moved_from(message)
+        if source is not None and source[0] == config.run and ended.excludes_offset(*source[1:]):
+            copies[message.partition].append(message.offset)
+    offsets = tuple(
+        f"{partition}:{first}-{first + count - 1}"
+        for partition, places in sorted(copies.items())
+        for first, count in to_ranges(places).reshape(-1, 2).tolist()
+    )
+    if offsets:
+        write_marks(after.kafka, after.run, after.grouper, Exclusion(offsets=offsets))
+    return newest(partition_configurations(after.kafka, after.run, after.grouper))
 
 
 def carry_batches(config: RunConfig, after: RunConfig, split: RunSplit, start: int) -> RunSplit:
@@ -107,7 +137,8 @@ def _entries(config: RunConfig, start: int) -> Iterable[BatchIndexEntry]:
 
 
 def copy_decisions(config: RunConfig, after: RunConfig) -> None:
-    """Copy the states of mixtures and the exclusions of batches from `control`. Safe to repeat."""
+    """Copy what applies beyond the end of a run from `control`: states of mixtures, exclusions of batches, and paused
+    and weighed environments. Safe to repeat."""
     with Sender(clients.producer(config.kafka)) as sender:
         for message in read_to_end(config.kafka, topic_name(config.run, "control")):
             try:
@@ -116,6 +147,9 @@ def copy_decisions(config: RunConfig, after: RunConfig) -> None:
                 continue
             if isinstance(record, ExcludedBatch | MixtureState):
                 sender.send(topic_name(after.run, "control"), message.value, message.key, partition=0)
+    decided = steering.desired_state(config.kafka, config.run)
+    steering.write(after.kafka, after.run, steering.PAUSED, decided.paused)
+    steering.write(after.kafka, after.run, steering.WEIGHT, decided.weighed)
 
 
 def _set_clock(after: RunConfig, policy_version: int) -> None:

@@ -155,7 +155,7 @@ def put_in_force(
     If the exclusion is already in force, only wait. Raises DeadlineExceeded if the mark of some partition was not read
     within `timeout_s`; the mark is on the log, and takes effect when it is read.
     """
-    generation, marks = _written(kafka, run, grouper, exclusion)
+    generation, marks = write_marks(kafka, run, grouper, exclusion)
     topic = topic_name(run, "rollouts")
     deadline = time.monotonic() + timeout_s
     while behind := _unread(kafka, run, grouper, marks):
@@ -182,10 +182,13 @@ def _unread(kafka: KafkaConfig, run: str, grouper: GrouperConfig, marks: Mapping
     return [tp.partition for tp in committed if tp.offset <= marks[tp.partition]]
 
 
-def _written(
+def write_marks(
     kafka: KafkaConfig, run: str, grouper: GrouperConfig, exclusion: Exclusion
 ) -> tuple[int, Mapping[int, int]]:
-    """Write marks for an exclusion in one transaction, unless all partitions have it; return generation and offsets."""
+    """Write marks for an exclusion in one transaction, unless all partitions have it; return generation and offsets.
+
+    Raises DeliveryError if they were not written, and as `partition_configurations` does.
+    """
     topic, marks = topic_name(run, "rollouts"), dict[int, int]()
 
     def delivered(delivery: Delivery) -> None:

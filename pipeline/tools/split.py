@@ -124,6 +124,7 @@ def split_run(
         carried = learners.stopped_learners(config, wait_s, with_checkpoints=with_checkpoints)
     moving.create(config, after, split)
     moved = moving.move_rollouts(config, after)
+    after = replace(after, grouping=moving.exclude_copies(config, after))
     placed = moving.carry_batches(config, after, split, learners.first_needed(config, carried))
     positions = learners.carry_checkpoints(config, after, placed, carried)
     version = learners.carry_weights(config, after)

@@ -6,6 +6,7 @@ import subprocess
 import threading
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,12 +17,15 @@ from rollstream.consumers.labeling.positions import SOURCE, ensure_positions
 from rollstream.consumers.labeling.recovery import recover
 from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
+from rollstream.pipeline.config import load
+from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
+from rollstream.topics import steering
 from rollstream.topics.codec import encode
 from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import LearnerStep, Rollout
+from rollstream.topics.records import LearnerStep, MixtureWeight, PausedEnvironment, Rollout
 from rollstream.topics.run_splits import moved_from, splits_of
 from tests.support.command_line import answer_of
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout
@@ -101,6 +105,35 @@ def test_a_run_with_open_groups_goes_on_with_other_partitions_and_both_ledgers_c
     assert (together["batched"], together["dropped"], together["in_flight"], together["moved"]) == (160, 0, 0, 0)
     every = batched(run) + batched(wide) + batched(narrow)
     assert every == Counter(f"x{example}-{member}" for example in range(40) for member in range(4))
+
+
+def test_what_was_excluded_or_paused_stays_so_in_the_successor(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    process = run.start("group")
+    run.send(rollout(example, member) for example in ("broken", "sound") for member in range(2))
+    settled(run, in_flight=4)
+    [message] = [m for m in read_to_end(run.kafka, run.topic("rollouts")) if b"broken-0" in (m.value or b"")]
+    done = ran(run, "exclude", "--offsets", f"{message.partition}:{message.offset}")
+    assert done.returncode == 0, done.stderr
+    steering.write(run.kafka, run.name, steering.PAUSED, {"env": PausedEnvironment(environment="env", reason="hangs")})
+    steering.write(run.kafka, run.name, steering.WEIGHT, {"other": MixtureWeight(environment="other", weight=2.0)})
+    steering.write(run.kafka, run.name, steering.WEIGHT, {"env": MixtureWeight(environment="env", weight=3.0)})
+    steering.write(run.kafka, run.name, steering.WEIGHT, {"env": None})
+
+    answer = split(run, f"{run.name}-3", 3)
+    assert process.wait(60) == 0
+    three = successor(run, f"{run.name}-3", 3)
+    decided = steering.desired_state(run.kafka, three.name)
+    assert ({*decided.paused}, decided.weights) == ({"env"}, {"other": 2.0})
+    in_force = newest(partition_configurations(run.kafka, three.name, run.grouper))
+    assert (in_force.generation, len(in_force.exclude_offsets)) == (2, 1)
+    assert load(Path(answer["configuration"])).grouping == in_force
+
+    three.start("group")
+    three.send(rollout(example, member) for example in ("broken", "sound") for member in (2, 3))
+    settled(three, in_flight=0, batched=4, dropped={"excluded": 4})
+    assert batched(three) == Counter(f"sound-{member}" for member in range(4))
+    assert verify(run.kafka, three.name).mismatches == []
 
 
 KILLED = """
