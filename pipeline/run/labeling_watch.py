@@ -1,11 +1,12 @@
 """Follows, in a separate thread, how many records of `unlabelled` wait for labels, for displays and stall warnings.
 
-Every two seconds it asks for the ends of the topic and for the positions of the labelers; it reads no record.
+Every two seconds it asks for the ends of the topic and for the positions of the labelers. It reads only the last few
+offsets, because these may be transaction markers, which never wait for a label.
 """
 
 import logging
 import threading
-from contextlib import closing
+from contextlib import closing, suppress
 from typing import NamedTuple
 
 from rollstream.topics.catalogue import topic_name
@@ -13,13 +14,16 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, RollstreamError, TopicError
 from rollstream.topics.kafka import topic_admin
-from rollstream.topics.kafka.reader import Reader
+from rollstream.topics.kafka.client_errors import OffsetGone
+from rollstream.topics.kafka.reader import Reader, ends_of_records
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 _INTERVAL_S = 2.0
 _FIRST_S = 5.0
 """Longest wait for the first positions."""
+_FEW = 4
+"""Most offsets after a position that are read. A finished transaction leaves one marker after its records."""
 
 
 class LabelingState(NamedTuple):
@@ -72,6 +76,9 @@ class LabelingWatch(Closing):
     def _read(self, bounds: dict[int, tuple[int, int]], timeout_s: float) -> LabelingState:
         with closing(Reader(self._kafka, group=self._group)) as reader:
             places = reader.committed(self._topic, bounds, f"reading offsets of group {self._group}", timeout_s)
-        read = {place.partition: max(bounds[place.partition][0], place.offset) for place in places}
-        ends = sum(end for _begin, end in bounds.values())
-        return LabelingState(waiting=max(0, ends - sum(read.values())), read=sum(read.values()))
+            read = {place.partition: max(bounds[place.partition][0], place.offset) for place in places}
+            ends = {partition: end for partition, (_begin, end) in bounds.items()}
+            few = {partition: offset for partition, offset in read.items() if 0 < ends[partition] - offset <= _FEW}
+            with suppress(OffsetGone):  # labeled and deleted in the meantime
+                ends |= ends_of_records(self._kafka, self._topic, few, reader)
+        return LabelingState(waiting=max(0, sum(ends.values()) - sum(read.values())), read=sum(read.values()))

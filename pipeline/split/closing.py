@@ -17,7 +17,6 @@ from rollstream.pipeline.audit.ledger.calls import check_calls
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.trajectories import check_trajectories
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run.labeling_watch import LabelingWatch
 from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
@@ -25,7 +24,7 @@ from rollstream.topics.errors import DeadlineExceeded, StateRefused
 from rollstream.topics.kafka import clients, closed_topics, topic_admin
 from rollstream.topics.kafka.groups import members
 from rollstream.topics.kafka.open_transactions import await_decided
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.reader import ends_of_records, read_to_end
 from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
@@ -37,6 +36,8 @@ logger = logging.getLogger(__name__)
 _ORDINAL = 1_000_000_000
 """Ordinal of the grouping process that reads a run to its end; no other process has it."""
 _POLL_S = 0.1
+_LOOK_S = 0.5
+"""Time between checks that read records."""
 _QUIET_S = 2.0
 """Time without growth of `rollouts` and `unlabelled` after which producers count as ended."""
 _GRACE_S = 10.0
@@ -169,14 +170,23 @@ def _await_members_gone(config: RunConfig, wait_s: float) -> None:
 def _await_labels(config: RunConfig, wait_s: float) -> None:
     """Wait until all records are labeled, because no label can be written once `rollouts` is closed."""
     deadline = time.monotonic() + wait_s
-    with LabelingWatch(config.kafka, config.run, config.labeling.group_id(config.run)) as watch:
-        while waiting := watch.state.waiting:
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"{waiting} records of run {config.run} still wait for labels after {wait_s:g} s; start "
-                    f"`rollstream label`, and split again"
-                )
-            time.sleep(_POLL_S)
+    while waiting := _waiting_for_labels(config):
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f"{waiting} records of run {config.run} still wait for labels after {wait_s:g} s; start "
+                f"`rollstream label`, and split again"
+            )
+        time.sleep(_LOOK_S)
+
+
+def _waiting_for_labels(config: RunConfig) -> int:
+    """Return the number of offsets from the labelers' positions to the last record of each partition."""
+    kafka, topic = config.kafka, topic_name(config.run, "unlabelled")
+    bounds = topic_admin.bounds(kafka, topic)
+    committed = committed_offsets(kafka, config.labeling.group_id(config.run), topic, len(bounds))
+    positions = {place.partition: max(bounds[place.partition][0], place.offset) for place in committed}
+    ends = ends_of_records(kafka, topic, positions)
+    return sum(ends[partition] - position for partition, position in positions.items())
 
 
 def _drain_and_fence(config: RunConfig) -> dict[int, int]:

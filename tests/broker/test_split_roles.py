@@ -19,8 +19,10 @@ from rollstream.infra.ports import free_port, free_ports
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.codec import encode
 from rollstream.topics.config import TopicsConfig
-from rollstream.topics.kafka import provisioning
+from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.keys import encode_key
 from rollstream.topics.records import LearnerStep, Rollout, TrainingBatch
 from rollstream.topics.run_splits import splits_of
 from tests.broker.test_demo import environment
@@ -121,6 +123,28 @@ def test_what_workers_had_begun_is_labelled_before_a_run_is_closed_and_then_its_
     old = ledger(run.kafka, run.name)
     assert old.balanced, old.problems
     assert (old.unlabelled["labeled"], old.batched) == (4, 4)
+
+
+def test_the_marker_of_a_transaction_does_not_wait_for_a_label_when_a_run_is_split(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    labeler = run.start("label", LABELER)
+    # As `dlq redrive` sends them.
+    producer = clients.transactional_producer(run.kafka, f"{run.name}-sender")
+    producer.init_transactions(120)
+    producer.begin_transaction()
+    for member in range(4):
+        producer.produce(run.topic("unlabelled"), encode(rollout("judged", member)), encode_key("env", "judged"))
+    producer.flush(120)
+    producer.commit_transaction(120)
+    judged = {f"judged-{member}" for member in range(4)}
+    eventually(lambda: recorded(run) == judged, 120, "labels")
+
+    splitting = run.start("split", "--into", f"{run.name}-3", "--partitions", "3", supervisor__workers=0)
+    assert splitting.wait(300) == 0, run.log_of(splitting)
+    assert labeler.wait(120) == 0, run.log_of(labeler)
+    assert batched(run) == judged
+    old = ledger(run.kafka, run.name)
+    assert old.balanced, old.problems
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 from confluent_kafka import Consumer, Producer
@@ -22,13 +22,29 @@ from tests.simulation.cluster import Cluster
 from tests.simulation.model_admin import ModelAdmin
 from tests.simulation.model_consumer import ModelConsumer
 from tests.simulation.model_producer import ModelProducer
-from tests.simulation.scheduler import Actor, Hanging, Scheduler
+from tests.simulation.scheduler import Actor, Hanging, Process, Scheduler
+
+T = TypeVar("T")
 
 
 class World:
     """The cluster of the schedule that runs now."""
 
     cluster: Cluster
+
+    def begin(self, seed: int = 0) -> Cluster:
+        """Put an empty cluster in place."""
+        self.cluster = Cluster(Scheduler(seed))
+        return self.cluster
+
+    def result_of(self, work: Callable[[], T]) -> T:
+        """Return the result of a process of its own, or raise its error."""
+        actor = self.scheduler.spawn(Process("test"), "test", work)
+        self.scheduler.run(lambda: actor.done)
+        if actor.error is not None:
+            raise actor.error
+        result: T = actor.result
+        return result
 
     @property
     def scheduler(self) -> Scheduler:

@@ -25,6 +25,7 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _AT_ONCE = 500
 _CALL_S = 10.0
+_FIRST_LOOK_BACK = 16
 
 
 class Polled(NamedTuple):
@@ -380,6 +381,31 @@ def read_to_end(
             source.close()
         else:
             source.unassign()
+
+
+def ends_of_records(
+    config: KafkaConfig, topic: str, positions: Mapping[int, int], reader: Reader | None = None
+) -> dict[int, int]:
+    """Return, by partition, the offset after the last record at or after a position; the position if there is none.
+
+    The end of a partition cannot tell, because it counts transaction markers, too. The search goes back from the end
+    over growing distances, so it reads few records. Accepts a reader and raises errors as `read_to_end` does.
+    """
+    bounds = topic_admin.bounds(config, topic, positions)
+    begins = {partition: max(begin, positions[partition]) for partition, (begin, _end) in bounds.items()}
+    stops = {partition: end for partition, (_begin, end) in bounds.items() if end > begins[partition]}
+    ends, distance = dict(positions), _FIRST_LOOK_BACK
+    while stops:
+        starts = {partition: max(begins[partition], stop - distance) for partition, stop in stops.items()}
+        last: dict[int, int] = {}
+        with closing(read_to_end(config, topic, partitions=starts, start=starts, reader=reader)) as records:
+            for record in records:
+                if record.offset < bounds[record.partition][1]:
+                    last[record.partition] = record.offset + 1
+        ends |= last
+        stops = {p: start for p, start in starts.items() if p not in last and start > begins[p]}
+        distance *= _FIRST_LOOK_BACK
+    return ends
 
 
 def record_at(
