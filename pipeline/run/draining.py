@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rollstream.consumers.grouping.config import GrouperConfig
@@ -126,16 +126,26 @@ def _record_end(kafka: KafkaConfig, run: str, request: DrainRequest) -> None:
 class QuietProducers:
     """Checks, by metrics and by the log, that no producer of rollouts has open work."""
 
-    def __init__(self, config: RunConfig, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        clock: Callable[[], float] = time.monotonic,
+        topics: Sequence[str] = ("rollouts",),
+    ) -> None:
+        """`topics` are those that producers write to."""
         self._config, self._clock = config, clock
-        self._ends: dict[int, int] = {}
+        self._topics = tuple(topic_name(config.run, name) for name in topics)
+        self._ends: dict[tuple[str, int], int] = {}
         self._since = clock()
 
     def __call__(self) -> bool:
         """Return whether producers are quiet now. Raises TopicError or BrokerUnavailable."""
         kafka, run = self._config.kafka, self._config.run
-        bounds = topic_admin.bounds(kafka, topic_name(run, "rollouts"))
-        ends = {partition: end for partition, (_begin, end) in bounds.items()}
+        ends = {
+            (topic, partition): end
+            for topic in self._topics
+            for partition, (_begin, end) in topic_admin.bounds(kafka, topic).items()
+        }
         if ends != self._ends:
             self._ends, self._since = ends, self._clock()
         components = newest_components(kafka, run)

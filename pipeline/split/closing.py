@@ -17,6 +17,7 @@ from rollstream.pipeline.audit.ledger.calls import check_calls
 from rollstream.pipeline.audit.ledger.hidden_records import HiddenRecords
 from rollstream.pipeline.audit.ledger.trajectories import check_trajectories
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.run.draining import QuietProducers
 from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
@@ -38,10 +39,10 @@ _ORDINAL = 1_000_000_000
 _POLL_S = 0.1
 _LOOK_S = 0.5
 """Time between checks that read records."""
-_QUIET_S = 2.0
-"""Time without growth of `rollouts` and `unlabelled` after which producers count as ended."""
 _GRACE_S = 10.0
-"""How long producers may take to end; after that, the broker refuses their records."""
+"""Least time that producers have to end; after that, the broker refuses their records."""
+_NOTICE_S = 5.0
+"""Time that a worker has to notice the split, and to report its end, in addition to worker.drain_timeout_s."""
 
 
 def check_movable(config: RunConfig) -> None:
@@ -80,7 +81,7 @@ def close(config: RunConfig, wait_s: float) -> None:
     """
     kafka, run = config.kafka, config.run
     rollouts = topic_name(run, "rollouts")
-    _await_quiet(config)
+    _await_quiet(config, wait_s)
     if closed_topics.is_closed(kafka, rollouts):
         closed_topics.reopen(kafka, rollouts)
     _await_members_gone(config, wait_s)
@@ -139,20 +140,16 @@ def _arrived(config: RunConfig, partitions: int) -> int:
     return sum(1 for _record in read_to_end(config.kafka, topic, start=positions))
 
 
-def _await_quiet(config: RunConfig) -> None:
-    """Wait until producers have ended, at most `_GRACE_S`."""
-    topics = [topic_name(config.run, name) for name in ("rollouts", "unlabelled")]
+def _await_quiet(config: RunConfig, wait_s: float) -> None:
+    """Wait until producers have ended, at most as long as workers may take to finish their groups.
 
-    def bounds() -> list[dict[int, tuple[int, int]]]:
-        return [topic_admin.bounds(config.kafka, topic) for topic in topics]
-
-    deadline = time.monotonic() + _GRACE_S
-    ends, since = bounds(), time.monotonic()
-    while time.monotonic() < min(deadline, since + _QUIET_S):
-        time.sleep(_POLL_S)
-        now = bounds()
-        if now != ends:
-            ends, since = now, time.monotonic()
+    A producer that was killed, or that writes no metrics, does not show that it has ended.
+    """
+    most_s = max(_GRACE_S, config.worker.drain_timeout_s + _NOTICE_S)
+    deadline = time.monotonic() + min(most_s, wait_s)
+    quiet = QuietProducers(config, topics=("rollouts", "unlabelled"))
+    while not quiet() and time.monotonic() < deadline:
+        time.sleep(_LOOK_S)
 
 
 def _await_members_gone(config: RunConfig, wait_s: float) -> None:

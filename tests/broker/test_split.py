@@ -37,7 +37,9 @@ def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def split(run: RealRun, into: str, partitions: int) -> Any:
-    done = ran(run, "split", "--into", into, "--partitions", str(partitions), "--json")
+    # No workers: a split would wait for the metrics of those that the settings name.
+    words = run.command("split", "--into", into, "--partitions", str(partitions), "--json", supervisor__workers=0)
+    done = answer_of(run.directory, *words[4:])
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -179,10 +181,10 @@ def test_a_split_that_is_killed_at_any_point_and_run_again_moves_every_record_on
     eventually(lambda: sum(batched(run).values()) == 64, 120, "whole groups in batches")
     words = ("split", "--into", f"{run.name}-7", "--partitions", "7")
     for point in POINTS:
-        killed = run.start(*words, script=KILLED.format(point=point))
+        killed = run.start(*words, script=KILLED.format(point=point), supervisor__workers=0)
         assert killed.wait(300) == -9, run.log_of(killed)
     assert process.wait(60) == 0
-    last = run.start(*words)
+    last = run.start(*words, supervisor__workers=0)
     assert last.wait(300) == 0, run.log_of(last)
 
     wide = successor(run, f"{run.name}-7", 7)
@@ -222,7 +224,7 @@ def test_a_split_whose_topic_is_opened_again_is_refused_until_it_stays_closed(re
     run.send(rollout(f"x{example}", member) for example in range(8) for member in range(2))
     eventually(lambda: settled(run, in_flight=16), 120, "open groups")
     words = ("split", "--into", f"{run.name}-3", "--partitions", "3")
-    opened = run.start(*words, script=OPENED)
+    opened = run.start(*words, script=OPENED, supervisor__workers=0)
     assert opened.wait(300) == 2, run.log_of(opened)
     assert process.wait(60) == 0
     assert "accepts records again" in run.log_of(opened)

@@ -6,8 +6,10 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import urllib.error
 import urllib.request
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -145,6 +147,57 @@ def test_the_marker_of_a_transaction_does_not_wait_for_a_label_when_a_run_is_spl
     assert batched(run) == judged
     old = ledger(run.kafka, run.name)
     assert old.balanced, old.problems
+
+
+SLOW = '''
+"""One turn, and a verifier that takes longer than a split waits for other producers."""
+
+import asyncio
+
+from rollstream import Episode, Message, Prompt, Score
+
+
+class Slow:
+    name = "slow"
+    max_tokens = 4
+
+    def prompts(self, split):
+        return [Prompt(example_id=f"{split}-{n}", text="429>") for n in range(8)]
+
+    async def run(self, prompt, generate):
+        reply = await generate(prompt.text)
+        await asyncio.sleep(15)
+        return Episode(turns=(Message(role="user", text=prompt.text), reply), score=Score(reward=1.0))
+'''
+
+
+@pytest.mark.long
+def test_a_run_is_closed_when_its_workers_have_finished_their_groups(real_run: RealRun) -> None:
+    run, asked_for = real_run.prepare(), threading.Event()
+    (run.directory / "slow.py").write_text(SLOW)
+    (run.directory / "slow.toml").write_text('[[environments]]\nuse = "slow.py:Slow"\n')
+    settings = {
+        **SMALL_LEARNER,
+        "supervisor__workers": 1,
+        "worker__concurrency": 1,
+        "worker__drain_timeout_s": 60,
+    }
+    generator = SortingGenerator(versions=(0,), before_generate=lambda _prompts: asked_for.set())
+    with serving(generator) as server:
+        settings["worker__inference_urls"] = json.dumps([server.base_url])
+        worker = run.start("env", "--config", "slow.toml", **settings)
+        assert asked_for.wait(120), run.log_of(worker)
+        splitting = run.start(
+            "split", "--config", "slow.toml", "--into", f"{run.name}-3", "--partitions", "3", **settings
+        )
+        assert worker.wait(120) == 0, run.log_of(worker)
+        assert splitting.wait(300) == 0, run.log_of(splitting)
+    groups = Counter(record.group_id for record in run.read("rollouts") if isinstance(record, Rollout))
+    assert groups
+    assert set(groups.values()) == {4}
+    old = ledger(run.kafka, run.name)
+    assert old.balanced, old.problems
+    assert (old.rollouts, old.unread, old.in_flight) == (groups.total(), 0, 0)
 
 
 @pytest.mark.long
