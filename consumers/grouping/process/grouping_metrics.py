@@ -39,7 +39,9 @@ class GroupingFigures:
         self._totals = dict.fromkeys(
             ("transactions", "batches", "batched", "dropped", "dead_lettered", "finished_groups"), 0
         )
-        self._commits: list[float] = []
+        self._commits = 0
+        self._commit_s = self._longest_commit_s = 0.0
+        """Sum and maximum of the durations of the commits since the last `write`, which may never be called."""
         self._watch = SelectionWatch()
         self._told: dict[str, Selection] = {}
         self._last: dict[str, float] = {}
@@ -47,7 +49,9 @@ class GroupingFigures:
 
     def committed(self, outputs: Iterable[Effects], seconds: float) -> None:
         """Add a committed transaction and its duration from the first record to the commit."""
-        self._commits.append(seconds)
+        self._commits += 1
+        self._commit_s += seconds
+        self._longest_commit_s = max(self._longest_commit_s, seconds)
         self._totals["transactions"] += 1
         for output in outputs:
             self._totals["batches"] += len(output.batches)
@@ -121,9 +125,9 @@ class GroupingFigures:
         values |= {"partitions": len(served), "partitions_restoring": len(restoring)}
         values |= more
         if self._commits:
-            values["commit_seconds_mean"] = sum(self._commits) / len(self._commits)
-            values["commit_seconds_max"] = max(self._commits)
-            self._commits.clear()
+            values["commit_seconds_mean"] = self._commit_s / self._commits
+            values["commit_seconds_max"] = self._longest_commit_s
+            self._commits, self._commit_s, self._longest_commit_s = 0, 0.0, 0.0
         self._last = values
         self._writer.write(values, self._labels)
 

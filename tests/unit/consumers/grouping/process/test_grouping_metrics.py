@@ -3,6 +3,7 @@
 import logging
 import math
 import time
+import tracemalloc
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -142,6 +143,23 @@ def test_counts_continue_and_latencies_start_again() -> None:
     assert writer.written[1][0]["transactions_total"] == 1
     assert "commit_seconds_mean" in writer.written[0][0]
     assert "commit_seconds_mean" not in writer.written[1][0]
+
+
+def test_the_latencies_of_a_process_that_reports_nothing_take_no_memory() -> None:
+    figures, outputs = GroupingFigures(Kept(), "g", "t", 0.0), [driver().fold.prepare_commit()]
+
+    def commit(count: int) -> int:
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(count):
+            figures.committed(outputs, number / 1000)
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        commit(100)
+        assert commit(2_000) < 10_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_unknown_lag_is_not_reported() -> None:
