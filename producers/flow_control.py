@@ -162,9 +162,9 @@ class FlowControl:
         baseline: Mapping[int, int] | None = None,
         unlabeled: Mapping[int, range] | None = None,
     ) -> None:
-        """`baseline` holds the end of each partition at start, and `unlabeled` the offsets of `unlabelled` that waited
-        then. Unread rollouts before these ends, and at these offsets, may come from an earlier process of this
-        worker, so they count as its own."""
+        """`baseline` holds the offset after the last record of each partition at start, and `unlabeled` the offsets of
+        `unlabelled` that waited then. Unread rollouts before these ends, and at these offsets, may come from an earlier
+        process of this worker, so they count as its own."""
         check_capacity(config)
         self.config = config
         self._progress = RunProgress()

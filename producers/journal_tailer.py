@@ -1,7 +1,7 @@
 """Follows `journal`, `batch-index`, `steps` and `control` of a run in a separate thread, for flow control.
 
 At start it reads each journal partition from the last record that holds every count, and the other topics from the
-beginning.
+beginning. It looks into `rollouts` once, for the last record that grouping has not read.
 """
 
 import threading
@@ -20,7 +20,7 @@ from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.journal_counts import JournalCounts, holds_all
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.reader import ends_of_records, read_to_end
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerStep, RetiredLearner
@@ -49,7 +49,8 @@ class JournalTailer(Tailer):
         self.skipped = SkippedRecords("journal-tailer")
         """Records that could not be read; progress is computed without them."""
         self.rollout_ends: dict[int, int] = {}
-        """End of each partition of rollouts when the tailer started."""
+        """Offset after the last record of each partition of rollouts when the tailer started; the position of grouping
+        if it is higher. Transaction markers do not count, because no position passes those that come last."""
 
     def start(self) -> None:
         """Start the thread, and wait until the topics are read to the ends that they had at the start."""
@@ -73,11 +74,12 @@ class JournalTailer(Tailer):
         self._on_progress()
 
     def _follow(self) -> None:
-        self.rollout_ends = {p: end for p, (_low, end) in topic_admin.bounds(self._kafka, self._rollouts).items()}
         first, _end = topic_admin.bounds(self._kafka, self._index)[0]
         self._consumption = LearnerConsumption(self._name, pruned=first > 0)
         bounds = topic_admin.bounds(self._kafka, self._journal)
         start = {(self._journal, p): self._after_last(p, begin, end) for p, (begin, end) in bounds.items()}
+        positions = {p: self._progress.position(p) for p in range(self._partitions)}
+        self.rollout_ends = ends_of_records(self._kafka, self._rollouts, positions)
         self._consumption.retired = self._retired
         start |= {(topic, 0): BEGINNING for topic in (self._index, self._steps, self._control)}
         with closing(TopicFollower(self._kafka, start)) as follower:

@@ -99,7 +99,7 @@ _GROUPING = (
         "grouping",
         {
             "position": "Next offset of `rollouts` that the task reads.",
-            "lag": "Records of `rollouts` between the task's position and the end of the log.",
+            "lag": "Records of `rollouts` between the task's position and the end of the log; 0 once all are read.",
             "in_flight": "Rollouts read and not yet finished; they are in open groups or wait for a batch.",
             "open_groups": "Groups that are not complete.",
             "held_bytes": "Memory that unfinished groups take, as grouping.capacity_bytes counts it.",

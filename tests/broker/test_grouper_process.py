@@ -1,6 +1,7 @@
 """Changes around a grouping process: clocks that are set, partitions that are added, settings that differ."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 
 from confluent_kafka.admin import NewPartitions
@@ -8,8 +9,13 @@ from confluent_kafka.admin import NewPartitions
 from rollstream.consumers.ordinal_claim import OrdinalClaim
 from rollstream.infra.ports import free_port
 from rollstream.pipeline.audit.ledger import ledger
+from rollstream.producers.config import CapacityConfig
+from rollstream.producers.flow_control import FlowControl
+from rollstream.producers.journal_tailer import JournalTailer
+from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.transactional_ids import fence, transactional_id
+from rollstream.topics.keys import encode_key
 from rollstream.topics.paused_partitions import pause
 from rollstream.topics.records import Metrics
 from tests.support.probes import scrape
@@ -153,6 +159,30 @@ def test_settings_that_differ_from_those_in_the_log_are_named_and_those_in_the_l
     [event] = [json.loads(line) for line in run.log_of(process).splitlines() if '"settings_ignored"' in line]
     assert event["settings"] == {"batch_rollouts": "64 here, 16 in the log"}
     assert "raise grouping.generation" in event["remedy"]
+
+
+def test_the_marker_of_a_transaction_is_nothing_that_grouping_has_yet_to_read(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    process = run.start("group", grouper__metrics_interval_s=0.5)
+    producer = clients.transactional_producer(run.kafka, f"{run.name}-sender")
+    producer.init_transactions(120)
+    producer.begin_transaction()
+    producer.produce(run.topic("rollouts"), encode(rollout("open")), encode_key("env", "open"))
+    producer.flush(120)
+    producer.commit_transaction(120)
+
+    def newest() -> Mapping[str, float]:
+        reports = [record for record in run.read("metrics") if isinstance(record, Metrics)]
+        whole = [r.values for r in reports if not r.labels.keys() & {"partition", "environment"}]
+        return whole[-1] if whole else {}
+
+    eventually(lambda: (newest().get("in_flight"), newest().get("lag")) == (1, 0), 120, "a lag of 0")
+    process.terminate()
+    assert process.wait(120) == 0
+    with JournalTailer(run.kafka, run.name) as tailer:
+        flow = FlowControl(CapacityConfig(), tailer.rollout_ends)
+        flow.observe(tailer.progress)
+        assert (flow.outstanding, flow.mine_unseen) == (1, 0)
 
 
 def test_a_process_hears_of_a_retention_that_is_set_and_restored_while_it_runs(real_run: RealRun) -> None:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 from confluent_kafka import Producer, TopicPartition
 
-from rollstream.producers.flow_control import PartitionProgress, RunProgress
+from rollstream.producers.config import CapacityConfig
+from rollstream.producers.flow_control import FlowControl, PartitionProgress, RunProgress
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
@@ -239,6 +240,26 @@ def test_the_ends_of_rollouts_are_those_at_start(kafka: KafkaConfig, run_name: s
     assert producer.flush(120) == 0
     with JournalTailer(kafka, run_name) as tailer:
         assert tailer.rollout_ends == {0: 0, 1: 3}
+
+
+def test_markers_behind_the_last_rollout_are_nobodys_rollouts(
+    kafka: KafkaConfig, run_name: str, writer: Producer
+) -> None:
+    value = codec.encode(Mark(kind="drain"))
+    with transaction(writer):
+        writer.produce(topic_name(run_name, "rollouts"), value, b"[]", 1)
+        put_journal(writer, run_name, 1, 1)
+    for _ in range(20):
+        with transaction(writer, commit=False):
+            writer.produce(topic_name(run_name, "rollouts"), value, b"[]", 1)
+    for written, mine_unseen in ((0, 0), (1, 42)):
+        for _ in range(written):
+            with transaction(writer):
+                writer.produce(topic_name(run_name, "rollouts"), value, b"[]", 1)
+        with JournalTailer(kafka, run_name) as tailer:
+            flow = FlowControl(CapacityConfig(), tailer.rollout_ends)
+            flow.observe(tailer.progress)
+            assert flow.mine_unseen == mine_unseen
 
 
 def test_a_run_without_topics_is_named(kafka: KafkaConfig) -> None:

@@ -54,6 +54,9 @@ class ModelAdmin:
     def describe_topics(self, topics: Any) -> dict[str, "Future[Description]"]:
         return {name: _done(Description(f"id-of-{name}")) for name in topics.topic_names}
 
+    def describe_configs(self, resources: Iterable[Any], *, request_timeout: float) -> dict[Any, "Future[Any]"]:
+        return {resource: _done({}) for resource in resources}
+
     def describe_consumer_groups(self, names: Iterable[str], *, request_timeout: float) -> dict[str, "Future[Any]"]:
         assert request_timeout > 0
         return {name: _done(GroupDescription(tuple(self._cluster.groups[name].members))) for name in names}

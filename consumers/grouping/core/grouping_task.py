@@ -40,6 +40,8 @@ class GroupingTask:
         self.partition = fold.partition
         self.at_end = False
         """Whether every committed record of the partition was read."""
+        self._end_read = -1
+        """Highest end of the partition that was reached. Offsets between the position and this end hold no records."""
         self._journal = journal
         self._config = config
         self._author = author
@@ -84,6 +86,16 @@ class GroupingTask:
                 f"({type(error).__name__}: {error}); fix the cause, or "
                 f"{self._skip_remedy(record, 'if that is not possible')}"
             ) from error
+
+    def reach_end(self, end: int) -> None:
+        """Note that every committed record before `end`, the end of the partition, was read."""
+        self.at_end = True
+        self._end_read = max(self._end_read, end)
+
+    def lag(self, end: int) -> int:
+        """Return the number of unread offsets, given the known end of the partition; 0 if only transaction markers
+        lie after the last record that was read."""
+        return 0 if end <= self._end_read else max(0, end - self.fold.position)
 
     def hop(self, stop: int) -> None:
         """Leave out the requested offsets below `stop` without reading their records."""

@@ -72,7 +72,7 @@ class GroupingFigures:
     def write(
         self,
         folds: Iterable[Fold],
-        ends: Mapping[int, int],
+        lags: Mapping[int, int],
         restoring: Mapping[int, RestoreProgress],
         more: Mapping[str, float] = MappingProxyType({}),
         paused: Collection[int] = (),
@@ -80,8 +80,9 @@ class GroupingFigures:
     ) -> None:
         """Write the metrics now.
 
-        `ends` holds the known ends of partitions, `more` further metrics of the whole process, and `paused` the
-        partitions that are not being read. `retention_s` is how long brokers keep a record; infinity means forever.
+        `lags` holds the number of unread records by partition, as far as it is known, `more` further metrics of the
+        whole process, and `paused` the partitions that are not being read. `retention_s` is how long brokers keep a
+        record; infinity means forever.
         """
         self._due_s = self._clock() + self._interval_s
         whole = dict.fromkeys(("lag", "in_flight", "open_groups", "held_bytes"), 0)
@@ -99,8 +100,8 @@ class GroupingFigures:
                 "stream_time_s": fold.stream_time_ms / 1000,
                 "paused": float(fold.partition in paused),
             }
-            if fold.partition in ends:
-                values["lag"] = max(0, ends[fold.partition] - fold.position)
+            if fold.partition in lags:
+                values["lag"] = lags[fold.partition]
                 if values["lag"] and math.isfinite(retention_s):
                     # Unread records are no older than the newest that was read; before the first, any age is possible.
                     age_s = time.time() - fold.stream_time_ms / 1000

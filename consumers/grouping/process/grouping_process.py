@@ -165,11 +165,12 @@ class GroupingProcess:
         # Nothing is fetched from paused partitions, so the client does not learn their ends.
         paused = self._manager.paused
         ends |= {partition: end for partition, end in self._member.ends(paused).items() if end >= 0}
+        lags = {partition: self._manager.tasks[partition].lag(end) for partition, end in ends.items()}
         folds = (task.fold for task in self._manager.tasks.values())
         ignored = len(self._punctuator.ignored_settings)
         more = {"records_skipped_total": self._skipped.total, "settings_ignored": ignored}
         retention_s = self._retention.newest_s()
-        self._figures.write(folds, ends, self._restorer.progress, more, paused=paused, retention_s=retention_s)
+        self._figures.write(folds, lags, self._restorer.progress, more, paused=paused, retention_s=retention_s)
 
     # ------------------------------------------------------------------ membership
 

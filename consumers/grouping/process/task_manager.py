@@ -235,7 +235,7 @@ class TaskManager:
             # If a record arrived after the end was reached, the position is past that end.
             at_end = self._member.positions[self._topic, partition] <= end
             if at_end and task is not None and self._seeks.confirm(partition, end):
-                task.at_end = True
+                task.reach_end(end)
 
     def _reading(self, partition: int) -> GroupingTask | None:
         """Return the task that reads the records of a partition; None while it is approaching, seeking or paused."""

@@ -303,7 +303,7 @@ def test_a_deadline_mark_seals_a_group_if_no_other_record_comes() -> None:
     for i in range(2):
         d.pipe(example_rollout(str(i), float(i), group_size=8))
     task = GroupingTask(d.fold, JournalPointers(0, 0), GrouperConfig(), "test")
-    task.at_end = True
+    task.reach_end(d.fold.position)
     assert task.due_marks(29_999, 0, d.fold.config) == []
     [mark] = task.due_marks(30_000, 0, d.fold.config)
     assert mark.kind == "deadline"
