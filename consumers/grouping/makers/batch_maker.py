@@ -108,7 +108,10 @@ class BatchMaker(ABC):
         return len(self.waiting)
 
     def take_discarded(self) -> list[tuple[Source, str]]:
-        """Return the rollouts that the maker itself discarded since the last call, each with a reason."""
+        """Return the rollouts that the maker itself discarded since the last call, each with a reason.
+
+        A discard may depend only on the rollout and its group: after a crash, a new maker must make the same one.
+        """
         return []
 
 
