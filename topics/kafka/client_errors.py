@@ -96,6 +96,11 @@ def refusal(error: KafkaError, user: str, topic: str = "") -> str | None:
     )
 
 
+def description_of(error: KafkaError) -> str:
+    """Return the client's text for an error, or the name of its code: some answers of brokers come without a text."""
+    return error.str() or error.name()
+
+
 def fatal_error(raised: BaseException) -> KafkaError | None:
     """Return the fatal error behind an exception that a client raised; None if the client can continue.
 

@@ -9,7 +9,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.access_control import operation_name
-from rollstream.topics.kafka.client_errors import COORDINATOR_REQUEST_S, answer_of
+from rollstream.topics.kafka.client_errors import COORDINATOR_REQUEST_S, answer_of, description_of
 from rollstream.topics.kafka.hanging_transactions import admin_client
 
 _TIMEOUT_S = 30.0
@@ -89,10 +89,11 @@ def _operations(answer: Any, what: str) -> frozenset[str] | None:
     try:
         described = answer_of(answer, _TIMEOUT_S)
     except KafkaException as exception:
-        code = exception.args[0].code()
+        error: KafkaError = exception.args[0]
+        code = error.code()
         if code in _DENIED:
             return frozenset()
         if code in _ABSENT:
             return None
-        raise BrokerUnavailable(f"asking about {what}: {exception.args[0].str()}") from exception
+        raise BrokerUnavailable(f"asking about {what}: {description_of(error)}") from exception
     return frozenset(map(operation_name, described.authorized_operations or ()))

@@ -9,7 +9,7 @@ from confluent_kafka import KafkaError, KafkaException
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, BrokerUnavailable
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.client_errors import answer_of, fatal_error, raise_for, refusal, retrying
+from rollstream.topics.kafka.client_errors import answer_of, description_of, fatal_error, raise_for, refusal, retrying
 from rollstream.topics.kafka.groups import members
 
 
@@ -73,6 +73,11 @@ def test_a_refusal_names_user_operation_topic_and_remedy() -> None:
     assert "transactional id" in (refusal(KafkaError(KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED), "u") or "")
     assert "nor to any other" in (refusal(KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED), "u", "t") or "")
     assert refusal(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE), "u", "t") is None
+
+
+def test_an_error_without_a_text_is_described_by_its_name() -> None:
+    assert description_of(KafkaError(KafkaError.UNSUPPORTED_VERSION, "")) == "UNSUPPORTED_VERSION"
+    assert description_of(KafkaError(KafkaError.UNSUPPORTED_VERSION, "too old")) == "too old"
 
 
 def test_a_fatal_error_is_found_behind_what_a_callback_raised_or_said_to_be_lost() -> None:
