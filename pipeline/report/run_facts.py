@@ -99,7 +99,8 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
             versions, version_bytes = db.execute("select count(*), coalesce(sum(bytes), 0) from policies").fetchone()
             spread = _spread(db)
         drops = index.drops(buckets=1)["totals"]
-    book = None if archive else ledger(config.kafka, config.run, config.grouper.group_id(config.run))
+    consumer_groups = config.grouper.group_id(config.run), config.labeling.group_id(config.run)
+    book = None if archive else ledger(config.kafka, config.run, *consumer_groups)
     if book is not None:
         drops = book.dropped
     return RunFacts(

@@ -7,6 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from aiohttp import web
@@ -25,6 +26,7 @@ from rollstream.topics.codec import decode
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch, Turn
+from tests.support.command_line import answer_of
 from tests.support.producing import SortingGenerator, serving, serving_http
 from tests.support.runs import RealRun, rollout
 from tests.support.untold_offsets import without_first_offsets
@@ -96,6 +98,21 @@ def test_labels_whose_offsets_the_broker_does_not_tell_are_written_again_and_cou
     assert len({r.uid for r in rewarded(run)}) == 4 * GROUPS - 4
     log = run.log_of(process)
     assert log.count('"transaction_retried"') == log.count("without its offset") == 1, log[-3000:]
+
+
+def test_the_report_of_a_run_whose_labelers_have_a_group_of_another_name_says_that_its_ledger_balances(
+    real_run: RealRun,
+) -> None:
+    run = real_run.prepare()
+    send_unlabelled(run)
+    labeler = run.start("label", f"{__file__}:score_by_member", labeling__group="judges")
+    eventually(lambda: len(rewarded(run)) == 4 * GROUPS, 90, "every rollout is labeled")
+    labeler.terminate()
+    assert labeler.wait(300) == 0
+    done = answer_of(run.directory, *run.command("report", labeling__group="judges")[4:])
+    assert done.returncode == 0, done.stderr
+    page = Path(done.stdout.strip()).read_text(encoding="utf-8")
+    assert "The ledger balances: " in page
 
 
 VERBOSE = """
