@@ -37,6 +37,14 @@ def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
     return index
 
 
+def read_carried_entries(kafka: KafkaConfig, run: str) -> list[BatchIndexEntry]:
+    """Read the index entries of batches that a split carried over to a run; `entry.run` names the run that holds each
+    batch. Entries that cannot be read are left to `read_index`, which counts them."""
+    skipped = SkippedRecords(logged=False)
+    entries = skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index")))
+    return [entry for _message, entry in entries if entry.run and not entry_problems(entry)]
+
+
 def read_batches(
     kafka: KafkaConfig, run: str, skipped: SkippedRecords, partition: int | None = None, **reading: str
 ) -> Iterator[TrainingBatch]:

@@ -40,7 +40,11 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="an environment; may be repeated")
     parser.add_argument("--worker", action="append", default=[], metavar="ID", help="a worker; may be repeated")
     parser.add_argument(
-        "--offsets", action="append", default=[], metavar="P:A-B", help="offsets A to B of partition P of rollouts"
+        "--offsets",
+        action="append",
+        default=[],
+        metavar="P:A-B",
+        help="offsets A to B of partition P of the run's own rollouts",
     )
     parser.add_argument("--unseen", action="store_true", help="also exclude environments that have no rollouts yet")
     parser.add_argument("--dry-run", action="store_true", help="report only, and change nothing")

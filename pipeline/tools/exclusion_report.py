@@ -2,27 +2,27 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.pipeline.audit.topic_reading import read_batches
+from rollstream.pipeline.audit.topic_reading import batch_at, read_batches, read_carried_entries
 from rollstream.pipeline.progress_bar import progress
 from rollstream.pipeline.tools.exclusion_marks import Exclusion
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.pipeline.tools.run_view import RunView
 from rollstream.topics.codec import encode
+from rollstream.topics.errors import TopicError
 from rollstream.topics.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
 from rollstream.topics.offset_ranges import OffsetRange
-from rollstream.topics.records import ExcludedBatch, Rollout
+from rollstream.topics.records import BatchIndexEntry, ExcludedBatch, Rollout, TrainingBatch
 
 
 @dataclass
@@ -42,7 +42,11 @@ class ExclusionReport:
 
 
 def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionReport:
-    """Find excluded rollouts, other members of their groups that were dropped, and batches with excluded rollouts."""
+    """Find excluded rollouts, other members of their groups that were dropped, and batches with excluded rollouts.
+
+    The batches include those that a split carried over to the run; their rollouts are in the run that was split, and
+    are not counted by fate.
+    """
     report = ExclusionReport()
     config = exclusion.added_to(GroupingConfig())
     named: list[set[int]] = []
@@ -132,20 +136,56 @@ def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -
     held: dict[str, dict[str, Any]] = {}
     # Include batches whose commit is not visible yet; a batch of an aborted transaction is cut again unchanged.
     for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):
-        offsets, groups = batch.source_offsets.tolist(), batch.group_index.tolist()
-        excluded = np.array(
-            [
-                offset in named[batch.partition]
-                or config.excludes_offset(batch.partition, offset)
-                or batch.groups[group].environment in config.exclude_environments
-                for offset, group in zip(offsets, groups, strict=True)
-            ]
-        )
-        if excluded.any():
-            counts = {"excluded": int(excluded.sum()), "rollouts": len(batch)}
-            held[batch.batch_id] = {"batch_id": batch.batch_id, **counts, "uses": []}
+        if summary := _summary(batch, config, named[batch.partition]):
+            held[batch.batch_id] = summary
     places = {name: place for place, name in enumerate(view.index)}
-    return sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
+    own = sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
+    return [*_carried_batches(view, config), *own]
+
+
+def _carried_batches(view: RunView, config: GroupingConfig) -> list[dict[str, Any]]:
+    """Find batches with excluded rollouts among those that a split carried over, in index order.
+
+    The runs that were split hold these batches and their rollouts. `exclude_offsets` does not apply, because it names
+    offsets of the run's own rollouts. Batches that were deleted are left out, because no learner can read them.
+    """
+    config = replace(config, exclude_offsets=())
+    by_run: dict[str, list[BatchIndexEntry]] = {}
+    for entry in read_carried_entries(view.kafka, view.run):
+        by_run.setdefault(entry.run, []).append(entry)
+    held = []
+    for run, entries in by_run.items():
+        with RunView(view.kafka, run) as source:
+            named: dict[int, set[int]] = {}
+            for entry in entries:
+                if config.exclude_workers and entry.partition not in named:
+                    named[entry.partition] = set()
+                    with suppress(TopicError):  # The topic was deleted with the run.
+                        named[entry.partition] = _named(source, entry.partition, config)
+                try:
+                    message = source.record("batches", entry.partition, entry.offset)
+                except TopicError:
+                    continue
+                with view.skipped.passing(message):
+                    if summary := _summary(batch_at(message), config, named.get(entry.partition, set())):
+                        held.append(summary)
+    return held
+
+
+def _summary(batch: TrainingBatch, config: GroupingConfig, named: Set[int]) -> dict[str, Any] | None:
+    """Return the counts of a batch that holds excluded rollouts; None for another batch.
+
+    `named` holds the offsets of excluded rollouts of its partition, as far as `rollouts` still has them.
+    """
+    excluded = sum(
+        offset in named
+        or config.excludes_offset(batch.partition, offset)
+        or batch.groups[group].environment in config.exclude_environments
+        for offset, group in zip(batch.source_offsets.tolist(), batch.group_index.tolist(), strict=True)
+    )
+    if not excluded:
+        return None
+    return {"batch_id": batch.batch_id, "excluded": excluded, "rollouts": len(batch), "uses": []}
 
 
 def _touched(view: RunView, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -25,7 +25,7 @@ from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import LearnerStep, MixtureWeight, PausedEnvironment, Rollout
+from rollstream.topics.records import ExcludedBatch, LearnerStep, MixtureWeight, PausedEnvironment, Rollout, RolloutMetadata
 from rollstream.topics.run_splits import moved_from, splits_of
 from tests.support.command_line import answer_of
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout
@@ -360,6 +360,36 @@ def test_lineage_names_where_a_moved_rollout_came_from_and_where_it_went(real_ru
     done = ran(run, "topics", "apply")
     assert done.returncode != 0
     assert "was split" in done.stderr
+
+
+def test_what_is_excluded_from_a_successor_is_left_out_of_the_batches_that_it_carried_over(real_run: RealRun) -> None:
+    run = real_run
+    run.topics = TopicsConfig(partitions=1)
+    run.grouping = replace(run.grouping, batch_rollouts=4)
+    run.prepare()
+    process = run.start("group")
+    broken = RolloutMetadata(worker_id="broken", timestamp=1.0)
+    run.send(rollout("good", member) for member in range(4))
+    run.send(rollout("half", member, metadata=broken) for member in range(4))
+    run.send(rollout("bad", member, environment="bad") for member in range(4))
+    run.send(rollout("open", member, environment="bad") for member in range(2))
+    eventually(lambda: sum(batched(run).values()) == 12, 120, "whole groups in batches")
+    carried = [batch.batch_id for batch in run.read("batches")]  # type: ignore[attr-defined]
+    assert split(run, f"{run.name}-2", 2)["batches_carried"] == 3
+    assert process.wait(60) == 0
+    two = successor(run, f"{run.name}-2", 2)
+    two.start("group")
+
+    def named(*words: str) -> list[tuple[str, int]]:
+        done = ran(two, "exclude", *words, "--json")
+        assert done.returncode == 0, done.stderr
+        return [(batch["batch_id"], batch["excluded"]) for batch in json.loads(done.stdout)["batches"]]
+
+    assert named("--offsets", "0:0-11") == [], "offsets name rollouts of the successor"
+    assert named("--worker", "broken") == [(carried[1], 4)]
+    assert named("--env", "bad") == [(carried[2], 4)]
+    left_out = [record.batch_id for record in two.read("control") if isinstance(record, ExcludedBatch)]
+    assert sorted(left_out) == sorted(carried[1:])
 
 
 def test_a_run_whose_records_wait_for_labels_is_refused_and_stays_open(real_run: RealRun) -> None:
