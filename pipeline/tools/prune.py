@@ -10,7 +10,7 @@ import json
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,8 @@ from rollstream.topics.records import BatchIndexEntry, JournalRecord, LearnerSte
 from rollstream.topics.retired_learners import retired_learners
 from rollstream.topics.validation import entry_problems
 
+CheckpointFolders = Callable[[str, str], Sequence[Path]]
+"""Returns the folders that may hold the checkpoints of a learner, given the names of its run and of the learner."""
 KEEP_BATCHES = 1000
 """Default number of batches that stay verifiable."""
 _WHY = {
@@ -82,7 +84,7 @@ _BARE = " (no checkpoint)"
 _NOT_STARTED = " (not started)"
 _LEARNERS = {
     False: "may still have to read these records",
-    True: "give the directory of its checkpoints with --checkpoints",
+    True: "give the directory of its checkpoints with --checkpoints, which may be repeated",
 }
 _WHY_WIDTH = 26
 
@@ -103,7 +105,13 @@ def register(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print what would be deleted, and why other records are kept"
     )
     parser.add_argument("--yes", action="store_true", help="delete the records; this cannot be undone")
-    parser.add_argument("--checkpoints", type=Path, metavar="DIR", help="directory of learners' checkpoints")
+    parser.add_argument(
+        "--checkpoints",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="directory of learners' checkpoints; may be repeated (default: that of each learner's own run)",
+    )
     parser.add_argument(
         "--without-checkpoints",
         action="store_true",
@@ -121,7 +129,7 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         config.kafka,
         config.run,
         config.grouper.group_id(config.run),
-        None if args.without_checkpoints else directory_of(args.checkpoints or config.learner.checkpoint.directory),
+        None if args.without_checkpoints else checkpoint_folders(config, args.checkpoints),
         config.labeling.group_id(config.run),
     )
     keep = KEEP_BATCHES if args.keep_batches is None and args.keep_hours is None else args.keep_batches or 0
@@ -145,6 +153,22 @@ def show_prune(config: RunConfig, args: argparse.Namespace) -> int:
         for there in weight_files:
             print(files_text(there, args.dry_run))
     return 0
+
+
+def checkpoint_folders(config: RunConfig, directories: Sequence[str] = ()) -> CheckpointFolders:
+    """Return the folders of a learner below these directories.
+
+    Without directories, they are those below the configured directory and, for a learner of another run, also below the
+    default directory of that run. Raises ConfigurationError for a bad URL.
+    """
+    configured = [directory_of(directory) for directory in directories or (config.learner.checkpoint.directory,)]
+
+    def folders(owner: str, learner: str) -> list[Path]:
+        default = directory_of(str(config.run_dir.parent / owner / "checkpoints"))
+        places = configured if directories or owner == config.run else [*configured, default]
+        return [place / owner / learner for place in places]
+
+    return folders
 
 
 def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
@@ -243,13 +267,18 @@ def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:
 
 
 def read_positions(
-    kafka: KafkaConfig, run: str, group: str, checkpoints: Path | None, labeling_group: str | None = None
+    kafka: KafkaConfig,
+    run: str,
+    group: str,
+    checkpoints: CheckpointFolders | None,
+    labeling_group: str | None = None,
 ) -> Positions:
     """Read the positions of every task, learner and consumer group of a run.
 
-    A learner may go back to the position that its steps name, else to its oldest checkpoint below `checkpoints`, or to
-    its last step if `checkpoints` is None. `labeling_group` is the consumer group of labeling processes, if its name is
-    not the default. Raises StateRefused if the group of grouping processes has a journal but no committed offsets.
+    A learner may go back to the position that its steps name, else to its oldest checkpoint in any of the folders that
+    `checkpoints` returns, or to its last step if `checkpoints` is None. `labeling_group` is the consumer group of
+    labeling processes, if its name is not the default. Raises StateRefused if the group of grouping processes has a
+    journal but no committed offsets.
     """
     clients.check_broker(kafka)
     labeling_group = labeling_group or LabelingConfig().group_id(run)
@@ -353,7 +382,7 @@ def _batches(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> tuple[Pru
 
 
 def _learners(
-    kafka: KafkaConfig, run: str, checkpoints: Path | None, skipped: SkippedRecords
+    kafka: KafkaConfig, run: str, checkpoints: CheckpointFolders | None, skipped: SkippedRecords
 ) -> tuple[dict[str, int], dict[str, LastStep]]:
     """Return the index offset from which each learner may read, and its last step.
 
@@ -390,7 +419,7 @@ def _learners(
         if step.resumes_at >= 0:
             position: int | None = step.resumes_at
         else:
-            position = needed if checkpoints is None else _oldest_checkpoint(checkpoints / owner / learner)
+            position = needed if checkpoints is None else _oldest_checkpoint(checkpoints(owner, learner))
         if position is None:
             name += _BARE
         positions[name] = 0 if position is None else min(position, needed)
@@ -401,13 +430,14 @@ def _learners(
     return positions, last_steps
 
 
-def _oldest_checkpoint(directory: Path) -> int | None:
+def _oldest_checkpoint(folders: Iterable[Path]) -> int | None:
     """Return the first offset of the index that the oldest checkpoint needs, or None without checkpoints."""
     positions = []
-    for step in checkpoint_steps(directory):
-        meta = json.loads((directory / str(step) / META).read_text())
-        oldest = int(meta.get("oldest", -1))  # oldest offset in a rollout buffer
-        positions.append(int(meta["position"]) if oldest < 0 else oldest)
+    for folder in folders:
+        for step in checkpoint_steps(folder):
+            meta = json.loads((folder / str(step) / META).read_text())
+            oldest = int(meta.get("oldest", -1))  # oldest offset in a rollout buffer
+            positions.append(int(meta["position"]) if oldest < 0 else oldest)
     return min(positions, default=None)
 
 

@@ -20,7 +20,8 @@ from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.ledger import Ledger
 from rollstream.pipeline.audit.pruning_plan import Deletion, plan
 from rollstream.pipeline.audit.verification import index_of, verify
-from rollstream.pipeline.tools.prune import delete, read_positions
+from rollstream.pipeline.config import load
+from rollstream.pipeline.tools.prune import checkpoint_folders, delete, read_positions
 from rollstream.pipeline.tools.replay import replay
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.codec import encode
@@ -78,9 +79,9 @@ def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
     run.send_bytes("steps", encode(step), encode_key(name, 1))
 
 
-def checkpoint(run: RealRun, learner: str, position: int) -> Path:
-    """Write the part of a checkpoint that prune reads, as orbax lays it out."""
-    directory = run.directory / "checkpoints"
+def checkpoint(run: RealRun, learner: str, position: int, directory: Path | None = None) -> Path:
+    """Write the part of a checkpoint that prune reads, as orbax lays it out, and return the directory."""
+    directory = directory or run.directory / "checkpoints"
     path = directory / run.name / learner / "1" / "meta" / "metadata"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"position": position}))
@@ -89,7 +90,8 @@ def checkpoint(run: RealRun, learner: str, position: int) -> Path:
 
 def planned(run: RealRun, checkpoints: Path, keep: int) -> dict[tuple[str, int], Deletion]:
     """The plan of a prune, computed in this process."""
-    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), checkpoints)
+    folders = checkpoint_folders(load(), [str(checkpoints)])
+    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), folders)
     return {(d.topic, d.partition): d for d in plan(positions, keep_batches=keep)}
 
 
@@ -248,6 +250,33 @@ def test_a_fork_holds_its_batches_before_its_first_step_until_it_is_retired(real
     assert f"from offset {ends[1]}, and `rollstream prune` has deleted the entries below {ends[2]}" in late.stderr
 
 
+def test_learners_of_other_runs_are_judged_by_the_checkpoints_of_their_own_runs(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
+    learn(run, "main", 8)
+    ends = [message.offset + 1 for message in read_to_end(run.kafka, run.topic("batch-index"))]
+    other = run.beside("other")
+    provisioning.apply(other.kafka, other.topics, other.name)
+    step = replace(read_steps(run.kafka, run.name, "main")[1], learner="mine")
+    other.send_bytes("steps", encode(step), encode_key("mine", 1))
+    for owner, learner, position in ((run, "main", ends[6]), (other, "mine", ends[3])):
+        checkpoint(owner, learner, position, run.directory / "runs" / owner.name / "checkpoints")
+    config = load(flags=[f"run={run.name}", f"data_dir={run.directory}"])
+
+    def held(*directories: Path) -> dict[str, int]:
+        folders = checkpoint_folders(config, [*map(str, directories)])
+        return dict(read_positions(run.kafka, run.name, run.grouper.group_id(run.name), folders).learners)
+
+    assert held() == {"learner main": ends[6], f"learner {other.name}/mine": ends[3]}
+    # Directories that are named count in place of the defaults.
+    first = checkpoint(run, "main", ends[5], run.directory / "first")
+    assert held(first) == {"learner main": ends[5], f"learner {other.name}/mine (no checkpoint)": 0}
+    second = checkpoint(other, "mine", ends[4], run.directory / "second")
+    assert held(first, second) == {"learner main": ends[5], f"learner {other.name}/mine": ends[4]}
+    named = (word for directory in (first, second) for word in ("--checkpoints", str(directory)))
+    assert "no checkpoint" not in str(prune(run, "--dry-run", *named))
+
+
 def figures_of(book: Ledger) -> dict[str, Any]:
     """The figures of a ledger, without the offsets of its configurations, which pruning moves."""
     figures = book.as_dict()
@@ -351,7 +380,8 @@ def test_a_pruned_run_restores_after_a_kill_goes_on_balances_and_verifies(real_r
 
 def further(run: RealRun, checkpoints: Path) -> list[Deletion]:
     """The plan if no learner needed anything."""
-    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), checkpoints)
+    folders = checkpoint_folders(load(), [str(checkpoints)])
+    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), folders)
     return plan(replace(positions, learners={"learner ahead": 10**9}), keep_batches=6)
 
 

@@ -10,7 +10,8 @@ from rollstream.consumers.batch_reader import BatchReader, ReadBatch
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.step_writer import StepWriter, publish_version
 from rollstream.consumers.weights.follower import WeightsFollower
-from rollstream.pipeline.tools.prune import read_positions
+from rollstream.pipeline.config import load
+from rollstream.pipeline.tools.prune import checkpoint_folders, read_positions
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.errors import ConfigurationError, Fenced, RecordTooLarge, StateRefused
 from rollstream.topics.records import LearnerStep, PolicyManifest
@@ -170,7 +171,8 @@ def test_prune_keeps_what_the_trainer_may_read_again(real_run: RealRun) -> None:
 
     def kept() -> dict[str, int]:
         group = run.grouper.group_id(run.name)
-        return dict(read_positions(run.kafka, run.name, group, run.directory / "checkpoints").learners)
+        folders = checkpoint_folders(load(), [str(run.directory / "checkpoints")])
+        return dict(read_positions(run.kafka, run.name, group, folders).learners)
 
     with StepWriter(run.kafka, run.name, take_over=True) as steps:
         first = steps.record(reads_of(run, steps.position, 1), params(1.0))
