@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -19,6 +19,9 @@ from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, Rollout, TrainingBatch
 from rollstream.topics.validation import batch_problems
+
+if TYPE_CHECKING:
+    import pyarrow.parquet as pq
 
 
 class ArchivedRecord(NamedTuple):
@@ -206,6 +209,10 @@ _SMALL = {
 _LAST_DAY = 2_932_896
 """9999-12-31, the last valid date."""
 _ROW_GROUP_BYTES = 64 * 1024 * 1024
+PIECE_BYTES = 4 * 1024 * 1024
+"""Bytes of a file that are decoded at once."""
+_MOST_RECORDS = 500
+"""Maximum number of records of the log that are decoded at once."""
 
 Row = tuple[Any, ...]
 """Values in the order of a table's schema, from `topic` on; run, environment and date come from the file."""
@@ -444,14 +451,23 @@ def _nested(field: pa.Field) -> bool:
     return bool(pa.types.is_nested(field.type))
 
 
+def rows_of_piece(file: "pq.FileMetaData") -> int:
+    """Return the number of rows of a Parquet file that have about PIECE_BYTES; at least 1."""
+    size_bytes = sum(file.row_group(group).total_byte_size for group in range(file.num_row_groups))
+    rows: int = file.num_rows * PIECE_BYTES // max(1, size_bytes)
+    return max(1, rows)
+
+
 def archived_records(data: bytes, topic: str, partition: int) -> Iterator[ArchivedRecord]:
     """Yield the records of a file of `log`, in order. Raises StateRefused if it is not a file of `log`."""
     import pyarrow.parquet as pq
 
     names = ["offset", "timestamp_ms", "key", "value", "headers"]
     with refusing(f"a file of the log of {topic}[{partition}]"):
+        file = pq.ParquetFile(pa.BufferReader(data))
+        rows = min(_MOST_RECORDS, rows_of_piece(file.metadata))
         # Threads of Arrow may abort the process at its exit (apache/arrow issue 39862).
-        for batch in pq.ParquetFile(pa.BufferReader(data)).iter_batches(500, columns=names, use_threads=False):
+        for batch in file.iter_batches(rows, columns=names, use_threads=False):
             columns = [batch.column(name).to_pylist() for name in names]
             for offset, timestamp_ms, key, value, headers in zip(*columns, strict=True):
                 named = None if headers is None else tuple((h["name"], h["value"]) for h in headers)

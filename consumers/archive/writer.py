@@ -26,6 +26,7 @@ from rollstream.consumers.archive.tables import (
     parquet,
     refusing,
     rows_of,
+    rows_of_piece,
     table_of,
 )
 from rollstream.consumers.files.stores import Store, checked
@@ -46,8 +47,6 @@ LARGE_BYTES = 128 * 1024 * 1024
 """Largest size of a merged file."""
 MOST_SMALL = 16
 """Number of small files of one table, partition, environment and date at which an archiver merges the newest."""
-PIECE_BYTES = 4 * 1024 * 1024
-"""Bytes of a file that are decoded at once when it is merged."""
 _GROWN_BYTES = 16 * 1024 * 1024
 """Growth of the process's memory at which the memory of records that have been written to files is released."""
 
@@ -316,10 +315,7 @@ def _tables(store: Store, file: ArchivedFile) -> Iterator[pa.Table]:
     data = checked(store, file.path, file.sha256)
     with refusing(f"{store.url}/{file.path}"):
         parts = pq.ParquetFile(pa.BufferReader(data))
-        described = parts.metadata
-        size_bytes = sum(described.row_group(group).total_byte_size for group in range(described.num_row_groups))
-        rows = max(1, described.num_rows * PIECE_BYTES // max(1, size_bytes))
-        for batch in parts.iter_batches(rows, use_threads=False):
+        for batch in parts.iter_batches(rows_of_piece(parts.metadata), use_threads=False):
             yield pa.Table.from_batches([batch]).cast(SCHEMAS[file.table])
 
 

@@ -4,6 +4,7 @@ An index polls `rollouts` separately and reads it first, because records of the 
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Protocol
 
 from rollstream.consumers.archive import manifest as manifests
@@ -33,6 +34,8 @@ OTHERS = (
     "calls",
 )
 """Topics that an index reads besides `rollouts`."""
+POLL_BYTES = 16 * 1024 * 1024
+"""Bytes of values at which a poll of an archive ends, whatever number of records was asked for."""
 Positions = Mapping[Place, int]
 """Offset of the next record, by the topic's name in the catalogue and by partition."""
 
@@ -63,7 +66,10 @@ class IndexSource(Protocol):
         ...
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
-        """Return up to `most` records of `rollouts`, or of the other topics; wait at most `wait_s` for the first."""
+        """Return up to `most` records of `rollouts`, or of the other topics; wait at most `wait_s` for the first.
+
+        It returns fewer records if they are large, but none only if there are none.
+        """
         ...
 
     def ends(self) -> Positions:
@@ -175,31 +181,29 @@ class ArchiveSource:
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
         del wait_s  # Waiting would not bring more records.
+        places = (place for place in sorted(self._at) if (place[0] == ROLLOUTS) is rollouts)
         answer: list[KafkaRecord] = []
-        for place in sorted(self._at):
-            if (place[0] == ROLLOUTS) is rollouts:
-                answer += self._portion(place, most - len(answer))
-            if len(answer) >= most:
+        size_bytes = 0
+        for record in chain.from_iterable(map(self._unread, places)):
+            answer.append(record)
+            size_bytes += len(record.value or b"")
+            if len(answer) >= most or size_bytes >= POLL_BYTES:
                 break
         return answer
 
-    def _portion(self, place: Place, most: int) -> list[KafkaRecord]:
-        records: list[KafkaRecord] = []
+    def _unread(self, place: Place) -> Iterator[KafkaRecord]:
+        """Yield the next records of a partition, up to the end of the files chosen when its reading began."""
         position = self._manifest.topics[place[0]].position[place[1]]
         if self._at[place] >= position:
-            return records
+            return
         if place not in self._reading:
             self._reading[place] = self._from(place), position
         reading, end = self._reading[place]
-        while len(records) < most:
-            entry = next(reading, None)
-            if entry is None:
-                del self._reading[place]
-                self._at[place] = end  # The manifest may have moved on since these files were chosen.
-                break
-            records.append(entry.message(self.run))
+        for entry in reading:
             self._at[place] = entry.offset + 1
-        return records
+            yield entry.message(self.run)
+        del self._reading[place]
+        self._at[place] = end  # The manifest may have moved on since these files were chosen.
 
     def _from(self, place: Place) -> Iterator[ArchivedRecord]:
         start = self._at[place]

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import tracemalloc
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -213,6 +214,20 @@ def test_a_file_that_was_changed_or_lost_is_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(StateRefused, match="is missing"):
         list(records(store, current, "rollouts", 0))
+
+
+def test_records_of_a_file_are_decoded_a_few_at_a_time_if_they_are_large() -> None:
+    values = [bytes([n]) * 2**20 for n in range(40)]
+    store = archived(*(entry(0, n, "none")._replace(value=value) for n, value in enumerate(values)))
+    current = manifests.newest(store, "main")
+    assert current is not None
+    tracemalloc.start()
+    try:
+        for record, value in zip(records(store, current, "rollouts", 0), values, strict=True):
+            assert record.value == value
+        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_topics_that_are_others_or_were_pruned_too_far_are_refused() -> None:

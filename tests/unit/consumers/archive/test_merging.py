@@ -35,7 +35,7 @@ def test_an_archive_that_grows_for_long_has_few_files_and_writes_a_row_again_a_f
 
 
 def test_files_are_merged_in_pieces_however_large_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "PIECE_BYTES", 10_000)
+    monkeypatch.setattr("rollstream.consumers.archive.tables.PIECE_BYTES", 10_000)
     random = Random(1)
     log = [entry(0, offset, "none")._replace(value=random.randbytes(1000)) for offset in range(200)]
     store = StoppingStore()

@@ -7,7 +7,7 @@ from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.ui.index.log_source import ArchiveSource
+from rollstream.pipeline.ui.index.log_source import POLL_BYTES, ArchiveSource
 from rollstream.pipeline.ui.index.run_index import RunIndex
 from tests.support.archived_run import ROWS, archive_run
 from tests.support.index_logs import RUN, Chunk, MadeRun
@@ -43,6 +43,21 @@ def test_what_an_archive_gains_while_a_file_is_read_is_read_after_it(tmp_path: P
     assert offsets(source, rollouts=True) == [2, 3, 4]
     assert offsets(source, rollouts=True) == [5, 6, 7]
     assert source.ends() == {("rollouts", 0): 8}
+
+
+def test_a_poll_of_an_archive_returns_no_more_bytes_than_its_bound_and_one_record_however_large_records_are(
+    tmp_path: Path,
+) -> None:
+    run, size = MadeRun(), 2**20
+    append(tmp_path, [run.record("batches", n % 2, bytes([n]) * size) for n in range(60)])
+    source = ArchiveSource(open_store(str(tmp_path)), RUN)
+    source.begin({})
+    polls = []
+    while polled := source.poll(False, 4000, 0.0):
+        polls.append(sum(len(record.value or b"") for record in polled))
+    assert sum(polls) == 60 * size
+    assert max(polls) < POLL_BYTES + size
+    assert source.ends() == {("batches", 0): 30, ("batches", 1): 30}
 
 
 def test_a_topic_that_an_archive_gains_is_read(tmp_path: Path) -> None:
