@@ -124,7 +124,10 @@ class _TopicReader:
 
 
 class Archiver(Closing):
-    """Archives a run to a store. Raises StateRefused if archive and topics do not belong together."""
+    """Archives a run to a store.
+
+    Raises StateRefused if archive and topics do not belong together, and StoreError if the store cannot be used.
+    """
 
     def __init__(
         self, kafka: KafkaConfig, run: str, store: Store, *, arrays: bool = False, flush_bytes: int = FLUSH_BYTES
@@ -135,8 +138,9 @@ class Archiver(Closing):
         self._passes = 0
         self._on_record = False
         """Whether this archiver has committed its positions to the broker."""
-        self._reader = Reader(kafka, fetch_wait_ms=10, group=group_of(run), doing="archiving")
+        # The writer comes first: if the store cannot be used, no client is left that nobody closes.
         self.writer = ArchiveWriter(store, run, arrays=arrays)
+        self._reader = Reader(kafka, fetch_wait_ms=10, group=group_of(run), doing="archiving")
         self._sources: list[_TopicReader] = []
         try:
             for topic, topic_id in self._topic_ids().items():

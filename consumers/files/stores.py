@@ -1,20 +1,23 @@
 """Stores of archives and weights: a local directory, or any object store whose URL fsspec supports.
 
 Objects are written completely and never changed. `create` writes only new objects; commits use it because object stores
-have no rename. Accepted objects survive a crash of this machine.
+have no rename. Accepted objects survive a crash of this machine. A store that cannot be reached, or refuses the
+credentials, raises StoreError, whichever error its file system raises.
 """
 
 import errno
 import os
 import re
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit
 
 from rollstream.consumers.files.atomic_files import UNFINISHED, StoreError, sync_directory, write_bytes
-from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.errors import ConfigurationError, RollstreamError, StateRefused
 
 _CREDENTIALS = re.compile(r"(?<=://)[^/@\s]*:[^/@\s]*@")
 _QUERY = re.compile(r"(://[^\s?]*)\?[^\s'\"),;]*")
@@ -30,7 +33,7 @@ class StoredFile(NamedTuple):
 
 
 class Store(Protocol):
-    """Objects by name; names may contain slashes."""
+    """Objects by name; names may contain slashes. Every call raises StoreError if the store cannot be used."""
 
     url: str
 
@@ -47,7 +50,7 @@ class Store(Protocol):
         """Read an object. Raises FileNotFoundError if there is none."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Store an object atomically. Raises StoreError, with the cause, if it cannot be written."""
+        """Store an object atomically."""
 
     def create(self, name: str, data: bytes) -> bool:
         """Store a new object; return False and change nothing if one exists."""
@@ -74,25 +77,38 @@ class LocalStore:
         self.url = str(self.root)
 
     def names(self, under: str) -> list[str]:
-        folder = self.root / under
-        names = (path.relative_to(self.root) for path in folder.rglob("*") if path.is_file())
-        return sorted(path.as_posix() for path in names)
+        top = self.root / under
+
+        def failed(error: OSError) -> None:
+            # A folder may be deleted while it is listed, and one below that is closed to us, like lost+found, is not
+            # ours. Without this, os.walk passes over every error.
+            if isinstance(error, FileNotFoundError | NotADirectoryError):
+                return
+            if error.filename == str(top) or not isinstance(error, PermissionError):
+                raise error
+
+        with self._reporting(under, "listed"):
+            paths = (Path(folder, file) for folder, _folders, files in os.walk(top, onerror=failed) for file in files)
+            return sorted(path.relative_to(self.root).as_posix() for path in paths if path.is_file())
 
     def listing(self, under: str) -> dict[str, StoredFile]:
         listed = {}
         for name in self.names(under):
             try:
-                status = (self.root / name).stat()
+                with self._reporting(name, "read"):
+                    status = (self.root / name).stat()
             except FileNotFoundError:  # It was deleted after it was listed.
                 continue
             listed[name] = StoredFile(status.st_size, status.st_mtime)
         return listed
 
     def size_bytes(self, name: str) -> int:
-        return (self.root / name).stat().st_size
+        with self._reporting(name, "read"):
+            return (self.root / name).stat().st_size
 
     def read(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
+        with self._reporting(name, "read"):
+            return (self.root / name).read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
         write_bytes(self.root / name, data)
@@ -117,12 +133,26 @@ class LocalStore:
 
     def delete(self, name: str) -> None:
         path = self.root / name
-        path.unlink(missing_ok=True)
+        with self._reporting(name, "deleted"):
+            path.unlink(missing_ok=True)
         for folder in path.relative_to(self.root).parents[:-1]:
             try:
                 (self.root / folder).rmdir()
             except OSError:  # The directory holds other files.
                 return
+
+    @contextmanager
+    def _reporting(self, name: str, done: str) -> Iterator[None]:
+        """Raise StoreError in place of an error of the disk, except FileNotFoundError."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            raise StoreError(
+                f"{self.root / name} cannot be {done} ({error.strerror or error}); check the disk and the permissions "
+                "there"
+            ) from error
 
 
 def check_mounted(store: Store, folder: str) -> None:
@@ -149,8 +179,8 @@ class FsspecStore:
         try:
             # Listings are not cached, because another process may write.
             self.files, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
-        except (ValueError, ImportError, TypeError) as error:
-            raise ConfigurationError(f"{shown(url)}: fsspec cannot open it: {shown(str(error))}") from error
+        except Exception as error:  # Some file systems look for credentials at once.
+            raise ConfigurationError(f"{shown(url)}: fsspec cannot open it: {fault_of(error)}") from error
         self.url = url.rstrip("/")
 
     def path(self, name: str) -> str:
@@ -158,49 +188,54 @@ class FsspecStore:
         return f"{self._root.rstrip('/')}/{name}"
 
     def names(self, under: str) -> list[str]:
-        self.files.invalidate_cache()
-        before = len(self.path(""))
-        try:
-            return sorted(path[before:] for path in self.files.find(self.path(under)))
-        except FileNotFoundError:
-            return []
+        return sorted(self._find(under, detail=False))
 
     def listing(self, under: str) -> dict[str, StoredFile]:
-        self.files.invalidate_cache()
-        before = len(self.path(""))
-        try:
-            listed = self.files.find(self.path(under), detail=True)
-        except FileNotFoundError:
-            return {}
         return {
-            path[before:]: StoredFile(int(details.get("size") or 0), _modified(details))
-            for path, details in listed.items()
+            name: StoredFile(int(details.get("size") or 0), _modified(details))
+            for name, details in self._find(under, detail=True).items()
         }
 
+    def _find(self, under: str, *, detail: bool) -> dict[str, Any]:
+        """Return the objects below a folder, by name, with their details if wanted."""
+        before = len(self.path(""))
+        try:
+            with self._reporting(under, "listed", FileNotFoundError):
+                self.files.invalidate_cache()
+                listed = self.files.find(self.path(under), detail=detail)
+        except FileNotFoundError:
+            return {}
+        return {path[before:]: listed[path] if detail else None for path in listed}
+
     def size_bytes(self, name: str) -> int:
-        return int(self.files.size(self.path(name)) or 0)
+        with self._reporting(name, "read", FileNotFoundError):
+            return int(self.files.size(self.path(name)) or 0)
 
     def read(self, name: str) -> bytes:
-        data: bytes = self.files.cat_file(self.path(name))
+        with self._reporting(name, "read", FileNotFoundError):
+            data: bytes = self.files.cat_file(self.path(name))
         return data
 
     def write(self, name: str, data: bytes) -> None:
-        self._put(name, data)
+        with self._reporting(name, "written"):
+            self._put(name, data)
 
     def create(self, name: str, data: bytes) -> bool:
-        try:
-            self._put(name, data, mode="create")
-        except FileExistsError:
-            return False
-        except (NotImplementedError, TypeError, ValueError):
-            if self.files.exists(self.path(name)):
+        with self._reporting(name, "written"):
+            try:
+                self._put(name, data, mode="create")
+            except FileExistsError:
                 return False
-            self._put(name, data)
+            except (NotImplementedError, TypeError, ValueError):
+                if self.files.exists(self.path(name)):
+                    return False
+                self._put(name, data)
         return True
 
     def delete(self, name: str) -> None:
-        if self.files.exists(self.path(name)):
-            self.files.rm_file(self.path(name))
+        with suppress(FileNotFoundError), self._reporting(name, "deleted", FileNotFoundError):
+            if self.files.exists(self.path(name)):
+                self.files.rm_file(self.path(name))
 
     def _put(self, name: str, data: bytes, **mode: Any) -> None:
         path = self.path(name)
@@ -208,13 +243,25 @@ class FsspecStore:
             # Object stores have no folders and ignore this.
             self.files.makedirs(path.rpartition("/")[0], exist_ok=True)
             self.files.pipe_file(path, data, **mode)
-        except FileExistsError:
-            raise
         except OSError as error:
             if mode and error.errno == errno.ENOSYS:
                 raise NotImplementedError(str(error)) from error
+            raise
+
+    @contextmanager
+    def _reporting(self, name: str, done: str, *passed: type[Exception]) -> Iterator[None]:
+        """Raise StoreError in place of any error of the file system, except errors of the classes `passed`.
+
+        The errors of many clients, such as botocore's, are no OSErrors.
+        """
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, (RollstreamError, *passed)):
+                raise
             raise StoreError(
-                f"{shown(self.url)}/{name} cannot be written ({shown(str(error))}); nothing was stored"
+                f"{shown(self.url)}/{name} cannot be {done} ({fault_of(error)}); check the store, and the credentials "
+                "in the environment of this process"
             ) from error
 
 
@@ -237,6 +284,14 @@ def _modified(details: dict[str, Any]) -> float | None:
 def shown(text: str) -> str:
     """Return a text without the passwords and queries of the URLs in it, which may be secrets."""
     return _QUERY.sub(r"\1", _CREDENTIALS.sub("", text))
+
+
+def fault_of(error: Exception) -> str:
+    """Return class and message of an error of a file system in one line, without secrets; for a StoreError of a store,
+    of the error behind it."""
+    cause = error.__cause__ if isinstance(error, StoreError) and error.__cause__ is not None else error
+    text = " ".join(f"{type(cause).__name__}: {cause}".split())
+    return shown(text)[:200]
 
 
 def checked(store: Store, name: str, sha256: str) -> bytes:

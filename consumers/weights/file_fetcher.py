@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rollstream.consumers.files.stores import Store, check_mounted, open_store, shown
+from rollstream.consumers.files.stores import Store, check_mounted, fault_of, open_store, shown
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
 from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.parallel import abandoned_threads, in_parallel
-from rollstream.topics.errors import ConfigurationError, brief
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Chunk, PolicyManifest
 
 FIRST_DELAY_S = 0.1
@@ -107,7 +107,7 @@ class _Reading(NamedTuple):
             except (ChunksGone, WeightsRefused):
                 raise
             except Exception as error:  # Each file system raises different errors.
-                self.problems[chunk.url] = shown(f"{chunk.url}: {brief(error)}")
+                self.problems[chunk.url] = f"{shown(chunk.url)}: {fault_of(error)}"
             else:
                 if not self.take:
                     break

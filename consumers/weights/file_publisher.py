@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import StoredFile, open_store, shown
+from rollstream.consumers.files.stores import StoredFile, fault_of, open_store, shown
 from rollstream.consumers.weights.compression import ZSTD, compress, pays
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Content
@@ -21,7 +21,7 @@ from rollstream.consumers.weights.file_names import file_name, parsed
 from rollstream.consumers.weights.file_retention import incomplete, left_behind, listed_files, remove_expired
 from rollstream.consumers.weights.layout import split
 from rollstream.consumers.weights.parallel import in_parallel
-from rollstream.topics.errors import ConfigurationError, DeliveryError, brief
+from rollstream.topics.errors import ConfigurationError, DeliveryError
 from rollstream.topics.logs import event
 from rollstream.topics.records import Chunk, PolicyManifest
 
@@ -164,7 +164,7 @@ class _Writing(NamedTuple):
             except ConfigurationError:
                 raise
             except Exception as error:  # Each file system raises different errors.
-                self.problems[index] = shown(f"chunk {index}: {brief(error)}")
+                self.problems[index] = f"chunk {index}: {fault_of(error)}"
             self.ended.wait(delay_s)
             delay_s = min(2 * delay_s, LONGEST_DELAY_S)
         return Chunk(

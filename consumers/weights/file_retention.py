@@ -12,12 +12,12 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from rollstream.consumers.files.atomic_files import StoreError
-from rollstream.consumers.files.stores import StoredFile, check_mounted, open_store, shown
+from rollstream.consumers.files.stores import StoredFile, check_mounted, fault_of, open_store, shown
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_names import parsed, place_of, root_of
 from rollstream.consumers.weights.parallel import in_parallel
-from rollstream.topics.errors import ConfigurationError, brief
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.logs import event
 from rollstream.topics.records import PolicyManifest
 
@@ -126,7 +126,7 @@ def _listed(run: str, url: str, timeout_s: float, in_use: bool) -> Mapping[str, 
             check_mounted(store, run)
         return files
     except Exception as error:  # Each file system raises different errors.
-        return shown(brief(error))
+        return fault_of(error)
 
 
 def prunable(
@@ -179,7 +179,7 @@ def remove_files(urls: Iterable[str], *, at_once: int, timeout_s: float) -> tupl
         try:
             stores[root].delete(name)
         except Exception as error:
-            problems[url] = shown(f"{url}: {brief(error)}")
+            problems[url] = f"{shown(url)}: {fault_of(error)}"
 
     try:
         stores = {root: open_store(root) for root in {place_of(url)[0] for url in chosen}}

@@ -14,6 +14,7 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.archiver import Archiver
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.writer import ArchiveWriter, check_files
+from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.files.stores import Store, open_store
 from rollstream.consumers.freed_memory import use_c_library_for_arrow
 from rollstream.pipeline.command_parser import set_handler, wait_seconds
@@ -73,7 +74,7 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def follow(config: RunConfig, store: Store, args: argparse.Namespace) -> NoReturn:
-    """Archive new records until interrupted; once the archive is open, outages of the brokers are waited out."""
+    """Archive new records until interrupted; once the archive is open, outages of brokers and store are waited out."""
     use_c_library_for_arrow()
     begun = False
     while True:
@@ -86,7 +87,7 @@ def follow(config: RunConfig, store: Store, args: argparse.Namespace) -> NoRetur
                     if result.records:
                         print_summary(store, result.manifest, args.json, records=result.records)
                     time.sleep(args.every)
-        except (BrokerUnavailable, DeadlineExceeded) as error:
+        except (BrokerUnavailable, DeadlineExceeded, StoreError) as error:
             if not begun or isinstance(error, AccessDenied):
                 raise
             event(logger, "not_archived", level=logging.WARNING, error=str(error), again_in_s=args.every)

@@ -335,3 +335,33 @@ def test_what_lies_between_records_lies_there_again(
         was, now = (topic_admin.bounds(real_run.kafka, topic_name(run, name)) for run in (real_run.name, again))
         assert {p: end for p, (_low, end) in was.items()} == {p: end for p, (_low, end) in now.items()}
     assert topic_admin.bounds(real_run.kafka, topic_name(again, "rollouts"))[0][0] == 5
+
+
+FAILING = """
+import sys
+from rollstream.pipeline.cli import main
+from tests.support.faulty_store import SLOW_DOWN, faulty_store
+
+with faulty_store() as files:
+    files.faults["write:bucket/archive/run="].extend(["", SLOW_DOWN])  # of the first file of records
+    files.faults["read:"].append(SLOW_DOWN)  # of the manifest, when the archive is opened again
+    sys.exit(main(sys.argv[1:]))
+"""
+"""An archiver whose store fails twice; it keeps objects in the memory of its process."""
+
+
+def test_an_archiver_that_follows_a_run_outlives_faults_of_the_store(real_run: RealRun) -> None:
+    run = real_run.prepare()
+    run.send(rollout(f"g{number}", 0) for number in range(20))
+    words = ("archive", "faulty://bucket/archive", "--follow", "--every", "0.05", "--json")
+    process = run.start(*words, script=FAILING)
+
+    def archived() -> bool:
+        assert process.poll() is None, run.log_of(process)
+        answers = [json.loads(line) for line in run.log_of(process).splitlines() if line.startswith('{"archive"')]
+        return any(answer["tables"].get("rollouts", {}).get("rows") == 20 for answer in answers)
+
+    eventually(archived, 120, "the rollouts after both faults")
+    log = run.log_of(process)
+    assert log.count('"not_archived"') == log.count("503 Slow Down") == 2, log[-3000:]
+    assert "password" not in log

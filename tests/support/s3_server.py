@@ -1,5 +1,7 @@
 """An S3 server for tests: moto's, which answers on a port as AWS does and keeps objects in memory."""
 
+import os
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -29,6 +31,21 @@ def s3_server(secret: str = "nothing") -> Iterator[str]:
             yield f"s3://{BUCKET}"
         finally:
             server.stop()
+
+
+@contextmanager
+def wrong_keys() -> Iterator[None]:
+    """Have the server check the keys of each request; it does not know those of this process."""
+
+    def check_after(requests: str) -> None:
+        url, form = f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/reset-auth", {"Content-Type": "text/plain"}
+        urllib.request.urlopen(urllib.request.Request(url, requests.encode(), form), timeout=60).close()
+
+    check_after("0")
+    try:
+        yield
+    finally:
+        check_after("inf")
 
 
 def objects() -> dict[str, int]:
