@@ -14,7 +14,7 @@ from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ENTRIES, SCHEMAS
 from rollstream.consumers.archive.writer import check_digests
 from rollstream.consumers.files.stores import FsspecStore, LocalStore, Store
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, StateRefused
 
 _ISOLATED: Mapping[str, str] = {"enable_external_access": "false"}
 """DuckDB settings that keep queries from accessing files."""
@@ -137,7 +137,7 @@ def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> Qu
         import duckdb
     except ImportError as error:
         raise ConfigurationError('SQL over archives needs DuckDB: pip install "rollstream[sql]"') from error
-    current = _manifests(store, runs)
+    known = _manifests(store, runs)
     connection = duckdb.connect(":memory:", config=dict(_ISOLATED))
     try:
         statements = connection.extract_statements(statement)
@@ -146,7 +146,7 @@ def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> Qu
             raise ConfigurationError("sql accepts one read-only statement, such as select * from success")
         read = _tables_read(statement)
         # This is not done while the query runs, because DuckDB may lose errors from the threads that scan files.
-        check_digests(store, (file for manifest in current for file in manifest.files if file.table in read))
+        current = [check_digests(store, manifest, read) for manifest in known]
         _define(connection, _tables(store, current, read), "view")
         # The query must not access files of this machine or change settings.
         connection.execute("set lock_configuration = true")
@@ -156,6 +156,8 @@ def query(store: Store, statement: str, runs: Sequence[str] | None = None) -> Qu
         return QueryResult(tuple(result.column_names), list(zip(*columns, strict=True)))
     except duckdb.Error as error:
         raise ConfigurationError(f"the query cannot be answered: {' '.join(str(error).split())}") from error
+    except FileNotFoundError as error:
+        raise StateRefused("an archiver merged files that the query was about to read; run it again") from error
     finally:
         connection.close()
 

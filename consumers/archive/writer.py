@@ -6,7 +6,7 @@ these records. A restarted writer continues from the positions in the manifest.
 
 import hashlib
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from urllib.parse import quote
@@ -29,7 +29,7 @@ from rollstream.consumers.archive.tables import (
     rows_of_piece,
     table_of,
 )
-from rollstream.consumers.files.stores import Store, checked
+from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.consumers.freed_memory import FreedMemory
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import RecordError, StateRefused
@@ -205,7 +205,8 @@ class ArchiveWriter:
         """Merge small files of the same table, partition, environment and date; return the reduction in files.
 
         If `gradually`, a merge needs at least sixteen files, and takes the newest and older files of similar size.
-        Replaced files are deleted after the new manifest is committed.
+        Replaced files are deleted after the new manifest is committed, because a file pattern would match their rows
+        twice; readers go on with the files of the new manifest.
         """
         self.finish()
         groups: dict[tuple[str, str, int, str, str], list[list[ArchivedFile]]] = {}
@@ -319,26 +320,93 @@ def _tables(store: Store, file: ArchivedFile) -> Iterator[pa.Table]:
             yield pa.Table.from_batches([batch]).cast(SCHEMAS[file.table])
 
 
-def records(store: Store, manifest: ArchiveManifest, topic: str, partition: int) -> Iterator[ArchivedRecord]:
-    """Yield the archived records of a partition, in offset order. Raises as `read_table` does."""
-    for file in manifest.files_of(LOG):
-        if (file.topic, file.partition) == (topic, partition):
-            yield from archived_records(checked(store, file.path, file.sha256), topic, partition)
+def records(
+    store: Store, manifest: ArchiveManifest, topic: str, partition: int, start: int = 0
+) -> Iterator[ArchivedRecord]:
+    """Yield the archived records of a partition from offset `start` on, in order, up to the manifest's position.
+
+    If an archiver merges files meanwhile, the rest is read from the files of its newest manifest. Raises as
+    `read_table` does.
+    """
+    archived = manifest.topics.get(topic)
+    end = archived.position.get(partition, 0) if archived else 0
+    merged: ArchiveManifest | None = manifest
+    while merged is not None:
+        manifest, merged = merged, None
+        for file in manifest.files_of(LOG):
+            if (file.topic, file.partition) != (topic, partition) or not file.begin < end or file.end <= start:
+                continue
+            try:
+                data = checked(store, file.path, file.sha256)
+            except ObjectMissing:
+                merged = _without(store, manifest.run, file)
+                if merged is None:
+                    raise
+                break
+            entries = archived_records(data, topic, partition)
+            yield from (entry for entry in entries if start <= entry.offset < end)
+            start = file.end
 
 
-def check_digests(store: Store, files: Iterable[ArchivedFile]) -> None:
-    """Compare digests of files with the manifest. Raises StateRefused for the first file that is missing or differs."""
+def check_digests(store: Store, manifest: ArchiveManifest, tables: Collection[str]) -> ArchiveManifest:
+    """Compare digests of the files of some tables with the manifest, and return it.
+
+    If an archiver merges files meanwhile, the newest manifest is returned, whose files were then compared. Raises
+    StateRefused for the first file that is missing or differs.
+    """
     with ThreadPoolExecutor(_THREADS) as pool:
-        for _data in pool.map(lambda file: len(checked(store, file.path, file.sha256)), files):
-            pass
+        return _check(
+            store,
+            manifest,
+            lambda file: file.table in tables,
+            lambda files: pool.map(lambda file: len(checked(store, file.path, file.sha256)), files),
+        )[0]
 
 
-def check_files(store: Store, files: Iterable[ArchivedFile]) -> int:
-    """Compare digests and row counts of files with the manifest; return the number of files. Raises StateRefused."""
-    count = 0
-    for file in files:
+def check_files(store: Store, manifest: ArchiveManifest) -> int:
+    """Compare digests and row counts of all files with the manifest; return the number of files.
+
+    If an archiver merges files meanwhile, the files of its newest manifest are compared in place of those that are
+    gone. Raises StateRefused for the first file that is missing or differs.
+    """
+
+    def check(file: ArchivedFile) -> None:
         rows = len(read_table(store, file))
         if rows != file.rows:
             raise StateRefused(f"{store.url}/{file.path} has {rows} rows, but the manifest says {file.rows}")
-        count += 1
-    return count
+
+    return _check(store, manifest, lambda _file: True, lambda files: map(check, files))[1]
+
+
+def _check(
+    store: Store,
+    manifest: ArchiveManifest,
+    wanted: Callable[[ArchivedFile], bool],
+    check: Callable[[Sequence[ArchivedFile]], Iterator[object]],
+) -> tuple[ArchiveManifest, int]:
+    """Check the wanted files of a manifest; return the manifest whose files were checked, and the number of files.
+
+    `check` yields something for each file that it has checked. Files never change, so none is checked twice.
+    """
+    good: set[str] = set()
+    while True:
+        left = [file for file in manifest.files if wanted(file) and file.path not in good]
+        results = check(left)
+        for file in left:
+            try:
+                next(results)
+            except ObjectMissing:
+                merged = _without(store, manifest.run, file)
+                if merged is None:
+                    raise
+                manifest = merged
+                break
+            good.add(file.path)
+        else:
+            return manifest, len(good)
+
+
+def _without(store: Store, run: str, file: ArchivedFile) -> ArchiveManifest | None:
+    """Return the newest manifest if it does not name a file, because an archiver has merged it; else None."""
+    current = manifests.newest(store, run)
+    return None if current is None or any(other.path == file.path for other in current.files) else current

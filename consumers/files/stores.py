@@ -24,6 +24,10 @@ _QUERY = re.compile(r"(://[^\s?]*)\?[^\s'\"),;]*")
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")
 
 
+class ObjectMissing(StateRefused):
+    """An object that a manifest names is not in the store."""
+
+
 class StoredFile(NamedTuple):
     """Size and modification time of an object, as its store reports them."""
 
@@ -295,13 +299,13 @@ def fault_of(error: Exception) -> str:
 
 
 def checked(store: Store, name: str, sha256: str) -> bytes:
-    """Read an object and check its digest. Raises StateRefused if it is missing or differs."""
+    """Read an object and check its digest. Raises ObjectMissing if it is missing, and StateRefused if it differs."""
     import hashlib
 
     try:
         data = store.read(name)
     except FileNotFoundError:
-        raise StateRefused(f"{store.url}/{name} is missing, but the archive's manifest names it") from None
+        raise ObjectMissing(f"{store.url}/{name} is missing, but the archive's manifest names it") from None
     if hashlib.sha256(data).hexdigest() != sha256:
         raise StateRefused(f"{store.url}/{name} is not the archived file: its SHA-256 differs from the manifest's")
     return data

@@ -6,6 +6,7 @@ from typing import Protocol
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import LOG
 from rollstream.consumers.archive.tables import archived_records
+from rollstream.consumers.archive.writer import records as records_of_archive
 from rollstream.consumers.files.stores import Store, checked
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -65,11 +66,11 @@ class ArchiveLog:
 
     def messages(self, run: str, topic: str, start: int) -> Iterator[KafkaRecord]:
         manifest = manifests.newest(self._store, run)
-        for file in manifest.files_of(LOG) if manifest else ():
-            if file.topic == topic and file.last >= start:
-                data = checked(self._store, file.path, file.sha256)
-                entries = archived_records(data, topic, file.partition)
-                yield from (entry.message(run) for entry in entries if entry.offset >= start)
+        if manifest is None or topic not in manifest.topics:
+            return
+        for partition in sorted(manifest.topics[topic].position):
+            entries = records_of_archive(self._store, manifest, topic, partition, start)
+            yield from (entry.message(run) for entry in entries)
 
     def record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
         manifest = manifests.newest(self._store, run)

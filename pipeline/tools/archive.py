@@ -55,7 +55,7 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
     store = open_store(place_of(config, args.archive))
     if args.check:
         current = current_manifest(store, config.run)
-        print_summary(store, current, args.json, checked=check_files(store, current.files))
+        print_summary(store, current, args.json, checked=check_files(store, current))
         return 0
     if args.compact:
         current_manifest(store, config.run)

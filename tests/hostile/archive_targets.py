@@ -61,7 +61,7 @@ def archive(hostile: HostileInput, count: int, folder: Path) -> Fates:
     writer.close()
     current = manifests.newest(store, RUN)
     assert current is not None
-    assert check_files(store, current.files) == len(current.files)
+    assert check_files(store, current) == len(current.files)
     for spec in _ARCHIVED:
         actual = sum(1 for _record in records(store, current, spec.name, 0))
         assert actual == ends[spec.name], f"{spec.name} has {actual} records of {ends[spec.name]}"
@@ -137,7 +137,7 @@ def _read_all(store: LocalStore) -> None:
     current = manifests.newest(store, "main")
     if current is None:
         return
-    check_files(store, current.files)
+    check_files(store, current)
     for name, topic in current.topics.items():
         for partition in topic.position:
             for entry in records(store, current, name, partition):

@@ -4,6 +4,7 @@ An index polls `rollouts` separately and reads it first, because records of the 
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Protocol
 
@@ -11,7 +12,7 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import LOG, ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord, archived_records
 from rollstream.consumers.archive.writer import records as records_of_archive
-from rollstream.consumers.files.stores import Store, checked
+from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.consumers.grouping.process.skipped_offsets import never_fetched
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
@@ -197,7 +198,8 @@ class ArchiveSource:
         if self._at[place] >= position:
             return
         if place not in self._reading:
-            self._reading[place] = self._from(place), position
+            entries = records_of_archive(self._store, self._manifest, *place, start=self._at[place])
+            self._reading[place] = entries, position
         reading, end = self._reading[place]
         for entry in reading:
             self._at[place] = entry.offset + 1
@@ -205,19 +207,11 @@ class ArchiveSource:
         del self._reading[place]
         self._at[place] = end  # The manifest may have moved on since these files were chosen.
 
-    def _from(self, place: Place) -> Iterator[ArchivedRecord]:
-        start = self._at[place]
-        files = [f for f in self._manifest.files_of(LOG) if (f.topic, f.partition) == place and f.end > start]
-        return (
-            entry
-            for file in files
-            for entry in archived_records(checked(self._store, file.path, file.sha256), *place)
-            if entry.offset >= start
-        )
-
     def record(self, name: str, partition: int, offset: int) -> KafkaRecord | None:
         """Return one record, or None if the archive has no record at this offset."""
-        record = self._record(name, partition, offset)
+        record = None
+        with suppress(ObjectMissing):  # An archiver may have merged the file.
+            record = self._record(name, partition, offset)
         if record is None:
             self._manifest = self._newest()  # Another process may have indexed a file that was added later.
             record = self._record(name, partition, offset)

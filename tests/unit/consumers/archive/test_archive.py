@@ -204,13 +204,13 @@ def test_a_file_that_was_changed_or_lost_is_refused(tmp_path: Path) -> None:
     archive_all(store, LOG_OF_TWO, 10, compact="never")
     current = manifests.newest(store, "main")
     assert current is not None
-    assert check_files(store, current.files) == len(current.files)
+    assert check_files(store, current) == len(current.files)
     path = tmp_path / current.files_of(LOG)[0].path
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(StateRefused, match="SHA-256 differs"):
-        check_files(store, current.files)
+        check_files(store, current)
     path.unlink()
     with pytest.raises(StateRefused, match="is missing"):
         list(records(store, current, "rollouts", 0))
@@ -454,7 +454,7 @@ def test_a_file_that_is_no_parquet_though_its_digest_is_the_manifests_is_refused
     changed = replace(file, sha256=hashlib.sha256(data).hexdigest())
     manifest = replace(current, files=tuple(changed if other == file else other for other in current.files))
     with pytest.raises(StateRefused, match="was not written by `rollstream archive`") as refused:
-        check_files(store, manifest.files)
+        check_files(store, manifest)
     assert "\n" not in str(refused.value)
     with pytest.raises(StateRefused, match="a file of the log of"):
         list(records(store, manifest, file.topic, file.partition))

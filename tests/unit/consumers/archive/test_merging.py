@@ -1,4 +1,4 @@
-"""Merging of small files: a few times for each row, and in pieces."""
+"""Merging of small files: a few times for each row, in pieces, and while others read."""
 
 import os
 import subprocess
@@ -9,9 +9,12 @@ from random import Random
 import pyarrow as pa
 import pytest
 
+from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive import writer as writing
 from rollstream.consumers.archive.manifest import LOG
-from rollstream.consumers.archive.writer import MOST_SMALL, ArchiveWriter, records
+from rollstream.consumers.archive.tables import ArchivedRecord
+from rollstream.consumers.archive.writer import MOST_SMALL, ArchiveWriter, check_digests, check_files, records
+from rollstream.topics.errors import StateRefused
 from tests.support.archiving import StoppingStore, entry
 from tests.support.paths import ROOT
 
@@ -59,6 +62,67 @@ def test_files_are_merged_in_pieces_however_large_they_are(monkeypatch: pytest.M
     assert max(decoded) < 20_000 < sum(decoded)
 
 
+def grown(store: StoppingStore, log: list[ArchivedRecord]) -> ArchiveWriter:
+    """Archive these records, each in a commit, and so in files, of its own."""
+    writer = ArchiveWriter(store, "main")
+    writer.begin("rollouts", "id", {0: 0})
+    for record in log:
+        writer.add(record)
+        writer.commit({("rollouts", 0): record.offset + 1})
+    return writer
+
+
+def test_readers_of_an_earlier_manifest_go_on_with_the_files_that_a_merge_left() -> None:
+    store, log = StoppingStore(), [entry(0, offset) for offset in range(9)]
+    before = grown(store, log[:6]).manifest
+    reading = records(store, before, "rollouts", 0)
+    assert next(reading) == log[0]
+    writer = ArchiveWriter(store, "main")
+    for record in log[6:]:
+        writer.add(record)
+        writer.commit({("rollouts", 0): record.offset + 1})
+    assert writer.compact()
+    assert {file.path for file in before.files}.isdisjoint(store.objects)
+
+    assert list(reading) == log[1:6], "and nothing that the archive has gained"
+    assert list(records(store, before, "rollouts", 0, 4)) == log[4:6]
+    assert check_files(store, before) == len(writer.manifest.files)
+    assert check_digests(store, before, {LOG}) == writer.manifest
+    [merged] = writer.manifest.files_of(LOG)
+    del store.objects[merged.path]
+    for read in (
+        lambda: check_files(store, before),
+        lambda: check_digests(store, before, {LOG}),
+        lambda: list(records(store, before, "rollouts", 0)),
+    ):
+        with pytest.raises(StateRefused, match=f"{merged.path} is missing, but the archive's manifest names it"):
+            read()
+
+
+class MergedMeanwhile(StoppingStore):
+    """A store whose archive is merged just before a read."""
+
+    reads_left = -1
+
+    def read(self, name: str) -> bytes:
+        self.reads_left -= 1
+        if self.reads_left == 0:
+            ArchiveWriter(self, "main").compact()
+        return super().read(name)
+
+
+@pytest.mark.parametrize("read", [1, 5, 18])
+def test_files_are_checked_once_each_though_they_are_merged_meanwhile(read: int) -> None:
+    store = MergedMeanwhile()
+    before = grown(store, [entry(0, offset) for offset in range(6)]).manifest
+    store.reads_left = read
+    count = check_files(store, before)
+    current = manifests.newest(store, "main")
+    assert current is not None
+    assert len(current.files) < len(before.files)
+    assert len(current.files) <= count < len(before.files) + len(current.files)
+
+
 READING = """
 import threading
 import psutil
@@ -76,7 +140,7 @@ for offset in range(20):
     writer.add(entry(0, offset, "none"))
     writer.commit({("rollouts", 0): offset + 1})
 assert writer.compact()
-assert check_files(store, writer.manifest.files)
+assert check_files(store, writer.manifest)
 assert len(list(records(store, writer.manifest, "rollouts", 0))) == 20
 print(native_threads() - before)
 """

@@ -60,6 +60,26 @@ def test_a_poll_of_an_archive_returns_no_more_bytes_than_its_bound_and_one_recor
     assert source.ends() == {("batches", 0): 30, ("batches", 1): 30}
 
 
+def test_an_archive_whose_files_are_merged_while_it_is_read_is_read_to_its_end(tmp_path: Path) -> None:
+    run = MadeRun()
+    records = [run.record("rollouts", 0, b"value") for _ in range(6)]
+    for count in range(1, 7):
+        append(tmp_path, records[:count])
+    source = ArchiveSource(open_store(str(tmp_path)), RUN)
+    source.begin({})
+    assert offsets(source, rollouts=True, most=2) == [0, 1]
+    writer = ArchiveWriter(open_store(str(tmp_path)), RUN)
+    assert writer.compact() > 0
+    writer.close()
+    shown = source.record("rollouts", 0, 5)
+    assert shown is not None
+    assert shown.offset == 5
+    source.begin({("rollouts", 0): 2})
+    assert offsets(source, rollouts=True, most=1) == [2]
+    assert offsets(source, rollouts=True) == [3, 4, 5]
+    assert source.ends() == {("rollouts", 0): 6}
+
+
 def test_a_topic_that_an_archive_gains_is_read(tmp_path: Path) -> None:
     run = MadeRun()
     rollouts, evals = [run.record("rollouts", 0, b"value")], [run.record("evals", 0, b"value")]
