@@ -133,7 +133,8 @@ def set_handler(
         if not (role and serves(args)):
             return _explaining(config, lambda: handler(config, args))
         if args.command not in _START_BROKERS:
-            # A role waits for unreachable brokers; without this check, it would also wait for brokers that refuse it.
+            # A role of `rollstream run` waits for unreachable brokers; without this check, it would also wait for
+            # brokers that refuse it.
             check_access(config)
         if not (config.service.port or config.traces.endpoint):
             return handler(config, args)

@@ -29,12 +29,12 @@ from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.infer import wait_for_version
 from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.pipeline.tools.export import export
 from rollstream.topics.errors import ConfigurationError, RollstreamError
 from rollstream.topics.heartbeats import beat
-from rollstream.topics.kafka import clients
 from rollstream.topics.secrets import program_environment
 
 _LOOK_S = 0.5
@@ -72,7 +72,7 @@ def run(config: RunConfig, _args: argparse.Namespace) -> int:
         )
     if not config.serving.urls:
         raise ConfigurationError("serving.urls is empty; set the engine's address, e.g. http://127.0.0.1:8000")
-    clients.check_broker(config.kafka)
+    wait_for_broker(config.kafka)
     with WeightsFollower(config.kafka, config.run, config=config.learner.weights) as follower:
         wait_for_version(follower, config.supervisor.ready_timeout_s)
     directory = config.run_dir / "engine"

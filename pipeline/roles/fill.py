@@ -7,10 +7,10 @@ from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuf
 from rollstream.consumers.buffers.trajectories.filler import TrajectoryFiller
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.heartbeats import beat
-from rollstream.topics.kafka import clients
 from rollstream.topics.metric_values import VALUES
 
 _POLL_S = 0.2
@@ -27,7 +27,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     if not fill.directory:
         raise ConfigurationError("fill.directory is empty, so there is no buffer to fill; set it to a directory")
     stop = stop_on_signals()
-    clients.check_broker(config.kafka)  # before the directory is created
+    wait_for_broker(config.kafka)  # before the directory is created
     directory = Path(fill.directory)
     with TrajectoryReplayBuffer(
         fill.seed,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import closing
 
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError, TopicError
@@ -36,7 +37,8 @@ def end_with_split(
     """Stop this process by SIGTERM once its run is split, or once `also` returns true; return an event that is set just
     before, and not by any other SIGTERM. With `last`, wait until the successor of a split run is open, so that a split
     that is given up does not stop this process. Raises StateRefused if the split would stop this process already, or if
-    the run is still being filled."""
+    the run is still being filled. A broker is waited for first, as `wait_for_broker` does."""
+    wait_for_broker(kafka)
     check_open(kafka, run, while_closing=last)
     over = threading.Event()
     threading.Thread(target=_follow, args=(kafka, run, also, last, over), name="control", daemon=True).start()

@@ -8,12 +8,12 @@ from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
+from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.role_process import TERMINATED, announce_progress, announce_ready, stop_on_signals
 from rollstream.pipeline.run.warm_start import warm_start_examples
-from rollstream.topics.kafka import clients
 
 if TYPE_CHECKING:
     from rollstream.consumers.learner.parallel.team import Team
@@ -41,7 +41,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     over = threading.Event()
     if args.process == 0:  # the other processes follow this one
         over = end_with_split(config.kafka, config.run)
-    clients.check_broker(config.kafka)
+    wait_for_broker(config.kafka)
     prepare_jax(config)
     from rollstream.consumers.learner.learner import learn
     from rollstream.consumers.learner.parallel.team import join

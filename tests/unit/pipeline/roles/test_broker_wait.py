@@ -1,0 +1,61 @@
+"""A role that a supervisor starts during an outage waits for a broker, and can be stopped meanwhile."""
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervisor import Supervisor
+from tests.support.waiting import LEAST_S
+
+WAITS = "no broker answers yet"
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An address at which connections are refused."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # Bound, and not listened on.
+        yield f"127.0.0.1:{bound.getsockname()[1]}"
+
+
+def poll_until(supervisor: Supervisor, check: Callable[[], bool], what: str) -> None:
+    deadline = time.monotonic() + LEAST_S
+    while not check():
+        assert time.monotonic() < deadline, what
+        supervisor.poll(0.1)  # raises RoleFailed at the first exit
+
+
+def test_roles_wait_for_a_broker_instead_of_using_up_their_restarts(
+    nobody: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rollstream")
+    engine = tmp_path / "python"
+    engine.write_text("#!/bin/sh\nexit 0\n")  # Says that vLLM is installed.
+    engine.chmod(0o755)
+    words = {
+        "group-0": ["group"],
+        "learn-1": ["learn", "--process=1", "--set=learner.processes=2", "--set=learner.coordinator=127.0.0.1:1"],
+        "fill": ["fill", "--set=fill.directory=windows"],
+        "engine": ["engine", f"--set=serving.python={engine}", '--set=serving.urls=["http://127.0.0.1:1"]'],
+    }
+    where = ("-b", nobody, f"--set=data_dir={tmp_path}")
+    heard: dict[str, list[str]] = {name: [] for name in words}
+    with Supervisor(
+        tmp_path / "logs",
+        environment=os.environ,
+        on_progress=lambda name, progress: heard[name].append(progress),
+    ) as supervisor:
+        for name, role in words.items():
+            supervisor.start(RoleSpec(name=name, arguments=("-P", "-m", "rollstream", *role, *where), restarts=0))
+        before = supervisor.pids
+        poll_until(supervisor, lambda: all(heard.values()), "every role to wait")
+        assert {line for lines in heard.values() for line in lines} == {WAITS}
+        assert supervisor.pids == before
+        # A role that drains when it is stopped has nothing to drain yet: it ends by itself.
+        supervisor.stop(["group-0"])
+        assert "role_killed" not in caplog.text
