@@ -51,7 +51,7 @@ class Release:
         templates: dict[str, Object] = {}
         for each in self.objects:
             spec = each.get("spec", {})
-            if each["kind"] in ("StatefulSet", "Job"):
+            if each["kind"] in ("StatefulSet", "Deployment", "Job"):
                 template = spec["template"]
             elif each["kind"] == "CronJob":
                 template = spec["jobTemplate"]["spec"]["template"]

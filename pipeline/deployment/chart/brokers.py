@@ -1,9 +1,9 @@
-"""Brokers of a chart, run by Strimzi: the cluster, its nodes, the topics of the catalogue, and a user for each role."""
+"""Brokers of a chart, run by Strimzi: the cluster, its nodes, the topics of the catalogue, and its users."""
 
 from typing import Any
 
 from rollstream.infra.config import COMMON, BrokerConfig, replication
-from rollstream.pipeline.deployment.access_rules import TOPICS, access_rules
+from rollstream.pipeline.deployment.access_rules import access_rules, users_of
 from rollstream.pipeline.deployment.chart.context import RunChart
 from rollstream.pipeline.deployment.chart.pods import IN_CHART, WITH_USERS
 from rollstream.pipeline.deployment.chart.templates import Template, value, when
@@ -53,9 +53,12 @@ def topics_template(chart: RunChart) -> Template:
 
 
 def users_template(chart: RunChart) -> Template:
-    """Return the users, each with the least access that its role needs."""
-    users = [_user(chart, name) for name in (*chart.processes, TOPICS)]
-    return Template("Users of the brokers: one for each role, with the least access.", [when(WITH_USERS, users)])
+    """Return the users of roles and of commands, each with the least access that it needs."""
+    users = [_user(chart, name) for name in users_of(chart.config)]
+    return Template(
+        "Users of the brokers: one for each role, and those of commands, with the least access.",
+        [when(WITH_USERS, users)],
+    )
 
 
 def _metadata(chart: RunChart, name: str) -> dict[str, Any]:

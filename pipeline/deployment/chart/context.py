@@ -8,6 +8,7 @@ from functools import cached_property
 from urllib.parse import urlsplit
 
 from rollstream.pipeline.config import RunConfig, secret_references
+from rollstream.pipeline.deployment.access_rules import OPERATE
 from rollstream.pipeline.deployment.container_settings import (
     COORDINATOR_PORT,
     ContainerSecrets,
@@ -26,6 +27,8 @@ BOOTSTRAP, REPLICAS, IN_SYNC = (
     variable_of(key) for key in ("kafka.bootstrap_servers", "topics.replication_factor", "topics.min_insync_replicas")
 )
 COORDINATOR = variable_of("learner.coordinator")
+TOOLS = "tools"
+"""The pod in which operators run commands."""
 PROCESSES = "team"
 """Name of the job within the JobSet of a learner with several processes. It is short, because JobSet refuses a job if
 the longest name of its pods, which includes this name and a random suffix, has more than 63 characters."""
@@ -84,7 +87,9 @@ class RunChart:
         return container_secrets(secret_references(self.config))[0]
 
     def secrets_of(self, role: str) -> ContainerSecrets:
-        """Secrets of the pods of a role, or of another command."""
+        """Secrets of the pods of a role, or of another command; TOOLS have all of them."""
+        if role == TOOLS:
+            return self.secrets
         used = next((described.secrets for described in self.roles if described.name == role), ())
         return container_secrets(secrets_of(self.config, used))[0]
 
@@ -138,6 +143,10 @@ class RunChart:
     def object_name(self, role: str) -> str:
         """Return the name of the objects of a role, or of another part."""
         return f"{self.name}-{role}"
+
+    def user(self, role: str) -> str:
+        """Return the name of the user, on the brokers of the chart, of the pods of a role or of another command."""
+        return self.object_name(OPERATE if role == TOOLS else role)
 
     def host(self, role: str, number: int) -> str:
         """Return the name of the host of a process."""

@@ -8,8 +8,8 @@ from rollstream.infra.monitoring.alerts import alert_rules
 from rollstream.infra.monitoring.dashboard import dashboard
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.chart import brokers, networks, operations, values, workloads
-from rollstream.pipeline.deployment.chart.context import BOOTSTRAP, IN_SYNC, REPLICAS, ChartOptions, RunChart
-from rollstream.pipeline.deployment.chart.pods import CA_FOLDER, IN_CHART, WITH_USERS
+from rollstream.pipeline.deployment.chart.context import BOOTSTRAP, IN_SYNC, REPLICAS, TOOLS, ChartOptions, RunChart
+from rollstream.pipeline.deployment.chart.pods import CA_FOLDER, IN_CHART, WITH_USERS, config_flag
 from rollstream.pipeline.deployment.chart.templates import (
     Document,
     Template,
@@ -60,6 +60,7 @@ def _templates(chart: RunChart) -> dict[str, Template]:
         "kafka-topics": brokers.topics_template(chart),
         "kafka-users": brokers.users_template(chart),
         "topics": workloads.topics_template(chart),
+        "tools": workloads.tools_template(chart),
         **{role.name: workloads.role_template(chart, role) for role in chart.roles},
         "network-policies": networks.network_template(chart),
         "monitoring": operations.monitoring_template(chart),
@@ -139,11 +140,14 @@ def _commented(table: dict[str, Any], about: str) -> str:
 
 
 def _notes(chart: RunChart) -> str:
-    name = chart.name
+    name, tools = chart.name, chart.object_name(TOOLS)
+    command = " ".join(("rollstream", "ledger", *config_flag(chart)))
     return (
         f"Run {chart.config.run}. Its pods:\n\n"
         f"  kubectl get pods -n {{{{ .Release.Namespace }}}} -l app.kubernetes.io/instance={name}\n\n"
-        "Workers start once the roles that read their records are ready.\n"
+        "Workers start once the roles that read their records are ready. Commands about the run:\n\n"
+        f"  kubectl scale -n {{{{ .Release.Namespace }}}} deploy/{tools} --replicas 1\n"
+        f"  kubectl exec -n {{{{ .Release.Namespace }}}} deploy/{tools} -- {command}\n"
     )
 
 

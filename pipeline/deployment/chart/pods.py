@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rollstream.pipeline.deployment.chart.context import COORDINATOR, RunChart, values_key
+from rollstream.pipeline.deployment.chart.context import COORDINATOR, TOOLS, RunChart, values_key
 from rollstream.pipeline.deployment.chart.templates import digest_of, each_of, value, when
 from rollstream.pipeline.deployment.container_settings import HOME, SECRETS
 from rollstream.pipeline.deployment.description import ENV, GATEWAY, LEARN, RoleDescription
@@ -33,6 +33,13 @@ POD_VALUES = (
     "secretName",
 )
 """Values that every pod depends on."""
+_IDLE = (
+    "python",
+    "-c",
+    "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit()); signal.pause()",
+)
+"""Command of a container that waits for `kubectl exec`. The first process of a container gets only signals for which it
+has a handler."""
 _CONFINED = {
     "allowPrivilegeEscalation": False,
     "readOnlyRootFilesystem": True,
@@ -60,6 +67,8 @@ def pod_template(
     container = _container(chart, role, "rollstream", args, f"{path}.resources")
     if described is not None and not described.is_tool:
         container |= _probes(chart, described)
+    if role == TOOLS:
+        container |= {"command": list(_IDLE), "args": []}
     spec: dict[str, Any] = {
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
@@ -126,7 +135,7 @@ def _variables(chart: RunChart, role: str) -> list[Any] | Enclosed:
     if role == LEARN and chart.team:
         variables.append({"name": COORDINATOR, "value": chart.coordinator(learner_digest(chart))})
     if chart.own_brokers:
-        user = chart.object_name(role)
+        user = chart.user(role)
         password = {"secretKeyRef": {"name": user, "key": "password"}}
         name, secret = (variable_of(f"kafka.client.sasl_{key}") for key in ("username", "password"))
         of_user = when(WITH_USERS, [{"name": name, "value": user}, {"name": secret, "valueFrom": password}])

@@ -9,7 +9,7 @@ from typing import Any
 
 from rollstream.pipeline.deployment.access_rules import TOPICS
 from rollstream.pipeline.deployment.chart.brokers import kafka_version
-from rollstream.pipeline.deployment.chart.context import RunChart, values_key
+from rollstream.pipeline.deployment.chart.context import TOOLS, RunChart, values_key
 from rollstream.pipeline.deployment.chart.pods import has_secrets
 from rollstream.pipeline.deployment.chart.workloads import SCALED, keeps_files
 from rollstream.pipeline.deployment.container_settings import HOME
@@ -50,7 +50,7 @@ def values(chart: RunChart) -> Values:
             "storage": {"size": "100Gi", "storageClassName": ""},
             "resources": _resources("2", "4Gi"),
         },
-        "roles": {values_key(name): _role(chart, name) for name in (*chart.processes, TOPICS)},
+        "roles": {values_key(name): _role(chart, name) for name in (*chart.processes, TOPICS, TOOLS)},
         "wait": {"resources": _resources("100m", "512Mi")},
         "storage": {
             values_key(role.name): _storage(chart, role.name) for role in chart.roles if keeps_files(chart, role)
@@ -139,6 +139,8 @@ def _role(chart: RunChart, name: str) -> Values:
     role: Values = {}
     if name in SCALED:
         role["replicas"] = chart.processes[name]
+    if name == TOOLS:
+        role["replicas"] = 0  # The pod has all secrets and may change the run, so it runs only while it is needed.
     if name in (ARCHIVE, PRUNE):
         role["enabled"] = name == ARCHIVE
     if name == PRUNE:

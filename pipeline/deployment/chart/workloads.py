@@ -9,7 +9,7 @@ from typing import Any
 
 from rollstream.consumers.learner.records.checkpoint_paths import is_remote
 from rollstream.pipeline.deployment.access_rules import TOPICS
-from rollstream.pipeline.deployment.chart.context import PROCESSES, RunChart, values_key
+from rollstream.pipeline.deployment.chart.context import PROCESSES, TOOLS, RunChart, values_key
 from rollstream.pipeline.deployment.chart.pods import learner_digest, pod_template, pod_values
 from rollstream.pipeline.deployment.chart.templates import Template, digest_of, value, when
 from rollstream.pipeline.deployment.description import (
@@ -67,6 +67,21 @@ def topics_template(chart: RunChart) -> Template:
         "spec": {"backoffLimit": _RETRIES, "template": pod},
     }
     return Template("topics: creates missing topics of the run, and their schemas in a registry.", [job])
+
+
+def tools_template(chart: RunChart) -> Template:
+    """Return the deployment of a pod in which operators run commands, as the user `operate` and with all secrets."""
+    deployment = {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": chart.metadata(chart.object_name(TOOLS), TOOLS),
+        "spec": {
+            "replicas": value(f"roles.{TOOLS}.replicas"),
+            "selector": {"matchLabels": chart.labels(TOOLS)},
+            "template": pod_template(chart, TOOLS, ()),
+        },
+    }
+    return Template("tools: a pod for commands of operators, which run with `kubectl exec`.", [deployment])
 
 
 def keeps_files(chart: RunChart, role: RoleDescription) -> bool:

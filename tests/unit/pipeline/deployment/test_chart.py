@@ -2,6 +2,8 @@
 
 import json
 import re
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,7 +118,7 @@ def test_every_process_of_the_run_is_a_pod_whose_command_its_role_takes(chart: P
     release = Release(chart, PRODUCTION, over={"autoscaling": {"enabled": False}})
     config = load(chart.parent / "run.toml")
     pods = release.pods()
-    assert pods.keys() == {*counts(config), "topics", "archive", "prune"}
+    assert pods.keys() == {*counts(config), "topics", "tools", "archive", "prune"}
     numbers = {}
     for workload in release.objects:
         spec = workload.get("spec", {})
@@ -129,6 +131,8 @@ def test_every_process_of_the_run_is_a_pod_whose_command_its_role_takes(chart: P
         "arithmetic-archive": 1
     }
     for name, pod in pods.items():
+        if name == "tools":
+            continue
         [container] = pod["spec"]["containers"]
         assert container["command"] == ["rollstream"]
         arguments = ["0" if word == AUTO else word for word in container["args"]]
@@ -147,7 +151,8 @@ def test_all_pods_agree_on_settings_and_every_address_is_a_pod_that_listens_ther
         env = configs["env"]
         for role, config in configs.items():
             user = {key: config.kafka.client.get(key) for key in ("sasl.username", "sasl.password")}
-            own = {"sasl.username": f"arithmetic-{role}", "sasl.password": user["sasl.password"]}
+            name = "operate" if role == "tools" else role
+            own = {"sasl.username": f"arithmetic-{name}", "sasl.password": user["sasl.password"]}
             assert user == (own if case in ("defaults", "production") else dict.fromkeys(user)), role
             assert (config.service.host, config.service.port) == ("0.0.0.0", 8081)
             assert (config.run, config.data_dir, config.topics) == ("arithmetic", Path(HOME), env.topics)
@@ -262,7 +267,7 @@ def test_probes_ask_the_service_port_and_producers_wait_for_consumers(chart: Pat
     release = Release(chart)
     services = release.of("Service")
     for name, pod in release.pods().items():
-        if name in ("topics", "prune", "archive"):
+        if name in ("topics", "tools", "prune", "archive"):
             continue
         role, [container] = role_of(name), pod["spec"]["containers"]
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -366,6 +371,38 @@ def test_secrets_are_referred_to_and_written_nowhere(tmp_path: Path, monkeypatch
     assert config.gateway.api_key == "file:/run/secrets/gateway-api-key"
     volumes = {volume["name"]: volume for volume in release.pods()["gateway"]["spec"]["volumes"]}
     assert volumes["secrets"]["secret"]["items"] == [{"key": "gateway-api-key", "path": "gateway-api-key"}]
+
+
+def test_operators_run_commands_in_a_pod_that_is_started_on_request_and_has_everything(chart: Path) -> None:
+    release = Release(chart)
+    [tools] = release.of("Deployment").values()
+    assert tools["metadata"]["name"] == "arithmetic-tools"
+    assert tools["spec"]["replicas"] == 0
+    [on] = Release(chart, over={"roles": {"tools": {"replicas": 1}}}).of("Deployment").values()
+    assert on["spec"]["replicas"] == 1
+    pod = tools["spec"]["template"]
+    assert tools["spec"]["selector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+    [container] = pod["spec"]["containers"]
+    sources = {v["name"]: v["valueFrom"]["secretKeyRef"] for v in container["env"] if "valueFrom" in v}
+    password = sources.pop("ROLLSTREAM_KAFKA__CLIENT__SASL_PASSWORD")
+    assert password == {"name": "arithmetic-operate", "key": "password"}
+    assert "arithmetic-operate" in release.of("KafkaUser")
+    assert sources.keys() == {"MODEL_KEY"}
+    config = release.settings("tools")
+    assert (config.run, config.kafka.client["sasl.username"]) == ("arithmetic", "arithmetic-operate")
+    assert config.gateway.api_key == "file:/run/secrets/gateway-api-key"
+    [secrets] = [volume for volume in pod["spec"]["volumes"] if volume["name"] == "secrets"]
+    assert [item["key"] for item in secrets["secret"]["items"]] == ["gateway-api-key"]
+    assert "/etc/rollstream" in {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert "arithmetic-tools -- rollstream ledger --config" in (chart / "templates" / "NOTES.txt").read_text()
+
+
+def test_the_pod_of_commands_stays_until_it_is_told_to_end(chart: Path) -> None:
+    [container] = Release(chart).pods()["tools"]["spec"]["containers"]
+    _python, *arguments = (*container["command"], *container["args"])
+    stopping = "import os, threading; threading.Timer(1.0, os.kill, (os.getpid(), 15)).start()"
+    arguments[-1] = f"{stopping}; {arguments[-1]}"
+    assert subprocess.run([sys.executable, *arguments], timeout=300).returncode == 0
 
 
 def test_texts_that_helm_would_read_as_its_own_stay_what_they_are(tmp_path: Path) -> None:

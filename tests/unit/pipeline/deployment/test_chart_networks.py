@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.deployment.access_rules import AUDIT, EVERYONE, OPERATE, TOPICS, USERS, access_rules
+from rollstream.pipeline.deployment.access_rules import (
+    AUDIT,
+    EVERYONE,
+    OPERATE,
+    TOOL_USERS,
+    TOPICS,
+    USERS,
+    access_rules,
+    users_of,
+)
 from rollstream.pipeline.deployment.description import counts, expanded, role_of
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.errors import ConfigurationError
@@ -33,7 +42,7 @@ def test_pods_reach_what_they_use_and_nothing_else(chart: Path) -> None:
         assert not allowed(policies, labels, BROKER, 9091), "the port of the brokers among themselves"
         assert not allowed(policies, labels, STRANGER, 443)
         for other, theirs in pods.items():
-            waits = name not in ("topics", "prune", "archive") and other in role_of(name).after
+            waits = name not in ("topics", "tools", "prune", "archive") and other in role_of(name).after
             team = name == other == "learn"
             assert allowed(policies, labels, theirs, service) == (waits or team), f"{name} to {other}"
             for port in (8000, 8001):
@@ -68,7 +77,12 @@ def test_roles_that_make_spans_reach_the_collector_and_no_others_do(tmp_path: Pa
 def test_every_role_may_use_what_its_description_names_and_nothing_of_other_runs(chart: Path) -> None:
     config = load(chart.parent / "run.toml")
     users = Release(chart).of("KafkaUser")
-    assert users.keys() == {f"arithmetic-{name}" for name in (*counts(config), "archive", "prune", TOPICS)}
+    assert users.keys() == {f"arithmetic-{name}" for name in users_of(config)}
+    assert {f"arithmetic-{name}" for name in TOOL_USERS} <= users.keys()
+    for name in users_of(config):
+        acls = users[f"arithmetic-{name}"]["spec"]["authorization"]["acls"]
+        given = {(acl["resource"]["type"], acl["resource"]["name"], *acl["operations"]) for acl in acls}
+        assert given == {(rule.resource, rule.name, *rule.operations) for rule in access_rules(config, name)}
     for name in counts(config):
         role = role_of(name)
         acls = users[f"arithmetic-{name}"]["spec"]["authorization"]["acls"]
