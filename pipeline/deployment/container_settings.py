@@ -25,7 +25,16 @@ SERVICE_PORT = 8081
 STARTING_S = 1800
 """Time until a container must be ready: a learner warms up, and a server waits for the learner and compiles."""
 _EVERYWHERE = "0.0.0.0"
-_DIRECTORIES = ("learner.checkpoint.directory", "fill.directory", "serving.directory", "learner.weights.url")
+_DIRECTORIES = (
+    "learner.checkpoint.directory",
+    "learner.compile_cache",
+    "learner.sinks.jsonl",
+    "learner.sinks.tensorboard",
+    "learner.sinks.wandb",
+    "fill.directory",
+    "serving.directory",
+    "learner.weights.url",
+)
 """Settings of directories that roles write to."""
 HostOf = Callable[[str, int], str]
 """Function from a role and the number of a process to the name of its host."""

@@ -25,13 +25,22 @@ def require_jax() -> None:
 
 
 def prepare_jax(config: RunConfig) -> None:
-    """Check that JAX is installed, and set its compile cache and the number of its CPU threads."""
+    """Check that JAX is installed, and set its compile cache and the number of its CPU threads.
+
+    Raises ConfigurationError if the directory of the cache cannot be made.
+    """
     from rollstream.consumers.learner.reproducibility import prepare_environment
 
     require_jax()
     interruption.never_raise()
     cache = Path(config.learner.compile_cache or config.data_dir / "cache" / "jax").resolve()
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"JAX's compile cache cannot be at {cache} ({error.strerror}); set learner.compile_cache to a directory "
+            "that this process may write to"
+        ) from error
     os.environ.setdefault(CACHE_VARIABLE, str(cache))
     # By default only compilations of a second or more are cached; a learner compiles dozens of smaller functions.
     os.environ.setdefault(CACHED_FROM_VARIABLE, "0")

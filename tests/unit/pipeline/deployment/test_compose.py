@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,6 +21,18 @@ from rollstream.pipeline.deployment.container_settings import HOME
 from rollstream.pipeline.deployment.description import counts, process_name, role_of
 from rollstream.topics.errors import ConfigurationError
 from tests.support.run_files import MUCH
+
+DIRECTORIES = (
+    "learner.checkpoint.directory",
+    "learner.compile_cache",
+    "learner.sinks.jsonl",
+    "learner.sinks.tensorboard",
+    "learner.sinks.wandb",
+    "fill.directory",
+    "serving.directory",
+    "learner.weights.url",
+)
+"""Settings of directories to which roles write."""
 
 
 def rendered(folder: Path, text: str = MUCH, *flags: str) -> dict[str, Any]:
@@ -234,9 +247,9 @@ def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
         (["-X", "security.protocol=SASL_SSL"], "the brokers of the compose file are plaintext"),
         (["--set=topics.replication_factor=3"], "there is one broker; give --brokers 3"),
         (["--set=supervisor.worker_python=vf/bin/python"], "use --worker-image"),
-        (
-            ["--set=learner.checkpoint.directory=/data/c"],
-            "learner.checkpoint.directory is /data/c, but containers keep",
+        *(
+            ([f"--set={key}=/data/c"], f"{key} is /data/c, but containers keep files only below data_dir")
+            for key in DIRECTORIES
         ),
     ],
 )
@@ -254,6 +267,17 @@ def test_workers_have_an_image_of_their_own_and_directories_lie_in_the_volume(tm
     assert settings_of(document["services"]["learn"], tmp_path).learner.weights.url == f"{HOME}/weights"
     assert ComposeOptions().kafka_image == TAG
     assert TAG.rpartition(":")[2] == BrokerConfig().image.rpartition(":")[2]
+
+
+@pytest.mark.parametrize("key", DIRECTORIES)
+@pytest.mark.parametrize("directory", ["/d/of/mine", "of/mine"])
+def test_a_directory_below_data_dir_or_a_relative_one_lies_in_the_volume(
+    key: str, directory: str, tmp_path: Path
+) -> None:
+    flags = ["--set=data_dir=/d", f"--set={key}={directory}", "--code", str(tmp_path)]
+    services = roles_of(rendered(tmp_path, "", *flags))
+    config = settings_of(services["archive"], tmp_path)
+    assert attrgetter(key)(config) == f"{HOME}/of/mine"
 
 
 def test_a_run_of_a_control_task_has_its_roles(tmp_path: Path) -> None:

@@ -32,15 +32,19 @@ print(json.dumps({"read": events["cache_hits"], "compiled": events["cache_misses
 """
 
 
-def start(cache: Path, data_dir: Path) -> dict[str, int]:
+def started(cache: Path, data_dir: Path) -> subprocess.CompletedProcess[str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    answer = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", START, str(cache), str(data_dir)],
         cwd=ROOT,
         env={**variables, "JAX_PLATFORMS": "cpu"},
         capture_output=True,
         text=True,
     )
+
+
+def start(cache: Path, data_dir: Path) -> dict[str, int]:
+    answer = started(cache, data_dir)
     assert answer.returncode == 0, answer.stderr
     counts: dict[str, int] = json.loads(answer.stdout)
     return counts
@@ -54,3 +58,12 @@ def test_the_second_start_compiles_nothing(tmp_path: Path) -> None:
     assert not data_dir.exists()
     second = start(cache, data_dir)
     assert second == {"read": first["read"] + first["compiled"], "compiled": 0}
+
+
+def test_a_cache_that_cannot_be_made_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    answer = started(tmp_path / "file" / "programs", tmp_path)
+    assert answer.returncode != 0
+    last = answer.stderr.splitlines()[-1]
+    assert "ConfigurationError: JAX's compile cache cannot be at" in last
+    assert "(Not a directory); set learner.compile_cache to a directory that this process may write to" in last
