@@ -12,6 +12,9 @@ from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE, AdoptedProcess
 from rollstream.pipeline.run.role_spec import RoleSpec
 
 _TAIL_LINES = 12
+_TAIL_BYTES = 64 * 1024
+LOG_BYTES = 64 * 1024 * 1024
+"""Size above which a log is put aside before its process is started again."""
 
 
 @dataclass
@@ -67,9 +70,18 @@ def name_exit(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"code {code}"
 
 
+def put_aside(log: Path) -> None:
+    """Rename a log of more than LOG_BYTES, so that a new one begins; it replaces the log that was put aside before."""
+    with suppress(FileNotFoundError):
+        if log.stat().st_size > LOG_BYTES:
+            log.replace(log.with_name(f"{log.name}.1"))
+
+
 def cause_in(log: Path) -> str:
     """Return the last error that a role printed, or the end of its log if it printed none."""
-    lines = log.read_text(errors="replace").splitlines()
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
     errors = [line for line in lines[-_TAIL_LINES:] if line.startswith("rollstream: ")]
     if errors:
         return f"{errors[-1].removeprefix('rollstream: ')} ({log})"

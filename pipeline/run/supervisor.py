@@ -33,7 +33,7 @@ from rollstream.pipeline.run.role_process import (
     in_a_hurry,
 )
 from rollstream.pipeline.run.role_spec import RoleSpec
-from rollstream.pipeline.run.supervised_role import SupervisedRole, cause_in, name_exit
+from rollstream.pipeline.run.supervised_role import SupervisedRole, cause_in, name_exit, put_aside
 from rollstream.topics.errors import DeadlineExceeded, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
@@ -320,6 +320,7 @@ class Supervisor:
         if registry:
             environment[REGISTRY_VARIABLE] = str(registry.path.absolute())
         log = self.log_dir / f"{spec.name}.log"
+        put_aside(log)
         # After an interrupt between the start of a process and its entry here, only the lifeline would end the process.
         with self._interrupts.deferred(), log.open("ab") as output:
             ready_read, ready_write = os.pipe()

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from rollstream.pipeline.run.role_process import READY_VARIABLE, announce_progress
 from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.pipeline.run.supervised_role import LOG_BYTES
 from rollstream.pipeline.run.supervisor import RoleFailed, Supervisor
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.logs import JsonFormatter
@@ -236,6 +238,37 @@ def test_a_role_that_fails_before_it_was_ready_fails_the_run_with_its_log(superv
         supervisor.start(role("a-0", PRELUDE + "sys.exit('no such thing')"))
         with pytest.raises(RoleFailed, match=r"a-0 exited with code 1(.|\n)*no such thing"):
             supervisor.wait_ready(["a-0"])
+
+
+def test_the_end_of_a_log_of_any_length_names_the_cause(supervisor: Supervisor, tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "a-0.log"
+    script = f"os.truncate({str(log)!r}, 512 * 2**20); print(flush=True); sys.exit('rollstream: no room on the disk')"
+    tracemalloc.start()
+    try:
+        with supervisor:
+            supervisor.start(role("a-0", PRELUDE + script))
+            with pytest.raises(RoleFailed, match=r"a-0 exited with code 1: no room on the disk \("):
+                supervisor.wait_ready(["a-0"])
+        assert tracemalloc.get_traced_memory()[1] < 16 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("size", "aside"), [(LOG_BYTES, False), (LOG_BYTES + 1, True)])
+def test_a_long_log_is_put_aside_when_its_role_is_started_again(
+    supervisor: Supervisor, tmp_path: Path, size: int, aside: bool
+) -> None:
+    log, earlier = tmp_path / "logs" / "a-0.log", tmp_path / "logs" / "a-0.log.1"
+    log.touch()
+    os.truncate(log, size)
+    earlier.write_text("put aside before")
+    with supervisor:
+        supervisor.start(role("a-0", PRELUDE + "print('begun', flush=True); announce_ready(); time.sleep(600)"))
+        supervisor.wait_ready(["a-0"])
+    assert earlier.stat().st_size == (size if aside else len("put aside before"))
+    with log.open("rb") as file:
+        file.seek(0 if aside else size)
+        assert file.read() == b"begun\n"
 
 
 def test_a_role_that_is_never_ready_fails_the_run(supervisor: Supervisor) -> None:
