@@ -18,6 +18,7 @@ from rollstream.pipeline.deployment.container_settings import (
     HOME,
     KAFKA_PORT,
     ContainerSecrets,
+    check_broker_secrets,
     check_brokers,
     check_containers,
     container_secrets,
@@ -133,6 +134,8 @@ def _check(config: RunConfig, options: ComposeOptions) -> None:
         raise ConfigurationError(
             f"topics.replication_factor is {config.topics.replication_factor} but there is one broker; give --brokers 3"
         )
+    else:
+        check_broker_secrets(config)
     if config.supervisor.worker_python and not options.worker_image:
         raise ConfigurationError(
             "supervisor.worker_python names a Python of this machine; use --worker-image to name an image that has the "

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.config import RunConfig, secret_references
 from rollstream.pipeline.deployment.description import ENGINE, INFER, LEARN, counts
 from rollstream.pipeline.settings import plain, variable_of
 from rollstream.pipeline.toml import render
@@ -75,6 +75,16 @@ def check_brokers(config: RunConfig) -> None:
             raise ConfigurationError(
                 f"kafka.bootstrap_servers has {address.strip()}, which inside a container is the container itself; "
                 "name the host of the brokers"
+            )
+
+
+def check_broker_secrets(config: RunConfig) -> None:
+    """Raise ConfigurationError for a secret of brokers that run in containers: only local brokers resolve these."""
+    for key in secret_references(config):
+        if key.startswith("broker.properties."):
+            raise ConfigurationError(
+                f"{key} refers to a secret, which brokers in containers do not get; remove the key, or use brokers "
+                "that you run yourself"
             )
 
 

@@ -19,7 +19,12 @@ from rollstream.pipeline.deployment.chart.templates import (
     value,
     when,
 )
-from rollstream.pipeline.deployment.container_settings import KAFKA_PORT, check_brokers, check_containers
+from rollstream.pipeline.deployment.container_settings import (
+    KAFKA_PORT,
+    check_broker_secrets,
+    check_brokers,
+    check_containers,
+)
 from rollstream.pipeline.deployment.yaml_text import Raw, render_yaml
 from rollstream.pipeline.settings import variable_of
 from rollstream.topics.errors import ConfigurationError
@@ -155,6 +160,8 @@ def _check(config: RunConfig, options: ChartOptions) -> None:
     check_containers(config)
     if config.kafka.client.get("security.protocol", "PLAINTEXT") != "PLAINTEXT":
         check_brokers(config)
+    else:
+        check_broker_secrets(config)
     if config.supervisor.worker_python and not options.worker_image:
         raise ConfigurationError(
             "supervisor.worker_python names a Python of this machine; use --worker-image to name an image that has the "

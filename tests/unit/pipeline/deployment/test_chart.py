@@ -496,6 +496,11 @@ def test_disruptions_take_one_pod_of_a_role_at_a_time_and_none_of_a_learner(char
             ['--set=worker.inference_urls=["http://127.0.0.1:8000/v1"]'],
             "worker.inference_urls has http://127.0.0.1",
         ),
+        (
+            "",
+            ["--set=broker.properties.ssl.keystore.password=env:STORE"],
+            "broker.properties.ssl.keystore.password refers to a secret, which brokers in containers do not get",
+        ),
     ],
 )
 def test_what_no_pod_can_have_is_refused_with_the_remedy(

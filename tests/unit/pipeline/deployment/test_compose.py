@@ -247,6 +247,10 @@ def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
         (["-X", "security.protocol=SASL_SSL"], "the brokers of the compose file are plaintext"),
         (["--set=topics.replication_factor=3"], "there is one broker; give --brokers 3"),
         (["--set=supervisor.worker_python=vf/bin/python"], "use --worker-image"),
+        (
+            ["--set=broker.properties.ssl.keystore.password=env:STORE"],
+            "broker.properties.ssl.keystore.password refers to a secret, which brokers in containers do not get",
+        ),
         *(
             ([f"--set={key}=/data/c"], f"{key} is /data/c, but containers keep files only below data_dir")
             for key in DIRECTORIES
