@@ -118,7 +118,8 @@ class LearnerConfig:
     max_policy_lag: int = 4
     """Highest age in steps of the lowest policy version of a batch; an older batch is recorded as skipped."""
     publish_every_steps: int = 1
-    """Steps between published policy versions."""
+    """Steps between published policy versions; at most `max_policy_lag` + 1, because older rollouts are not trained on
+    (with a rollout buffer, `buffer.max_rollout_step_delay` + 1)."""
     source: Literal["batches", "rollout_buffer"] = "batches"
     """Source of the rollouts of a step: the batches of `input_run` in index order, or a buffer of their rollouts."""
     buffer: RolloutBufferConfig = field(default_factory=RolloutBufferConfig)
@@ -213,6 +214,7 @@ class LearnerConfig:
                 f"learner.buffer.capacity {self.buffer.capacity} is below learner.rollouts_per_step "
                 f"{self.rollouts_per_step}, which every step draws; raise the capacity or lower rollouts_per_step"
             )
+        self._check_version_age()
         if not 0 < self.advantage_limit <= _LARGEST_ADVANTAGE:
             raise ConfigurationError(
                 f"learner.advantage_limit is {self.advantage_limit}; give more than 0 and at most "
@@ -232,4 +234,19 @@ class LearnerConfig:
             raise ConfigurationError(
                 f"learner.length_buckets {list(self.length_buckets)}: give at most two lengths, each below "
                 f"sequence_length {self.sequence_length}"
+            )
+
+    def _check_version_age(self) -> None:
+        """Raise ConfigurationError if the newest version gets too old to train on before the next one is published."""
+        name, limit = "max_policy_lag", self.max_policy_lag
+        if self.source == "rollout_buffer":
+            name, limit = "buffer.max_rollout_step_delay", self.buffer.max_rollout_step_delay
+            if limit < 0:
+                return
+        oldest = min(self.publish_every_steps, self.max_steps) - 1
+        if oldest > limit and not self.input_run:
+            raise ConfigurationError(
+                f"learner.publish_every_steps is {self.publish_every_steps}, so rollouts of the newest version are up "
+                f"to {oldest} steps old, but learner.{name} {limit} allows no more: no step could follow; publish at "
+                f"least every {limit + 1} steps, or raise learner.{name} to {oldest}"
             )

@@ -170,7 +170,7 @@ def test_a_step_that_an_earlier_release_recorded_is_compared_by_its_rule(real_ru
     arrays = {"w": np.arange(4, dtype="<f4")}
     params = StepParams("new.checksum", arrays, arrays)
     other = StepParams("new.checksum", None, {"w": np.zeros(4, "<f4")})
-    config = LearnerConfig(publish_every_steps=100)
+    config = LearnerConfig(publish_every_steps=100, max_policy_lag=99)
     with StepRecorder(config, real_run.kafka, real_run.name, "{}") as recorder:
         assert recorder.compares_arrays_until == -1
         made = recorder.record(0, (), 0, {}, params, LearnerPosition())
