@@ -352,10 +352,12 @@ class _Learner:
         if outcomes.rollouts:
             reasons[f"without a token to train, {outcomes.truncated} of them truncated"] = outcomes.rollouts
         causes = "; ".join(f"{rows} {reason}" for reason, rows in reasons.most_common())
+        batches = ", ".join(use.batch_id for use in loaded.plan.uses[:_MOST_NAMED])
         raise ConfigurationError(
             f"step {step} of learner {self._config.name!r} has no token to train on: of its rollouts, {causes}. "
-            "Nothing of the step was published; change the setting that leaves its rollouts out, or run "
-            f"`rollstream exclude` on the batches ({', '.join(use.batch_id for use in loaded.plan.uses[:_MOST_NAMED])})"
+            "Nothing of the step was published; change the setting that leaves its rollouts out, or exclude the "
+            f"rollouts of its batches ({batches}): `rollstream lineage --batch ID` names the offsets of each, and "
+            "`rollstream exclude --offsets P:A-B` excludes them"
         )
 
     def _warn_of_mismatch(self, step: int, metrics: Metrics) -> None:

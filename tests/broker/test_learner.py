@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 from dataclasses import replace
@@ -18,6 +19,7 @@ from rollstream.consumers.step_log import read_steps
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.infra.ports import free_port
+from rollstream.pipeline.cli import COMMANDS, build_parser
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients, provisioning
@@ -318,6 +320,11 @@ def test_a_step_without_a_token_to_train_on_is_an_error_that_says_why(real_run: 
     assert "step 1 of learner 'default' has no token to train on" in line
     assert "32 left out as too_long: longer than learner.sequence_length 3" in line
     assert sorted(steps_of(run)) == sorted(read_manifests(run.kafka, run.name)) == [0]
+    # The remedy consists of commands that take these flags.
+    looks_up, excludes = (quoted.split() for quoted in re.findall(r"`rollstream ([^`]+)`", line))
+    parser = build_parser(load=COMMANDS)
+    assert parser.parse_args(looks_up).batch == "ID"
+    assert parser.parse_args(excludes).offsets == ["P:A-B"]
 
 
 def exclude(run: RealRun, *batch_ids: str) -> None:
