@@ -24,6 +24,7 @@ from rollstream.consumers.learner.input.source_registry import open_source
 from rollstream.consumers.learner.input.step_loader import LoadedStep, StepLoader, StepSource
 from rollstream.consumers.learner.parallel.team import Alone, Team, raising_team_lost
 from rollstream.consumers.learner.pretrained import published_dtype, resolved
+from rollstream.consumers.learner.records.checkpoint_paths import first_needed
 from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
@@ -156,6 +157,7 @@ class _Learner:
             self._recorder.same_bits = not self._changed_since(restored.fingerprint)
             self._recorder.tolerance = self._tolerance_since(restored.fingerprint)
             self._recorder.resend(self._position.recent_steps)
+        self._name_first_needed()
         step = int(self._state.step)
         params = self._params_after(step, self._state.params, again=self._share_rules(step))
         self._recording = self._stack.enter_context(RecordingThread())
@@ -476,6 +478,16 @@ class _Learner:
             self._recording.wait()
         self._checkpoints.save(self._state, self._position, self._fingerprint)
         self._position = self._position.saved()
+        self._name_first_needed()
+
+    def _name_first_needed(self) -> None:
+        """In the lead, have further records name what the oldest checkpoint needs, for prune, which may not see it."""
+        if self._recorder is None:
+            return
+        # From the files, where an unfinished save does not count.
+        needed = first_needed(self._checkpoints.directory)
+        if needed is not None:
+            self._recorder.resumes_from(needed)
 
 
 def _owned(params: Params, team: Team) -> frozenset[str]:

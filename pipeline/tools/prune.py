@@ -1,12 +1,11 @@
 """`rollstream prune`: deletes records of a run that recovery, verification and learners no longer need.
 
 It reads positions, lets `rollstream.pipeline.audit.pruning_plan` make the plan, and deletes nothing without --yes. The
-plan keeps records that a process may still read and, unless --without-checkpoints is given, records that a learner may
-read again from a checkpoint.
+plan keeps records that a process may still read, and records that a learner may read again from a checkpoint. Steps on
+record name these; for steps of earlier releases, the checkpoints are read, unless --without-checkpoints is given.
 """
 
 import argparse
-import json
 import math
 import time
 from bisect import bisect_left
@@ -19,7 +18,7 @@ from typing import Any
 from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
-from rollstream.consumers.learner.records.checkpoint_paths import META, checkpoint_steps, directory_of
+from rollstream.consumers.learner.records.checkpoint_paths import directory_of, first_needed
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.file_retention import FilesToPrune, listed_files, prunable, remove_files, roots
@@ -110,12 +109,13 @@ def register(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="DIR",
-        help="directory of learners' checkpoints; may be repeated (default: that of each learner's own run)",
+        help="directory of checkpoints of learners of earlier releases; may be repeated "
+        "(default: that of each learner's own run)",
     )
     parser.add_argument(
         "--without-checkpoints",
         action="store_true",
-        help="do not keep records for learners that may go back to a checkpoint",
+        help="go by the last step of learners of earlier releases, and read no checkpoints",
     )
 
 
@@ -419,7 +419,7 @@ def _learners(
         if step.resumes_at >= 0:
             position: int | None = step.resumes_at
         else:
-            position = needed if checkpoints is None else _oldest_checkpoint(checkpoints(owner, learner))
+            position = needed if checkpoints is None else _oldest_needed(checkpoints(owner, learner))
         if position is None:
             name += _BARE
         positions[name] = 0 if position is None else min(position, needed)
@@ -430,15 +430,10 @@ def _learners(
     return positions, last_steps
 
 
-def _oldest_checkpoint(folders: Iterable[Path]) -> int | None:
-    """Return the first offset of the index that the oldest checkpoint needs, or None without checkpoints."""
-    positions = []
-    for folder in folders:
-        for step in checkpoint_steps(folder):
-            meta = json.loads((folder / str(step) / META).read_text())
-            oldest = int(meta.get("oldest", -1))  # oldest offset in a rollout buffer
-            positions.append(int(meta["position"]) if oldest < 0 else oldest)
-    return min(positions, default=None)
+def _oldest_needed(folders: Iterable[Path]) -> int | None:
+    """Return the first offset of the index that the oldest checkpoint in any of these needs, or None without one."""
+    offsets = (first_needed(folder) for folder in folders)
+    return min((offset for offset in offsets if offset is not None), default=None)
 
 
 def _other_groups(

@@ -15,6 +15,10 @@ import pytest
 from confluent_kafka import TopicPartition
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
+from rollstream.consumers.grouping.process.bootstrap import initialise
+from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.records.step_recorder import StepParams, StepRecorder
 from rollstream.consumers.learner_retirement import retire
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.pipeline.audit.ledger import Ledger
@@ -34,7 +38,7 @@ from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 from tests.support.batches import indexed_batches, random_batch, send_batches
 from tests.support.command_line import answer_of
 from tests.support.ledgers import in_both_forms
-from tests.support.runs import RealRun, rollout
+from tests.support.runs import SMALL_LEARNER, RealRun, rollout, with_batches
 from tests.support.waiting import eventually
 
 EXAMPLES = count()
@@ -162,6 +166,59 @@ def test_positions_of_another_group_are_read_also_in_a_run_without_a_topic_of_ca
     admin.delete_topics([run.topic("calls")])[run.topic("calls")].result(60)
     eventually(lambda: run.topic("calls") not in topic_admin.topic_names(run.kafka), 60, "the topic to be gone")
     assert of_the_reader() == {("batches", 0): 1}
+
+
+def test_a_learner_on_record_holds_back_what_it_may_read_again_though_prune_sees_no_checkpoint(
+    real_run: RealRun,
+) -> None:
+    run = real_run.prepare()
+    send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
+    ends = [message.offset + 1 for message in read_to_end(run.kafka, run.topic("batch-index"))]
+    params = StepParams("new.checksum", None)
+
+    def held() -> dict[str, int]:
+        nowhere = run.directory / "files of another pod"
+        return dict(read_positions(run.kafka, run.name, run.grouper.group_id(run.name), nowhere).learners)
+
+    with StepRecorder(LearnerConfig(take_over=True), run.kafka, run.name, "{}") as recorder:
+        recorder.resumes_from(ends[1])
+        made = recorder.record(1, (), ends[3], {}, params, LearnerPosition())
+        assert held() == {"learner default": ends[1]}
+        recorder.resumes_from(ends[2])
+        # Of a step that waits, and of a buffer that holds older rollouts.
+        recorder.record_skips(2, (), LearnerPosition().after(made))
+        assert held() == {"learner default": ends[2]}
+        recorder.record(2, (), ends[4], {}, params, LearnerPosition().after(made), oldest=ends[0])
+        assert held() == {"learner default": ends[0]}
+        recorder.record(3, (), ends[5], {}, params, LearnerPosition().after(made))
+        assert held() == {"learner default": ends[2]}
+
+    # Its checkpoints are lost, so it begins again.
+    with StepRecorder(LearnerConfig(take_over=True), run.kafka, run.name, "{}") as recorder:
+        recorder.resumes_from(0)
+        assert held() == {"learner default": 0}
+        recorder.resumes_from(ends[1])
+        recorder.record(1, (), ends[3], {}, params, LearnerPosition())
+        assert held() == {"learner default": 0}
+        for step, end in ((2, ends[4]), (3, ends[5])):
+            recorder.record(step, (), end, {}, params, LearnerPosition())
+        assert held() == {"learner default": ends[1]}
+
+
+@pytest.mark.long
+def test_the_steps_of_a_learner_name_what_the_oldest_of_its_checkpoints_needs(real_run: RealRun) -> None:
+    run = with_batches(real_run, 16)
+    initialise(run.kafka, run.name, run.grouping, run.grouper)
+    often = {"learner__checkpoint__every_steps": 1, "learner__checkpoint__keep": 1, "learner__max_steps": 8}
+    learner = run.start("learn", **SMALL_LEARNER, **often)
+    assert learner.wait(300) == 0, run.log_of(learner)[-3000:]
+    steps = read_steps(run.kafka, run.name, "default")
+    # The last step was recorded when the checkpoint of step 7 was complete, or that of step 6 was still kept.
+    assert 0 < steps[6].position <= steps[8].resumes_at <= steps[7].position
+    assert all(0 <= step.resumes_at <= step.position for step in steps.values())
+    nowhere = run.directory / "files of another pod"
+    positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), nowhere)
+    assert dict(positions.learners) == {"learner default": steps[8].resumes_at}
 
 
 def test_retiring_a_learner_that_was_replaced_does_not_fence_its_successor(real_run: RealRun) -> None:

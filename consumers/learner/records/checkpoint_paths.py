@@ -1,8 +1,9 @@
-"""Paths of a learner's checkpoints, on a local file system or at gs://, and which of them are complete. Needs no JAX.
+"""Paths of a learner's checkpoints, on a local file system or at gs://, which are complete, and what they need.
 
-Paths at a URL are etils.epath paths, as in orbax; pathlib would turn the URL into a local folder.
+Needs no JAX. Paths at a URL are etils.epath paths, as in orbax; pathlib would turn the URL into a local folder.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import cast
@@ -73,3 +74,18 @@ def checkpoint_steps(directory: Path) -> list[int]:
     last = COMMITTED if is_remote(directory) else META
     folders = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in folders if path.name.isdecimal() and (path / last).exists())
+
+
+def first_needed(directory: Path) -> int | None:
+    """First offset of batch-index that a learner reads if it resumes from its oldest complete checkpoint; None without
+    a complete checkpoint. A checkpoint that is deleted in the meantime does not count.
+    """
+    offsets = []
+    for step in checkpoint_steps(directory):
+        try:
+            meta = json.loads((directory / str(step) / META).read_text())
+        except FileNotFoundError:
+            continue
+        oldest = int(meta.get("oldest", -1))  # oldest offset in a rollout buffer
+        offsets.append(int(meta["position"]) if oldest < 0 else oldest)
+    return min(offsets, default=None)

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -102,6 +103,8 @@ class StepRecorder(Closing):
         # A record without a digest holds skips of a step that was never completed.
         recorded = read_steps(kafka, run, config.name)
         self._recorded = {step: record for step, record in recorded.items() if record.params_digest}
+        self._newest = recorded[max(recorded)] if recorded else None
+        self._resumes_at = -1
         self._made = -1
         self._first_made: int | None = None
         self.same_bits = True
@@ -136,6 +139,17 @@ class StepRecorder(Closing):
         if steps:
             self._log.commit([self._log.record(record) for record in steps])
         self._recorded |= {record.step: record for record in steps}
+
+    def resumes_from(self, offset: int) -> None:
+        """Have every further record name the first offset of batch-index that this learner may read again.
+
+        `rollstream prune` goes by the newest record. If that names a later offset, because checkpoints were lost, it is
+        written again with this one.
+        """
+        self._resumes_at = offset
+        if self._newest is not None and self._newest.resumes_at > offset:
+            self._newest = replace(self._newest, resumes_at=offset)
+            self._log.commit([self._log.record(self._newest)])
 
     def recorded(self, step: int) -> LearnerStep | None:
         """The record of a step, if there is one."""
@@ -228,6 +242,7 @@ class StepRecorder(Closing):
             timestamp=time.time(),
             oldest=oldest,
             stream_time_ms=stream_time_ms,
+            resumes_at=self._resumes_at,
             rules=rules.to_record(),
             code=self._code,
         )
@@ -302,6 +317,7 @@ class StepRecorder(Closing):
             skipped_total=before.skipped_total + rows_of(uses, "skipped"),
             timestamp=time.time(),
             oldest=before.oldest,
+            resumes_at=self._resumes_at,
         )
         self._log.commit([self._log.record(record)])
 

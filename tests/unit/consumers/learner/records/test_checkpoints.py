@@ -2,6 +2,8 @@
 
 import multiprocessing
 import resource
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
-from rollstream.consumers.learner.records.checkpoint_paths import learner_directory
+from rollstream.consumers.learner.records.checkpoint_paths import first_needed, learner_directory
 from rollstream.consumers.learner.records.checkpoints import CheckpointFailed, Checkpoints
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
@@ -90,6 +92,26 @@ def test_a_save_cut_short_is_not_restored(fresh: TrainState, tmp_path: Path) -> 
         restored = checkpoints.restore(fresh)
     assert restored is not None
     assert int(restored.state.step) == 20
+
+
+def test_what_the_oldest_complete_checkpoint_needs_is_the_oldest_offset_of_its_buffer_or_its_position(
+    fresh: TrainState, tmp_path: Path
+) -> None:
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path), keep=2), "run", "default") as checkpoints:
+        needed = [first_needed(checkpoints.directory)]
+        for step, oldest in ((0, -1), (20, 11), (40, 31)):
+            checkpoints.save(at(fresh, step), replace(learner_position(step + 3), oldest=oldest), {})
+            # A save may be complete by now or not.
+            assert first_needed(checkpoints.directory) in (needed[-1], {0: 3, 20: 3, 40: 11}[step])
+            checkpoints.wait()
+            needed.append(first_needed(checkpoints.directory))
+    assert needed == [None, 3, 3, 11]
+    directory = tmp_path / "run" / "default"
+    (directory / "20" / "meta" / "metadata").unlink()  # the checkpoint is being deleted
+    (directory / "60.orbax-checkpoint-tmp-0").mkdir()
+    assert first_needed(directory) == 31
+    shutil.rmtree(directory)
+    assert first_needed(directory) is None
 
 
 def test_learners_and_runs_do_not_share_checkpoints(fresh: TrainState, tmp_path: Path) -> None:
