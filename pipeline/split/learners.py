@@ -58,20 +58,24 @@ def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool
     fence(config.kafka, transactional_id(config.run, "learner"))
     for learner in learners:
         fence(config.kafka, earlier_id(config.run, "learner", learner.name))
-        if (newest := _last_step(config, learner.name)).step != learner.step:
+        newest = _last_step(config, learner.name, with_checkpoints=with_checkpoints)
+        if newest.step != learner.step:
             raise StateRefused(f"learner {learner.name} made step {newest.step} in the meantime; split again")
     return learners
 
 
-def _last_step(config: RunConfig, name: str) -> LearnerStep:
+def _last_step(config: RunConfig, name: str, *, with_checkpoints: bool) -> LearnerStep:
+    """Return the last step of a learner; with checkpoints, the last one that was made: of a step that waits only skips
+    are on record, and there is no checkpoint of it."""
     steps = read_steps(config.kafka, config.run, name)
-    return steps[max(steps)]
+    made = [step for step, record in steps.items() if record.made] if with_checkpoints else []
+    return steps[max(made or steps)]
 
 
 def _stopped(config: RunConfig, name: str, deadline: float, *, with_checkpoints: bool) -> CarriedLearner:
     directory = learner_directory(config.learner.checkpoint.directory, config.run, name)
     while True:
-        last = _last_step(config, name)
+        last = _last_step(config, name, with_checkpoints=with_checkpoints)
         if last.input_run != config.run:
             raise StateRefused(
                 f"learner {name} of run {config.run} trains on batches of run {last.input_run}; retire it with "

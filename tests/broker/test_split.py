@@ -36,10 +36,8 @@ def ran(run: RealRun, *words: str) -> "subprocess.CompletedProcess[str]":
     return answer_of(run.directory, *run.command(*words)[4:])
 
 
-def split(run: RealRun, into: str, partitions: int) -> Any:
-    # No workers: a split would wait for the metrics of those that the settings name.
-    words = run.command("split", "--into", into, "--partitions", str(partitions), "--json", supervisor__workers=0)
-    done = answer_of(run.directory, *words[4:])
+def split(run: RealRun, into: str, partitions: int, *words: str) -> Any:
+    done = ran(run, "split", "--into", into, "--partitions", str(partitions), "--json", *words)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -181,10 +179,10 @@ def test_a_split_that_is_killed_at_any_point_and_run_again_moves_every_record_on
     eventually(lambda: sum(batched(run).values()) == 64, 120, "whole groups in batches")
     words = ("split", "--into", f"{run.name}-7", "--partitions", "7")
     for point in POINTS:
-        killed = run.start(*words, script=KILLED.format(point=point), supervisor__workers=0)
+        killed = run.start(*words, script=KILLED.format(point=point))
         assert killed.wait(300) == -9, run.log_of(killed)
     assert process.wait(60) == 0
-    last = run.start(*words, supervisor__workers=0)
+    last = run.start(*words)
     assert last.wait(300) == 0, run.log_of(last)
 
     wide = successor(run, f"{run.name}-7", 7)
@@ -224,7 +222,7 @@ def test_a_split_whose_topic_is_opened_again_is_refused_until_it_stays_closed(re
     run.send(rollout(f"x{example}", member) for example in range(8) for member in range(2))
     eventually(lambda: settled(run, in_flight=16), 120, "open groups")
     words = ("split", "--into", f"{run.name}-3", "--partitions", "3")
-    opened = run.start(*words, script=OPENED, supervisor__workers=0)
+    opened = run.start(*words, script=OPENED)
     assert opened.wait(300) == 2, run.log_of(opened)
     assert process.wait(60) == 0
     assert "accepts records again" in run.log_of(opened)
@@ -336,6 +334,43 @@ def test_a_learner_goes_on_with_the_same_parameters_and_the_batches_it_had_yet_t
     assert book.predecessor["carried"] == answer["batches_carried"]
     old = ledger(run.kafka, run.name)
     assert old.balanced, old.problems
+
+
+def record(run: RealRun, step: int, position: int = 0, digest: str = "d", **fields: Any) -> None:
+    """Write a step of learner `main`."""
+    made = LearnerStep(
+        learner="main",
+        step=step,
+        input_run=run.name,
+        position=position,
+        policy_version=-1,
+        params_digest=digest,
+        trained_total=0,
+        skipped_total=0,
+        **{"uses": (), **fields},
+    )
+    run.send_bytes("steps", encode(made), encode_key("main", step))
+
+
+def checkpoint(run: RealRun, step: int, **places: int) -> tuple[str, str]:
+    """Write the part of a checkpoint that a split reads, and return the flags that name its directory."""
+    path = metadata(run, step)
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps(places))
+    return "--set", f"learner.checkpoint.directory={run.directory / 'checkpoints'}"
+
+
+def metadata(run: RealRun, step: int) -> Path:
+    return run.directory / "checkpoints" / run.name / "main" / str(step) / "meta" / "metadata"
+
+
+def test_skips_on_record_of_a_step_that_waits_need_no_checkpoint(real_run: RealRun) -> None:
+    run, wide = real_run.prepare(), successor(real_run, f"{real_run.name}-3", 3)
+    record(run, 1)
+    directory = checkpoint(run, 1, position=0)
+    record(run, 2, digest="")
+    assert split(run, wide.name, 3, *directory)["positions"] == {"main": 0}
+    assert json.loads(metadata(wide, 1).read_text())["position"] == 0
 
 
 def steps(run: RealRun) -> list[LearnerStep]:

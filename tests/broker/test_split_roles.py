@@ -141,7 +141,7 @@ def test_the_marker_of_a_transaction_does_not_wait_for_a_label_when_a_run_is_spl
     judged = {f"judged-{member}" for member in range(4)}
     eventually(lambda: recorded(run) == judged, 120, "labels")
 
-    splitting = run.start("split", "--into", f"{run.name}-3", "--partitions", "3", supervisor__workers=0)
+    splitting = run.start("split", "--into", f"{run.name}-3", "--partitions", "3")
     assert splitting.wait(300) == 0, run.log_of(splitting)
     assert labeler.wait(120) == 0, run.log_of(labeler)
     assert batched(run) == judged
