@@ -1,6 +1,7 @@
 """Carries learners and weights over to the successor of a run: checkpoints, positions, and the newest version."""
 
 import time
+from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import NamedTuple
 from rollstream.consumers.batch_reader import first_offset
 from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
 from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
+from rollstream.consumers.learner.records.past_steps import index_between
 from rollstream.consumers.step_log import StepLog, read_learners, read_steps
 from rollstream.consumers.weights.chains import ChainBroken, needed
 from rollstream.consumers.weights.content import ChunksGone, ChunksLate, WeightsRefused
@@ -38,9 +40,34 @@ class CarriedLearner(NamedTuple):
     step: int
     """Its last step."""
     places: Mapping[str, int]
-    """Its position in the index of the run that ends, and the oldest position from which it may read again."""
+    """The places in the index of the run that ends that its checkpoint names, all at its position."""
     checkpoints: Path | None
     """Directory of its checkpoints; None if it keeps its position itself."""
+
+
+def check_buffers(config: RunConfig) -> None:
+    """Raise StateRefused if a rollout buffer holds rollouts that no step has trained on or skipped: the successor's
+    learner begins with an empty buffer, because the steps that say what it holds stay in the run that ends."""
+    for name in _learners(config):
+        last = _last_step(config, name, with_checkpoints=True)
+        held = 0 if last.oldest < 0 or last.input_run != config.run else _never_used(config, last)
+        if held:
+            raise StateRefused(
+                f"the rollout buffer of learner {name} of run {config.run} holds {held} rollouts that no step has "
+                f"trained on or skipped, and a split would lose them: let the learner use them up with `rollstream "
+                f"stop --drain --run {config.run}`, or retire it with `rollstream learner retire {name} --run "
+                f"{config.run}`, and split again"
+            )
+
+
+def _never_used(config: RunConfig, last: LearnerStep) -> int:
+    """Rollouts between the oldest that a buffer holds after a step and the position that no step names."""
+    used: defaultdict[int, set[int]] = defaultdict(set)
+    for record in read_steps(config.kafka, config.run, last.learner).values():
+        for use in (use for use in record.uses if use.index_offset >= last.oldest):
+            used[use.index_offset].update(use.row_numbers or range(use.rows))
+    entries = index_between(config.kafka, config.run, last.oldest, last.position)
+    return sum(entry.rollouts - len(used[at]) for at, entry in entries.items())
 
 
 def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool) -> list[CarriedLearner]:
@@ -50,11 +77,7 @@ def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool
     StateRefused for a learner that trains on another run's batches or has made another step in the meantime.
     """
     deadline = time.monotonic() + wait_s
-    learners = []
-    for name in sorted(read_learners(config.kafka, config.run)):
-        if name in retired_learners(config.kafka, config.run):
-            continue
-        learners.append(_stopped(config, name, deadline, with_checkpoints=with_checkpoints))
+    learners = [_stopped(config, name, deadline, with_checkpoints=with_checkpoints) for name in _learners(config)]
     fence(config.kafka, transactional_id(config.run, "learner"))
     for learner in learners:
         fence(config.kafka, earlier_id(config.run, "learner", learner.name))
@@ -62,6 +85,11 @@ def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool
         if newest.step != learner.step:
             raise StateRefused(f"learner {learner.name} made step {newest.step} in the meantime; split again")
     return learners
+
+
+def _learners(config: RunConfig) -> list[str]:
+    """Learners on record that are not retired."""
+    return sorted(read_learners(config.kafka, config.run).keys() - retired_learners(config.kafka, config.run).keys())
 
 
 def _last_step(config: RunConfig, name: str, *, with_checkpoints: bool) -> LearnerStep:
@@ -85,7 +113,9 @@ def _stopped(config: RunConfig, name: str, deadline: float, *, with_checkpoints:
             return CarriedLearner(name, last.step, {"position": last.position}, None)
         steps = checkpoint_steps(directory)
         if steps and steps[-1] == last.step:
-            return CarriedLearner(name, last.step, places_in(directory, last.step), directory)
+            places = places_in(directory, last.step)
+            # All rollouts before the position are on record; those that a buffer still holds are not drawn again.
+            return CarriedLearner(name, last.step, dict.fromkeys(places, places["position"]), directory)
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"learner {name} made step {last.step}, but {directory} has checkpoints of steps {steps}; start it, "

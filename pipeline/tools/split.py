@@ -166,6 +166,7 @@ def _begun(config: RunConfig, into: str, partitions: int, count: int) -> RunSpli
     if provisioning.describe(config.kafka, into):
         raise ConfigurationError(f"run {into} has topics already; name a run that has none")
     closing.check_movable(config)
+    learners.check_buffers(config)
     split = RunSplit(run=config.run, successor=into, partitions=partitions, phase="closing", wall_time=time.time())
     write_to_predecessor(config.kafka, split)
     return split
@@ -177,7 +178,9 @@ def _close(
     """Close the run; if that fails, open it again."""
     try:
         closing.close(config, wait_s)
-        return learners.stopped_learners(config, wait_s, with_checkpoints=with_checkpoints)
+        carried = learners.stopped_learners(config, wait_s, with_checkpoints=with_checkpoints)
+        learners.check_buffers(config)
+        return carried
     except RollstreamError:
         closing.reopen(config)
         withdraw(config.kafka, split)

@@ -16,7 +16,7 @@ from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.positions import SOURCE, ensure_positions
 from rollstream.consumers.labeling.recovery import recover
 from rollstream.pipeline.audit.ledger import Ledger, ledger
-from rollstream.pipeline.audit.verification import verify
+from rollstream.pipeline.audit.verification import index_of, verify
 from rollstream.pipeline.config import load
 from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
 from rollstream.topics import steering
@@ -25,7 +25,15 @@ from rollstream.topics.config import TopicsConfig
 from rollstream.topics.kafka import clients, provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import ExcludedBatch, LearnerStep, MixtureWeight, PausedEnvironment, Rollout, RolloutMetadata
+from rollstream.topics.records import (
+    BatchUse,
+    ExcludedBatch,
+    LearnerStep,
+    MixtureWeight,
+    PausedEnvironment,
+    Rollout,
+    RolloutMetadata,
+)
 from rollstream.topics.run_splits import moved_from, splits_of
 from tests.support.command_line import answer_of
 from tests.support.runs import SMALL_LEARNER, RealRun, rollout
@@ -371,6 +379,42 @@ def test_skips_on_record_of_a_step_that_waits_need_no_checkpoint(real_run: RealR
     record(run, 2, digest="")
     assert split(run, wide.name, 3, *directory)["positions"] == {"main": 0}
     assert json.loads(metadata(wide, 1).read_text())["position"] == 0
+
+
+def test_a_rollout_buffer_whose_rollouts_are_not_all_on_record_is_refused_before_anything_ends(
+    real_run: RealRun,
+) -> None:
+    run, wide = real_run.prepare(), successor(real_run, f"{real_run.name}-3", 3)
+    process = run.start("group")
+    run.send(rollout(f"x{example}", member) for example in range(4) for member in range(4))
+    eventually(lambda: sum(batched(run).values()) == 16, 120, "whole groups in batches")
+    index = list(read_to_end(run.kafka, run.topic("batch-index")))
+    offsets, entries = [message.offset for message in index], list(index_of(run.kafka, run.name).values())
+    first, position = offsets[0], offsets[-1] + 1
+
+    def use(number: int, **rows: Any) -> BatchUse:
+        entry = entries[number]
+        whole = {"rows": entry.rollouts, "use": "trained"}
+        return BatchUse(batch_id=entry.batch_id, index_offset=offsets[number], **{**whole, **rows})
+
+    held = entries[0].rollouts - 1
+    uses = (use(0, rows=1, row_numbers=(0,)), *(use(number) for number in range(1, len(entries))))
+    record(run, 1, position, uses=uses, oldest=first, stream_time_ms=1)
+    directory = checkpoint(run, 1, position=position, oldest=first)
+    refused = ran(run, "split", "--into", wide.name, "--partitions", "3", *directory)
+    assert refused.returncode == 2
+    assert f"the rollout buffer of learner main of run {run.name} holds {held} rollouts" in refused.stderr
+    assert splits_of(run.kafka, run.name).successor is None
+    assert process.poll() is None
+
+    # The other rows are skipped; a row that was trained on stays in the buffer to be drawn again.
+    rest = use(0, rows=held, row_numbers=tuple(range(1, held + 1)), use="skipped", reason="r")
+    record(run, 2, position, uses=(rest,), oldest=first, stream_time_ms=1)
+    checkpoint(run, 2, position=position, oldest=first)
+    answer = split(run, wide.name, 3, *directory)
+    assert answer["batches_carried"] == 0
+    carried = json.loads(metadata(wide, 2).read_text())
+    assert carried["oldest"] == carried["position"] == answer["positions"]["main"]
 
 
 def steps(run: RealRun) -> list[LearnerStep]:
