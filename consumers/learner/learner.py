@@ -128,7 +128,7 @@ class _Learner:
 
     def start(self, warm_start_examples: Callable[[], Sequence[Example]], on_progress: Callable[[str], object]) -> None:
         """Restore the newest checkpoint, or create one of step 0; then put that step and its version on record."""
-        restored = self._checkpoints.restore(self._state)
+        restored = self._checkpoints.restore(self._state, fingerprint=self._fingerprint)
         metrics: Metrics = {}
         rules = NEWEST
         if restored is None:

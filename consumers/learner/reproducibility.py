@@ -3,13 +3,16 @@
 Imports JAX only within `fingerprint`.
 """
 
+import ast
 import importlib.util
 import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from importlib import metadata
+from typing import Any
 
 from rollstream.consumers.learner.config import LearnerConfig, MeshConfig
 from rollstream.topics.errors import ConfigurationError
@@ -69,6 +72,30 @@ def fingerprint(config: LearnerConfig) -> dict[str, str]:
         "configuration": repr(_training_settings(config)),
         **({"code": repr(code)} if (code := code_of(config)) else {}),
     }
+
+
+def differences(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
+    """Differences of two fingerprints except users' code, with one entry for each setting; "" for a missing value."""
+    before, after = _flat(then), _flat(now)
+    return {
+        name: (before.get(name, ""), after.get(name, ""))
+        for name in sorted({*before, *after})
+        if before.get(name, "") != after.get(name, "")
+    }
+
+
+def _flat(fingerprint: Mapping[str, str]) -> dict[str, str]:
+    flat = {name: value for name, value in fingerprint.items() if name not in ("configuration", "code")}
+    with_settings: list[tuple[str, Any]] = []
+    if "configuration" in fingerprint:
+        with_settings.append(("learner", ast.literal_eval(fingerprint["configuration"])))
+    while with_settings:
+        name, value = with_settings.pop()
+        if isinstance(value, dict):
+            with_settings += [(f"{name}.{key}", item) for key, item in value.items()]
+        else:
+            flat[name] = repr(value)
+    return flat
 
 
 def replay_tolerance(config: LearnerConfig) -> float:

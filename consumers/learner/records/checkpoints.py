@@ -4,6 +4,7 @@
 """
 
 import base64
+import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -16,12 +17,15 @@ import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from rollstream.consumers.learner.config import CheckpointConfig
-from rollstream.consumers.learner.records.checkpoint_paths import learner_directory
+from rollstream.consumers.learner.records.checkpoint_paths import META, learner_directory
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.reproducibility import differences
 from rollstream.consumers.learner.training.train_step import TrainState
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import RollstreamError, StateRefused, brief
 from rollstream.topics.records import LearnerStep
+
+_MOST_NAMED = 5
 
 for _noisy in ("absl", "orbax"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
@@ -98,11 +102,14 @@ class Checkpoints:
                 f"resumes from the newest checkpoint"
             ) from error
 
-    def restore(self, like: TrainState, step: int | None = None) -> RestoredCheckpoint | None:
+    def restore(
+        self, like: TrainState, step: int | None = None, *, fingerprint: Mapping[str, str] | None = None
+    ) -> RestoredCheckpoint | None:
         """Restore the checkpoint of `step`, by default the newest complete one; return None if there is none yet.
 
         `like` is an abstract state, or one with arrays: it gives shapes and shardings. The number of processes and
-        devices may differ from those of the save. Raises StateRefused if there is no checkpoint of `step`.
+        devices may differ from those of the save. Raises StateRefused if there is no checkpoint of `step`, or if its
+        arrays are not like these; the error then names the settings that differ from those of `fingerprint`.
         """
         if step is not None and step not in self.steps:
             raise StateRefused(
@@ -112,10 +119,17 @@ class Checkpoints:
         if step is None:
             return None
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
-        saved: Any = self._manager.restore(
-            step,
-            args=ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore()),
-        )
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
+        try:
+            saved: Any = self._manager.restore(step, args=args)
+        except (ValueError, KeyError, TypeError) as error:  # orbax raises any of them for a tree of other arrays
+            cause = self._changed_since(step, fingerprint) or " ".join(brief(error).split())
+            raise StateRefused(
+                f"the checkpoint of step {step} in {self.directory} does not fit the model and optimizer of this "
+                f"learner ({cause}); restore the settings that it was saved with, or start another run, or another "
+                f"learner.name with learner.take_over. If its files are damaged, delete them: the learner then resumes "
+                f"from the checkpoint before it"
+            ) from error
         meta: dict[str, Any] = saved["meta"]
         return RestoredCheckpoint(
             state=TrainState(**saved["state"]),
@@ -128,6 +142,18 @@ class Checkpoints:
             ),
             fingerprint=meta["fingerprint"],
         )
+
+    def _changed_since(self, step: int, fingerprint: Mapping[str, str] | None) -> str:
+        """Settings and code that differ from those of a checkpoint, as text; "" if there are none."""
+        if fingerprint is None:
+            return ""
+        saved = json.loads((self.directory / str(step) / META).read_text())["fingerprint"]
+        changed = differences(saved, fingerprint).items()
+        texts = [f"{name} was {then}, is {now}" for name, (then, now) in changed if name.startswith("learner.")]
+        # Settings that decide which arrays there are come first.
+        texts.sort(key=lambda text: not text.startswith(("learner.model.", "learner.optimizer.")))
+        code = ["the code that settings name has changed"] if saved.get("code") != fingerprint.get("code") else []
+        return "; ".join(code + texts[:_MOST_NAMED])
 
     def save_reference(self, params: Mapping[str, jax.Array]) -> None:
         """Save reference parameters next to the checkpoints; the save is complete when this returns.

@@ -4,11 +4,9 @@ The record of a step names its batches by index offset; only these are fetched, 
 are reported before training starts.
 """
 
-import ast
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from typing import Any
 
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.prefetch import Prefetcher
@@ -19,7 +17,7 @@ from rollstream.consumers.learner.records.checkpoints import Checkpoints
 from rollstream.consumers.learner.records.device_checksum import device_checksum
 from rollstream.consumers.learner.records.past_steps import batches_of
 from rollstream.consumers.learner.records.snapshot import snapshot
-from rollstream.consumers.learner.reproducibility import fingerprint
+from rollstream.consumers.learner.reproducibility import differences, fingerprint
 from rollstream.consumers.learner.startup import Example, begin, load_reference, load_teacher
 from rollstream.consumers.learner.step_rules import rules_of
 from rollstream.consumers.learner.training.train_step import Params, TrainState, TrainStep
@@ -132,16 +130,6 @@ def retrain(
     )
 
 
-def differences(then: Mapping[str, str], now: Mapping[str, str]) -> dict[str, tuple[str, str]]:
-    """Differences of two fingerprints except users' code, with one entry for each setting; "" for a missing value."""
-    before, after = _flat(then), _flat(now)
-    return {
-        name: (before.get(name, ""), after.get(name, ""))
-        for name in sorted({*before, *after})
-        if before.get(name, "") != after.get(name, "")
-    }
-
-
 def _code_on_record(recorded: Mapping[int, LearnerStep], first: int, last: int) -> dict[str, str]:
     """Users' code that the steps were computed with, by setting; every version in order if it changed."""
     code: dict[str, dict[str, None]] = {}
@@ -149,20 +137,6 @@ def _code_on_record(recorded: Mapping[int, LearnerStep], first: int, last: int) 
         for setting, name in recorded[step].code.items() if step in recorded else ():
             code.setdefault(setting, {})[name] = None
     return {setting: ", then ".join(names) for setting, names in code.items()}
-
-
-def _flat(fingerprint: Mapping[str, str]) -> dict[str, str]:
-    flat = {name: value for name, value in fingerprint.items() if name not in ("configuration", "code")}
-    with_settings: list[tuple[str, Any]] = []
-    if "configuration" in fingerprint:
-        with_settings.append(("learner", ast.literal_eval(fingerprint["configuration"])))
-    while with_settings:
-        name, value = with_settings.pop()
-        if isinstance(value, dict):
-            with_settings += [(f"{name}.{key}", item) for key, item in value.items()]
-        else:
-            flat[name] = repr(value)
-    return flat
 
 
 def _check_range(
@@ -204,7 +178,7 @@ def _begun(
     with Checkpoints(config.checkpoint, run, config.name) as checkpoints:
         before = [step for step in checkpoints.steps if step <= from_step]
         if before:
-            restored = checkpoints.restore(train_step.abstract_state(), max(before))
+            restored = checkpoints.restore(train_step.abstract_state(), max(before), fingerprint=fingerprint(config))
             assert restored is not None, "a listed checkpoint exists"
             return restored.state, load_reference(train_step, checkpoints), restored.fingerprint
         if from_step > 0:

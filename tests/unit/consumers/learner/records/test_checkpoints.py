@@ -15,9 +15,11 @@ from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
 from rollstream.consumers.learner.records.checkpoint_paths import first_needed, learner_directory
 from rollstream.consumers.learner.records.checkpoints import CheckpointFailed, Checkpoints
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
+from rollstream.consumers.learner.reproducibility import fingerprint
+from rollstream.consumers.learner.training.objective import OptimizerConfig
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import BatchUse, LearnerStep, same
 
 CONFIG = LearnerConfig(model=DecoderConfig(num_hidden_layers=1))
@@ -112,6 +114,36 @@ def test_what_the_oldest_complete_checkpoint_needs_is_the_oldest_offset_of_its_b
     assert first_needed(directory) == 31
     shutil.rmtree(directory)
     assert first_needed(directory) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        (replace(CONFIG, model=replace(CONFIG.model, hidden_size=32)), "learner.model.hidden_size was 64, is 32"),
+        (
+            replace(CONFIG, model=replace(CONFIG.model, num_hidden_layers=2)),
+            "learner.model.num_hidden_layers was 1, is 2",
+        ),
+        (replace(CONFIG, optimizer=OptimizerConfig(name="lion")), "learner.optimizer.name was 'adamw', is 'lion'"),
+    ],
+)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_settings_that_differ(
+    fresh: TrainState, tmp_path: Path, changed: LearnerConfig, named: str
+) -> None:
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
+        checkpoints.save(at(fresh, 20), learner_position(20), fingerprint(CONFIG))
+        checkpoints.wait()
+        other = TrainStep(replace(changed, advantage_limit=7.0)).abstract_state()
+        with pytest.raises(StateRefused) as refused:
+            checkpoints.restore(other, fingerprint=fingerprint(replace(changed, advantage_limit=7.0)))
+        text = str(refused.value)
+        assert f"the checkpoint of step 20 in {checkpoints.directory} does not fit" in text
+        assert f"({named}; learner.advantage_limit was 100.0, is 7.0)" in text
+        assert "another learner.name with learner.take_over" in text
+        assert "\n" not in text
+        with pytest.raises(StateRefused, match=r"the model and optimizer of this learner \(\w+Error: .*\); "):
+            checkpoints.restore(other)
+        assert checkpoints.restore(fresh, fingerprint=fingerprint(changed)) is not None
 
 
 def test_learners_and_runs_do_not_share_checkpoints(fresh: TrainState, tmp_path: Path) -> None:

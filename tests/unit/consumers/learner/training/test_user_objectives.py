@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.learner.config import LearnerConfig
-from rollstream.consumers.learner.records.retraining import differences
-from rollstream.consumers.learner.reproducibility import fingerprint
+from rollstream.consumers.learner.reproducibility import differences, fingerprint
 from rollstream.consumers.learner.testing import check_loss
 from rollstream.consumers.learner.training.objective import LossConfig, OptimizerConfig, TokenArrays
 from rollstream.consumers.learner.training.optimizer import make_optimizer, make_schedule
