@@ -6,6 +6,7 @@ after a step follow from the steps on record, and are stored nowhere else.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -25,11 +26,12 @@ from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
 from rollstream.topics.rl_examples import stamp_of
-from rollstream.topics.skip_reasons import EXCLUDED, UNKNOWN_VERSION, Skip
+from rollstream.topics.skip_reasons import ENDED, EXCLUDED, UNKNOWN_VERSION, Skip
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.1
+_LEFT_AT_THE_END = Skip(ENDED, "the run ended before a step drew it")
 _NOT_ON_RECORD = -(2**63)
 """Weight step of a rollout whose policy version is not on record: below the step of any version."""
 REPORT_SKIPS_AFTER_S = 1.0
@@ -101,8 +103,9 @@ class ReplaySelection:
     `fetch` returns a batch, `read_version_steps` the learner step of every published version, `recorded` the record of
     a step, and `excluded` the reason to leave a batch out. `earlier_steps` has the steps of versions that other
     learners of the run published, counted in this learner's steps: their rollouts carry the other learners' steps.
-    `nothing_after` tells whether the index will have no entry from an offset on: then no step follows the step that
-    read the last batch. `skipped` receives skipped rollouts that have waited for their step to fill up.
+    `nothing_after` tells whether the index will have no entry from an offset on: then only as many steps follow as can
+    draw the rollouts that were never drawn, and the last one may have fewer rollouts. `skipped` receives skipped
+    rollouts whose step waits to fill up, and those left at the end.
     """
 
     def __init__(
@@ -145,6 +148,8 @@ class ReplaySelection:
         """Reason for each held row that cannot be trained on and that no step on record left out."""
         self._batches: dict[int, IndexedBatch] = {}
         self._now_ms = -1
+        self._steps_left: int | None = None
+        """Steps that may still follow, once the index has ended."""
 
     @property
     def size(self) -> int:
@@ -200,8 +205,14 @@ class ReplaySelection:
             enough = recorded is None and self._index.at_end and len(self._shelf) >= self._rollouts_per_step
             read = self._index.poll(0.0 if enough else _POLL_S)
             if read is not None:
+                self._steps_left = None
                 left += self._admit(read, step, forced)
             elif recorded is None and self._ends_at(begin, enough):
+                if self._draws_once_more():
+                    break
+                left += self._shelf.remove(lambda entry: None if entry.usage_count else _LEFT_AT_THE_END)
+                if uses := tuple(use for use in self._named(left, ()) if not use.again):
+                    self._skipped(uses)
                 return None
             elif enough:
                 break
@@ -212,7 +223,9 @@ class ReplaySelection:
             elif time.monotonic() > report_at:
                 self._skipped(tuple(use for use in self._named(left, ()) if not use.again))
                 reported, report_at = len(left), None
-        drawn = self._shelf.draw(self._rollouts_per_step, generator_at(self._seed, step + 1)) or []
+        # A step on record of a run that had ended may have fewer rollouts.
+        count = min(self._rollouts_per_step, len(self._shelf))
+        drawn = self._shelf.draw(count, generator_at(self._seed, step + 1)) or []
         uses = self._named(left, drawn)
         if recorded is not None:
             self._compare(recorded, uses)
@@ -221,10 +234,19 @@ class ReplaySelection:
     # ---------------------------------------------------------------- internals
 
     def _ends_at(self, begin: int, enough: bool) -> bool:
-        """Whether no step follows: the index has ended, and this step has read nothing from it since position `begin`
-        or cannot be filled."""
+        """Whether the index has ended, and this step has read nothing from it since position `begin` or cannot be
+        filled."""
         position = self._index.position
         return (position == begin or not enough) and self._nothing_after(position)
+
+    def _draws_once_more(self) -> bool:
+        """Whether a step follows though the index has ended. A rollout that was drawn before may be drawn again
+        instead of a new one, so the number of steps is limited."""
+        new = sum(entry.usage_count == 0 for entry in self._shelf.entries())
+        if self._steps_left is None:
+            self._steps_left = math.ceil(new / self._rollouts_per_step)
+        self._steps_left -= 1
+        return new > 0 and self._steps_left >= 0
 
     def _admit(self, read: IndexedBatch, step: int, forced: Mapping[BatchRow, Skip] | None) -> list[Removal[BatchRow]]:
         """Admit the rollouts of a batch; return those that leave or are not admitted."""

@@ -450,11 +450,55 @@ def test_what_a_step_on_record_drew_it_draws_again_and_no_later_step_does() -> N
     assert {use.again: use.rows for use in left} == {False: 1, True: 3}
 
 
-def test_a_drained_run_ends_with_the_step_that_read_its_last_batch() -> None:
+def test_a_drained_run_ends_when_every_rollout_was_drawn_and_its_last_step_may_be_short() -> None:
     log = Log()
     log.append(*(batch(number) for number in range(5)))
-    learner = Learner(log, config())
+    learner = Learner(log, config(max_samples=1, max_rollout_step_delay=-1))
     learner.drained = True
+    drawn: list[tuple[int, int]] = []
+    counts = []
+    while (plan := learner.plan()) is not None:
+        drawn += names(plan)
+        counts.append(len(names(plan)))
+    assert counts == [6, 6, 6, 2]
+    assert sorted(drawn) == [(at, row) for at in log.batches for row in range(ROWS)]
+    assert (learner.skips, learner.replay.size) == ([], 0)
+
+    # Executed again, the steps are the same, even if the run went on.
+    before = dict(learner.steps)
+    learner.drained = False
+    log.append(batch(5), batch(6))
+    for begin in range(4):
+        learner.start(begin)
+        while learner.step < 4:
+            assert learner.plan() is not None
+        assert learner.steps == before
     assert learner.plan() is not None
+
+
+@pytest.mark.parametrize("max_samples", [2, 3, -1])
+@pytest.mark.parametrize("step_delay", [-1, 0, 1])
+def test_rollouts_that_no_step_draws_before_the_end_are_skipped_on_record(max_samples: int, step_delay: int) -> None:
+    log = Log()
+    log.append(*(batch(number) for number in range(10)))
+    learner = Learner(log, config(max_samples=max_samples, max_rollout_step_delay=step_delay, alpha=9.0))
+    assert learner.plan() is not None
+    learner.drained = True
+    while learner.plan() is not None:
+        assert learner.step <= 1 + 6, "it ends though rollouts are drawn again and again"
+    settled: Counter[tuple[int, int]] = Counter()
+    for uses in (*(step.uses for step in learner.steps.values()), *learner.skips[-1:]):
+        for use in (use for use in uses if not use.again):
+            settled.update((use.index_offset, row) for row in use.row_numbers or range(use.rows))
+    assert settled == Counter((at, row) for at in log.batches for row in range(ROWS))
+    assert {use.code for use in learner.skips[-1]} == ({"ended"} if step_delay < 0 else {"old_step"})
+
+
+def test_rollouts_that_are_stale_at_the_end_are_skipped_on_record() -> None:
+    log = Log()
+    log.append(batch(0), batch(1))
+    learner = Learner(log, config(max_rollout_timestamp_delay=0.0))
+    learner.drained = True
     assert learner.plan() is None
-    assert learner.step == 1
+    (skips,) = learner.skips
+    assert [(use.batch_id, use.rows, use.code) for use in skips] == [("0-0", 4, "too_old"), ("0-1", 4, "too_old")]
