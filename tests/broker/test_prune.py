@@ -185,7 +185,7 @@ def test_a_learner_on_record_holds_back_what_it_may_read_again_though_prune_sees
         made = recorder.record(1, (), ends[3], {}, params, LearnerPosition())
         assert held() == {"learner default": ends[1]}
         recorder.resumes_from(ends[2])
-        # Of a step that waits, and of a buffer that holds older rollouts.
+        # The records of a step that waits, and of a buffer that holds older rollouts, name it, too.
         recorder.record_skips(2, (), LearnerPosition().after(made))
         assert held() == {"learner default": ends[2]}
         recorder.record(2, (), ends[4], {}, params, LearnerPosition().after(made), oldest=ends[0])
