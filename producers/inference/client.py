@@ -5,7 +5,6 @@ are retried until a deadline, on another server if there is one; other errors ar
 """
 
 import asyncio
-import email.utils
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -18,7 +17,7 @@ import aiohttp
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.inference.answers import Sample, refusal_of, samples_of, token_versions
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
-from rollstream.producers.inference.replicas import Replica, ReplicaSet, RetryBudget
+from rollstream.producers.inference.replicas import Replica, ReplicaSet
 from rollstream.producers.inference.requests import (
     LABEL_ROUTES,
     EngineName,
@@ -27,15 +26,14 @@ from rollstream.producers.inference.requests import (
     listed_models,
     takes_tokens,
 )
+from rollstream.producers.inference.retries import RETRIED_STATUS, Busy, NoTurn, ServerTurns, retry_after_s
 from rollstream.producers.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
-from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.logs import event
 from rollstream.topics.records import Float32, Int32, Int64
 from rollstream.topics.secrets import resolve
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-_RETRIED_STATUS = {429, 502, 503, 504}
 _NEW_LABEL_S = 1.0
 """Longest wait for the manifest of a version that has just sampled an answer."""
 _NO_SUCH_ROUTE = {403, 404, 405}
@@ -107,7 +105,7 @@ class CompletionsClient:
         self.timeout_s = timeout_s
         self._engine = engine
         self._replicas = ReplicaSet(base_urls, max_version_skew=max_version_skew)
-        self._budget = RetryBudget()
+        self._turns = ServerTurns(self._replicas)
         self._policies = policies
         self._missing: dict[str, float] = {}
         """Labels without a version on record, each with the time of its next lookup."""
@@ -181,43 +179,40 @@ class CompletionsClient:
         return min((r.version for r in replicas if r.version >= 0 and not r.failures), default=UNKNOWN)
 
     async def _ask(self, session: str, route: str, call: Callable[[Replica], Awaitable[T]]) -> tuple[T, Replica]:
-        """Return the result of `call` and the server that answered, within the deadline."""
+        """Return the result of `call` and the server that answered. Raises InferenceUnavailable at the deadline, but not
+        before it, even if no server may be asked any more until then."""
         deadline = time.monotonic() + self.timeout_s
         if not session:
             self._sessions += 1
             session = str(self._sessions)
         self._look_around()
-        pause_s = 0.0
+        replica = self._replicas.choose(session, time.monotonic())
+        cause: BaseException | None = None
         while True:
-            await asyncio.sleep(pause_s)
-            replica = self._replicas.choose(session, time.monotonic())
-            cause: BaseException
-            retry_after_s = None
+            try:
+                replica = await self._turns.next(session, deadline, again=cause is not None)
+            except NoTurn as error:
+                reasons = [str(cause) or type(cause).__name__] if cause is not None else []
+                reasons += [str(error)] if str(error) else []
+                raise InferenceUnavailable(
+                    f"no answer from {replica.url}{route} within {self.timeout_s:g} s ({', and '.join(reasons)}); is "
+                    "the inference server up, and are weights published?"
+                ) from cause
+            asked_s = None
             try:
                 async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
                     answer = await call(replica)
                 self._replicas.answered(replica, UNKNOWN)
                 return answer, replica
-            except _Busy as error:
-                cause, retry_after_s = error, error.retry_after_s
+            except Busy as error:
+                cause, asked_s = error, error.retry_after_s
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 cause = error
             except aiohttp.InvalidURL as error:
                 raise InferenceRefused(
                     f"{replica.url} is not a URL; set worker.inference_urls to URLs like http://host:8000/v1"
                 ) from error
-            now = time.monotonic()
-            self._replicas.failed(replica, now, retry_after_s)
-            rest_s = max(self._replicas.choose(session, now).ready_at - now, 0.0)
-            turn_s = self._budget.reserve(now, deadline) if now + rest_s < deadline else 0.0
-            pause_s = max(rest_s, turn_s)
-            if now + pause_s >= deadline:
-                reason = str(cause) or type(cause).__name__
-                crowded = ", and so many requests failed that its turn to try again does not come" if turn_s else ""
-                raise InferenceUnavailable(
-                    f"no answer from {replica.url}{route} within {self.timeout_s:g} s ({reason}{crowded}); is the "
-                    "inference server up, and are weights published?"
-                ) from cause
+            self._replicas.failed(replica, time.monotonic(), asked_s)
 
     async def _samples(self, replica: Replica, request: SampleRequest) -> list[Sample]:
         engine = await self._engine_of(replica)
@@ -237,7 +232,7 @@ class CompletionsClient:
         prompt = None if isinstance(request.prompt, str) else request.prompt
         samples = samples_of(body, route.dialect, source=replica.url, prompt_tokens=prompt)
         if any(sample.aborted for sample in samples):
-            raise _Busy(f"{replica.url} aborted the request")
+            raise Busy(f"{replica.url} aborted the request")
         return samples
 
     async def _engine_of(self, replica: Replica) -> EngineName:
@@ -289,7 +284,9 @@ class CompletionsClient:
         try:
             async with asyncio.timeout(_LOOK_S):
                 await self._look(replica)
-        except (aiohttp.ClientError, TimeoutError, InferenceRefused, _Busy):
+        except Busy as error:
+            self._replicas.failed(replica, time.monotonic(), error.retry_after_s)
+        except (aiohttp.ClientError, TimeoutError, InferenceRefused):
             self._replicas.failed(replica, time.monotonic())
 
     async def _known_versions(self, labels: Collection[str]) -> PolicyVersions:
@@ -313,7 +310,7 @@ class CompletionsClient:
         payload: Mapping[str, Any] | None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the JSON of an answer. Raises _Busy for a temporary refusal, InferenceRefused for any other."""
+        """Return the JSON of an answer. Raises Busy for a temporary refusal, InferenceRefused for any other."""
         assert self._http, "used outside its context manager"
         url = replica.url.removesuffix("/v1") + path
         async with self._http.request(method, url, json=payload, headers=headers) as response:
@@ -323,8 +320,8 @@ class CompletionsClient:
                 except (ValueError, RecursionError) as error:
                     raise InferenceRefused(f"{url} answered something that is not JSON: {error}") from error
             refusal = refusal_of(response.status, await response.text(errors="replace"), source=url)
-            if response.status in _RETRIED_STATUS:
-                raise _Busy(str(refusal), _retry_after_s(response.headers.get("Retry-After")))
+            if response.status in RETRIED_STATUS:
+                raise Busy(str(refusal), retry_after_s(response.headers.get("Retry-After")))
             raise refusal
 
 
@@ -339,26 +336,6 @@ def client_of(config: WorkerConfig, policies: PolicyFollower | None = None) -> C
         max_version_skew=config.max_version_skew,
         policies=policies,
     )
-
-
-class _Busy(Exception):
-    """A temporary refusal."""
-
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-def _retry_after_s(value: str | None) -> float | None:
-    """Return the seconds in a Retry-After header, which holds seconds or a date; None if it holds neither."""
-    if value is None:
-        return None
-    if (seconds := decimal_number(value.strip())) is not None:
-        return float(seconds)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except ValueError:
-        return None
 
 
 def _completion(

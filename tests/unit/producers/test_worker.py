@@ -1,4 +1,4 @@
-"""The groups in flight have the whole time of a shutdown, however long ago the last group began."""
+"""When a worker begins groups, and how long it waits for them: at a shutdown, and while its servers refuse requests."""
 
 import asyncio
 import time
@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
+from aiohttp import web
 
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, Split
 from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.inference.client import client_of
 from rollstream.producers.mixture import Mixture
 from rollstream.producers.worker import Worker, WorkerReport
 from rollstream.topics.records import GroupCancelled, Rollout
-from tests.support.producing import OneTokenPolicy
+from tests.support.producing import OneTokenPolicy, serving_http
 
 
 class Held:
@@ -102,3 +104,40 @@ def test_the_time_of_a_shutdown_begins_with_the_request_to_stop(
     monkeypatch.setattr("rollstream.producers.worker.time", clock)
     report = asyncio.run(stopped_after_its_only_group_began(clock, waits_s=waits_s))
     assert (report.rollouts, report.cancelled) == (rollouts, cancelled)
+
+
+def test_a_worker_begins_no_storm_of_groups_while_its_server_asks_to_be_left_alone() -> None:
+    requests: list[float] = []
+
+    async def refuse(_request: web.Request) -> web.Response:
+        requests.append(time.monotonic())
+        return web.json_response({"error": {"message": "full"}}, status=429, headers={"Retry-After": "120"})
+
+    async def played(url: str) -> WorkerReport:
+        config = WorkerConfig(
+            inference_urls=(url,),
+            engine="rollstream",
+            group_size=1,
+            groups=4,
+            concurrency=2,
+            request_timeout_s=2.0,
+            assume_version=0,
+        )
+        async with client_of(config) as client:
+            worker = Worker(
+                Mixture([with_settings(Held(), config)]),
+                client,
+                Outlet(),  # type: ignore[arg-type]
+                config,
+                incarnation="1",
+                captures={},
+                undelivered=set(),
+            )
+            return await worker.run(asyncio.Event())
+
+    with serving_http(refuse) as url:
+        began = time.monotonic()
+        report = asyncio.run(played(url))
+    assert (report.groups, report.cancelled) == (4, 4)
+    assert time.monotonic() - began >= 4.0, "two groups at a time, each for the whole time of a request"
+    assert len(requests) <= 2, "the first groups ask once; the server's time is not over for the others"
