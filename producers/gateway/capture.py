@@ -284,7 +284,7 @@ class CallCapture:
             # The tokens so far are no answer of the policy. A retry of the agent gets a whole one.
             raise InferenceUnavailable(f"{url} aborted the request before its answer was complete")
         versions = await self._upstream.versions_of({span.label for sample in samples for span in sample.spans})
-        self._upstream.note_version(max(versions.values(), default=-1))
+        self._upstream.note_version(url, max(versions.values(), default=-1))
         self._check_open(session)
         if known := self.undelivered(session, request, first_attempt=first_attempt):
             return known

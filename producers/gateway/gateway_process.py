@@ -76,6 +76,7 @@ async def run_gateway(
                 api_key=worker.api_key,
                 timeout_s=worker.request_timeout_s,
                 policies=policies,
+                max_version_skew=worker.max_version_skew,
             )
         )
         rules = CaptureRules(

@@ -1,7 +1,7 @@
 """The inference servers behind a gateway: forwards requests, and tries another server if one fails.
 
-A session stays with one server while that server answers, so that its prefixes stay cached. A failed request is retried
-until its deadline, unless the first byte of an answer has already arrived.
+A session stays with one server while that server answers and is up to date, so that its prefixes stay cached. A failed
+request is retried until its deadline, unless the first byte of an answer has already arrived.
 
 The answers of vLLM's OpenAI routes do not name the weights that sampled them. So the label of the weights is requested
 from vLLM before each request, once any replacement of them is complete. This label counts for all tokens of the answer,
@@ -9,7 +9,6 @@ even if the weights change while the answer is sampled.
 """
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -23,22 +22,20 @@ from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.streamed_answers import EventLines
 from rollstream.producers.inference.answers import has_aborted_choice, refusal_of
 from rollstream.producers.inference.errors import InferenceUnavailable
+from rollstream.producers.inference.replicas import Replica, ReplicaSet
 from rollstream.producers.inference.requests import ENGINE_NEUTRAL, LABEL_ROUTES, listed_models
+from rollstream.producers.inference.retries import RETRIED_STATUS, Busy, NoTurn, ServerTurns, retry_after_s
 from rollstream.producers.json_text import decode, encode
-from rollstream.producers.policy_versions import PolicySource
+from rollstream.producers.policy_versions import UNKNOWN, PolicySource
 from rollstream.topics.secrets import resolve
 
-_RETRIED_STATUS = {429, 502, 503, 504}
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
 _LOOK_S = 5.0
 _PAUSED_S = 5.0
 """Longest wait for a paused vLLM before another server is asked, if there is one."""
 _PAUSED_ROUTE = "/is_paused"
+_ASK_PAUSED_S = 0.05
 _UNNAMED = "default"
 """Default label of weights in vLLM and SGLang."""
-_REST_S = 1.0
-"""Time for which a failed server is tried last."""
 _NO_ANSWER = "no answer in time"
 
 
@@ -84,18 +81,27 @@ class Upstream:
     """Servers of one model; use it as an async context manager."""
 
     def __init__(
-        self, urls: Sequence[str], *, model: str, api_key: str, timeout_s: float, policies: PolicySource
+        self,
+        urls: Sequence[str],
+        *,
+        model: str,
+        api_key: str,
+        timeout_s: float,
+        policies: PolicySource,
+        max_version_skew: int = 2,
     ) -> None:
         """`urls` end in /v1; `timeout_s` bounds a call, retries included. `api_key` may be a reference; `policies` maps
-        the labels of weights to policy versions."""
+        the labels of weights to policy versions. Servers more than `max_version_skew` versions behind the newest are
+        avoided; a negative value means no limit."""
         key = resolve("worker.api_key", api_key)
         self.model = model
         self.newest_version = -1
         """Newest policy version in any answer; -1 before the first."""
-        self.use(urls)
+        self._replicas = ReplicaSet(urls, max_version_skew=max_version_skew)
+        self._turns = ServerTurns(self._replicas)
+        self._looks: set[asyncio.Task[None]] = set()
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._rests: dict[str, float] = {}
         self._kinds: dict[str, _Kind] = {}
         self._policies = policies
         self._http: aiohttp.ClientSession | None = None
@@ -112,26 +118,30 @@ class Upstream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        for look in self._looks:
+            look.cancel()
+        await asyncio.gather(*self._looks, return_exceptions=True)
         if self._http:
             await self._http.close()
 
     @property
     def urls(self) -> tuple[str, ...]:
         """Servers in use."""
-        return tuple(self._urls)
+        return tuple(replica.url for replica in self._replicas.replicas)
 
     def use(self, urls: Sequence[str]) -> None:
         """Use these servers, at least one, from now on. Other servers may still answer calls in flight."""
-        self._urls = [url.rstrip("/") for url in urls]
+        self._replicas.use(urls)
 
     async def version(self) -> int:
         """Ask the servers that are up, and return the newest policy version that any server has named; -1 if none
         has."""
-        await asyncio.gather(*map(self._look, self._urls))
+        await asyncio.gather(*map(self._look, self._replicas.replicas))
         return self.newest_version
 
-    async def _look(self, url: str) -> None:
-        """Note the kind and the policy version of a server that answers."""
+    async def _look(self, replica: Replica) -> None:
+        """Note the kind and the policy version of a server that answers, and the failure of any other."""
+        url = replica.url
         try:
             async with asyncio.timeout(_LOOK_S):
                 engine, version = listed_models(await self._json(f"{url}/models"))
@@ -139,22 +149,34 @@ class Upstream:
                 if version < 0 and route:
                     label = await self._label(url, route)
                     version = (await self.versions_of([label]))[label]
+        except Busy as error:
+            self._replicas.failed(replica, time.monotonic(), error.retry_after_s)
+            return
         except (aiohttp.ClientError, TimeoutError):
+            self._replicas.failed(replica, time.monotonic())
             return
         self._kinds[url] = _Kind(
             continues=engine == "rollstream",
             label_route=route if engine == "vllm" else "",
             neutral=ENGINE_NEUTRAL if engine else {},
         )
-        self.note_version(version)
+        self._replicas.looked(replica, version, time.monotonic())
+        self.newest_version = max(self.newest_version, version)
+
+    def _look_around(self) -> None:
+        """Probe servers that get no requests, so that they get requests again once they are up and up to date."""
+        for replica in self._replicas.to_look_at(time.monotonic()):
+            look = asyncio.create_task(self._look(replica))
+            self._looks.add(look)
+            look.add_done_callback(self._looks.discard)
 
     async def _json(self, url: str) -> dict[str, Any]:
         """Return the JSON object in a server's answer; empty for any other answer. Raises aiohttp's connection errors,
-        and TimeoutError for a server that is not ready."""
+        and Busy for a server that is not ready."""
         assert self._http, "used outside its context manager"
         async with self._http.get(url) as response:
-            if response.status in _RETRIED_STATUS:
-                raise TimeoutError(f"{url} answered {response.status}")
+            if response.status in RETRIED_STATUS:
+                raise Busy(f"{url} answered {response.status}", retry_after_s(response.headers.get("Retry-After")))
             try:
                 body = decode(await response.read()) if response.status == 200 else None
             except (ValueError, RecursionError):
@@ -173,7 +195,7 @@ class Upstream:
         while (await self._json(url.removesuffix("/v1") + _PAUSED_ROUTE)).get("is_paused") is True:
             if time.monotonic() >= until:
                 raise TimeoutError(f"{url} is paused")
-            await asyncio.sleep(_FIRST_PAUSE_S)
+            await asyncio.sleep(_ASK_PAUSED_S)
         return await self._label(url, route)
 
     async def versions_of(self, labels: Collection[str]) -> dict[str, int]:
@@ -183,9 +205,12 @@ class Upstream:
             await asyncio.to_thread(self._policies.read, 0.0)
         return {label: versions.version_of(label) for label in labels}
 
-    def note_version(self, version: int) -> None:
-        """Note a policy version that sampled an answer."""
+    def note_version(self, url: str, version: int) -> None:
+        """Note the policy version that sampled an answer of a server, -1 for none."""
         self.newest_version = max(self.newest_version, version)
+        for replica in self._replicas.replicas:
+            if replica.url == url:
+                self._replicas.answered(replica, version)
 
     async def call(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
@@ -195,9 +220,10 @@ class Upstream:
         neutral values unless `body` sets them. A request that a server aborts is sent again. Raises UpstreamRefused,
         and InferenceUnavailable after the deadline or if an answer breaks off."""
         deadline = time.monotonic() + self._timeout_s
-        pause_s, cause = _FIRST_PAUSE_S, _NO_ANSWER
+        cause = ""
         while True:
-            async with self._response(session, path, body, turn, deadline, cause) as (url, label, response):
+            async with self._response(session, path, body, turn, deadline, cause) as (replica, label, response):
+                url = replica.url
                 try:
                     answer = decode(await response.read())
                 except (aiohttp.ClientError, ValueError, RecursionError) as error:
@@ -205,17 +231,19 @@ class Upstream:
             if not isinstance(answer, dict):
                 raise InferenceUnavailable(f"{url} answered with a JSON {type(answer).__name__} instead of an object")
             if not has_aborted_choice(answer):
+                self._replicas.answered(replica, UNKNOWN)
                 return UpstreamAnswer(url, labelled(answer, label))
             cause = f"{url} aborted the request"
-            pause_s = await self._pause(url, pause_s, deadline)
+            self._replicas.failed(replica, time.monotonic())
 
     async def stream(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
     ) -> AsyncIterator[UpstreamEvent]:
         """Yield each event of a streamed answer. Raises as `call` does."""
         deadline = time.monotonic() + self._timeout_s
-        async with self._response(session, path, body, turn, deadline) as (url, label, response):
-            lines = EventLines()
+        async with self._response(session, path, body, turn, deadline) as (replica, label, response):
+            self._replicas.answered(replica, UNKNOWN)
+            url, lines = replica.url, EventLines()
             try:
                 async for data in response.content.iter_any():
                     for event in lines.feed(data):
@@ -231,19 +259,20 @@ class Upstream:
         body: dict[str, Any],
         turn: PreviousTurn,
         deadline: float,
-        cause: str = _NO_ANSWER,
-    ) -> AsyncIterator[tuple[str, str, aiohttp.ClientResponse]]:
+        cause: str = "",
+    ) -> AsyncIterator[tuple[Replica, str, aiohttp.ClientResponse]]:
         """Send a request until a server answers; yield the server, the label in force (empty if answers name it), and
-        the answer. After `deadline` on the monotonic clock, raises InferenceUnavailable with the latest cause, which is
-        `cause` at first."""
+        the answer. `cause` is why the request failed before, empty if it was not sent. Raises InferenceUnavailable with
+        the latest cause at `deadline` on the monotonic clock."""
         assert self._http, "used outside its context manager"
         headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
-        pause_s = _FIRST_PAUSE_S
-        while time.monotonic() < deadline:
-            url = self._ranked(session)[0]
+        self._look_around()
+        while True:
+            replica = await self._turn(session, deadline, cause)
+            url, asked_s = replica.url, None
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
-                    kind = await self._kind_of(url)
+                    kind = await self._kind_of(replica)
                     label = await self._label_in_force(url, kind.label_route) if kind.label_route else ""
                 previous = turn() if kind.continues else None
                 turns = {} if previous is None else {"previous_turn": previous}
@@ -251,40 +280,35 @@ class Upstream:
                 timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
                 async with self._http.post(url + path, data=data, headers=headers, timeout=timeout) as answer:
                     if answer.status == 200:
-                        yield url, label, answer
+                        yield replica, label, answer
                         return
                     text = await answer.text()
-                    if answer.status not in _RETRIED_STATUS:
+                    if answer.status not in RETRIED_STATUS:
                         raise UpstreamRefused(answer.status, text, refusal_of(answer.status, text, source=url))
                     cause = f"{answer.status} {' '.join(text.split())[:500]}"
+                    asked_s = retry_after_s(answer.headers.get("Retry-After"))
+            except Busy as error:
+                cause, asked_s = str(error), error.retry_after_s
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
-                cause = str(error) or cause
-            pause_s = await self._pause(url, pause_s, deadline)
-        raise InferenceUnavailable(
-            f"no answer from {', '.join(self._urls)} within {self._timeout_s:g} s ({cause}); is the inference server "
-            "up, and are weights published?"
-        )
+                cause = str(error) or cause or _NO_ANSWER
+            self._replicas.failed(replica, time.monotonic(), asked_s)
 
-    async def _pause(self, failed_url: str, pause_s: float, deadline: float) -> float:
-        """Prefer other servers for a while, pause, and return how long to pause next time, in seconds."""
-        self._rests[failed_url] = time.monotonic() + _REST_S
-        await asyncio.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
-        return min(_LONGEST_PAUSE_S, 2 * pause_s)
+    async def _turn(self, session: str, deadline: float, cause: str) -> Replica:
+        """Return the server to ask, once it may be asked. Raises InferenceUnavailable at the deadline."""
+        try:
+            return await self._turns.next(session, deadline, again=bool(cause))
+        except NoTurn as error:
+            raise InferenceUnavailable(
+                f"no answer from {', '.join(self.urls)} within {self._timeout_s:g} s "
+                f"({', and '.join(filter(None, (cause, str(error))))}); is the inference server up, and are weights "
+                "published?"
+            ) from error
 
-    async def _kind_of(self, url: str) -> _Kind:
+    async def _kind_of(self, replica: Replica) -> _Kind:
         """Return the kind of a server. Raises TimeoutError if the kind is unknown and the server does not answer:
         without its last turn, a conversation would be tokenised again and might split into two branches."""
-        if url not in self._kinds:
-            await self._look(url)
-            if url not in self._kinds:
-                raise TimeoutError(f"{url}/models gave no answer")
-        return self._kinds[url]
-
-    def _ranked(self, session: str) -> list[str]:
-        """Return the servers in the session's order (rendezvous hashing), with recently failed servers last."""
-        now = time.monotonic()
-        return sorted(self._urls, key=lambda url: (self._rests.get(url, 0.0) > now, _weight(session, url)))
-
-
-def _weight(session: str, url: str) -> bytes:
-    return hashlib.blake2b(f"{session}\0{url}".encode(), digest_size=8).digest()
+        if replica.url not in self._kinds:
+            await self._look(replica)
+            if replica.url not in self._kinds:
+                raise TimeoutError(f"{replica.url}/models gave no answer")
+        return self._kinds[replica.url]

@@ -122,6 +122,7 @@ class WorkerCapture:
                 api_key=worker.api_key,
                 timeout_s=worker.request_timeout_s,
                 policies=self.policies,
+                max_version_skew=worker.max_version_skew,
             )
             await self._stack.enter_async_context(upstream)
             await upstream.version()

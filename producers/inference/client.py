@@ -259,7 +259,7 @@ class CompletionsClient:
         replica.engine, replica.named = engine or "rollstream", engine is not None
         if version < 0 and replica.engine in LABEL_ROUTES:
             version = await self._labelled(replica, LABEL_ROUTES[replica.engine])
-        self._replicas.answered(replica, version)
+        self._replicas.looked(replica, version, time.monotonic())
         return version
 
     async def _labelled(self, replica: Replica, route: str) -> int:

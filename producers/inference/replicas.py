@@ -86,6 +86,13 @@ class ReplicaSet:
         replica.failures, replica.ready_at = 0, 0.0
         replica.version = max(replica.version, version)
 
+    def looked(self, replica: Replica, version: int, now: float) -> None:
+        """Note the answer to a probe and the version in it, -1 for none. A pause that is not over stays: a server may
+        answer probes while it refuses requests."""
+        if replica.ready_at <= now:
+            replica.failures = 0
+        replica.version = max(replica.version, version)
+
     def failed(self, replica: Replica, now: float, retry_after_s: float | None = None) -> None:
         """Note a failure: avoid the server for as long as it asks, else for a random time that grows with each failure.
 

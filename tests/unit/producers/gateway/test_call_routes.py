@@ -60,7 +60,7 @@ class EndlessUpstream:
     async def versions_of(self, labels: Collection[str]) -> Mapping[str, int]:
         return dict.fromkeys(labels, -1)
 
-    def note_version(self, version: int) -> None:
+    def note_version(self, url: str, version: int) -> None:
         pass
 
 

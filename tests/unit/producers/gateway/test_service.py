@@ -151,7 +151,7 @@ def steered(**numbers: int) -> DesiredState:
 def test_gateways_share_the_capacity_with_the_workers_that_operators_want(workers: int | None, groups: int) -> None:
     async def scenario() -> None:
         upstream = Upstream([SERVER], model="m", api_key="", timeout_s=1.0, policies=NoPolicy())  # type: ignore[arg-type]
-        upstream.note_version(3)
+        upstream.note_version(SERVER, 3)
         gateway = service(MemoryLog(), upstream)
         steering = GatewaySteering(upstream, gateway, CAPACITY, workers=1)
         steering.follow(steered(env=2))

@@ -1,8 +1,12 @@
-"""Upstreams know the kind of a server, and the version of its weights, before they send it a request."""
+"""Upstreams know the kind of a server, and the version of its weights, before they send it a request; failed servers
+and servers with old weights are left alone."""
 
 import asyncio
 import json
+import time
 from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -47,13 +51,16 @@ class Server:
         silent: str = "",
         metadata: Any = None,
         aborted: int = 0,
+        version: int = -1,
+        retry_after: str = "",
         **busy: int,
     ) -> None:
         """It is paused at the first `paused` queries, and then has version 4; requests of `silent` get no answer. It
-        aborts the first `aborted` calls."""
+        aborts the first `aborted` calls. Its list of models has `version`, and its refusals have `retry_after`."""
         self.silent, self.answer = silent, {"choices": []} | ({} if metadata is None else {"metadata": metadata})
         self.owner, self.label, self.label_route, self.paused = owner, label, label_route, paused
         self.busy, self.aborted = busy, aborted
+        self.version, self.headers = version, {"Retry-After": retry_after} if retry_after else {}
         self.asked = Counter[str]()
         self.bodies: list[dict[str, Any]] = []
 
@@ -63,9 +70,9 @@ class Server:
         if name == self.silent:
             await asyncio.Event().wait()
         if self.asked[name] <= self.busy.get(name, 0):
-            return web.Response(status=503)
+            return web.Response(status=503, headers=self.headers)
         if http.path == "/v1/models" and self.owner:
-            return web.json_response({"data": [{"id": "m", "owned_by": self.owner}]})
+            return web.json_response({"data": [{"id": "m", "owned_by": self.owner, "policy_version": self.version}]})
         if http.path == "/is_paused" and self.paused:
             paused = self.asked[name] <= self.paused
             self.label = self.label if paused else "4"
@@ -100,6 +107,24 @@ def asked(
 
     with serving_http(server) as url:
         return asyncio.run(ask(url))
+
+
+async def ask_all(upstream: Upstream) -> None:
+    """Make a call in each of 16 sessions at the same time."""
+    calls = (upstream.call(f"s.{number}", "/chat/completions", {"n": 1}) for number in range(16))
+    await asyncio.gather(*calls)
+
+
+def with_servers(*servers: Server, use: Callable[[Upstream], Awaitable[None]], timeout_s: float = 60.0) -> None:
+    """Run `use` with an upstream of these servers."""
+
+    async def run(urls: list[str]) -> None:
+        policies = OnePolicy()
+        async with Upstream(urls, model="m", api_key="", timeout_s=timeout_s, policies=policies) as upstream:
+            await use(upstream)
+
+    with ExitStack() as stack:
+        asyncio.run(run([stack.enter_context(serving_http(server)) for server in servers]))
 
 
 @pytest.mark.parametrize(
@@ -199,3 +224,72 @@ def test_a_vllm_without_the_route_of_its_label_names_none() -> None:
     upstream, answer = asked(Server("vllm"), calls=2)
     assert upstream.newest_version == -1
     assert json.dumps(answer.body) == '{"choices": []}'
+
+
+def test_only_the_server_with_the_newer_weights_is_asked_until_the_other_has_caught_up() -> None:
+    old, new = Server("rollstream", version=1), Server("rollstream", version=9)
+
+    async def use(upstream: Upstream) -> None:
+        assert await upstream.version() == 9
+        await ask_all(upstream)
+        assert (len(old.bodies), len(new.bodies)) == (0, 16)
+        old.version = 9
+        deadline = time.monotonic() + 60
+        while not old.bodies and time.monotonic() < deadline:
+            await ask_all(upstream)
+        assert old.bodies
+
+    with_servers(old, new, use=use)
+
+
+def test_the_versions_of_answers_tell_which_server_has_old_weights() -> None:
+    first, second = Server("rollstream"), Server("rollstream")
+
+    async def use(upstream: Upstream) -> None:
+        await ask_all(upstream)
+        assert min(len(first.bodies), len(second.bodies)) > 0
+        for url, version in zip(upstream.urls, (1, 9), strict=True):
+            upstream.note_version(url, version)
+        first.bodies.clear()
+        await ask_all(upstream)
+        assert first.bodies == []
+        assert upstream.newest_version == 9
+
+    with_servers(first, second, use=use)
+
+
+def test_a_server_that_asks_to_be_left_alone_gets_no_calls_until_its_time_is_over() -> None:
+    full, sound = Server("rollstream", completions=10**9, retry_after="600"), Server("rollstream")
+
+    async def use(upstream: Upstream) -> None:
+        await ask_all(upstream)
+        refused = full.asked["completions"]
+        assert refused > 0
+        assert await upstream.version() == -1
+        await ask_all(upstream)
+        assert full.asked["completions"] == refused, "it answers a look, but its time is not over"
+        assert len(sound.bodies) == 32
+
+    with_servers(full, sound, use=use)
+
+    async def use_alone(upstream: Upstream) -> None:
+        for _call in range(2):
+            with pytest.raises(InferenceUnavailable, match=r"within 1 s \("):
+                await upstream.call("s.0", "/chat/completions", {"n": 1})
+
+    alone = Server("rollstream", completions=10**9, retry_after="600")
+    with_servers(alone, use=use_alone, timeout_s=1.0)
+    assert alone.asked["completions"] <= 1
+
+
+def test_a_dead_server_gets_one_look_a_second_however_many_sessions_there_are() -> None:
+    dead, sound = Server("", models=10**9, completions=10**9), Server("rollstream")
+
+    async def use(upstream: Upstream) -> None:
+        await ask_all(upstream)
+        before, began = dead.asked.total(), time.monotonic()
+        while time.monotonic() < began + 2.5:
+            await ask_all(upstream)
+        assert dead.asked.total() - before <= 1 + (time.monotonic() - began)
+
+    with_servers(dead, sound, use=use)

@@ -90,6 +90,16 @@ def test_a_server_rests_as_long_as_it_asks_and_requests_that_fail_together_count
     assert (only.failures, only.ready_at) == (1, 8.5)
 
 
+def test_a_probe_tells_the_version_and_ends_no_rest() -> None:
+    replicas = ReplicaSet(URLS[:2], max_version_skew=2)
+    resting, other = replicas.replicas
+    replicas.failed(resting, 1.0, retry_after_s=7.5)
+    replicas.looked(resting, 9, 2.0)
+    assert (resting.version, replicas.choose("s", 2.0)) == (9, other)
+    replicas.looked(resting, 9, 8.5)
+    assert resting.failures == 0
+
+
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40))
 def test_a_failing_server_rests_longer_up_to_two_seconds(gaps: list[float]) -> None:
     replica = Replica(URLS[0])
