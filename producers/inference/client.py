@@ -179,8 +179,8 @@ class CompletionsClient:
         return min((r.version for r in replicas if r.version >= 0 and not r.failures), default=UNKNOWN)
 
     async def _ask(self, session: str, route: str, call: Callable[[Replica], Awaitable[T]]) -> tuple[T, Replica]:
-        """Return the result of `call` and the server that answered. Raises InferenceUnavailable at the deadline, but not
-        before it, even if no server may be asked any more until then."""
+        """Return the result of `call` and the server that answered. Raises InferenceUnavailable at the deadline, and
+        not before it, even if no server may be asked any more until then."""
         deadline = time.monotonic() + self.timeout_s
         if not session:
             self._sessions += 1

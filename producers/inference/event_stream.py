@@ -3,16 +3,18 @@
 import asyncio
 import json
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from rollstream.producers.inference.decoding import DecodeResult, SampledSequence
+from rollstream.producers.inference.decoding import DecodeResult
 from rollstream.producers.inference.dialects.answer_frame import AnswerHeader, usage
 from rollstream.producers.inference.dialects.answer_stream import ChoiceStream
 from rollstream.producers.inference.dialects.dialect import Dialect
+from rollstream.producers.inference.dialects.growing_choice import GrowingChoice
 from rollstream.producers.inference.dialects.refusals import error_body
-from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, choices_of, sampled_choice
+from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, choices_of
 
 
 class EventStream:
@@ -23,9 +25,12 @@ class EventStream:
         self._dialect = dialect
         self._request = request
         self._header = header
-        self._prompts = request.sampling.row_prompts
-        self._rows: list[tuple[list[int], list[float]]] = [([], []) for _ in self._prompts]
-        self._streams = [ChoiceStream() for _ in self._prompts]
+        sampling = request.sampling
+        self._rows = [
+            GrowingChoice(index, prompt, sampling.parameters, dialect.tokenizer)
+            for index, prompt in enumerate(sampling.row_prompts)
+        ]
+        self._streams = [ChoiceStream(partial(dialect.token_characters, request)) for _ in self._rows]
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Sequence[int], Sequence[float]] | None] = asyncio.Queue()
         self._response: web.StreamResponse | None = None
@@ -66,24 +71,13 @@ class EventStream:
         return self._response
 
     async def _write_parts(self) -> None:
-        """Write tokens as they arrive, until the engine is done."""
+        """Write tokens as they arrive, until the engine is done. The versions and the finish reason are in the last
+        part."""
         while (arrival := await self._arrivals.get()) is not None:
             index, tokens, logprobs = arrival
-            row = self._rows[index]
-            row[0].extend(tokens)
-            row[1].extend(logprobs)
-            if not self._streams[index].ended:
-                # The versions and the finish reason are in the last part.
-                await self._advance(
-                    sampled_choice(
-                        index,
-                        self._prompts[index],
-                        SampledSequence(*row, finish_reason="length"),
-                        self._request.sampling.parameters,
-                        self._dialect.tokenizer,
-                        complete=False,
-                    )
-                )
+            choice = self._rows[index].add(tokens, logprobs)
+            if choice is not None:
+                await self._advance(choice)
 
     async def _advance(self, choice: SampledChoice) -> None:
         part = self._streams[choice.index].advance(choice, self._dialect.visible(self._request, choice))

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,6 +18,17 @@ from rollstream.producers.inference.server import InferenceServer
 from tests.support.loops import loop_in_a_thread
 
 TOKENIZER = CharacterTokenizer("0123456789>+=")
+
+
+class CountingCodec(CharacterTokenizer):
+    """Counts the tokens that are decoded."""
+
+    decoded = 0
+
+    def decode(self, ids: Iterable[int]) -> str:
+        tokens = list(ids)
+        CountingCodec.decoded += len(tokens)
+        return super().decode(tokens)
 
 
 class OneTokenPolicy:

@@ -75,10 +75,11 @@ class JinjaTemplate:
             prompt.append(rendered[close])
         return [*prompt, *self._tokenizer.encode(tail + whole[len(before) :])]
 
-    def parse(self, turn: SampledTurn, *, complete: bool = True) -> AssistantMessage:
+    def parse(self, turn: SampledTurn, *, text: str | None = None, complete: bool = True) -> AssistantMessage:
         """Return the content, reasoning and tool calls of the answer."""
         opened = self._tokenizer.decode(turn.prompt[-8:]).rstrip().endswith(hermes.THINK)
-        return hermes.parse_with_reasoning(self._tokenizer.decode(turn.sampled), opened=opened, complete=complete)
+        text = self._tokenizer.decode(turn.sampled) if text is None else text
+        return hermes.parse_with_reasoning(text, opened=opened, complete=complete)
 
     def _text(self, messages: Sequence[Message], tools: Sequence[Tool], *, prompt: bool) -> str:
         try:

@@ -67,8 +67,9 @@ class LibraryTemplate:
         tokens = list(bridged.token_ids)
         return tokens if tokens[: len(prompt) + len(sampled)] == prompt + sampled else None
 
-    def parse(self, turn: SampledTurn, *, complete: bool = True) -> AssistantMessage:
-        """Return the content, reasoning and tool calls of the answer; a malformed call stays in the content."""
+    def parse(self, turn: SampledTurn, *, text: str | None = None, complete: bool = True) -> AssistantMessage:
+        """Return the content, reasoning and tool calls of the answer; a malformed call stays in the content. The
+        library reads the tokens instead of `text`, so a stream decodes its answer again for each part."""
         parsed = self._renderer.parse_response(list(turn.sampled), prompt_ids=list(turn.prompt))
         calls = [call for call in parsed.tool_calls if call.status.value == "ok" and call.name]
         content = parsed.content

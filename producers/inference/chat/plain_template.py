@@ -44,9 +44,9 @@ class PlainTemplate:
             prompt += self._message(message, ())
         return [*prompt, *self._tokenizer.encode("assistant\n")]
 
-    def parse(self, turn: SampledTurn, *, complete: bool = True) -> AssistantMessage:
+    def parse(self, turn: SampledTurn, *, text: str | None = None, complete: bool = True) -> AssistantMessage:
         """Return the text of the answer and its tool calls."""
-        return hermes.parse(self._tokenizer.decode(turn.sampled), complete=complete)
+        return hermes.parse(self._tokenizer.decode(turn.sampled) if text is None else text, complete=complete)
 
     def _message(self, message: Message, tools: Sequence[Tool]) -> list[int]:
         text = message["content"]

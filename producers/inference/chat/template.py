@@ -40,8 +40,8 @@ class ChatTemplate(Protocol):
         because it renders an earlier turn differently once a later turn follows. Raises as `render` does.
         """
 
-    def parse(self, turn: SampledTurn, *, complete: bool = True) -> AssistantMessage:
-        """Return the message that a turn's sampled tokens represent.
+    def parse(self, turn: SampledTurn, *, text: str | None = None, complete: bool = True) -> AssistantMessage:
+        """Return the message that a turn's sampled tokens represent. `text` is their text if it is known.
 
         The message of an incomplete answer contains only text that later tokens do not change, except that it may end
         with the beginning of a marker.

@@ -3,7 +3,7 @@
 All parts together are the whole answer, because text is held back while later tokens may still change it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from rollstream.producers.inference.chat.messages import ToolCall
@@ -27,6 +27,8 @@ class StreamedPart:
     """The choice so far."""
     start: int
     """Number of its tokens in earlier parts."""
+    characters: int
+    """Number of characters of these tokens, as the dialect counts them."""
     text: str
     reasoning: str
     tool_calls: Sequence[ToolCall]
@@ -49,17 +51,20 @@ class StreamedPart:
 class ChoiceStream:
     """The stream of one choice; keeps track of what earlier parts contain."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_characters: Callable[[Sequence[int]], int]) -> None:
+        """`token_characters` returns the number of characters of tokens, for the dialect's own use."""
+        self._token_characters = token_characters
+        self._characters = 0
         self._tokens = 0
         self._visible = VisibleAnswer(text="")
         self._begun = False
-        self.ended = False
+        self._ended = False
         """Whether the last part was returned."""
 
     def advance(self, choice: SampledChoice, visible: VisibleAnswer) -> StreamedPart | None:
         """Return the new part, or None if nothing is new. A choice with a finish reason is complete."""
         last = choice.finish_reason is not None
-        if self.ended or not (last or len(choice.tokens) > self._tokens):
+        if self._ended or not (last or len(choice.tokens) > self._tokens):
             return None
         before = self._visible
         # Text that was already sent stays, even if the parser no longer shows it.
@@ -71,6 +76,7 @@ class ChoiceStream:
         part = StreamedPart(
             choice=choice,
             start=self._tokens,
+            characters=self._characters,
             text=visible.text[len(before.text) :],
             reasoning=visible.reasoning[len(before.reasoning) :],
             tool_calls=visible.tool_calls[len(before.tool_calls) :],
@@ -78,6 +84,7 @@ class ChoiceStream:
             first=not self._begun,
             last=last,
         )
+        self._characters += self._token_characters(part.tokens)
         self._tokens, self._visible = len(choice.tokens), visible
-        self._begun, self.ended = True, last
+        self._begun, self._ended = True, last
         return part

@@ -176,6 +176,8 @@ class ChatCompletions(Dialect[ChatRequest]):
 
     def _parsed(self, choice: SampledChoice, *, complete: bool = True) -> AssistantMessage:
         """Parse the answer without a stop token of the request, which is no part of its content."""
+        if choice.stop_reason is None:
+            return self._template.parse(SampledTurn(choice.prompt, choice.tokens), text=choice.text, complete=complete)
         tokens = choice.tokens
         if isinstance(choice.stop_reason, int) and choice.stop_reason not in self._template.stop_ids:
             tokens = tokens[:-1]

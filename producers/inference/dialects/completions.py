@@ -79,7 +79,7 @@ class Completions(Dialect[CompletionRequest]):
             "choices": [
                 {
                     **self._choice(choice, choice.text),
-                    "logprobs": self._logprobs(request, choice, 0),
+                    "logprobs": self._logprobs(request, choice.tokens, choice.logprobs, 0),
                     "token_ids": list(choice.tokens),
                     "prompt_token_ids": list(choice.prompt),
                     **choice.version_fields,
@@ -98,7 +98,7 @@ class Completions(Dialect[CompletionRequest]):
             "choices": [
                 {
                     **self._choice(choice, part.text),
-                    "logprobs": self._logprobs(request, choice, part.start),
+                    "logprobs": self._logprobs(request, part.tokens, part.logprobs, part.characters),
                     "token_ids": list(part.tokens),
                     **({"prompt_token_ids": list(choice.prompt)} if part.first else {}),
                     **(choice.version_fields if part.last else {}),
@@ -115,19 +115,26 @@ class Completions(Dialect[CompletionRequest]):
             "stop_reason": choice.stop_reason,
         }
 
-    def _logprobs(self, request: CompletionRequest, choice: SampledChoice, start: int) -> dict[str, Any] | None:
-        """Return the logprobs of the tokens from `start`; text_offset counts characters from the first token."""
+    def token_characters(self, request: CompletionRequest, tokens: Sequence[int]) -> int:
+        """Return the number of characters that `text_offset` counts; 0 if no logprobs are asked for."""
+        return sum(map(len, self._texts(tokens))) if request.logprobs else 0
+
+    def _texts(self, tokens: Sequence[int]) -> list[str]:
+        return [self.tokenizer.decode([token]) for token in tokens]
+
+    def _logprobs(
+        self, request: CompletionRequest, tokens: Sequence[int], logprobs: Sequence[float], characters: int
+    ) -> dict[str, Any] | None:
+        """Return the logprobs of tokens; text_offset counts characters from the answer's first token, of which
+        `characters` are before these tokens."""
         if not request.logprobs:
             return None
-        texts = [self.tokenizer.decode([token]) for token in choice.tokens]
-        offsets = list(accumulate(map(len, texts), initial=0))
+        texts = self._texts(tokens)
         return {
-            "tokens": [f"token_id:{token}" for token in choice.tokens[start:]]
-            if request.tokens_as_ids
-            else texts[start:],
-            "token_logprobs": [float(logprob) for logprob in choice.logprobs[start:]],
+            "tokens": [f"token_id:{token}" for token in tokens] if request.tokens_as_ids else texts,
+            "token_logprobs": [float(logprob) for logprob in logprobs],
             "top_logprobs": None,
-            "text_offset": offsets[start:-1],
+            "text_offset": list(accumulate(map(len, texts), initial=characters))[:-1],
         }
 
     def _prompts(self, value: Any) -> list[list[int]]:

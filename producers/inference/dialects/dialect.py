@@ -60,5 +60,9 @@ class Dialect(ABC, Generic[R]):
             return VisibleAnswer(text=choice.text)
         return VisibleAnswer(text=held_back(choice.text, request.sampling.parameters.stop))
 
+    def token_characters(self, request: R, tokens: Sequence[int]) -> int:
+        """Return the number of characters of tokens, each decoded alone, if parts name it; else 0."""
+        return 0
+
     def remember(self, request: R, choice: SampledChoice) -> None:
         """Remember a complete choice before its client receives it."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from renderers.base import ParsedResponse
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.producers.inference.answers import Dialect, samples_of
 from rollstream.producers.inference.server import InferenceServer
-from tests.support.producing import ScriptedGenerator, serving
+from tests.support.producing import CountingCodec, ScriptedGenerator, SortedRow, serving
 from tests.support.waiting import eventually
 
 TOKENIZER = CharacterTokenizer()
@@ -120,6 +121,42 @@ def test_a_stream_of_tokens_holds_what_the_whole_answer_does(server: InferenceSe
     assert "".join(part.get("text", "") for part in parts) == whole.get("text", "")
     assert parts[-1]["finish_reason"] == "stop"
     assert parts[-1]["weight_versions"] == whole["weight_versions"]
+
+
+class FollowedGenerator(ScriptedGenerator):
+    """Decodes the next tokens once the client has read the last ones, so that each step is a part of its own."""
+
+    tokenizer = CountingCodec()
+
+    def __init__(self, text: str) -> None:
+        super().__init__([text], versions=(3,), tokens_at_once=8)
+        self.go_on = threading.Semaphore(1)
+
+    def decode(self) -> list[SortedRow]:
+        assert self.go_on.acquire(timeout=300)
+        return super().decode()
+
+
+@pytest.mark.parametrize("dialect", ["chat", "completions", "generate"])
+def test_for_a_stream_each_token_is_decoded_a_few_times_however_long_the_answer_is(dialect: str) -> None:
+    text, generator, parts = "ab" * 750, FollowedGenerator("ab" * 750), []
+    limit = {"sampling_params": {"logprobs": 1, "max_tokens": 2000}} if dialect == "generate" else {"max_tokens": 2000}
+    with serving(generator) as running:
+        eventually(lambda: running.version == 3, 60, "weights are loaded")
+        CountingCodec.decoded = 0
+        body = json.dumps({**ASKED[dialect], **limit, "stream": True}).encode()
+        request = urllib.request.Request(running.url + PATHS[dialect], data=body, method="POST")
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            for line in answer:
+                if line.startswith(b"data: {"):
+                    parts.append(json.loads(line.removeprefix(b"data: "))["choices"][0])
+                    generator.go_on.release()
+        decoded = CountingCodec.decoded
+    assert [token for part in parts for token in part["token_ids"]] == [*TOKENIZER.encode(text), TOKENIZER.eos_id]
+    assert len(parts) >= len(text) / 8
+    assert decoded <= 12 * len(text)
+    if dialect == "completions":
+        assert [offset for part in parts for offset in part["logprobs"]["text_offset"]] == [*range(len(text) + 1)]
 
 
 def test_texts_chats_and_tokens_are_converted_as_vllm_does_it(server: InferenceServer) -> None:

@@ -1,4 +1,5 @@
-"""An answer is cut at its first stop string, wherever tokens and characters are cut, after few tokens are decoded."""
+"""An answer is cut at its first stop string, and its text grows, wherever tokens and characters are cut; for both, few
+tokens are decoded."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -13,11 +14,13 @@ from hypothesis import strategies as st
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.models.tokenizer_file import TokenizerFile, load_tokenizer
 from rollstream.producers.inference.decoding import SampledSequence
+from rollstream.producers.inference.dialects.growing_choice import GrowingText
 from rollstream.producers.inference.dialects.sampled_choices import SampledChoice, sampled_choice
 from rollstream.producers.inference.dialects.sampling_parameters import SamplingParameters
 from rollstream.producers.inference.dialects.stop_strings import has_new_stop
 from rollstream.producers.inference.token_codec import TokenCodec
 from tests.support.checkpoints import write_tokenizer
+from tests.support.producing import CountingCodec
 
 CHARACTERS = st.sampled_from("ab \n</äß漢字🍎👩\u200d")
 TEXTS = st.text(CHARACTERS, max_size=80) | st.text(st.sampled_from("\nß🍎"), max_size=80)
@@ -43,16 +46,6 @@ def bytes_where_needed() -> TokenizerFile:
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
     return TokenizerFile(tokenizer, [vocabulary["</s>"]])
-
-
-class CountingCodec(CharacterTokenizer):
-    """Counts the tokens that are decoded."""
-
-    decoded = 0
-
-    def decode(self, ids: Sequence[int]) -> str:  # type: ignore[override]
-        CountingCodec.decoded += len(ids)
-        return super().decode(ids)
 
 
 def cut(tokens: Sequence[int], stops: Sequence[str], tokenizer: TokenCodec, *ids: int) -> SampledChoice:
@@ -148,3 +141,24 @@ def test_to_find_a_stop_at_the_end_of_a_long_answer_few_tokens_are_decoded(new: 
         assert not has_new_stop(tokens[:end], new, stops, codec)
     assert has_new_stop(tokens, new, stops, codec)
     assert CountingCodec.decoded <= 128 * length
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.data())
+def test_the_text_of_a_growing_row_is_that_of_all_its_tokens(data: st.DataObject) -> None:
+    tokenizer, tokens = sampled(data)
+    growing, length = GrowingText(tokenizer), 0
+    while length < len(tokens):
+        length += data.draw(st.integers(1, 5))
+        assert growing.text_of(tokens[:length]) == tokenizer.decode(tokens[:length])
+
+
+@pytest.mark.parametrize("new", [1, 8])
+def test_for_the_text_of_a_growing_row_few_tokens_are_decoded(new: int) -> None:
+    codec, length = CountingCodec(), 4096
+    tokens = codec.encode("x" * length)
+    growing = GrowingText(codec)
+    CountingCodec.decoded = 0
+    for end in range(new, length + 1, new):
+        assert growing.text_of(tokens[:end]) == "x" * end
+    assert CountingCodec.decoded <= 4 * length
