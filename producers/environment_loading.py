@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any
+from typing import Any, overload
 
 from rollstream.producers.config import EnvironmentConfig, TasksConfig, WorkerConfig
 from rollstream.producers.environment import (
@@ -42,6 +42,28 @@ _CLASSES: Mapping[str, type] = {
 }
 BUILT_IN = (*TASKS, *_CLASSES)
 """Names of the environments that come with rollstream."""
+
+
+class LazyPrompts(Sequence[Prompt]):
+    """Prompts that a class with a length and an index makes when they are asked for; nothing is kept."""
+
+    def __init__(self, items: Any) -> None:
+        """`items` needs `__len__` and, for indices from 0 up to its length, `__getitem__`."""
+        self._items = items
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    @overload
+    def __getitem__(self, index: int) -> Prompt: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Prompt]: ...
+
+    def __getitem__(self, index: int | slice) -> Prompt | Sequence[Prompt]:
+        # A range knows negative indices and bounds, which `items` need not know.
+        places = range(len(self))[index]
+        return self._items[places] if isinstance(places, int) else tuple(self._items[place] for place in places)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +100,18 @@ class LoadedEnvironment:
         two share an id.
         """
         prompts = self.environment.prompts(split)
-        # Any class with a length and an index will do, such as a lazy list.
         if isinstance(prompts, Mapping) or not (hasattr(prompts, "__len__") and hasattr(prompts, "__getitem__")):
             raise ConfigurationError(
                 f"environment {self.name} returns a {type(prompts).__name__} from prompts({split!r}); return a list of "
                 "rollstream.Prompt"
             )
+        if not isinstance(prompts, list | tuple):
+            prompts = LazyPrompts(prompts)
         if len(prompts) == 0 and split == "train":
             raise ConfigurationError(f"environment {self.name} has no prompts to train on; prompts('train') is empty")
         names: set[str] = set()
-        for index, prompt in enumerate(prompts):
+        for index in range(len(prompts)):
+            prompt = prompts[index]
             if problem := _prompt_problem(prompt):
                 raise ConfigurationError(f"environment {self.name}: prompts({split!r})[{index}] {problem}")
             if prompt.example_id in names:

@@ -33,7 +33,7 @@ class LazyPrompts:
         return 2
 
     def __getitem__(self, index):
-        return [Prompt(example_id=name, text=name + "?") for name in "ab"][index]
+        return Prompt(example_id="ab"[index % 2] + "x" * (index // 2), text=f"{index}?")
 
 
 class Given(Echo):
@@ -180,6 +180,9 @@ def test_an_installed_package_names_environments_by_an_entry_point(
 def test_prompts_may_be_a_lazy_list(game: Path) -> None:
     prompts = loaded(f"{game}:Given", options={"kind": "lazy"}).prompts("train")
     assert [prompt.example_id for prompt in prompts] == ["a", "b"]
+    assert [prompt.example_id for prompt in prompts[:1]] == ["a"]
+    assert prompts[-1].example_id == "b"
+    assert prompts[5:] == ()
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,32 @@ class Slow(SingleTurn):
         return Score(reward=0.5)
 """
 
+LAZY = """
+from rollstream import Prompt, Score, SingleTurn
+
+
+class Numbers:
+    def __init__(self, split):
+        self.split = split
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        assert 0 <= index < 3
+        return Prompt(example_id=f"{self.split}/{index}", text="go")
+
+
+class Lazy(SingleTurn):
+    name, max_tokens = "lazy", 1
+
+    def prompts(self, split):
+        return Numbers(split)
+
+    def score(self, prompt, response_text, truncated):
+        return Score(reward=float(len(response_text)))
+"""
+
 ODD = """
 import numpy as np
 
@@ -309,3 +335,13 @@ def test_an_agent_is_checked_at_an_endpoint_of_its_own(capsys: pytest.CaptureFix
         assert "it gave up" in report["groups"][0]["errors"][0]
     assert main(["env", "check", "agent.py:Agent", "--random"]) == 2
     assert "needs an inference server" in capsys.readouterr().err
+
+
+def test_an_environment_whose_prompts_are_a_lazy_list_can_be_checked(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (here / "lazy.py").write_text(LAZY, encoding="utf-8")
+    code, report = checked(capsys, "lazy.py:Lazy", "--random", "--prompts", "2", "--members", "1")
+    assert code == 0
+    assert report["prompts"] == {"train": 3, "heldout": 3}
+    assert [group["example_id"] for group in report["groups"]] == ["train/0", "train/1"]
