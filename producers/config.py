@@ -146,7 +146,7 @@ class CurriculumConfig:
     window_groups: int = 64
     """Groups of a worker over which a success rate is measured; the weight of older groups decays."""
     min_groups: int = 8
-    """Groups that must be measured before a success rate counts."""
+    """Groups that all workers together must measure before a success rate counts; at most window_groups."""
     state_interval_s: float = 5.0
     """Interval at which a worker records its position in the prompts and its success rates on `control`."""
 
@@ -156,8 +156,8 @@ class CurriculumConfig:
                 raise ConfigurationError(f"curriculum.{name} is {getattr(self, name)}; it must be at least 1")
         if self.min_groups > self.window_groups:
             raise ConfigurationError(
-                f"curriculum.min_groups {self.min_groups} is never reached in a window of {self.window_groups} groups; "
-                "lower it, or raise curriculum.window_groups"
+                f"curriculum.min_groups {self.min_groups} is more than curriculum.window_groups {self.window_groups}, "
+                "over which a success rate is measured; lower it, or raise window_groups"
             )
         if not 0 < self.floor <= 1:
             raise ConfigurationError(f"curriculum.floor is {self.floor}; it must be above 0 and at most 1")

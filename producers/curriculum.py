@@ -6,6 +6,7 @@ teach nothing. Each worker counts its own groups and adds the counts that the ot
 so all workers see nearly the same rates.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -39,6 +40,19 @@ def difficulty_weight(success_rate: float, floor: float) -> float:
     return max(floor, 4.0 * success_rate * (1.0 - success_rate))
 
 
+def groups_counted(trials: float, window_groups: int) -> float:
+    """Return the whole number of groups that a worker counted for these decayed trials; infinity if they are too many
+    to tell.
+
+    n groups leave window * (1 - (1 - 1 / window)**n) trials, which stay below the window.
+    """
+    if trials >= window_groups:
+        return math.inf
+    if window_groups == 1:
+        return 0.0  # the first group already fills the window
+    return round(math.log1p(-trials / window_groups) / math.log1p(-1.0 / window_groups))
+
+
 class Curriculum:
     """Success rates and weights of the environments of one worker."""
 
@@ -61,10 +75,10 @@ class Curriculum:
         """Return the success rate over all workers; None before curriculum.min_groups groups."""
         own = [self._own[environment]] if environment in self._own else []
         states = [*own, *self._elsewhere(environment)]
-        trials = sum(state.trials for state in states)
-        if trials < self._config.min_groups:
+        window = self._config.window_groups
+        if sum(groups_counted(state.trials, window) for state in states) < self._config.min_groups:
             return None
-        return sum(state.successes for state in states) / trials
+        return sum(state.successes for state in states) / sum(state.trials for state in states)
 
     def weights(self) -> dict[str, float]:
         """Return the weight of each environment now; 0 for a locked environment."""

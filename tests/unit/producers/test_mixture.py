@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.producers.config import CurriculumConfig, EnvironmentConfig, WorkerConfig
-from rollstream.producers.curriculum import difficulty_weight, success_of
+from rollstream.producers.curriculum import difficulty_weight, groups_counted, success_of
 from rollstream.producers.environment import Prompt, Score, SingleTurn, Split
 from rollstream.producers.environment_loading import LoadedEnvironment, with_settings
 from rollstream.producers.mixture import Mixture
@@ -116,6 +116,38 @@ def test_a_lesson_unlocks_once_those_before_it_are_good_enough_and_stays_so() ->
     for _ in range(50):
         curriculum.note_group("easy", 0.0)
     assert curriculum.weights()["hard"] > 0.0, "what was learned is practised on when it is forgotten"
+
+
+@pytest.mark.parametrize(("min_groups", "window_groups"), [(8, 8), (63, 64), (64, 64), (1, 1)])
+def test_a_lesson_unlocks_after_as_many_groups_as_must_be_measured(min_groups: int, window_groups: int) -> None:
+    lessons = [environment("easy"), environment("hard", after=("easy",))]
+    config = CurriculumConfig(min_groups=min_groups, window_groups=window_groups)
+    curriculum = Mixture(lessons, curriculum=config).curriculum
+    for _ in range(min_groups):
+        assert curriculum.weights()["hard"] == 0.0
+        curriculum.note_group("easy", 1.0)
+    assert curriculum.weights()["hard"] > 0.0
+
+
+@given(window=st.integers(1, 1000), groups=st.integers(0, 1000))
+def test_the_groups_behind_decayed_trials_are_known_up_to_the_window(window: int, groups: int) -> None:
+    trials = 0.0
+    for _ in range(groups):
+        trials = trials * (1.0 - 1.0 / window) + 1.0
+    assert groups_counted(trials, window) == groups if groups <= window else groups_counted(trials, window) >= window
+
+
+def test_the_groups_of_all_workers_count_towards_those_that_must_be_measured() -> None:
+    lessons = [environment("easy"), environment("hard", after=("easy",))]
+    config = CurriculumConfig(min_groups=8, window_groups=8)
+    mine, other = (Mixture(lessons, curriculum=config) for _ in range(2))
+    for mixture in (mine, other):
+        for _ in range(4):
+            mixture.curriculum.note_group("easy", 1.0)
+    restarted = Mixture(lessons, curriculum=config, state=MixtureState(worker_id="w", environments=mine.states()))
+    assert restarted.curriculum.weights()["hard"] == 0.0
+    restarted.curriculum.note_others([MixtureState(worker_id="other", environments=other.states())])
+    assert restarted.curriculum.weights()["hard"] > 0.0
 
 
 def test_a_restart_goes_on_with_prompts_success_rates_and_unlocked_lessons() -> None:
