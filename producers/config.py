@@ -98,7 +98,8 @@ class EnvironmentConfig:
     temperature: float = 0.0
     """Sampling temperature; 0 uses worker.temperature."""
     max_tokens: int = 0
-    """Maximum number of tokens in a reply; 0 uses the environment's own limit."""
+    """Maximum number of tokens in a reply; 0 uses the environment's own limit. It is refused for an environment that
+    calls the policy itself, as `tools` and `verifiers` do, whose limit is one of its `options`."""
     rewards: Literal["environment", "labeler"] = "environment"
     """Source of its rewards: the environment's own score, or a labeler, for which the rollouts wait on `unlabelled`.
     """

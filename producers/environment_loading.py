@@ -170,7 +170,8 @@ def with_settings(
 ) -> LoadedEnvironment:
     """Return an environment with the settings of its entry; `worker` supplies the values that the entry does not set.
 
-    Raises ConfigurationError if the environment does not follow the protocol.
+    Raises ConfigurationError if the environment does not follow the protocol, or calls the policy itself and cannot
+    follow a setting.
     """
     entry = entry or EnvironmentConfig(use=type(environment).__name__)
     _check(environment, entry.use)
@@ -178,6 +179,11 @@ def with_settings(
         raise ConfigurationError(
             f"environment {entry.name or environment.name} calls the policy itself, so its rewards cannot come from a "
             'labeler: set its rewards to "environment", and call the judge in its method play'
+        )
+    if entry.max_tokens and not hasattr(environment, "run"):
+        raise ConfigurationError(
+            f"environment {entry.name or environment.name} calls the policy itself, so it limits its replies itself: "
+            "leave max_tokens out of its entry, and set it in the entry's options if its class takes it there"
         )
     return LoadedEnvironment(
         environment=environment,

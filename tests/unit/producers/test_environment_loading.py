@@ -142,6 +142,12 @@ def test_an_agent_is_told_from_an_environment_of_texts(game: Path) -> None:
         asyncio.run(agent.run(agent.prompts("train")[0], None))  # type: ignore[arg-type]
 
 
+def test_a_limit_that_an_agent_would_not_follow_is_refused(game: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"agent calls the policy itself.* set it in the entry's options"):
+        loaded(f"{game}:Agent", max_tokens=4)
+    assert loaded("tools", options={"max_tokens": 4}).max_tokens == 4
+
+
 def test_a_secret_option_is_resolved_from_its_reference(game: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
     environment = loaded(f"{game}:Echo", options={"api_key": "env:JUDGE_KEY"})
