@@ -23,6 +23,8 @@ from rollstream.topics.logs import event
 logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 1
 _RETRIABLE = (429, 503)
+_WRONG_SETTINGS = (401, 403, 404)
+"""Statuses with which a server refuses any request: its key, its model and its URL are settings, not the agent's."""
 _STATUS: tuple[tuple[type[RollstreamError], int, str], ...] = (
     (NoSuchSession, 404, "session_not_found"),
     (SessionClosed, 410, "session_closed"),
@@ -49,7 +51,7 @@ class CallRoutes:
         stalled_client_s: float = 60.0,
     ) -> None:
         """`on_failure` is called with the error of a call that failed or was too long, but not if a server refused the
-        agent's request for another reason. A client that takes nothing of a stream for `stalled_client_s` is given
+        agent's request because of its content. A client that takes nothing of a stream for `stalled_client_s` is given
         up."""
         self._capture, self._session_of, self._on_failure = capture, session_of, on_failure
         self._stalled_client_s = stalled_client_s
@@ -89,7 +91,7 @@ class CallRoutes:
                 return await stream.end()
             call, answer = await self._capture.answer(session, request, first_attempt=first_attempt)
         except UpstreamRefused as error:
-            if isinstance(error.cause, ContextTooLong):
+            if isinstance(error.cause, ContextTooLong) or error.status in _WRONG_SETTINGS:
                 await self._on_failure(session, error.cause)
             raise
         except (InferenceUnavailable, InferenceRefused) as error:

@@ -22,6 +22,7 @@ from rollstream.producers.mixture import Mixture
 from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.producers.worker_steering import WorkerSteering
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import RecordError
 from rollstream.topics.records import DesiredProcesses
 from rollstream.topics.steering import DesiredState
 from tests.support.producing import nobody_listening, serving_http
@@ -118,9 +119,9 @@ def sampled() -> dict[str, Any]:
     return {**choice(token_ids=[2], logprobs=logprobs), "prompt_token_ids": [1]}
 
 
-def answering(body: dict[str, Any]) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
+def answering(body: dict[str, Any], status: int = 200) -> Callable[[web.Request], Coroutine[Any, Any, web.Response]]:
     async def handle(http: web.Request) -> web.Response:
-        return web.json_response(body) if http.method == "POST" else web.Response(status=404)
+        return web.json_response(body, status=status) if http.method == "POST" else web.Response(status=404)
 
     return handle
 
@@ -151,6 +152,18 @@ def test_a_server_whose_answers_lack_tokens_refuses_and_one_that_is_down_is_unav
     assert "a model call failed" in str(refused)
     with nobody_listening() as url:
         assert type(asyncio.run(error_of(agent, url))) is InferenceUnavailable
+
+
+@pytest.mark.parametrize("agent", [Sums(), SwallowingSums()])
+def test_only_a_server_that_would_refuse_any_request_fails_the_episode_of_an_agent_that_goes_on(agent: Sums) -> None:
+    for status in (401, 403, 404):
+        with serving_http(answering({"error": {"message": "no such model"}}, status)) as url:
+            refused = asyncio.run(error_of(agent, url))
+        assert type(refused) is InferenceRefused
+        assert f"a model call failed: {url} refused the request: {status} " in str(refused)
+    with serving_http(answering({"error": {"message": "no such field"}}, 400)) as url:
+        error = asyncio.run(error_of(agent, url))
+    assert type(error) is (RecordError if isinstance(agent, SwallowingSums) else EpisodeFailed), "no call was made"
 
 
 def test_a_task_that_a_library_cancelled_fails_the_episode() -> None:

@@ -1,19 +1,24 @@
-"""When a worker begins groups, and how long it waits for them: at a shutdown, and while its servers refuse requests."""
+"""When a worker begins groups, how long it waits for them at a shutdown, and what it does while servers refuse."""
 
 import asyncio
 import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 
+import openai
 import pytest
 from aiohttp import web
 
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environment import Episode, Generate, Message, Prompt, Score, Split
+from rollstream.producers.environment import Endpoint, Episode, Generate, Message, Prompt, Score, Split
 from rollstream.producers.environment_loading import with_settings
+from rollstream.producers.gateway.worker_capture import WorkerCapture
 from rollstream.producers.inference.client import client_of
+from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.mixture import Mixture
+from rollstream.producers.policy_versions import NoPolicies
 from rollstream.producers.worker import Worker, WorkerReport
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import GroupCancelled, Rollout
 from tests.support.producing import OneTokenPolicy, serving_http
 
@@ -141,3 +146,40 @@ def test_a_worker_begins_no_storm_of_groups_while_its_server_asks_to_be_left_alo
     assert (report.groups, report.cancelled) == (4, 4)
     assert time.monotonic() - began >= 4.0, "two groups at a time, each for the whole time of a request"
     assert len(requests) <= 2, "the first groups ask once; the server's time is not over for the others"
+
+
+class Asking:
+    """An agent that makes one call."""
+
+    name, max_tokens = "asking", 4
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [Prompt(example_id="t", text="8+9?")]
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as agent:
+            await agent.completions.create(model=endpoint.model, prompt=prompt.text)
+        return Score(reward=1.0)
+
+
+def test_a_server_that_does_not_know_the_model_of_an_agent_ends_the_worker() -> None:
+    async def refuse(http: web.Request) -> web.Response:
+        return web.json_response({"error": {"message": "no model is named policy"}}, status=404)
+
+    async def played(url: str) -> WorkerReport:
+        config = WorkerConfig(inference_urls=(url,), group_size=1, groups=2, concurrency=1, assume_version=0)
+        capture = WorkerCapture(KafkaConfig(), "run", config, author="w.1", policies=NoPolicies(), recorded=False)
+        async with client_of(config) as client, capture:
+            worker = Worker(
+                Mixture([with_settings(Asking(), config)]),
+                client,
+                Outlet(),  # type: ignore[arg-type]
+                config,
+                incarnation="1",
+                captures={"asking": capture},
+                undelivered=set(),
+            )
+            return await worker.run(asyncio.Event())
+
+    with serving_http(refuse) as url, pytest.raises(InferenceRefused, match=r"404 .*no model is named policy"):
+        asyncio.run(played(url))
