@@ -46,10 +46,10 @@ def groups_counted(trials: float, window_groups: int) -> float:
 
     n groups leave window * (1 - (1 - 1 / window)**n) trials, which stay below the window.
     """
+    if window_groups == 1:
+        return trials  # only the newest group counts
     if trials >= window_groups:
         return math.inf
-    if window_groups == 1:
-        return 0.0  # the first group already fills the window
     return round(math.log1p(-trials / window_groups) / math.log1p(-1.0 / window_groups))
 
 
