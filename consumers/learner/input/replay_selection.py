@@ -104,8 +104,8 @@ class ReplaySelection:
     a step, and `excluded` the reason to leave a batch out. `earlier_steps` has the steps of versions that other
     learners of the run published, counted in this learner's steps: their rollouts carry the other learners' steps.
     `nothing_after` tells whether the index will have no entry from an offset on: then only as many steps follow as can
-    draw the rollouts that were never drawn, and the last one may have fewer rollouts. `skipped` receives skipped
-    rollouts whose step waits to fill up, and those left at the end.
+    draw the rollouts that were never drawn. `skipped` receives skipped rollouts whose step waits to fill up, and those
+    left at the end.
     """
 
     def __init__(
@@ -223,9 +223,7 @@ class ReplaySelection:
             elif time.monotonic() > report_at:
                 self._skipped(tuple(use for use in self._named(left, ()) if not use.again))
                 reported, report_at = len(left), None
-        # A step on record of a run that had ended may have fewer rollouts.
-        count = min(self._rollouts_per_step, len(self._shelf))
-        drawn = self._shelf.draw(count, generator_at(self._seed, step + 1)) or []
+        drawn = self._shelf.draw(self._rollouts_per_step, generator_at(self._seed, step + 1)) or []
         uses = self._named(left, drawn)
         if recorded is not None:
             self._compare(recorded, uses)
@@ -241,7 +239,12 @@ class ReplaySelection:
 
     def _draws_once_more(self) -> bool:
         """Whether a step follows though the index has ended. A rollout that was drawn before may be drawn again
-        instead of a new one, so the number of steps is limited."""
+        instead of a new one, so the number of steps is limited.
+
+        No step is short: one of a few rollouts might have none to train on, and would end the learner with an error.
+        """
+        if len(self._shelf) < self._rollouts_per_step:
+            return False
         new = sum(entry.usage_count == 0 for entry in self._shelf.entries())
         if self._steps_left is None:
             self._steps_left = math.ceil(new / self._rollouts_per_step)

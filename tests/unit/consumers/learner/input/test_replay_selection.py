@@ -450,7 +450,7 @@ def test_what_a_step_on_record_drew_it_draws_again_and_no_later_step_does() -> N
     assert {use.again: use.rows for use in left} == {False: 1, True: 3}
 
 
-def test_a_drained_run_ends_when_every_rollout_was_drawn_and_its_last_step_may_be_short() -> None:
+def test_a_drained_run_ends_when_no_whole_step_can_draw_rollouts_that_were_never_drawn() -> None:
     log = Log()
     log.append(*(batch(number) for number in range(5)))
     learner = Learner(log, config(max_samples=1, max_rollout_step_delay=-1))
@@ -460,17 +460,20 @@ def test_a_drained_run_ends_when_every_rollout_was_drawn_and_its_last_step_may_b
     while (plan := learner.plan()) is not None:
         drawn += names(plan)
         counts.append(len(names(plan)))
-    assert counts == [6, 6, 6, 2]
-    assert sorted(drawn) == [(at, row) for at in log.batches for row in range(ROWS)]
-    assert (learner.skips, learner.replay.size) == ([], 0)
+    assert counts == [6, 6, 6]
+    (uses,) = learner.skips
+    left = [(use.index_offset, row) for use in uses for row in use.row_numbers]
+    assert sorted(drawn + left) == [(at, row) for at in log.batches for row in range(ROWS)]
+    assert {use.code for use in uses} == {"ended"}
+    assert learner.replay.size == 0
 
     # Executed again, the steps are the same, even if the run went on.
     before = dict(learner.steps)
     learner.drained = False
     log.append(batch(5), batch(6))
-    for begin in range(4):
+    for begin in range(3):
         learner.start(begin)
-        while learner.step < 4:
+        while learner.step < 3:
             assert learner.plan() is not None
         assert learner.steps == before
     assert learner.plan() is not None
