@@ -22,7 +22,13 @@ from rollstream.pipeline.tools.exclusion_marks import (
     partition_configurations,
     put_in_force,
 )
-from rollstream.pipeline.tools.exclusion_report import ExclusionReport, find, name_steps, tell_learners
+from rollstream.pipeline.tools.exclusion_report import (
+    ExclusionReport,
+    carried_batches,
+    find,
+    name_steps,
+    tell_learners,
+)
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.pipeline.tools.run_view import IN_FLIGHT, SETTLED, UNREAD, RunView
 from rollstream.topics.catalogue import topic_name
@@ -93,9 +99,14 @@ def put_on_record(
         check_environments(exclusion.environments, *where)
     configurations = partition_configurations(*where) if dry_run else put_in_force(*where, exclusion, timeout_s)
     with RunView(config.kafka, config.run) as view:
-        report = find(view, exclusion, partitions)
+        report, generation = find(view, exclusion, partitions), newest(configurations).generation
         if not dry_run:
-            tell_learners(view, report.batches, str(exclusion), newest(configurations).generation)
+            # Before the batches that a split carried over, which this user may be forbidden to read.
+            tell_learners(view, report.batches, str(exclusion), generation)
+        carried = carried_batches(view, exclusion)
+        if not dry_run:
+            tell_learners(view, carried, str(exclusion), generation)
+        report.batches = [*carried, *report.batches]
         name_steps(view, report)
         report.skipped = view.skipped
         return ExclusionOutcome(newest(configurations), report)

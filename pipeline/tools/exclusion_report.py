@@ -15,7 +15,7 @@ from rollstream.pipeline.tools.exclusion_marks import Exclusion
 from rollstream.pipeline.tools.plain_values import decoded
 from rollstream.pipeline.tools.run_view import RunView
 from rollstream.topics.codec import encode
-from rollstream.topics.errors import TopicError
+from rollstream.topics.errors import AccessDenied, TopicError
 from rollstream.topics.fates import DETAIL_LIMIT, DROPPED, clip, exclusion_detail
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.sender import Sender
@@ -42,11 +42,7 @@ class ExclusionReport:
 
 
 def find(view: RunView, exclusion: Exclusion, partitions: int) -> ExclusionReport:
-    """Find excluded rollouts, other members of their groups that were dropped, and batches with excluded rollouts.
-
-    The batches include those that a split carried over to the run; their rollouts are in the run that was split, and
-    are not counted by fate.
-    """
+    """Find excluded rollouts, other members of their groups that were dropped, and batches with excluded rollouts."""
     report = ExclusionReport()
     config = exclusion.added_to(GroupingConfig())
     named: list[set[int]] = []
@@ -139,36 +135,52 @@ def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -
         if summary := _summary(batch, config, named[batch.partition]):
             held[batch.batch_id] = summary
     places = {name: place for place, name in enumerate(view.index)}
-    own = sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
-    return [*_carried_batches(view, config), *own]
+    return sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))
 
 
-def _carried_batches(view: RunView, config: GroupingConfig) -> list[dict[str, Any]]:
+def carried_batches(view: RunView, exclusion: Exclusion) -> list[dict[str, Any]]:
     """Find batches with excluded rollouts among those that a split carried over, in index order.
 
-    The runs that were split hold these batches and their rollouts. `exclude_offsets` does not apply, because it names
-    offsets of the run's own rollouts. Batches that were deleted are left out, because no learner can read them.
+    The runs that were split hold these batches and their rollouts. Excluded offsets do not apply, because they are
+    those of the run's own rollouts. Batches that were deleted are left out, because no learner can read them. Raises
+    AccessDenied if a run that was split cannot be read.
     """
-    config = replace(config, exclude_offsets=())
+    config = replace(exclusion.added_to(GroupingConfig()), exclude_offsets=())
+    if not (config.exclude_environments or config.exclude_workers):
+        return []
     by_run: dict[str, list[BatchIndexEntry]] = {}
     for entry in read_carried_entries(view.kafka, view.run):
         by_run.setdefault(entry.run, []).append(entry)
     held = []
     for run, entries in by_run.items():
-        with RunView(view.kafka, run) as source:
-            named: dict[int, set[int]] = {}
-            for entry in entries:
-                if config.exclude_workers and entry.partition not in named:
-                    named[entry.partition] = set()
-                    with suppress(TopicError):  # The topic was deleted with the run.
-                        named[entry.partition] = _named(source, entry.partition, config)
-                try:
-                    message = source.record("batches", entry.partition, entry.offset)
-                except TopicError:
-                    continue
-                with view.skipped.passing(message):
-                    if summary := _summary(batch_at(message), config, named.get(entry.partition, set())):
-                        held.append(summary)
+        try:
+            held += _carried_from(run, view, entries, config)
+        except AccessDenied as denied:
+            raise AccessDenied(
+                f"batches that run {view.run} took over from run {run} were not searched for excluded rollouts "
+                f"({denied}); run this again as a user that may read the topics of run {run}"
+            ) from denied
+    return held
+
+
+def _carried_from(
+    run: str, view: RunView, entries: Iterable[BatchIndexEntry], config: GroupingConfig
+) -> list[dict[str, Any]]:
+    held = []
+    with RunView(view.kafka, run) as source:
+        named: dict[int, set[int]] = {}
+        for entry in entries:
+            if config.exclude_workers and entry.partition not in named:
+                named[entry.partition] = set()
+                with suppress(TopicError):  # The topic was deleted with the run.
+                    named[entry.partition] = _named(source, entry.partition, config)
+            try:
+                message = source.record("batches", entry.partition, entry.offset)
+            except TopicError:
+                continue
+            with view.skipped.passing(message):
+                if summary := _summary(batch_at(message), config, named.get(entry.partition, set())):
+                    held.append(summary)
     return held
 
 
