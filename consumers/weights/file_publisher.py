@@ -18,7 +18,13 @@ from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Content
 from rollstream.consumers.weights.file_fetcher import FIRST_DELAY_S, LONGEST_DELAY_S
 from rollstream.consumers.weights.file_names import file_name, parsed
-from rollstream.consumers.weights.file_retention import incomplete, left_behind, listed_files, remove_expired
+from rollstream.consumers.weights.file_retention import (
+    incomplete,
+    left_behind,
+    listed_files,
+    names_store,
+    remove_expired,
+)
 from rollstream.consumers.weights.layout import split
 from rollstream.consumers.weights.parallel import in_parallel
 from rollstream.topics.errors import ConfigurationError, DeliveryError
@@ -120,11 +126,12 @@ class FilePublisher(FileWriter):
     def _find_left_behind(self, manifests: Mapping[int, PolicyManifest], unreadable: Collection[int]) -> None:
         """Remove the files that earlier publishers left, except files that this publisher may reuse."""
         url, timeout_s = self._store.url, self._config.store_timeout_s
-        listed = listed_files(self._run, [url], timeout_s=timeout_s)[url]
+        in_use = [url] if names_store(url, manifests, self._config.keep_versions) else []
+        listed = listed_files(self._run, [url], timeout_s=timeout_s, in_use=in_use)[url]
         if isinstance(listed, str):
             event(logger, "weight_files_left", level=logging.WARNING, reason=f"{shown(url)}: not listed: {listed}")
             return
-        self.incomplete = frozenset(incomplete(listed, manifests, self._config.keep_versions))
+        self.incomplete = frozenset(incomplete(url, listed, manifests, self._config.keep_versions))
         left = left_behind(self._run, listed, manifests, self._config.keep_versions, unreadable=unreadable)
         # Reuse only files so young that `rollstream prune` does not remove them before they are reused.
         youngest = time.time() - self._config.orphan_hours * 3600 / 2

@@ -73,16 +73,29 @@ def left_behind(
 
 
 def incomplete(
-    listed: Mapping[str, StoredFile], manifests: Mapping[int, PolicyManifest], keep_versions: int
+    url: str, listed: Mapping[str, StoredFile], manifests: Mapping[int, PolicyManifest], keep_versions: int
 ) -> set[int]:
-    """Return the versions that are still needed, and of which a file is not listed or has another size."""
-    sizes = {name: file.size_bytes for name, file in listed.items()}
-    return {
-        version
+    """Return the versions that are still needed, and of which a file at `url` is not listed or has another size.
+
+    Files at other URLs are not judged, because they are not listed.
+    """
+    places = (
+        (version, chunk.size_bytes, name)
         for version in needed(manifests, keep_versions)
         for chunk in manifests[version].chunks
-        if chunk.url and sizes.get(place_of(chunk.url)[1]) != chunk.size_bytes
+        if chunk.url
+        for root, name in (place_of(chunk.url),)
+        if _normal(root) == _normal(url)
+    )
+    return {
+        version for version, size_bytes, name in places if name not in listed or listed[name].size_bytes != size_bytes
     }
+
+
+def names_store(url: str, manifests: Mapping[int, PolicyManifest], keep_versions: int) -> bool:
+    """Whether a version that is still needed has files at `url`."""
+    urls = {chunk.url for version in needed(manifests, keep_versions) for chunk in manifests[version].chunks}
+    return any(_normal(place_of(file)[0]) == _normal(url) for file in urls if file)
 
 
 def roots(run: str, config: WeightsConfig, manifests: Iterable[PolicyManifest]) -> list[str]:

@@ -201,13 +201,16 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
     manifests = _manifests(config, *unchecked).by_version
     with ChunkFetcher(config.kafka, config.run, files_at_once=config.learner.weights.files_at_once) as fetcher:
         verifier = _Verifier(fetcher, manifests, config.learner.weights.fetch_timeout_s)
-        unread = ""
+        silent: dict[frozenset[str], int] = {}
         for number in unchecked:
             # If a store does not answer, each version in it that must be whole is waited for, but only one other.
-            again = not unread or states[number] != UNLISTED or number in kept
-            answers[number] = verifier.check(number) if again else unread
+            stores = published.by_number[number].stores
+            if states[number] == UNLISTED and number not in kept and stores in silent:
+                answers[number] = f"unread: not tried, because its store did not answer for version {silent[stores]}"
+                continue
+            answers[number] = verifier.check(number)
             if answers[number].startswith("unread"):
-                unread = answers[number]
+                silent[stores] = number
     missing = {number for number in unchecked if answers[number].startswith("missing")}
     if missing & kept:
         # A learner that publishes meanwhile removes versions that were among the newest when this command began.
