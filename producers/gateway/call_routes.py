@@ -207,7 +207,7 @@ class Listener:
         """Count an error, and return the body and the status with which a request is answered."""
         self.errors += 1
         if isinstance(error, UpstreamRefused):
-            # The agent's request is at fault, so the agent receives the server's own error.
+            # The agent's request or the settings are at fault, so the agent receives the server's own error.
             return error.text, error.status
         if isinstance(error, RollstreamError):
             known = ((status, code) for kind, status, code in _STATUS if isinstance(error, kind))

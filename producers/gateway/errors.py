@@ -21,7 +21,7 @@ class NoVersion(RollstreamError):
 
 
 class UpstreamRefused(RollstreamError):
-    """A server refused a request because of the request itself; `cause` is the reason."""
+    """A server refused a request, which it would refuse again; `cause` is the reason."""
 
     def __init__(self, status: int, text: str, cause: InferenceRefused) -> None:
         super().__init__(str(cause))

@@ -267,8 +267,9 @@ class Upstream:
         assert self._http, "used outside its context manager"
         headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
         self._look_around()
+        sent = bool(cause)
         while True:
-            replica = await self._turn(session, deadline, cause)
+            replica = await self._turn(session, deadline, cause, again=sent)
             url, asked_s = replica.url, None
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
@@ -278,6 +279,8 @@ class Upstream:
                 turns = {} if previous is None else {"previous_turn": previous}
                 data = encode({**kind.neutral, **body, **turns})
                 timeout = aiohttp.ClientTimeout(total=max(0.001, deadline - time.monotonic()))
+                # Until then, the request was no load: the engine may have been paused while its weights changed.
+                sent = True
                 async with self._http.post(url + path, data=data, headers=headers, timeout=timeout) as answer:
                     if answer.status == 200:
                         yield replica, label, answer
@@ -293,10 +296,10 @@ class Upstream:
                 cause = str(error) or cause or _NO_ANSWER
             self._replicas.failed(replica, time.monotonic(), asked_s)
 
-    async def _turn(self, session: str, deadline: float, cause: str) -> Replica:
+    async def _turn(self, session: str, deadline: float, cause: str, *, again: bool) -> Replica:
         """Return the server to ask, once it may be asked. Raises InferenceUnavailable at the deadline."""
         try:
-            return await self._turns.next(session, deadline, again=bool(cause))
+            return await self._turns.next(session, deadline, again=again)
         except NoTurn as error:
             raise InferenceUnavailable(
                 f"no answer from {', '.join(self.urls)} within {self._timeout_s:g} s "

@@ -15,6 +15,8 @@ from rollstream.producers.inference.requests import EngineName
 
 _FIRST_REST_S = 0.05
 _LONGEST_REST_S = 2.0
+_LONGEST_ASKED_S = 60.0
+"""Longest rest that a server can ask for. Proxies name longer ones for outages that may end sooner."""
 _LOOK_AGAIN_S = 1.0
 
 
@@ -94,7 +96,8 @@ class ReplicaSet:
         replica.version = max(replica.version, version)
 
     def failed(self, replica: Replica, now: float, retry_after_s: float | None = None) -> None:
-        """Note a failure: avoid the server for as long as it asks, else for a random time that grows with each failure.
+        """Note a failure: avoid the server for as long as it asks, at most a minute, else for a random time that grows
+        with each failure.
 
         Requests that fail together count as one failure.
         """
@@ -102,7 +105,8 @@ class ReplicaSet:
             return
         replica.failures += 1
         bound_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(replica.failures, 16))
-        rest_s = self._random.uniform(bound_s / 2, bound_s) if retry_after_s is None else retry_after_s
+        asked_s = None if retry_after_s is None else min(retry_after_s, _LONGEST_ASKED_S)
+        rest_s = self._random.uniform(bound_s / 2, bound_s) if asked_s is None else asked_s
         replica.ready_at = max(replica.ready_at, now + rest_s)
 
 

@@ -13,6 +13,7 @@ import time
 from rollstream.producers.inference.replicas import Replica, ReplicaSet, RetryBudget
 from rollstream.topics.decimal_numbers import decimal_number
 
+_LOOK_AGAIN_S = 1.0
 RETRIED_STATUS = {429, 502, 503, 504}
 """HTTP statuses of temporary refusals."""
 
@@ -57,7 +58,8 @@ class ServerTurns:
                 reason = "so many requests failed that its turn to try again does not come"
             elif not again:
                 reason = f"{replica.url} may not be asked for {ready_at - now:.3g} s"
-            await asyncio.sleep(min(ready_at, deadline) - now)
+            # Another request may have been answered in the meantime, or the servers may have changed.
+            await asyncio.sleep(min(min(ready_at, deadline) - now, _LOOK_AGAIN_S))
             now = time.monotonic()
         raise NoTurn(reason)
 

@@ -208,11 +208,11 @@ def test_retry_after_is_waited_for_by_all_requests_and_beyond_the_deadline_they_
         return web.json_response({"error": {"message": "full"}}, status=429, headers={"Retry-After": rest})
 
     async def run(base_url: str) -> tuple[float, float]:
-        async with CompletionsClient([base_url], engine="rollstream", timeout_s=3.0) as client:
-            with pytest.raises(InferenceUnavailable, match=r"within 3 s \(.*429"):
+        async with CompletionsClient([base_url], engine="rollstream", timeout_s=6.0) as client:
+            with pytest.raises(InferenceUnavailable, match=r"within 6 s \(.*429"):
                 await ask(client)
             first_ended = time.monotonic()
-            with pytest.raises(InferenceUnavailable, match=r"within 3 s \(http.* may not be asked for "):
+            with pytest.raises(InferenceUnavailable, match=r"within 6 s \(http.* may not be asked for "):
                 await ask(client)
             return first_ended, time.monotonic()
 
@@ -221,7 +221,7 @@ def test_retry_after_is_waited_for_by_all_requests_and_beyond_the_deadline_they_
         first_ended, second_ended = asyncio.run(run(base_url))
     assert len(times) == 2, "the second call asks nothing, because the server asked for 60 s"
     assert times[1] - times[0] >= 1.0
-    assert min(first_ended - began, second_ended - first_ended) >= 3.0, "its caller makes no other request until then"
+    assert min(first_ended - began, second_ended - first_ended) >= 6.0, "its caller makes no other request until then"
 
 
 def test_many_failing_requests_make_no_storm_of_retries() -> None:
