@@ -123,12 +123,14 @@ class Checkpoints:
         try:
             saved: Any = self._manager.restore(step, args=args)
         except (ValueError, KeyError, TypeError) as error:  # orbax raises any of them for a tree of other arrays
-            cause = self._changed_since(step, fingerprint) or " ".join(brief(error).split())
+            # The error, too: a file that cannot be read has nothing to do with settings that happen to differ.
+            causes = (self._changed_since(step, fingerprint), " ".join(brief(error).split()))
             raise StateRefused(
-                f"the checkpoint of step {step} in {self.directory} does not fit the model and optimizer of this "
-                f"learner ({cause}); restore the settings that it was saved with, or start another run, or another "
-                f"learner.name with learner.take_over. If its files are damaged, delete them: the learner then resumes "
-                f"from the checkpoint before it"
+                f"the checkpoint of step {step} in {self.directory} cannot be restored into the model and optimizer of "
+                f"this learner ({'; '.join(filter(None, causes))}); if model or optimizer have changed, restore the "
+                f"settings that it was saved with, or start another run, or another learner.name with "
+                f"learner.take_over. If its files are damaged, delete them: the learner then resumes from the "
+                f"checkpoint before it"
             ) from error
         meta: dict[str, Any] = saved["meta"]
         return RestoredCheckpoint(
@@ -144,10 +146,13 @@ class Checkpoints:
         )
 
     def _changed_since(self, step: int, fingerprint: Mapping[str, str] | None) -> str:
-        """Settings and code that differ from those of a checkpoint, as text; "" if there are none."""
+        """Settings and code that differ from those of a checkpoint, as text; "" if none are known."""
         if fingerprint is None:
             return ""
-        saved = json.loads((self.directory / str(step) / META).read_text())["fingerprint"]
+        try:
+            saved = json.loads((self.directory / str(step) / META).read_text())["fingerprint"]
+        except (OSError, ValueError, KeyError):  # The files are damaged, too.
+            return ""
         changed = differences(saved, fingerprint).items()
         texts = [f"{name} was {then}, is {now}" for name, (then, now) in changed if name.startswith("learner.")]
         # Settings that decide which arrays there are come first.

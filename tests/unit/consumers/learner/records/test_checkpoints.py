@@ -137,8 +137,8 @@ def test_a_checkpoint_of_another_model_or_optimizer_is_refused_with_the_settings
         with pytest.raises(StateRefused) as refused:
             checkpoints.restore(other, fingerprint=fingerprint(replace(changed, advantage_limit=7.0)))
         text = str(refused.value)
-        assert f"the checkpoint of step 20 in {checkpoints.directory} does not fit" in text
-        assert f"({named}; learner.advantage_limit was 100.0, is 7.0)" in text
+        assert f"the checkpoint of step 20 in {checkpoints.directory} cannot be restored" in text
+        assert f"({named}; learner.advantage_limit was 100.0, is 7.0; " in text
         assert "another learner.name with learner.take_over" in text
         assert "\n" not in text
         with pytest.raises(StateRefused, match=r"the model and optimizer of this learner \(\w+Error: .*\); "):
