@@ -18,6 +18,6 @@ def wait_for_broker(kafka: KafkaConfig) -> None:
             return
         except AccessDenied:
             raise
-        except BrokerUnavailable:
-            if PHASE.name == "draining" or not announce_progress("no broker answers yet"):
+        except BrokerUnavailable as error:
+            if PHASE.name == "draining" or not announce_progress(f"no broker answers yet: {error}"):
                 raise

@@ -47,7 +47,7 @@ def test_a_run_outlives_an_outage_in_which_its_roles_give_up(overseen: SteeredRu
     assert run.process.poll() is None, run.output
     assert set(exits(run).values()) == {1}, run.output
     for role in exits(run):
-        assert f'"event": "role_starting", "role": "{role}", "progress": "no broker answers yet"' in run.output
+        assert f'"event": "role_starting", "role": "{role}", "progress": "no broker answers yet: ' in run.output
     breakable.restart()
     run.await_steps(2)
     run.stop()
