@@ -28,7 +28,7 @@ _DIGEST_HEX = 32
 
 
 class StoreError(RollstreamError):
-    """A store cannot be written, or its files are incomplete or damaged."""
+    """A store does not answer or cannot be read or written, or its files are incomplete or damaged."""
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.manifest import LOG
 from rollstream.consumers.archive.tables import archived_records
 from rollstream.consumers.archive.writer import records as records_of_archive
-from rollstream.consumers.files.stores import Store, checked
+from rollstream.consumers.files.stores import ObjectMissing, Store, checked
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
@@ -73,6 +73,12 @@ class ArchiveLog:
             yield from (entry.message(run) for entry in entries)
 
     def record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
+        try:
+            return self._record(run, topic, partition, offset)
+        except ObjectMissing:  # An archiver has merged the file since the manifest was read.
+            return self._record(run, topic, partition, offset)
+
+    def _record(self, run: str, topic: str, partition: int, offset: int) -> KafkaRecord | None:
         manifest = manifests.newest(self._store, run)
         for file in manifest.files_of(LOG) if manifest else ():
             if (file.topic, file.partition) == (topic, partition) and file.first <= offset <= file.last:

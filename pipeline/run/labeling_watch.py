@@ -79,6 +79,7 @@ class LabelingWatch(Closing):
             read = {place.partition: max(bounds[place.partition][0], place.offset) for place in places}
             ends = {partition: end for partition, (_begin, end) in bounds.items()}
             few = {partition: offset for partition, offset in read.items() if 0 < ends[partition] - offset <= _FEW}
-            with suppress(OffsetGone):  # labeled and deleted in the meantime
-                ends |= ends_of_records(self._kafka, self._topic, few, reader)
+            if few:
+                with suppress(OffsetGone):  # labeled and deleted in the meantime
+                    ends |= ends_of_records(self._kafka, self._topic, few, reader)
         return LabelingState(waiting=max(0, sum(ends.values()) - sum(read.values())), read=sum(read.values()))

@@ -177,7 +177,7 @@ def test_a_learner_on_record_holds_back_what_it_may_read_again_though_prune_sees
     params = StepParams("new.checksum", None)
 
     def held() -> dict[str, int]:
-        nowhere = run.directory / "files of another pod"
+        nowhere = checkpoint_folders(load(), [str(run.directory / "files of another pod")])
         return dict(read_positions(run.kafka, run.name, run.grouper.group_id(run.name), nowhere).learners)
 
     with StepRecorder(LearnerConfig(take_over=True), run.kafka, run.name, "{}") as recorder:
@@ -216,7 +216,7 @@ def test_the_steps_of_a_learner_name_what_the_oldest_of_its_checkpoints_needs(re
     # The last step was recorded when the checkpoint of step 7 was complete, or that of step 6 was still kept.
     assert 0 < steps[6].position <= steps[8].resumes_at <= steps[7].position
     assert all(0 <= step.resumes_at <= step.position for step in steps.values())
-    nowhere = run.directory / "files of another pod"
+    nowhere = checkpoint_folders(load(), [str(run.directory / "files of another pod")])
     positions = read_positions(run.kafka, run.name, run.grouper.group_id(run.name), nowhere)
     assert dict(positions.learners) == {"learner default": steps[8].resumes_at}
 
