@@ -79,23 +79,29 @@ def incomplete(
 
     Files at other URLs are not judged, because they are not listed.
     """
-    places = (
-        (version, chunk.size_bytes, name)
-        for version in needed(manifests, keep_versions)
-        for chunk in manifests[version].chunks
-        if chunk.url
-        for root, name in (place_of(chunk.url),)
-        if _normal(root) == _normal(url)
-    )
     return {
-        version for version, size_bytes, name in places if name not in listed or listed[name].size_bytes != size_bytes
+        version
+        for version, size_bytes, name in _files_at(url, manifests, keep_versions)
+        if name not in listed or listed[name].size_bytes != size_bytes
     }
 
 
 def names_store(url: str, manifests: Mapping[int, PolicyManifest], keep_versions: int) -> bool:
     """Whether a version that is still needed has files at `url`."""
-    urls = {chunk.url for version in needed(manifests, keep_versions) for chunk in manifests[version].chunks}
-    return any(_normal(place_of(file)[0]) == _normal(url) for file in urls if file)
+    return bool(_files_at(url, manifests, keep_versions))
+
+
+def _files_at(url: str, manifests: Mapping[int, PolicyManifest], keep_versions: int) -> list[tuple[int, int, str]]:
+    """Return version, size in bytes and name of the files at `url` that are still needed."""
+    files = [
+        (version, chunk.size_bytes, *place_of(chunk.url))
+        for version in needed(manifests, keep_versions)
+        for chunk in manifests[version].chunks
+        if chunk.url
+    ]
+    # Stores are opened to compare their URLs: once for each, because a version may have thousands of files.
+    here = {root for root in {root for *_, root, _ in files} if _normal(root) == _normal(url)}
+    return [(version, size_bytes, name) for version, size_bytes, root, name in files if root in here]
 
 
 def roots(run: str, config: WeightsConfig, manifests: Iterable[PolicyManifest]) -> list[str]:
