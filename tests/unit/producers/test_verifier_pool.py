@@ -179,10 +179,13 @@ def test_a_process_that_hangs_ends_by_itself_where_its_pool_was_killed(source: s
             run(VerifierPool(source, processes=1, timeout_s=4)(prompt, "sleep"))
         finally:
             os._exit(0)
-    verifier = int(eventually(lambda: pids.read_text().split(), 60, "the verifier runs")[0])
-    os.kill(owner, signal.SIGKILL)
-    os.waitpid(owner, 0)
-    eventually(lambda: not alive(verifier), 60, "the verifier ends by its own timer")
+    verifier, left_behind = map(int, eventually(lambda: pids.read_text().split(), 60, "the verifier runs"))
+    try:
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        eventually(lambda: not alive(verifier), 60, "the verifier ends by its own timer")
+    finally:
+        os.kill(left_behind, signal.SIGKILL)
 
 
 def test_a_class_is_made_once_in_each_process_and_called(tmp_path: Path) -> None:
