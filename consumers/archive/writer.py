@@ -360,14 +360,14 @@ def check_digests(store: Store, manifest: ArchiveManifest, tables: Collection[st
             manifest,
             lambda file: file.table in tables,
             lambda files: pool.map(lambda file: len(checked(store, file.path, file.sha256)), files),
-        )[0]
+        )
 
 
-def check_files(store: Store, manifest: ArchiveManifest) -> int:
-    """Compare digests and row counts of all files with the manifest; return the number of files.
+def check_files(store: Store, manifest: ArchiveManifest) -> ArchiveManifest:
+    """Compare digests and row counts of all files with the manifest; return the manifest whose files were compared.
 
-    If an archiver merges files meanwhile, the files of its newest manifest are compared in place of those that are
-    gone. Raises StateRefused for the first file that is missing or differs.
+    It is the given manifest, or, if an archiver merges files meanwhile, its newest one. Raises StateRefused for the
+    first file that is missing or differs.
     """
 
     def check(file: ArchivedFile) -> None:
@@ -375,7 +375,7 @@ def check_files(store: Store, manifest: ArchiveManifest) -> int:
         if rows != file.rows:
             raise StateRefused(f"{store.url}/{file.path} has {rows} rows, but the manifest says {file.rows}")
 
-    return _check(store, manifest, lambda _file: True, lambda files: map(check, files))[1]
+    return _check(store, manifest, lambda _file: True, lambda files: map(check, files))
 
 
 def _check(
@@ -383,8 +383,8 @@ def _check(
     manifest: ArchiveManifest,
     wanted: Callable[[ArchivedFile], bool],
     check: Callable[[Sequence[ArchivedFile]], Iterator[object]],
-) -> tuple[ArchiveManifest, int]:
-    """Check the wanted files of a manifest; return the manifest whose files were checked, and the number of files.
+) -> ArchiveManifest:
+    """Check the wanted files of a manifest; return the manifest whose files were checked.
 
     `check` yields something for each file that it has checked. Files never change, so none is checked twice.
     """
@@ -403,7 +403,7 @@ def _check(
                 break
             good.add(file.path)
         else:
-            return manifest, len(good)
+            return manifest
 
 
 def _without(store: Store, run: str, file: ArchivedFile) -> ArchiveManifest | None:

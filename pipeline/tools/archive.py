@@ -54,8 +54,8 @@ def show_archive(config: RunConfig, args: argparse.Namespace) -> int:
     """Archive new records, repeatedly with --follow until interrupted; or compact or check the archive."""
     store = open_store(place_of(config, args.archive))
     if args.check:
-        current = current_manifest(store, config.run)
-        print_summary(store, current, args.json, checked=check_files(store, current))
+        current = check_files(store, current_manifest(store, config.run))
+        print_summary(store, current, args.json, checked=len(current.files))
         return 0
     if args.compact:
         current_manifest(store, config.run)

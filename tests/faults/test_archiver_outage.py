@@ -32,4 +32,6 @@ def test_an_archiver_that_follows_a_run_outlives_an_outage_of_the_broker(
     breakable.restart()
     run.send(rollout(f"g{number}", 0) for number in range(20, 50))
     eventually(lambda: archived(50), 120, "the rollouts after the outage")
-    assert check_files(store, newest(store, run.name)) > 0  # type: ignore[arg-type]
+    whole = newest(store, run.name)
+    assert whole is not None
+    assert check_files(store, whole).rows("rollouts") == 50

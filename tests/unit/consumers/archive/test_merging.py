@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from random import Random
 
@@ -86,7 +87,7 @@ def test_readers_of_an_earlier_manifest_go_on_with_the_files_that_a_merge_left()
 
     assert list(reading) == log[1:6], "and nothing that the archive has gained"
     assert list(records(store, before, "rollouts", 0, 4)) == log[4:6]
-    assert check_files(store, before) == len(writer.manifest.files)
+    assert check_files(store, before) == writer.manifest
     assert check_digests(store, before, {LOG}) == writer.manifest
     [merged] = writer.manifest.files_of(LOG)
     del store.objects[merged.path]
@@ -100,27 +101,36 @@ def test_readers_of_an_earlier_manifest_go_on_with_the_files_that_a_merge_left()
 
 
 class MergedMeanwhile(StoppingStore):
-    """A store whose archive is merged just before a read."""
+    """A store whose archive is merged just before a read, and which remembers the other reads."""
 
     reads_left = -1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read_names: list[str] = []
 
     def read(self, name: str) -> bytes:
         self.reads_left -= 1
         if self.reads_left == 0:
+            before = list(self.read_names)
             ArchiveWriter(self, "main").compact()
-        return super().read(name)
+            self.read_names = before
+        data = super().read(name)
+        self.read_names.append(name)
+        return data
 
 
 @pytest.mark.parametrize("read", [1, 5, 18])
 def test_files_are_checked_once_each_though_they_are_merged_meanwhile(read: int) -> None:
     store = MergedMeanwhile()
     before = grown(store, [entry(0, offset) for offset in range(6)]).manifest
-    store.reads_left = read
-    count = check_files(store, before)
-    current = manifests.newest(store, "main")
-    assert current is not None
+    store.reads_left, store.read_names = read, []
+    current = check_files(store, before)
+    assert current == manifests.newest(store, "main")
     assert len(current.files) < len(before.files)
-    assert len(current.files) <= count < len(before.files) + len(current.files)
+    reads = Counter(name for name in store.read_names if name.endswith(".parquet"))
+    assert set(reads) >= {file.path for file in current.files}
+    assert max(reads.values()) == 1
 
 
 READING = """
@@ -140,7 +150,7 @@ for offset in range(20):
     writer.add(entry(0, offset, "none"))
     writer.commit({("rollouts", 0): offset + 1})
 assert writer.compact()
-assert check_files(store, writer.manifest)
+assert check_files(store, writer.manifest) == writer.manifest
 assert len(list(records(store, writer.manifest, "rollouts", 0))) == 20
 print(native_threads() - before)
 """
