@@ -4,6 +4,7 @@ librdkafka does not always find the way back: it depends on how many answers nam
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
 from pathlib import Path
 
@@ -67,6 +68,18 @@ def produce(run: RealRun) -> None:
     for partition in range(2):
         producer.produce(run.topic("rollouts"), b"value", partition=partition)
     assert producer.flush(120) == 0
+
+
+def test_a_command_waits_for_brokers_that_are_fenced_and_says_so_if_they_stay_so(
+    broker: LinkedBroker, kafka: KafkaConfig, run: RealRun
+) -> None:
+    with ThreadPoolExecutor() as pool:
+        with broker.links["clients"].brokerless():
+            with pytest.raises(BrokerUnavailable, match="names no broker that is up"):
+                clients.check_broker(kafka, 1.0)
+            describing = pool.submit(provisioning.describe, kafka, run.name)
+            assert not wait([describing], timeout=1.0).done
+        assert describing.result(60) == provisioning.describe(run.kafka, run.name)
 
 
 def test_readers_read_on(

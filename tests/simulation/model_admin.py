@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from confluent_kafka import KafkaError
@@ -19,9 +20,10 @@ class TopicMetadata:
 
 
 class Metadata(NamedTuple):
-    """Topics by name."""
+    """Topics by name, and the ids of the brokers that are up."""
 
     topics: Mapping[str, TopicMetadata]
+    brokers: Mapping[int, None] = MappingProxyType({1: None})
 
 
 class Description(NamedTuple):

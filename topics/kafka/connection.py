@@ -19,6 +19,7 @@ from rollstream.topics.secrets import resolve
 
 _SLICE_S = 0.5
 _PROBE_S = 3.0
+_FENCED_PAUSE_S = 0.2
 _NOT_SURE_S = 1.0
 """Time after which the address is tried with a socket; not earlier, because a starting broker also closes connections.
 """
@@ -28,22 +29,29 @@ _REFUSES_CERTIFICATE = ("alert certificate unknown", "alert certificate expired"
 
 
 def check_broker(config: KafkaConfig, timeout_s: float = 10.0) -> None:
-    """Return once a broker answers. Raises AccessDenied as soon as it is known that the brokers refuse this client, and
-    BrokerUnavailable if none answers within `timeout_s`."""
+    """Return once a broker answers and names a broker that is up. Raises AccessDenied as soon as it is known that the
+    brokers refuse this client, and BrokerUnavailable if none answers so within `timeout_s`."""
     errors: list[KafkaError] = []
     client: Producer = clients.bare(config, error_cb=errors.append)
-    start, tried = time.monotonic(), False
+    start, tried, fenced = time.monotonic(), False, False
     while True:
         left_s = timeout_s - (time.monotonic() - start)
         try:
-            client.list_topics(clients.FIRST_TOPIC, timeout=max(0.01, min(_SLICE_S, left_s)))
-            return
+            answer = client.list_topics(clients.FIRST_TOPIC, timeout=max(0.01, min(_SLICE_S, left_s)))
+            if answer.brokers:
+                return
+            fenced = True
+            if left_s <= 0:
+                raise _fenced(config)
+            # Requests of an admin client would wait for such a broker until they time out.
+            time.sleep(min(_FENCED_PAUSE_S, left_s))
+            client = clients.bare(config, error_cb=errors.append)  # see `stranded_clients`
         except KafkaException as exception:
             client.poll(0)  # calls error_cb with the errors so far
             sure = any(error.code() in _REFUSED for error in errors)
             if sure or left_s <= 0 or (not tried and time.monotonic() - start > _NOT_SURE_S):
                 tried = True
-                error = explain(config, errors)
+                error = _fenced(config) if fenced and not sure else explain(config, errors)
                 if left_s <= 0 or isinstance(error, AccessDenied):
                     raise error from exception
 
@@ -123,6 +131,14 @@ def _absent(address: str, errors: Sequence[KafkaError]) -> BrokerUnavailable:
     return BrokerUnavailable(
         f"no Kafka broker answers at {address} ({reason}); start one with `rollstream broker start`, or set "
         "kafka.bootstrap_servers (or KAFKA_BOOTSTRAP_SERVERS)"
+    )
+
+
+def _fenced(config: KafkaConfig) -> BrokerUnavailable:
+    address = config.client.get("bootstrap.servers", config.bootstrap_servers)
+    return BrokerUnavailable(
+        f"the broker at {address} answers, but names no broker that is up: the controllers have fenced the brokers, as "
+        "after a pause of the machine, or while brokers start; try again, and read the brokers' logs if it stays so"
     )
 
 
