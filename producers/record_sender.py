@@ -31,6 +31,16 @@ class RolloutDelivery:
     environment: str = ""
 
 
+def check_size(name: str, size: int, kafka: KafkaConfig, topic: str, remedy: str) -> None:
+    """Raise RecordTooLarge if a record whose key and value have `size` bytes does not fit into the topic."""
+    limit = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
+    if size > limit:
+        raise RecordTooLarge(
+            f"{name} has {size} bytes, but {topic} accepts {limit}; {remedy}, or raise kafka.max_record_bytes (now "
+            f"{kafka.max_record_bytes}) and run `rollstream topics apply`"
+        )
+
+
 class RecordSender:
     """Common part of the producers. Use them as context managers, or call `close`.
 
@@ -46,6 +56,7 @@ class RecordSender:
         """`topic` is a full topic name. Raises BrokerUnavailable, or TopicError if there is no such topic."""
         self.topic = topic
         self.send_timeout_s = send_timeout_s
+        self._kafka = kafka
         self.limit_bytes = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
         """Maximum size in bytes of a record's key and value together."""
         topic_admin.partitions_of(kafka, topic)
@@ -91,13 +102,7 @@ class RecordSender:
         Raises the errors that the subclasses' methods document."""
         self._sender.poll()
         value = self._encoded(record)
-        size = len(key) + len(value)
-        if size > self.limit_bytes:
-            raise RecordTooLarge(
-                f"{name} has {size} bytes, but {self.topic} accepts {self.limit_bytes}; {self.too_large}, or raise "
-                f"kafka.max_record_bytes (now {self.limit_bytes + RECORD_OVERHEAD_BYTES}) and run `rollstream topics "
-                "apply`"
-            )
+        check_size(name, len(key) + len(value), self._kafka, self.topic, self.too_large)
 
         limit_s = self.send_timeout_s if timeout_s is None else timeout_s
 

@@ -29,10 +29,14 @@ from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.policy_versions import NoPolicies
+from rollstream.producers.record_sender import check_size
 from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
+from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.sampling import GroupSampling, SamplingClient
+from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
 from rollstream.topics.validation import problems
 
@@ -149,7 +153,7 @@ async def _check(
         blocking = asyncio.create_task(_longest_block())
         began = time.monotonic()
         groups = [
-            await play(prompt, _stamp(environment, config.worker, args.members, number), config.worker)
+            await play(prompt, _stamp(environment, config.worker, args.members, number), config)
             for number, prompt in enumerate(prompts)
         ]
         total_s = time.monotonic() - began
@@ -220,8 +224,9 @@ def _stamp(environment: LoadedEnvironment, worker: WorkerConfig, members: int, n
 
 
 async def _group(
-    environment: LoadedEnvironment, client: SamplingClient, prompt: Prompt, stamp: GroupStamp, worker: WorkerConfig
+    environment: LoadedEnvironment, client: SamplingClient, prompt: Prompt, stamp: GroupStamp, config: RunConfig
 ) -> CheckedGroup:
+    worker = config.worker
     sampling = GroupSampling(
         group_size=stamp.group_size,
         temperature=stamp.temperature,
@@ -237,7 +242,7 @@ async def _group(
             continue
         try:
             rollout = rollout_of(episode, prompt, stamp, uid=f"{stamp.group_id}.{number}")
-            _check_record(rollout)
+            _check_record(rollout, config)
         except RecordError as error:
             errors.append(str(error))
         else:
@@ -246,15 +251,15 @@ async def _group(
 
 
 async def _agents_group(
-    agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, worker: WorkerConfig
+    agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, config: RunConfig
 ) -> CheckedGroup:
-    limits = EpisodeLimits(timeout_s=worker.episode_timeout_s, attempts=1)
+    limits = EpisodeLimits(timeout_s=config.worker.episode_timeout_s, attempts=1)
     rollouts: list[Rollout] = []
     errors = []
     for episode in await play_agents(agent, capture, prompt, stamp, limits):
         try:
             for rollout in episode.rollouts:
-                _check_record(rollout)
+                _check_record(rollout, config)
         except RecordError as error:
             errors.append(str(error))
         else:
@@ -263,11 +268,13 @@ async def _agents_group(
     return CheckedGroup(example_id=prompt.example_id, rollouts=tuple(rollouts), errors=tuple(errors))
 
 
-def _check_record(rollout: Rollout) -> None:
+def _check_record(rollout: Rollout, config: RunConfig) -> None:
     """Raise RecordError if a worker could not send a rollout, and would cancel its member instead."""
     if wrong := problems(rollout):
         raise RecordError(f"the rollout cannot be recorded: {'; '.join(wrong)}")
-    encode(rollout)
+    size = len(encode_key(rollout.environment, rollout.example_id)) + len(encode(rollout))
+    topic = topic_name(config.run, "rollouts")
+    check_size(f"rollout {rollout.uid}", size, config.kafka, topic, RolloutProducer.too_large)
 
 
 def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> Iterator[str]:

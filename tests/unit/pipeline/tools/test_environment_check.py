@@ -85,6 +85,7 @@ class Odd:
         message = {
             "no role": Message(role=None, text="go"),
             "surrogate": Message(role="user", text="\\udc80"),
+            "huge": Message(role="user", text="go" * 4_200_000),
         }.get(self.kind, Message(role="user", text="go"))
         half = np.float32(0.5)
         score = {
@@ -250,6 +251,7 @@ def odd(kind: str, use: str = "Odd") -> list[str]:
         ("int name", "a Rollout does not fit its schema"),
         ("no role", "a Rollout does not fit its schema: must be string on field role"),
         ("surrogate", "surrogates not allowed"),
+        ("huge", "bytes, but main.rollouts accepts 8387584; shorten the episode"),
         ("exit", "odd failed on train: SystemExit("),
     ],
 )
