@@ -16,7 +16,7 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery
 
-RECORD_OVERHEAD_BYTES = 1024
+_OVERHEAD_BYTES = 1024
 """Room for Kafka's batch header and framing, so that incompressible values still fit."""
 
 
@@ -31,13 +31,17 @@ class RolloutDelivery:
     environment: str = ""
 
 
-def check_size(name: str, size: int, kafka: KafkaConfig, topic: str, remedy: str) -> None:
+def limit_bytes_of(kafka: KafkaConfig) -> int:
+    """Return the maximum size in bytes of a record's key and value together."""
+    return kafka.max_record_bytes - _OVERHEAD_BYTES
+
+
+def check_size(name: str, size: int, limit_bytes: int, topic: str, remedy: str) -> None:
     """Raise RecordTooLarge if a record whose key and value have `size` bytes does not fit into the topic."""
-    limit = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
-    if size > limit:
+    if size > limit_bytes:
         raise RecordTooLarge(
-            f"{name} has {size} bytes, but {topic} accepts {limit}; {remedy}, or raise kafka.max_record_bytes (now "
-            f"{kafka.max_record_bytes}) and run `rollstream topics apply`"
+            f"{name} has {size} bytes, but {topic} accepts {limit_bytes}; {remedy}, or raise kafka.max_record_bytes "
+            f"(now {limit_bytes + _OVERHEAD_BYTES}) and run `rollstream topics apply`"
         )
 
 
@@ -56,8 +60,7 @@ class RecordSender:
         """`topic` is a full topic name. Raises BrokerUnavailable, or TopicError if there is no such topic."""
         self.topic = topic
         self.send_timeout_s = send_timeout_s
-        self._kafka = kafka
-        self.limit_bytes = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
+        self.limit_bytes = limit_bytes_of(kafka)
         """Maximum size in bytes of a record's key and value together."""
         topic_admin.partitions_of(kafka, topic)
         self._sender = RecoveringSender(kafka, remedy=self.not_delivered, **overrides)
@@ -102,7 +105,7 @@ class RecordSender:
         Raises the errors that the subclasses' methods document."""
         self._sender.poll()
         value = self._encoded(record)
-        check_size(name, len(key) + len(value), self._kafka, self.topic, self.too_large)
+        check_size(name, len(key) + len(value), self.limit_bytes, self.topic, self.too_large)
 
         limit_s = self.send_timeout_s if timeout_s is None else timeout_s
 

@@ -29,7 +29,7 @@ from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.policy_versions import NoPolicies
-from rollstream.producers.record_sender import check_size
+from rollstream.producers.record_sender import check_size, limit_bytes_of
 from rollstream.producers.rollout_assembly import GroupStamp, rollout_of
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.producers.sampling import GroupSampling, SamplingClient
@@ -274,7 +274,7 @@ def _check_record(rollout: Rollout, config: RunConfig) -> None:
         raise RecordError(f"the rollout cannot be recorded: {'; '.join(wrong)}")
     size = len(encode_key(rollout.environment, rollout.example_id)) + len(encode(rollout))
     topic = topic_name(config.run, "rollouts")
-    check_size(f"rollout {rollout.uid}", size, config.kafka, topic, RolloutProducer.too_large)
+    check_size(f"rollout {rollout.uid}", size, limit_bytes_of(config.kafka), topic, RolloutProducer.too_large)
 
 
 def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> Iterator[str]:

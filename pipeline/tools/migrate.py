@@ -22,7 +22,7 @@ from rollstream.consumers.files.atomic_files import replacing, write_json
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import table
-from rollstream.producers.record_sender import RECORD_OVERHEAD_BYTES
+from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics.avro_files import (
     ContainerDamage,
     container_metadata,
@@ -341,7 +341,7 @@ class _RunTarget:
         self._kafka = kafka
         self._topic = topic_name(run, "rollouts")
         topic_admin.partitions_of(kafka, self._topic)
-        self._limit_bytes = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
+        self._limit_bytes = limit_bytes_of(kafka)
         self._producer = TransactionalProducer(kafka, transactional_id(run, "migrate"))
         self._waiting: list[tuple[bytes, bytes, str]] = []
         try:

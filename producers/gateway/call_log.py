@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
-from rollstream.producers.record_sender import RECORD_OVERHEAD_BYTES
+from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
@@ -70,7 +70,7 @@ class CallWriter:
         self._kafka = kafka
         self.topic = topic_name(run, "calls")
         self.partitions = topic_admin.partitions_of(kafka, self.topic)
-        self._limit = kafka.max_record_bytes - RECORD_OVERHEAD_BYTES
+        self._limit = limit_bytes_of(kafka)
         # A record is not delayed to fill a request, because a caller waits for it.
         self._sender = RecoveringSender(
             kafka, remedy="send the request again", on_failure=self._failed, **{"linger.ms": "0"}
