@@ -29,8 +29,10 @@ _PARTITIONS = 4
 _BATCHES_PER_STEP = 64
 _GONE_S = 600.0
 _RESTORED = "growth-restored"
-_ROOM = 6
-"""Bytes of disk for each byte of rollouts: the rollouts, their batches, an archive of both, and the restored run."""
+_LOG_ROOM = 1.5
+"""Bytes of disk for each byte of rollouts: rollouts and their batches, compressed."""
+_ARCHIVE_ROOM = 3.0
+"""Further bytes for each byte of archived rollouts: an archive of both, and the restored run."""
 
 
 class _Question(NamedTuple):
@@ -62,7 +64,9 @@ class LogGrowth:
         Raises RuntimeError if the disk has no room for the largest size.
         """
         directory = self._run.directory
-        free_mb, needed_mb = shutil.disk_usage(directory).free / 1e6, _ROOM * max(megabytes)
+        largest = max(megabytes)
+        needed_mb = _LOG_ROOM * largest + _ARCHIVE_ROOM * min(largest, archived)
+        free_mb = shutil.disk_usage(directory).free / 1e6
         if needed_mb > free_mb:
             raise RuntimeError(f"{needed_mb:.0f} MB of disk are needed below {directory}, {free_mb:.0f} are free")
         try:
