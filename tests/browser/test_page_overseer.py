@@ -64,5 +64,6 @@ def test_an_overseer_is_killed_started_again_and_drained_while_its_page_is_open(
     assert "nothing is in flight" in run.output
     books = ledger(run.kafka, run.name)
     assert (books.problems, books.in_flight) == ([], 0)
-    assert seen.errors == []
+    # A page server that starts beside a busy run answers so for a while, and the page asks again.
+    assert [error for error in seen.errors if "503 (Service Unavailable)" not in error] == []
     seen.page.context.close()
