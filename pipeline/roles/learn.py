@@ -9,10 +9,11 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
+from rollstream.pipeline.roles.busy_progress import BusyProgress
 from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.roles.jax_runtime import ending_at_once, prepare_jax
 from rollstream.pipeline.run.length_checks import check_lengths
-from rollstream.pipeline.run.role_process import TERMINATED, announce_progress, announce_ready, stop_on_signals
+from rollstream.pipeline.run.role_process import TERMINATED, announce_ready, stop_on_signals
 from rollstream.pipeline.run.warm_start import warm_start_examples
 
 if TYPE_CHECKING:
@@ -47,14 +48,15 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
     from rollstream.consumers.learner.parallel.team import join
 
     stop = threading.Event()
-
-    def ready() -> None:
-        # Before the role is ready there is nothing to drain, so a signal ends the process at once.
-        stop_on_signals(stop)
-        announce_ready()
-
     team = join(config.learner, args.process)
-    with ending_at_once(team.processes, args.debug):
+    with BusyProgress() as progress, ending_at_once(team.processes, args.debug):
+
+        def ready() -> None:
+            progress.close()
+            # Before the role is ready there is nothing to drain, so a signal ends the process at once.
+            stop_on_signals(stop)
+            announce_ready()
+
         learn(
             config.learner,
             config.kafka,
@@ -63,7 +65,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             stop=stop,
             team=team,
             on_ready=ready,
-            on_progress=announce_progress,
+            on_progress=progress,
         )
         stopped = _shared(team, stop.is_set() and not over.is_set())
     return TERMINATED if stopped else 0
