@@ -70,7 +70,12 @@ def test_every_process_and_every_broker_of_a_wide_run_is_restarted_and_nothing_i
     settle(run, 300.0, meanwhile=groupers.revive)
     groupers.stop()
     audited = assert_promises(run)
-    assert audited.places["batched"] == audited.produced - audited.places["control"] == load.written
+    places = audited.places
+    assert places["batched"] == load.written
+    # A client that loses a broker may send a request again under a new epoch, although the broker had taken it; the
+    # groups of such rollouts are whole already.
+    again = places["dropped:late"] + places["dropped:duplicate_uid"]
+    assert audited.produced - places["control"] == load.written + again
 
 
 def _of(turns: list[tuple[str, int]], kind: str) -> list[tuple[str, int]]:
