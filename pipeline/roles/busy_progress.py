@@ -13,9 +13,9 @@ _LEAST_SHARE = 0.02
 
 
 class BusyProgress(Closing):
-    """Reports progress, and repeats the last report while this process computes and reports nothing.
+    """Reports progress, and repeats the last report every `every_s` seconds in which this process computed.
 
-    A process that hangs uses no processor time, so its supervisor still notices its silence.
+    A process that waits for something uses no processor time, so its supervisor still notices its silence.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class BusyProgress(Closing):
         self._report(what)
 
     def close(self) -> None:
-        """Report nothing from now on; call this before the process reports that it is ready."""
+        """End the repetition; call this before the process reports that it is ready, which closes the pipe."""
         self._closed.set()
         self._thread.join()
 
