@@ -29,13 +29,13 @@ class GroupingFigures:
         group: str,
         topic: str,
         interval_s: float,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float] | None = None,
     ) -> None:
         self._writer = writer
         self._labels = {"consumergroup": group, "topic": topic}
         self._interval_s = interval_s
-        self._clock = clock
-        self._due_s = clock()
+        self._clock = clock or time.monotonic
+        self._due_s = self._clock()
         self._totals = dict.fromkeys(
             ("transactions", "batches", "batched", "dropped", "dead_lettered", "finished_groups"), 0
         )

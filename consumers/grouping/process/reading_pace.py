@@ -12,15 +12,15 @@ class ReadingPace:
         self,
         records_per_s: float,
         turn_s: float,
-        clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] | None = None,
+        sleep: Callable[[float], None] | None = None,
     ) -> None:
         """A `records_per_s` of 0 sets no limit. Unused allowance accumulates for at most `turn_s`, so that no burst
         follows idle time."""
-        self._rate, self._clock, self._sleep = records_per_s, clock, sleep
+        self._rate, self._clock, self._sleep = records_per_s, clock or time.monotonic, sleep or time.sleep
         self._room = max(1.0, records_per_s * turn_s)
         self._left = self._room
-        self._at = clock()
+        self._at = self._clock()
 
     def most(self, limit: int) -> int:
         """Return how many records may be read now, at least 1 and at most `limit`.
