@@ -39,8 +39,8 @@ def test_provisioning_twice_changes_nothing_the_second_time(real_run: RealRun) -
         if spec.cleanup == "none":
             assert (settings["retention.ms"], settings["retention.bytes"]) == ("-1", "-1")
         else:
-            # A version of 128 MiB fits into one segment; the records of other topics are small.
-            assert int(settings["segment.bytes"]) == (256 if spec.name == "weights" else 16) * 1024 * 1024
+            # Chunks of versions have a MiB each; the records of other topics are small.
+            assert int(settings["segment.bytes"]) == (64 if spec.name == "weights" else 16) * 1024 * 1024
 
 
 def test_a_changed_setting_is_shown_and_mended(real_run: RealRun) -> None:

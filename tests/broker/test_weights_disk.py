@@ -16,8 +16,8 @@ from tests.support.waiting import eventually
 
 VERSION_BYTES = 8 * 1024 * 1024
 KEPT = 2
-VERSIONS = 30
-SEGMENT_BYTES = 16 * 1024 * 1024
+VERSIONS = 60
+SEGMENT_BYTES = 64 * 1024 * 1024
 
 
 def test_the_log_of_versions_takes_at_most_twice_the_bytes_that_are_kept(tmp_path: Path) -> None:
