@@ -51,9 +51,8 @@ class TopicSpec:
 
     def settings(self, config: TopicsConfig, kafka: KafkaConfig) -> dict[str, str]:
         """Return the topic's Kafka configuration."""
-        settings = dict(_KEEP)
-        if self.cleanup == "compact":
-            settings = {**_COMPACT, "segment.bytes": str(self.segment_bytes)}
+        compacted = _COMPACT | {"segment.bytes": str(self.segment_bytes)}
+        settings = dict(_KEEP) if self.cleanup == "none" else compacted
         settings["max.message.bytes"] = str(kafka.max_record_bytes)
         settings["min.insync.replicas"] = str(config.min_insync_replicas)
         if self.append_time:
