@@ -27,7 +27,13 @@ _ACT_S = 0.3
 """How long to wait for each of these functions."""
 
 _received: list[int] = []
-_reported = threading.Lock()
+_reporting = threading.RLock()
+"""Held while the line is printed: no thread may end the process while another prints it. A signal handler may find it
+held by its own thread, and then prints the line itself."""
+_REPORT_S = 0.3
+"""How long to wait for a thread that prints the line."""
+_LINE = b"rollstream: interrupted\n"
+_printed: list[bytes] = []
 
 
 def take_over() -> None:
@@ -89,13 +95,20 @@ def _watch(read: int) -> None:
 
 
 def _report() -> None:
-    """Print one line to standard error, once, if that does not block."""
-    if not _reported.acquire(blocking=False):
+    """Print one line to standard error, once, if that does not block; return when it is printed, by any thread."""
+    if not _reporting.acquire(timeout=_REPORT_S):
         return
-    with suppress(OSError, ValueError):
+    try:
+        if _printed:
+            return
         error = sys.__stderr__.fileno() if sys.__stderr__ is not None else 2
         if select.select([], [error], [], 0)[1]:
-            os.write(error, b"rollstream: interrupted\n")
+            os.write(error, _LINE)
+            _printed.append(_LINE)
+    except (OSError, ValueError):
+        pass  # no standard error
+    finally:
+        _reporting.release()
 
 
 def _report_unless_interrupted(unraisable: Any) -> None:

@@ -255,7 +255,7 @@ class Interrupts:
             interruption.note()
         if len(self._received) > 1 and number == signal.SIGINT:
             self.kill_now()
-            os._exit(128 + number)
+            interruption.end()
         self._raise_once()
 
     def _raise_once(self) -> None:

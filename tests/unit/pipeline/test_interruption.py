@@ -70,6 +70,39 @@ def test_a_second_ctrl_c_ends_a_command_at_once(tmp_path: Path) -> None:
     assert (process.returncode, process.communicate()[1]) == (130, f"{LINE}\n")
 
 
+def test_a_command_ends_after_its_line_is_printed_whichever_thread_prints_it(tmp_path: Path) -> None:
+    """The command has cleaned up at the moment at which it would be ended by force."""
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, signal, threading, time\n"
+        "from rollstream.pipeline import interruption\n"
+        "printing, write = threading.Event(), os.write\n"
+        "def slowly(number, line):\n"
+        "    if threading.current_thread() is not threading.main_thread():\n"
+        "        printing.set()\n"
+        "        time.sleep(0.1)  # as on a busy machine\n"
+        "    return write(number, line)\n"
+        "os.write = slowly\n"
+        "interruption.GRACE_S = 0.0\n"
+        "interruption.take_over()\n"
+        "try:\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    printing.wait(60)\n"
+        "except KeyboardInterrupt:\n"
+        "    printing.wait(60)\n"
+        "    interruption.end()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (130, f"{LINE}\n")
+
+
 JOBS = """
 import sys, time
 from pathlib import Path
