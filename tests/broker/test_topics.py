@@ -3,6 +3,7 @@
 import math
 import re
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +11,10 @@ import pytest
 from confluent_kafka.cimpl import NewTopic
 
 from rollstream.infra.broker import LocalBroker
+from rollstream.infra.config import BrokerConfig
 from rollstream.infra.ports import free_port
 from rollstream.topics.catalogue import CATALOGUE, spec_of, topic_name
-from rollstream.topics.config import KafkaConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
@@ -116,6 +118,44 @@ def test_topics_are_applied_once_the_broker_is_up_for_those_who_wait(tmp_path: P
             assert len(provisioning.describe(run.kafka, run_name)) == len(CATALOGUE)
     finally:
         run.stop()
+
+
+def test_topics_are_created_once_a_fenced_broker_is_back(
+    tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: heartbeats come late, so the controller fences the only broker, and creates no topic."""
+    late = {"broker.heartbeat.interval.ms": "6000", "broker.session.timeout.ms": "1000"}
+    config = BrokerConfig(data_dir=tmp_path / "broker", port=free_port("127.0.0.1"), properties=late)
+    with LocalBroker.start(config=config, bound_to_parent=True) as broker:
+        kafka = KafkaConfig(bootstrap_servers=broker.bootstrap_servers)
+        client = clients.admin(kafka)
+        create = client.create_topics
+        answers: list[list[str]] = []
+
+        def is_fenced() -> bool:
+            probe = create([NewTopic(f"{run_name}-probe", 1, 1)], validate_only=True)[f"{run_name}-probe"]
+            return "All brokers are currently fenced" in str(probe.exception(300))
+
+        def create_while_fenced(topics: list[NewTopic], **words: float) -> dict[str, Future[None]]:
+            if not answers:  # a heartbeat has just passed: the broker stays fenced for seconds
+                eventually(lambda: not is_fenced(), 60, "a heartbeat", every_s=0.02)
+                eventually(is_fenced, 60, "the broker is fenced", every_s=0.02)
+            created: dict[str, Future[None]] = create(topics, **words)
+            answers.append([str(future.exception(300)) for future in created.values()])
+            return created
+
+        monkeypatch.setattr(client, "create_topics", create_while_fenced)
+        monkeypatch.setattr(clients, "admin", lambda _kafka: client)
+        provisioning.apply(kafka, TopicsConfig(partitions=1), run_name)
+        assert all("All brokers are currently fenced" in reason for reason in answers[0])
+        assert {topic.topic for topic in provisioning.describe(kafka, run_name)} == {
+            topic_name(run_name, spec.name) for spec in CATALOGUE
+        }
+
+
+def test_more_replicas_than_brokers_are_refused_at_once(real_run: RealRun) -> None:
+    with pytest.raises(TopicError, match=r"cannot be created: .*replication factor"):
+        provisioning.apply(real_run.kafka, replace(real_run.topics, replication_factor=3), real_run.name)
 
 
 def test_a_topic_is_read_to_where_it_ends_and_from_where_asked(real_run: RealRun) -> None:

@@ -25,6 +25,8 @@ from rollstream.topics.kafka.client_errors import answer_of, denial, retrying
 
 _TIMEOUT_S = 30.0
 _ANSWER_S = 5.0
+_FENCED_S = 0.2
+"""Pause before topics that fenced brokers refused are created again."""
 _REGISTRY_TIMEOUT_S = 60.0
 """Timeout of a request to the schema registry, which answers its first request slowly."""
 
@@ -130,12 +132,7 @@ def apply(
         for p in plans
         if p.create
     ]
-    for topic, future in (client.create_topics(new, operation_timeout=_TIMEOUT_S) if new else {}).items():
-        try:
-            answer_of(future, _TIMEOUT_S)
-        except KafkaException as error:
-            if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                raise TopicError(f"topic {topic} cannot be created: {error.args[0].str()}") from error
+    _create(client, new)
     _await_leaders(kafka, client, {p.topic for p in plans if p.create})
     changed = [
         ConfigResource(
@@ -186,6 +183,29 @@ def unset(kafka: KafkaConfig, run: str, names: Iterable[str]) -> None:
 def _listed(client: AdminClient) -> ClusterMetadata:
     """Return the brokers and topics that a client knows. Raises BrokerUnavailable."""
     return retrying(partial(client.list_topics, timeout=_ANSWER_S), "listing the brokers", _TIMEOUT_S)
+
+
+def _create(client: AdminClient, topics: Iterable[NewTopic]) -> None:
+    """Create topics that are missing, and wait for brokers that the controller has fenced: a busy broker whose
+    heartbeats are late is fenced until the next one."""
+    deadline = time.monotonic() + _TIMEOUT_S
+    missing = {topic.topic: topic for topic in topics}
+    while missing:
+        refused = {}
+        for name, future in client.create_topics(list(missing.values()), operation_timeout=_TIMEOUT_S).items():
+            try:
+                answer_of(future, _TIMEOUT_S)
+            except KafkaException as error:
+                kind, reason = error.args[0].code(), error.args[0].str()
+                if kind == KafkaError.TOPIC_ALREADY_EXISTS:
+                    continue
+                # The same code says that there are fewer brokers than replicas, which waiting does not change.
+                fenced = kind == KafkaError.INVALID_REPLICATION_FACTOR and "fenced" in reason
+                if not fenced or time.monotonic() > deadline:
+                    raise TopicError(f"topic {name} cannot be created: {reason}") from error
+                refused[name] = missing[name]
+        missing = refused
+        time.sleep(_FENCED_S if missing else 0)
 
 
 def _await_leaders(kafka: KafkaConfig, client: AdminClient, created: set[str]) -> None:
