@@ -26,6 +26,8 @@ def s3_server(secret: str = "nothing") -> Iterator[str]:
         for name, value in {**settings, "ENDPOINT_URL": f"http://{host}:{port}"}.items():
             patch.setenv(f"AWS_{name}", value)
         patch.delenv("AWS_PROFILE", raising=False)
+        # Objects of an earlier server of this process are kept otherwise.
+        urllib.request.urlopen(f"{os.environ['AWS_ENDPOINT_URL']}/moto-api/reset", b"", timeout=60).close()
         boto3.client("s3").create_bucket(Bucket=BUCKET)
         try:
             yield f"s3://{BUCKET}"
