@@ -3,7 +3,9 @@
 import math
 import re
 import time
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -120,37 +122,65 @@ def test_topics_are_applied_once_the_broker_is_up_for_those_who_wait(tmp_path: P
         run.stop()
 
 
-def test_topics_are_created_once_a_fenced_broker_is_back(
-    tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As on a busy machine: heartbeats come late, so the controller fences the only broker, and creates no topic."""
-    late = {"broker.heartbeat.interval.ms": "6000", "broker.session.timeout.ms": "1000"}
+@contextmanager
+def fenced_at_creation(
+    tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch, *, every_ms: int, session_ms: int
+) -> Iterator[tuple[KafkaConfig, list[str]]]:
+    """Settings for a broker that is fenced when topics are first created, until a heartbeat; and the first answers.
+
+    It is as on a busy machine: a heartbeat comes every `every_ms`, and `session_ms` after it the controller fences the
+    only broker, so that it creates no topic.
+    """
+    late = {"broker.heartbeat.interval.ms": str(every_ms), "broker.session.timeout.ms": str(session_ms)}
     config = BrokerConfig(data_dir=tmp_path / "broker", port=free_port("127.0.0.1"), properties=late)
     with LocalBroker.start(config=config, bound_to_parent=True) as broker:
         kafka = KafkaConfig(bootstrap_servers=broker.bootstrap_servers)
         client = clients.admin(kafka)
         create = client.create_topics
-        answers: list[list[str]] = []
+        first: list[str] = []
 
         def is_fenced() -> bool:
             probe = create([NewTopic(f"{run_name}-probe", 1, 1)], validate_only=True)[f"{run_name}-probe"]
             return "All brokers are currently fenced" in str(probe.exception(300))
 
         def create_while_fenced(topics: list[NewTopic], **words: float) -> dict[str, Future[None]]:
-            if not answers:  # a heartbeat has just passed: the broker stays fenced for seconds
-                eventually(lambda: not is_fenced(), 60, "a heartbeat", every_s=0.02)
-                eventually(is_fenced, 60, "the broker is fenced", every_s=0.02)
+            if first:
+                return create(topics, **words)
+            # A heartbeat has just passed, so the broker stays fenced for a while.
+            eventually(lambda: not is_fenced(), 300, "a heartbeat", every_s=0.02)
+            eventually(is_fenced, 60, "the broker is fenced", every_s=0.02)
             created: dict[str, Future[None]] = create(topics, **words)
-            answers.append([str(future.exception(300)) for future in created.values()])
+            first.extend(str(future.exception(300)) for future in created.values())
             return created
 
         monkeypatch.setattr(client, "create_topics", create_while_fenced)
         monkeypatch.setattr(clients, "admin", lambda _kafka: client)
+        yield kafka, first
+
+
+def test_topics_are_created_once_a_fenced_broker_is_back(
+    tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fenced = fenced_at_creation(tmp_path, run_name, monkeypatch, every_ms=6000, session_ms=1000)
+    with fenced as (kafka, first):
         provisioning.apply(kafka, TopicsConfig(partitions=1), run_name)
-        assert all("All brokers are currently fenced" in reason for reason in answers[0])
+        assert len(first) == len(CATALOGUE)
+        assert all("All brokers are currently fenced" in reason for reason in first)
         assert {topic.topic for topic in provisioning.describe(kafka, run_name)} == {
             topic_name(run_name, spec.name) for spec in CATALOGUE
         }
+
+
+@pytest.mark.long
+def test_brokers_that_stay_fenced_are_named_with_the_remedy(
+    tmp_path: Path, run_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fenced = fenced_at_creation(tmp_path, run_name, monkeypatch, every_ms=60_000, session_ms=5000)
+    with (
+        fenced as (kafka, _first),
+        pytest.raises(BrokerUnavailable, match=r"cannot be created: .*fenced.* This lasted 30 s: .*; try again, and"),
+    ):
+        provisioning.apply(kafka, TopicsConfig(partitions=1), run_name)
 
 
 def test_more_replicas_than_brokers_are_refused_at_once(real_run: RealRun) -> None:

@@ -156,6 +156,15 @@ def is_unanswered(error: KafkaError) -> bool:
     return error.code() == KafkaError._AUTO_OFFSET_RESET and error.str().startswith("failed to query logical offset")
 
 
+def is_fenced(error: KafkaError) -> bool:
+    """Whether topics were not created because controllers have fenced brokers, which are back after their next
+    heartbeat.
+
+    The same code says that there are fewer brokers than replicas. Only the text distinguishes this case.
+    """
+    return error.code() == KafkaError.INVALID_REPLICATION_FACTOR and "fenced" in error.str()
+
+
 def raise_for(error: KafkaError, doing: str) -> None:
     """Raise the matching error for a consumer's error, unless the client recovers from it by itself."""
     code = error.code()

@@ -21,7 +21,7 @@ from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, TopicError
 from rollstream.topics.kafka import clients, topic_admin
-from rollstream.topics.kafka.client_errors import answer_of, denial, retrying
+from rollstream.topics.kafka.client_errors import answer_of, denial, is_fenced, retrying
 
 _TIMEOUT_S = 30.0
 _ANSWER_S = 5.0
@@ -133,7 +133,7 @@ def apply(
         if p.create
     ]
     _create(client, new)
-    _await_leaders(kafka, client, {p.topic for p in plans if p.create})
+    _await_leaders(kafka, {p.topic for p in plans if p.create})
     changed = [
         ConfigResource(
             ResourceType.TOPIC,
@@ -196,23 +196,31 @@ def _create(client: AdminClient, topics: Iterable[NewTopic]) -> None:
             try:
                 answer_of(future, _TIMEOUT_S)
             except KafkaException as error:
-                kind, reason = error.args[0].code(), error.args[0].str()
-                if kind == KafkaError.TOPIC_ALREADY_EXISTS:
+                refusal: KafkaError = error.args[0]
+                if refusal.code() == KafkaError.TOPIC_ALREADY_EXISTS:
                     continue
-                # The same code says that there are fewer brokers than replicas, which waiting does not change.
-                fenced = kind == KafkaError.INVALID_REPLICATION_FACTOR and "fenced" in reason
-                if not fenced or time.monotonic() > deadline:
-                    raise TopicError(f"topic {name} cannot be created: {reason}") from error
+                if not is_fenced(refusal):
+                    raise TopicError(f"topic {name} cannot be created: {refusal.str()}") from error
+                if time.monotonic() > deadline:
+                    raise BrokerUnavailable(
+                        f"topic {name} cannot be created: {refusal.str()} This lasted {_TIMEOUT_S:g} s: the machine "
+                        "was paused or is overloaded, or brokers are starting; try again, and read the brokers' logs "
+                        "if it stays so"
+                    ) from error
                 refused[name] = missing[name]
         missing = refused
         time.sleep(_FENCED_S if missing else 0)
 
 
-def _await_leaders(kafka: KafkaConfig, client: AdminClient, created: set[str]) -> None:
+def _await_leaders(kafka: KafkaConfig, created: set[str]) -> None:
     """Wait until every broker knows the topics: the controller acknowledges a creation, and brokers may lag behind."""
+    if not created:
+        return
     deadline = time.monotonic() + _TIMEOUT_S
-    brokers = _listed(client).brokers.values() if created else ()
-    for broker in brokers:
+    # While every broker is fenced, none is listed, and a client may never list one again (see `stranded_clients`).
+    while not (brokers := _listed(client := clients.admin(kafka)).brokers):
+        clients.check_broker(kafka, max(0.0, deadline - time.monotonic()))
+    for broker in brokers.values():
         # A client with one address asks that broker; a client with several asks any.
         broker_client = clients.admin(replace(kafka, bootstrap_servers=f"{broker.host}:{broker.port}"))
         missing = created
