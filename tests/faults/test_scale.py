@@ -9,6 +9,7 @@ import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.infra.cluster import LocalCluster
+from rollstream.infra.config import BrokerConfig
 from rollstream.topics.config import KafkaConfig, TopicsConfig
 from tests.faults.groupers import Supervised
 from tests.faults.many_producers import ManyProducers
@@ -18,12 +19,15 @@ from tests.support.runs import RealRun
 PARTITIONS, PROCESSES, WORKERS, BROKERS = 64, 8, 200, 3
 BETWEEN = 200
 """Rollouts between two restarts."""
+SESSION = {"broker.session.timeout.ms": "9000"}
+"""Kafka's default. With the shorter one of local brokers, a busy machine fences brokers of so many partitions."""
 
 
 @pytest.fixture
 def wide_run(run_name: str, tmp_path: Path) -> Iterator[tuple[LocalCluster, RealRun]]:
     """Three copies of every topic, two of them in step; a reader of batches has 64 partitions to read from."""
-    with LocalCluster.start(tmp_path / "cluster", BROKERS, bound_to_parent=True) as cluster:
+    config = BrokerConfig(properties=SESSION)
+    with LocalCluster.start(tmp_path / "cluster", BROKERS, config=config, bound_to_parent=True) as cluster:
         run = RealRun(
             KafkaConfig(bootstrap_servers=cluster.bootstrap_servers),
             run_name,
