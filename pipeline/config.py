@@ -211,10 +211,12 @@ class RunConfig:
             raise ConfigurationError(
                 f"run name {self.run!r} cannot be part of a topic name: use letters, digits, '.', '_' and '-'"
             )
-        if ".turn-" in self.run:
-            raise ConfigurationError(
-                f"run name {self.run!r} contains '.turn-', as only names of consumer groups may: choose another name"
-            )
+        for part in (".turn-", ".filler-"):
+            if part in self.run:
+                raise ConfigurationError(
+                    f"run name {self.run!r} contains {part!r}, as only names of consumer groups may: choose another "
+                    "name"
+                )
         for key in _GROUP_SETTINGS:
             if not _GROUP_NAME.fullmatch(name := attrgetter(key)(self)):
                 raise ConfigurationError(

@@ -2,8 +2,8 @@
 
 `rollstream topics acls`, the users of a chart, `rollstream doctor` and docs/permissions.md are made from these rules.
 Read and Write imply Describe. No rule covers a name of another run: topics are named one by one, because topics of run
-`a.b` begin like topics of run `a`. A prefix of groups ends in `.turn-`, which no run's name contains; a prefix of
-transactional ids begins with the name of the run and a slash, which no run's name contains either.
+`a.b` begin like topics of run `a`. A prefix of groups ends in `.turn-` or `.filler-`, which no run's name contains; a
+prefix of transactional ids begins with the name of the run and a slash, which no run's name contains either.
 """
 
 from collections.abc import Callable, Iterator
@@ -93,9 +93,11 @@ def _of_role(config: "RunConfig", name: str) -> Iterator[AccessRule]:
         yield AccessRule("topic", topic_name(run, "rollouts"), ("DescribeConfigs",))
     if name in (ENV, GATEWAY, GROUP, PRUNE):
         # Flow control, drains and pruning check how far consumers have read.
-        for reader in (GROUP, LABEL, ARCHIVE, FILL) if name == PRUNE else (LABEL,):
+        for reader in (GROUP, LABEL, ARCHIVE) if name == PRUNE else (LABEL,):
             for template in role_of(reader).groups:
                 yield _named("group", template, config, ("Describe",))
+    if name == PRUNE:
+        yield _of_fillers(config)
 
 
 def _of_topics_apply(config: "RunConfig") -> Iterator[AccessRule]:
@@ -110,7 +112,18 @@ def _of_topics_apply(config: "RunConfig") -> Iterator[AccessRule]:
         yield _named("transactionalId", template, config, ("Write",))
 
 
+def _of_fillers(config: "RunConfig") -> AccessRule:
+    """Return the rule that shows how far all fillers have read, including those of learners, whose names are free.
+
+    Brokers list only the groups that a user may describe, so pruning would not know of others, and delete their
+    records.
+    """
+    (template,) = role_of(FILL).groups
+    return AccessRule("group", template.partition("{fill.name}")[0].format(run=config.run), ("Describe",), prefix=True)
+
+
 def _of_audit(config: "RunConfig") -> Iterator[AccessRule]:
+    yield _of_fillers(config)
     for spec in CATALOGUE:
         yield AccessRule("topic", topic_name(config.run, spec.name), ("Read", "DescribeConfigs"))
     for role in ROLES:

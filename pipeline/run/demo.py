@@ -47,6 +47,7 @@ from rollstream.pipeline.ui.beside_run import RunPage
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 
 OTHER_ESTIMATOR = "grpo"
@@ -189,11 +190,22 @@ def start_kafka(config: RunConfig, keep: bool, stack: ExitStack, say: Say) -> Ru
         broker = open_broker(config.broker)
         stack.push(partial(_end_broker, broker, keep))
         config = replace(config, kafka=replace(config.kafka, bootstrap_servers=broker.bootstrap_servers))
-    elif not keep:
-        stack.callback(topics.remove, config)
+    else:
+        _check_is_new(config)
+        if not keep:
+            stack.callback(topics.remove, config)
     say(f"Kafka answers at {config.kafka.bootstrap_servers}; creating the topics of run {config.run}")
     topics.provision(config)
     return plans.settle(config)
+
+
+def _check_is_new(config: RunConfig) -> None:
+    """Raise ConfigurationError if the run has topics: a demo would add to them, and delete them at its end."""
+    if existing := provisioning.describe(config.kafka, config.run):
+        raise ConfigurationError(
+            f"run {config.run} at {config.kafka.bootstrap_servers} has {len(existing)} topics already, and a demo "
+            "deletes its topics; give the demo a new name with --run, or unset ROLLSTREAM_RUN"
+        )
 
 
 def _end_broker(

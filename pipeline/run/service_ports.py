@@ -4,11 +4,15 @@ A list of them for Prometheus (file_sd_configs) is among the files of the run.
 """
 
 import json
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run.role_spec import RoleSpec
+from rollstream.topics.logs import event
+
+logger = logging.getLogger(__name__)
 
 
 class ServicePorts:
@@ -48,10 +52,13 @@ class ServicePorts:
             }
             for name, port in processes.items()
         ]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         partial = self.path.with_suffix(".partial")
-        partial.write_text(json.dumps(targets, indent=2) + "\n")
-        partial.replace(self.path)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_text(json.dumps(targets, indent=2) + "\n")
+            partial.replace(self.path)
+        except OSError as error:  # the run goes on, and Prometheus has the earlier list
+            event(logger, "targets_not_written", level=logging.WARNING, path=str(self.path), error=str(error))
 
 
 def _listed(path: Path) -> dict[str, int]:

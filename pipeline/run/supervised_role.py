@@ -79,9 +79,12 @@ def put_aside(log: Path) -> None:
 
 def cause_in(log: Path) -> str:
     """Return the last error that a role printed, or the end of its log if it printed none."""
-    with log.open("rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-        lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()
+    except OSError as error:  # somebody may have deleted it to free space
+        return f"its log cannot be read: {error}"
     errors = [line for line in lines[-_TAIL_LINES:] if line.startswith("rollstream: ")]
     if errors:
         return f"{errors[-1].removeprefix('rollstream: ')} ({log})"

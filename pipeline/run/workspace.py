@@ -25,6 +25,8 @@ DEFAULT_RUN = "demo"
 _KEPT = "kept"
 _LOCK = "demo.lock"
 """Lock file in a demo's folder, held while the demo runs."""
+_SUPERVISED = "processes/processes.json"
+"""List of processes in the folder of a `rollstream run`, while it goes on (`ProcessRegistry`)."""
 _PREPARING = "demos.lock"
 """Lock file in the data directory, held while a demo removes earlier folders and takes its own."""
 
@@ -75,6 +77,9 @@ def _own(folder: Path) -> DirectoryLock:
 def _forget_earlier(base: Path) -> None:
     """Remove the folders of earlier demos that are not kept and do not run now."""
     for folder in base.glob(f"runs/{DEFAULT_RUN}-*"):
+        # Another run may be named like a demo, and a run may go on in the folder of a demo.
+        if not (folder / _LOCK).exists() or (folder / _SUPERVISED).exists():
+            continue
         try:
             lock = lock_directory(folder, _LOCK)
         except StoreError:  # its demo runs now, or its files are not ours to remove

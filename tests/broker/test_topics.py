@@ -97,6 +97,19 @@ def test_another_number_of_replicas_is_shown_with_the_remedy_and_left(real_run: 
     assert "-> change the replicas with kafka-reassign-partitions" in examined.stdout
 
 
+@pytest.mark.parametrize("flags", [(), ("--scale",)])
+def test_a_demo_refuses_a_run_that_has_topics_and_leaves_them(
+    real_run: RealRun, tmp_path: Path, flags: tuple[str, ...]
+) -> None:
+    """As with ROLLSTREAM_RUN and an address in the environment: at its end a demo deletes the topics of its run."""
+    real_run.prepare()
+    address = real_run.kafka.bootstrap_servers
+    refused = answer_of(tmp_path, "demo", *flags, "--run", real_run.name, "-b", address, "--data", str(tmp_path / "d"))
+    assert refused.returncode == 2
+    assert f"run {real_run.name} at {address} has {len(CATALOGUE)} topics already" in refused.stderr
+    assert len(provisioning.describe(real_run.kafka, real_run.name)) == len(CATALOGUE)
+
+
 def test_a_missing_topic_is_named_with_the_remedy(real_run: RealRun) -> None:
     with pytest.raises(TopicError, match=rf"{real_run.name}.rollouts is missing .*rollstream topics apply"):
         list(read_to_end(real_run.kafka, real_run.topic("rollouts")))

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from rollstream.pipeline.config import load
 from rollstream.pipeline.run.plan import plan
 from rollstream.pipeline.run.service_ports import ServicePorts
@@ -29,6 +31,19 @@ def test_every_process_gets_a_port_after_that_of_the_supervisor_and_keeps_it(tmp
         **{spec.name: [f"127.0.0.1:{port}"] for port, spec in enumerate(placed, 9101)},
     }
     assert {entry["labels"]["__meta_run"] for entry in targets} == {"main"}
+
+
+def test_a_list_that_cannot_be_written_is_logged_and_the_run_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "runs").write_text("a file where the folder should be")
+    config = load(flags=[f"data_dir={tmp_path}", "service.port=9100"])
+    ports = ServicePorts(config)
+    spec = plan(config, Path("run.toml")).of("group")[0]
+    with caplog.at_level("WARNING"):
+        assert ports.place(spec).arguments[-1] == "service.port=9101"
+        ports.retire(spec.name)
+    assert [record.message for record in caplog.records] == ["targets_not_written"] * 2
 
 
 def test_a_process_that_was_retired_is_not_listed_until_it_comes_back_with_its_port(tmp_path: Path) -> None:

@@ -516,3 +516,12 @@ except Interrupted:
     raise SystemExit(1)
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=300).returncode == code
+
+
+def test_a_log_that_was_deleted_is_named_and_ends_nothing(supervisor: Supervisor) -> None:
+    deletes = "import os, sys; os.remove('logs/page.log'); sys.exit(3)"
+    with supervisor:
+        supervisor.start(role("page", deletes, optional=True, restarts=0), role("group-0", OBEDIENT))
+        supervisor.wait_ready(["group-0"])
+        poll_until(supervisor, lambda: bool(supervisor.failure("page")), "the failure")
+        assert "its log cannot be read" in supervisor.failure("page")

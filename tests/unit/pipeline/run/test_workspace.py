@@ -8,6 +8,7 @@ import pytest
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run import workspace
+from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
 
@@ -53,6 +54,23 @@ def test_a_demo_removes_folders_of_demos_that_have_ended_unless_they_are_kept(tm
         assert other.run_dir.is_dir()
         assert placed.run_dir.name.startswith("demo-2")
         assert placed.run_dir.is_dir()
+
+
+def test_a_demo_does_not_touch_the_folder_of_a_run_that_is_named_like_a_demo(tmp_path: Path) -> None:
+    run = settings(tmp_path, "demo-qwen")
+    checkpoint = run.run_dir / "checkpoints"
+    checkpoint.mkdir(parents=True)
+    with workspace.prepared(settings(tmp_path, "demo-1")):
+        assert checkpoint.is_dir()
+
+
+def test_a_demo_does_not_touch_the_folder_of_a_demo_in_which_a_run_goes_on(tmp_path: Path) -> None:
+    with workspace.prepared(settings(tmp_path, "demo-1")) as first:
+        pass
+    with ProcessRegistry(first.run_dir / "processes", "settings"), workspace.prepared(settings(tmp_path, "demo-2")):
+        assert first.run_dir.is_dir()
+    with workspace.prepared(settings(tmp_path, "demo-3")):
+        assert not first.run_dir.exists()
 
 
 def test_two_demos_do_not_share_a_folder(tmp_path: Path) -> None:
