@@ -14,13 +14,18 @@ _READER_CACHE_BYTES = 64 * 2**20
 _WRITER_CACHE_BYTES = 256 * 2**20
 _CHECKPOINT_PAGES = 16 * 1024
 """Pages in the write-ahead log before a checkpoint: many, because the rows of a transaction touch many index pages."""
+_PRIMARY = 0xFF
+"""Bits of an error code of SQLite without its details."""
+_DAMAGES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""Errors of a damaged file, of one that is not of SQLite, and of other tables."""
 _META = "create table meta (name text primary key, value text not null) without rowid;"
 
 
 def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Connection:
     """Open a file for writing; if it has another identity, delete it and create it anew, with these tables.
 
-    Raises ConfigurationError if this Python's SQLite is too old.
+    Raises ConfigurationError if this Python's SQLite is too old, and OperationalError if the file cannot be read or
+    written, as on a full disk.
     """
     if sqlite3.sqlite_version_info < _OLDEST_SQLITE:
         raise ConfigurationError(
@@ -28,13 +33,8 @@ def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Conn
             f"{sqlite3.sqlite_version}; use a newer Python"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
-    connection = _opened(path)
-    try:
-        if _meta(connection) == identity:
-            return connection
-    except sqlite3.DatabaseError:
-        pass  # The file is damaged, or not a SQLite file.
-    connection.close()
+    if path.exists() and (connection := _of(path, identity)) is not None:
+        return connection
     remove(path)
     connection = _opened(path)
     connection.executescript(f"begin; {_META} {tables} commit;")
@@ -63,14 +63,31 @@ def reader(path: Path) -> sqlite3.Connection:
     return connection
 
 
+def _of(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection | None:
+    """Open a file; return None if it has another identity, is damaged, or is not a SQLite file."""
+    connection = None
+    try:
+        connection = _opened(path)
+        if _meta(connection) == identity:
+            return connection
+    except sqlite3.DatabaseError as error:
+        # An error of the system, such as a full disk, says nothing about the file.
+        if error.sqlite_errorcode & _PRIMARY not in _DAMAGES:
+            if connection is not None:
+                connection.close()
+            raise
+    if connection is not None:
+        connection.close()
+    return None
+
+
 def _opened(path: Path) -> sqlite3.Connection:
     connection = sqlite3.connect(path, timeout=60.0, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("pragma journal_mode = wal")
-    except sqlite3.DatabaseError:
+    except BaseException:
         connection.close()
-        remove(path)
-        return _opened(path)
+        raise
     # Transactions that a crash of the machine loses are read from the log again.
     connection.execute("pragma synchronous = normal")
     connection.execute(f"pragma wal_autocheckpoint = {_CHECKPOINT_PAGES}")

@@ -290,7 +290,7 @@ def _prompt_problems(environment: LoadedEnvironment, tokenizer: Tokenizer) -> It
             tokenizer.encode(prompt.text)
     if not by_name["heldout"]:
         yield "prompts('heldout') is empty, so nothing can be evaluated; set evaluate = false in its entry"
-    # Two files of questions may number different questions alike.
+    # Prompts are compared, not ids: two files may give different questions the same number.
     both = [name for name, prompt in by_name["heldout"].items() if by_name["train"].get(name) == prompt]
     if both:
         yield f"{len(both)} prompts are both trained on and held out, e.g. {min(both)}"

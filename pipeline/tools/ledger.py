@@ -266,6 +266,8 @@ def calls_text(calls: Mapping[str, Any]) -> str:
     rows += [(f"  {_words(fate)}", calls[fate]) for fate in ("in_rollouts", "open") if calls[fate]]
     dropped = ("cancelled", "retried", "late", "no_session")
     rows += [(f"  dropped: {_words(fate)}", calls[fate]) for fate in dropped if calls[fate]]
+    if calls["pruned"]:
+        rows.append(("  of sessions whose start was pruned", calls["pruned"]))
     rows += [("sessions", calls["sessions"]), ("  open", calls["open_sessions"])]
     rows += [(f"  cancelled: {clipped(reason, _NAME_WIDTH)}", count) for reason, count in calls["reasons"].items()]
     pruned = calls.get("pruned_offsets", 0)

@@ -269,8 +269,11 @@ class _DryRunTarget:
 
 
 class _DirectoryTarget:
-    """Writes a file for each portion atomically. Files made from the same content stay unchanged, a topic's file keeps
-    what the topic no longer has, and a file that no migration made, the source itself above all, is not replaced."""
+    """Writes a file for each portion atomically.
+
+    A file of the same content stays unchanged. The file of a topic keeps rollouts that the topic no longer has. Files
+    that no migration made, such as the source itself, are never replaced.
+    """
 
     def __init__(self, directory: Path, source: Path) -> None:
         if source.is_dir() and directory.resolve().is_relative_to(source.resolve()):
@@ -439,7 +442,7 @@ class _Migrated:
 
 
 def _content(rollout: Rollout) -> bytes:
-    """Return a digest of what a rollout has from its record alone, in every release."""
+    """Return a digest of the fields that every release takes from the record alone."""
     digest = hashlib.sha256(encode_key(rollout.environment, rollout.example_id) + np.float32(rollout.reward).tobytes())
     for array in (rollout.tokens, rollout.loss_mask, rollout.logprobs, rollout.token_rewards):
         digest.update(array.tobytes())

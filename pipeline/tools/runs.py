@@ -29,7 +29,7 @@ class RunSummary:
 
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream runs`."""
-    set_handler(parser, show_runs, json=True)
+    set_handler(parser, show_runs, example="rollstream runs -b localhost:9092", json=True)
 
 
 def show_runs(config: RunConfig, args: argparse.Namespace) -> int:

@@ -36,8 +36,9 @@ class Ledger(RecordCounts):
     trajectories: dict[str, Any] = field(default_factory=dict)
     """Number of trajectories and of offsets pruned before them; for each filler, its positions and waiting records."""
     calls: dict[str, Any] = field(default_factory=dict)
-    """Model calls recorded, by fate: in_rollouts, open, or dropped as cancelled, retried, late or no_session; sessions,
-    and the reasons of cancelled sessions. Empty for a run without the topic `calls`."""
+    """Model calls recorded, by fate: in_rollouts, open, dropped as cancelled, retried, late or no_session, or pruned
+    (the start of the session is no longer on the log); sessions, and the reasons of cancelled sessions. Empty for a run
+    without the topic `calls`."""
     predecessor: dict[str, Any] = field(default_factory=dict)
     """The run that was split into this run: its name, the number of records that moved, the batches carried over.
     Empty if there is no such run; `gone` is set if its topics no longer exist."""
@@ -65,7 +66,7 @@ class Ledger(RecordCounts):
         fates = ("labeled", "left_out", "dead_lettered", "pending", "undecided")
         waited = sum(self.unlabelled.get(fate, 0) for fate in fates)
         whole = self.produced == self.placed and waited == self.unlabelled.get("produced", 0)
-        captured = ("in_rollouts", "open", "cancelled", "retried", "late", "no_session")
+        captured = ("in_rollouts", "open", "cancelled", "retried", "late", "no_session", "pruned")
         whole = whole and self.calls.get("recorded", 0) == sum(self.calls.get(fate, 0) for fate in captured)
         return not self.problems and whole
 

@@ -6,6 +6,7 @@ Sessions are folded as gateways fold them, and their rollouts are looked up by u
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 from rollstream.pipeline.audit.ledger.book import Ledger
@@ -27,8 +28,10 @@ CANCELLED = "cancelled"
 RETRIED = "retried"
 LATE = "late"
 NO_SESSION = "no_session"
-FATES = (IN_ROLLOUTS, OPEN, CANCELLED, RETRIED, LATE, NO_SESSION)
-"""Fates of calls; the last four are the reasons for dropping a call."""
+PRUNED = "pruned"
+FATES = (IN_ROLLOUTS, OPEN, CANCELLED, RETRIED, LATE, NO_SESSION, PRUNED)
+"""Fates of calls. From CANCELLED to NO_SESSION they are the reasons for dropping a call; the start of a PRUNED call's
+session is no longer on the log."""
 _REASONS = 20
 
 
@@ -50,9 +53,11 @@ class CallBook:
         """All sessions."""
         return (session for fold in self.folds.values() for session in fold.sessions.values())
 
-    def fates(self) -> Counter[str]:
-        """Return the number of calls by fate."""
-        fates: Counter[str] = Counter({NO_SESSION: sum(fold.orphans for fold in self.folds.values())})
+    def fates(self, begins: Mapping[int, int] = MappingProxyType({})) -> Counter[str]:
+        """Return the number of calls by fate; `begins` are the first offsets of partitions, 0 by default."""
+        fates: Counter[str] = Counter()
+        for partition, fold in self.folds.items():
+            fates[PRUNED if begins.get(partition) else NO_SESSION] += fold.orphans
         for session in self.sessions:
             fates[RETRIED] += session.retried_calls
             fates[LATE] += session.late_calls
@@ -147,7 +152,8 @@ class CallRecords:
     def sum_up(self, result: Ledger) -> None:
         """Add the calls, and contradictions about them, to a ledger."""
         book = self._book
-        fates = book.fates()
+        begins = {p: begin for p, (begin, _end) in topic_admin.bounds(self._kafka, self.tail.topic).items()}
+        fates = book.fates(begins)
         sessions = list(book.sessions)
         result.calls = {
             "recorded": book.calls,
@@ -155,7 +161,7 @@ class CallRecords:
             "sessions": len(sessions),
             "open_sessions": sum(session.finished is None for session in sessions),
             "reasons": book.reasons(),
-            "pruned_offsets": sum(begin for begin, _end in topic_admin.bounds(self._kafka, self.tail.topic).values()),
+            "pruned_offsets": sum(begins.values()),
         }
         for uid, session in sorted(self._unseen.items()):
             result.problem(f"session {session} names rollout {uid}, which is not in rollouts")

@@ -192,7 +192,7 @@ def phrase(text: str) -> str:
 def _ids(
     db: sqlite3.Connection, conditions: Sequence[_Condition], start: Sequence[_Condition], sorting: str, window: _Window
 ) -> list[int]:
-    """Return the ids of a page in order, from the first rows of the order if enough of these match."""
+    """Return the ids of a page in order. Only the first rows of the order are read if enough of these match."""
     if conditions and not window.skip:
         where, values = _joined(start)
         walk = f"select * from rollouts where {where} order by {sorting} limit ?"
@@ -225,8 +225,8 @@ def _searched(
     sorting: str,
     window: _Window,
 ) -> list[int]:
-    """Return the ids of a page of rollouts that match a text, if many match. An order other than by time sorts only the
-    newest `COUNTED` matches."""
+    """Return the ids of a page of rollouts that match a text, for a text that many match. Except in the order of time,
+    only the newest `COUNTED` matches are sorted."""
     if sorting.startswith("id "):
         places = [_Condition(f"t.row{condition.sql}", condition.values) for condition in start]
         where, values = _joined([*conditions, *places])

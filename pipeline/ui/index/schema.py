@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollstream.pipeline import sqlite_files
+from rollstream.topics.errors import ConfigurationError
 
 VERSION = 5
 """Version of the tables and of their contents; raise it with each change of either."""
@@ -106,6 +107,12 @@ create table evaluated (
 def create(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection:
     """Open the index for writing; an index of other topics or of another version is deleted and created anew.
 
-    Raises ConfigurationError if this Python's SQLite does not support the index.
+    Raises ConfigurationError if this Python's SQLite does not support the index, or the file cannot be read or written.
     """
-    return sqlite_files.create(path, {"version": str(VERSION), **identity}, TABLES)
+    try:
+        return sqlite_files.create(path, {"version": str(VERSION), **identity}, TABLES)
+    except (OSError, sqlite3.OperationalError) as error:
+        raise ConfigurationError(
+            f"the index of the page cannot be written to {path} ({error}); free space, or give a writable directory "
+            "with --set data_dir=DIRECTORY"
+        ) from error

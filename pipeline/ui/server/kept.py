@@ -33,10 +33,10 @@ class Kept(Generic[T]):
         self._value = None
 
     async def _refresh(self) -> T:
-        began = time.monotonic()
         try:
             self._value = value = await self._background.call(self._read)
-            self._read_at = began
+            # A value that took long to read is not old at once, or it would be read all the time.
+            self._read_at = time.monotonic()
             return value
         finally:
             self._reading = None

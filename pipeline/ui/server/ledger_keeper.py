@@ -33,7 +33,9 @@ class LedgerKeeper:
         `running` is true while a proof runs or waits for its pause, so that a later answer will differ. After a failed
         proof, only a request starts the next one.
         """
-        due = self._revision() != self._proven
+        # A transaction that hides records may be aborted, which changes nothing that `revision` shows.
+        undecided = bool(self._book and self._book.get("undecided"))
+        due = undecided or self._revision() != self._proven
         if due and not self._running and time.monotonic() >= self._rest_until:
             self._running = True
             threading.Thread(target=self._work, name="ledger", daemon=True).start()

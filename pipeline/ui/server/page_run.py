@@ -41,6 +41,9 @@ class PageRun:
         self._filling = IndexFilling(config, archive, self.live.note_indexed)
         self._background = Background(f"page {config.run}", _THREADS)
         self._slow = Background(f"topics of {config.run}")
+        # Commands do not wait until a long topic has been read, nor queries of the index for a ledger.
+        self._commands = Background(f"commands of {config.run}")
+        self._ledgers = Background(f"ledger of {config.run}")
         # A change may wait for grouping for a minute, so it has a separate thread.
         self._changes = Background(f"changes of {config.run}")
         self.letters: Kept[list[dict[str, Any]]] = Kept(
@@ -63,6 +66,8 @@ class PageRun:
         self._filling.close()
         self._background.close()
         self._slow.close()
+        self._commands.close()
+        self._ledgers.close()
         self._changes.close()
 
     async def ask(self, question: Callable[[RunIndex], T]) -> T:
@@ -98,7 +103,7 @@ class PageRun:
 
     async def redrive(self, places: object) -> dict[str, Any]:
         """Send dead letters again."""
-        answer = await self._slow.call(lambda: dead_letters.redrive(self.config, places))
+        answer = await self._commands.call(lambda: dead_letters.redrive(self.config, places))
         self.letters.forget()
         return answer
 
@@ -106,13 +111,13 @@ class PageRun:
         """Check and record a command, or make a lasting change; return a sentence about the change, else ""."""
         if body.get("command") in lasting_changes.CHANGES:
             return await self._changes.call(lambda: lasting_changes.make(self.config, body))
-        await self._slow.call(lambda: steering.record(self.config.kafka, self.name, body))
+        await self._commands.call(lambda: steering.record(self.config.kafka, self.name, body))
         return ""
 
     async def wanted(self) -> dict[str, Any]:
         """Return the state that the run should have after all commands, and its lasting changes."""
-        wanted = await self._slow.call(lambda: steering.state(self.config.kafka, self.name))
-        return wanted | await self._slow.call(lambda: lasting_changes.state(self.config))
+        wanted = await self._commands.call(lambda: steering.state(self.config.kafka, self.name))
+        return wanted | await self._commands.call(lambda: lasting_changes.state(self.config))
 
     async def details(self, place: RolloutPlace, tokens_from: int) -> dict[str, Any]:
         """Return all details of one rollout."""
@@ -120,7 +125,7 @@ class PageRun:
 
     async def offsets(self, fate: str, reason: str | None) -> list[OffsetRange]:
         """Return the ranges of offsets with a fate, according to the newest ledger."""
-        return await self.compute(lambda: self._ranges(fate, reason))
+        return await self._ledgers.call(lambda: self._ranges(fate, reason))
 
     def _prove(self) -> dict[str, Any]:
         """Return the ledger after reading new records; the first call continues from the saved ledger, if any."""

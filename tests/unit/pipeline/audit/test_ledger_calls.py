@@ -41,6 +41,15 @@ def test_every_call_has_exactly_one_fate(kinds: list[str]) -> None:
     assert Ledger(calls={"recorded": book.calls, **{fate: fates[fate] for fate in FATES}}).balanced
 
 
+def test_calls_whose_start_was_pruned_are_not_dropped_calls() -> None:
+    book = CallBook()
+    for partition in (0, 1):
+        book.add(KafkaRecord("x.calls", partition, 5, timestamp_ms=0), record("call", 0, f"g.{partition}"))
+    fates = book.fates({0: 5, 1: 0})
+    assert (fates["pruned"], fates["no_session"]) == (1, 1)
+    assert Ledger(calls={"recorded": book.calls, **{fate: fates[fate] for fate in FATES}}).balanced
+
+
 def test_a_call_without_a_fate_unbalances_the_ledger() -> None:
     assert not Ledger(calls={"recorded": 2, "open": 1}).balanced
 

@@ -56,5 +56,15 @@ def test_a_ledger_that_is_to_be_proven_again_after_its_pause_is_running(monkeypa
     assert (answer["ledger"], answer["running"]) == ({"rollouts": 0}, True)
 
 
+def test_an_undecided_ledger_is_proven_again_although_the_run_shows_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction that hides records may be aborted, and the ledger is the first to show it."""
+    monkeypatch.setattr(ledger_keeper, "LEAST_REST_S", 0.0)
+    books = [{"undecided": ["a record"]}, {"undecided": []}, {"undecided": ["never read"]}]
+    keeper = LedgerKeeper(lambda: books.pop(0), lambda: "the same")
+    eventually(lambda: keeper.answer()["ledger"] == {"undecided": []}, 60, "the decided ledger")
+    assert not keeper.answer()["running"]
+    assert len(books) == 1
+
+
 def _fail(error: Exception) -> dict[str, Any]:
     raise error
