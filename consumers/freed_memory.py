@@ -21,8 +21,10 @@ class FreedMemory:
         self._least_bytes = resident_bytes() if self._trim else 0
 
     def give_back(self) -> bool:
-        """Return freed memory to the system if the process has grown by `grown_bytes` since the last time; tell whether
-        it has grown."""
+        """Return freed memory to the system if the process has grown by `grown_bytes` since the last time.
+
+        Returns whether it did: never without glibc or without /proc.
+        """
         if self._trim is None or resident_bytes() < self._least_bytes + self._grown_bytes:
             return False
         self._trim(0)

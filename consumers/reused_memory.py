@@ -32,8 +32,8 @@ class ReusedMemory:
     """
 
     def __init__(self, most_free_bytes: int | None = None) -> None:
-        """Keep at most `most_free_bytes` in free blocks. If it is None, free blocks and blocks in use never take more
-        memory than arrays alone have taken at one time. The blocks that became free last are kept."""
+        """Keep at most `most_free_bytes` in free blocks, those that became free last. If it is None, free blocks and
+        blocks in use together never exceed the peak of the blocks in use."""
         self._most_free_bytes = most_free_bytes
         self._lock = threading.Lock()
         self._used_bytes = self._most_used_bytes = self._free_bytes = self._freed = 0
@@ -80,7 +80,7 @@ class ReusedMemory:
                 block = self._take(size_bytes)
                 used_bytes = self._used_bytes + (size_bytes if block is None else len(block))
                 most_used_bytes = max(self._most_used_bytes, used_bytes)
-                # Before a new block takes memory.
+                # Free blocks are dropped first, so that the limit also holds while a block is allocated.
                 self._shrink(most_used_bytes - used_bytes)
                 if block is None:
                     block = self._new(size_bytes)

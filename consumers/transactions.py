@@ -34,7 +34,8 @@ P = TypeVar("P")
 
 
 class OwnershipLost(RollstreamError):
-    """The transaction was aborted, and partitions may belong to another process: continue from the committed state."""
+    """The transaction was aborted, or nobody knows whether it was committed, and partitions may belong to another
+    process: continue from the committed state."""
 
 
 class Refused(NamedTuple):
@@ -115,7 +116,8 @@ class ExactlyOnce(ABC, Generic[P]):
                 raise DeliveryError(f"cannot write under transactional id {self._id}: {failed.reason}") from failed
 
     def assert_ours(self, member: Poller) -> None:
-        """Continue with another member of the group. Raises Fenced if the transactional id was taken over.
+        """Continue with another member of the group. Raises Fenced if the transactional id was taken over,
+        and DeliveryError if no answer shows whose it is.
 
         The check is a transaction that is aborted: the coordinator compares epochs, and commits no offset.
         """

@@ -113,8 +113,8 @@ class KafkaContainer(DockerContainer):
             except DockerException as error:
                 reason = getattr(error, "explanation", None) or error
                 raise BrokerUnavailable(
-                    f"image {self.image} is not here and cannot be pulled ({reason}); "
-                    f"`python -m rollstream.infra.image build` builds an image with the same contract"
+                    f"image {self.image} is not on this machine and cannot be pulled ({reason}); name an image that "
+                    "can take its place, as `python -m rollstream.infra.image build` builds one"
                 ) from None
 
     def _mapped_address(self) -> tuple[str, int]:

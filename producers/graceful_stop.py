@@ -1,4 +1,4 @@
-"""Bounds the work of a process that is asked to stop."""
+"""Limits the time that work may take once its process is asked to stop."""
 
 import asyncio
 from collections.abc import Coroutine

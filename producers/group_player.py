@@ -125,8 +125,9 @@ def note_failure(environment: str, prompt: Prompt, attempt: int, failure: Episod
 def ends_the_player(error: BaseException) -> bool:
     """Whether an error of an environment stops the current task, and is not only a failure of the environment.
 
-    A CancelledError does not if the environment awaited another task, which its own library cancelled. Neither does a
-    SystemExit: it would end the process as if all its work were done.
+    A CancelledError stops it only if the current task itself is being cancelled: the environment may have awaited
+    another task, which its own library cancelled. A SystemExit counts as a failure of the environment, because
+    otherwise the process would end as if all its work were done.
     """
     if isinstance(error, asyncio.CancelledError):
         task = asyncio.current_task()

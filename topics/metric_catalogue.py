@@ -440,7 +440,10 @@ _EVALUATING = (
     ),
 )
 
-_STALLED = {"stalled": "1 if no step was made for long, else 0; the event run_stalled names the stage."}
+_STALLED = {
+    "stalled": "1 if the run is stalled: no step for supervisor.step_patience_s, or for the time of five "
+    "median steps if that is longer; else 0. The event run_stalled names the stage."
+}
 _SUPERVISING = (
     *_rows(
         "run",

@@ -164,7 +164,8 @@ def batch_digest(batch: TrainingBatch) -> str:
 
 
 def _by_row(values: Float32, splits: Int64) -> Float32 | None:
-    """Return one value for each row if all positions of every row hold the same bits; None otherwise."""
+    """Return one value for each row if all positions within a row hold the same bits; None otherwise, and if `splits`
+    is invalid or a row is empty."""
     lengths = np.diff(splits)
     # A corrupted batch must have a digest, too.
     if not len(lengths) or splits[0] != 0 or splits[-1] != len(values) or lengths.min() <= 0:

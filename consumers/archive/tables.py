@@ -265,7 +265,7 @@ def rows_of(entry: ArchivedRecord, *, arrays: bool) -> Rows:
 
 def _rollout(entry: ArchivedRecord, r: Rollout, arrays: bool) -> Rows:
     if entry.topic not in ("rollouts", "evals"):
-        return  # It waits for its reward in `unlabelled`, or was refused.
+        return  # Other topics have rollouts that wait for their reward or were refused.
     place, environment, about, table = entry[:4], r.environment, r.metadata, entry.topic
     row = (
         *place,

@@ -67,7 +67,8 @@ def with_bases(manifests: Mapping[int, PolicyManifest], *versions: int) -> set[i
 
 
 def forget(manifests: MutableMapping[int, PolicyManifest], oldest: int) -> None:
-    """Remove the versions that `oldest` and later versions do not build on."""
+    """Remove the versions before the newest full version that is not above `oldest`. Neither `oldest` nor later
+    versions build on them."""
     anchor = max((v for v, manifest in manifests.items() if v <= oldest and manifest.kind == "full"), default=-1)
     for version in [version for version in manifests if version < anchor]:
         del manifests[version]

@@ -162,6 +162,6 @@ class VersionSource(Closing):
 
 
 def check_topics(kafka: KafkaConfig, run: str) -> None:
-    """Raise TopicError or BrokerUnavailable if there is nothing to follow."""
+    """Raise TopicError if a topic that followers read is missing, and BrokerUnavailable if no broker answers."""
     for topic in ("policies", "weights"):
         topic_admin.partitions_of(kafka, topic_name(run, topic))

@@ -143,7 +143,8 @@ def _fenced(config: KafkaConfig) -> BrokerUnavailable:
 
 
 def _core(error: KafkaError) -> str:
-    """Return the client's message without the address before it and the state after it."""
+    """Return the client's message without the address before it and the state after it; the whole message if it has
+    no state."""
     return error.str().partition(": ")[2].rpartition(" (after ")[0] or error.str()
 
 

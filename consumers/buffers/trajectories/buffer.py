@@ -325,8 +325,8 @@ class TrajectoryReplayBuffer(Closing):
         if left_out:
             raise StoreError(
                 f"{save_path} contains {left_out} trajectories that this buffer did not load, and saving would delete "
-                "them; "
-                "save to another directory, or load all of them (sample_window_size and max_trajectories of 0)"
+                "them; save to another directory, or load all of them (without is_distributed, and with "
+                "sample_window_size and max_trajectories of 0)"
             )
         with self._saving:
             self._write()

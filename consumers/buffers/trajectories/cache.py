@@ -74,8 +74,8 @@ class TrajectoryCache:
         return sum(leaf.nbytes for leaf in self._leaves.values())
 
     def _place(self, leave: int, count: int) -> int:
-        """Return the start of `count` free adjacent rows once the `leave` oldest trajectories are gone; -1 if the ring
-        is too small for them, or much too large."""
+        """Return the first of `count` adjacent rows that are free once the `leave` oldest trajectories are gone; -1 if
+        there are no such rows, or if the ring is much too large."""
         starts, counts = self._starts.all[leave:], self._counts.all[leave:]
         if self._capacity > _SPARE * (int(counts.sum()) + count):
             return -1

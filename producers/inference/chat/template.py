@@ -34,9 +34,9 @@ class ChatTemplate(Protocol):
     def extend(
         self, turn: SampledTurn, messages: Sequence[Message], known: int, tools: Sequence[Tool]
     ) -> list[int] | None:
-        """Return the prompt of a conversation whose first `known` messages are the sampled turn `turn`.
+        """Return the prompt of a conversation whose first `known` messages are the prompt and the answer of `turn`.
 
-        The prompt begins with the turn's own tokens. Returns None if the template cannot continue from them, e.g.
+        The prompt begins with the tokens of the turn. Returns None if the template cannot continue from them, e.g.
         because it renders an earlier turn differently once a later turn follows. Raises as `render` does.
         """
 
