@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from rollstream.consumers.weights.manifests import committed_manifests
+from rollstream.consumers.weights.manifests import ROLLBACK_OF
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
@@ -23,7 +23,7 @@ from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transac
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
-from rollstream.topics.records import LearnerStep
+from rollstream.topics.records import LearnerStep, PolicyManifest
 from rollstream.topics.retired_learners import retired_learners
 
 logger = logging.getLogger(__name__)
@@ -66,13 +66,18 @@ class Publication(NamedTuple):
 def read_publications(kafka: KafkaConfig, run: str, start: Mapping[str, int] | None = None) -> list[Publication]:
     """Return the steps and versions that learners published into a run.
 
-    `start` has the offset from which a topic is read, by full name; other topics are read from their beginning.
+    `start` has the offset from which a topic is read, by full name; other topics are read from their beginning. A
+    version of a rollback has the time 0, because the learner that it names did not publish it then.
     """
     offsets = start or {}
     steps = _all_steps(kafka, run, offsets.get(topic_name(run, "steps"), BEGINNING))
-    manifests = committed_manifests(kafka, run, offsets.get(topic_name(run, "policies"), BEGINNING))
+    policies = topic_name(run, "policies")
+    messages = read_to_end(kafka, policies, start=offsets.get(policies, BEGINNING))
     of_steps = [Publication(step.timestamp, step.learner, step.policy_version) for step in steps]
-    return of_steps + [Publication(manifest.created, manifest.learner, manifest.version) for manifest in manifests]
+    return of_steps + [
+        Publication(0.0 if message.header(ROLLBACK_OF) else manifest.created, manifest.learner, manifest.version)
+        for message, manifest in SkippedRecords("policies").records(PolicyManifest, messages)
+    ]
 
 
 class StepLog:

@@ -16,7 +16,7 @@ from rollstream.consumers.batch_reader import IndexedBatch, ReadBatch
 from rollstream.consumers.step_log import StepLog, read_steps
 from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.content import Arrays
-from rollstream.consumers.weights.manifests import params_digest_of
+from rollstream.consumers.weights.manifests import none_whole, params_digest_of, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.batch_uses import names_of
 from rollstream.topics.closing import Closing
@@ -39,6 +39,7 @@ def publish_version(
     learner: str = "trainer",
     digest: str = "",
     model: str = "{}",
+    config: WeightsConfig | None = None,
     take_over: bool = False,
 ) -> int:
     """Publish one policy version; return its number once the version is committed.
@@ -46,10 +47,15 @@ def publish_version(
     A reader sees the version when Kafka has written the transaction's markers, usually milliseconds later.
 
     Use it for the version before the first step, and for trainers that record no steps. The arguments and
-    the errors are those of StepWriter and its `publish_version`. The call fences a StepWriter of the same learner, so
-    if you have one, call its `publish_version` instead.
+    the errors are those of StepWriter and its `publish_version`. If the version is already published, nothing is done.
+    Otherwise the call fences a StepWriter of the same learner, so if you have one, call its `publish_version` instead;
+    and it removes versions that `config.keep_versions` does not keep.
     """
-    with StepWriter(kafka, run, learner=learner, model=model, take_over=take_over) as writer:
+    if version is not None:
+        known = read_manifests(kafka, run, none_whole).get(version)
+        if known is not None and _is_published(known, learner, _arrays(params), digest):
+            return version
+    with StepWriter(kafka, run, learner=learner, model=model, config=config, take_over=take_over) as writer:
         return writer.publish_version(params, version=version, digest=digest)
 
 
@@ -118,10 +124,8 @@ class StepWriter(Closing):
         """
         arrays = _arrays(params)
         known = None if version is None else self._publisher.manifest(version)
-        if known is not None:
-            before = (self._learner, arrays is None, _digest(arrays, digest, params_digest_of(known)))
-            if before == (known.learner, known.kind == "external", params_digest_of(known)):
-                return known.version
+        if known is not None and _is_published(known, self._learner, arrays, digest):
+            return known.version
         if version not in (None, self.version + 1):
             other = "is published with other parameters" if known else "would leave a gap"
             raise StateRefused(
@@ -253,6 +257,12 @@ class StepWriter(Closing):
         """Number of rollouts that the steps so far have used as `use`: trained or skipped."""
         last = self._recorded.get(self.step)
         return 0 if last is None else int(getattr(last, f"{use}_total"))
+
+
+def _is_published(known: PolicyManifest, learner: str, arrays: Arrays | None, digest: str) -> bool:
+    """Whether a version has these parameters of this learner."""
+    now = learner, arrays is None, _digest(arrays, digest, params_digest_of(known))
+    return now == (known.learner, known.kind == "external", params_digest_of(known))
 
 
 def _arrays(params: Tree | None) -> Arrays | None:

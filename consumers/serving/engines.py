@@ -43,12 +43,17 @@ class VersionLate(EngineFailed):
     """An engine could not fetch a version in time, but may be able to later; it continues with the version it has."""
 
 
+def base_url(url: str) -> str:
+    """Return the URL of a server without the path of its OpenAI-compatible API."""
+    return url.rstrip("/").removesuffix("/v1")
+
+
 class EngineHttp:
     """JSON over HTTP with one server; use it as an async context manager."""
 
     def __init__(self, url: str, config: ServingConfig) -> None:
         """Resolve the API key. Raises ConfigurationError if that fails."""
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = base_url(url)
         key = resolve("serving.api_key", config.api_key)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._config = config

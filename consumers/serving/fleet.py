@@ -18,7 +18,7 @@ from rollstream.consumers.files.safetensors_files import CheckpointRefused
 from rollstream.consumers.serving.announced_versions import KEPT, VersionAnnouncer
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import VLLM_LORA, EngineHttp, ServingEngine, engine_named
+from rollstream.consumers.serving.engines import VLLM_LORA, EngineHttp, ServingEngine, base_url, engine_named
 from rollstream.consumers.serving.replica_updater import ReplicaState, ReplicaUpdater
 from rollstream.consumers.serving.served_versions import ServedVersions
 from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
@@ -101,7 +101,8 @@ class EngineFleet:
             else:
                 versions = checkpoints = stack.enter_context(self._open_directory())
                 follow = self._follow(checkpoints, stop)
-            for url in dict.fromkeys(self._config.urls):
+            # Two updaters of one engine would resume it while the other one loads.
+            for url in dict.fromkeys(map(base_url, self._config.urls)):
                 http = await stack.enter_async_context(EngineHttp(url, self._config))
                 self._updaters.append(ReplicaUpdater(http.url, self._engine(http), versions, self._config))
             following = asyncio.create_task(follow)

@@ -112,6 +112,21 @@ class ReplicaUpdater:
             return
         began = time.monotonic()
         try:
+            await self._swap(checkpoint, began)
+        except asyncio.CancelledError:
+            event(
+                logger,
+                "replica_left_paused",
+                level=logging.ERROR,
+                url=self.url,
+                version=checkpoint.version,
+                remedy="the process ended during the update, and the engine answers nobody: start it again",
+            )
+            raise
+
+    async def _swap(self, checkpoint: ServedCheckpoint, began: float) -> None:
+        """Pause the engine, load a version or an earlier one, and resume it."""
+        try:
             await _ask(self._engine.pause())
         except EngineFailed as error:
             # The weights are unchanged, but the engine may have paused after the timeout, so it is resumed.

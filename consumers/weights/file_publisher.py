@@ -77,11 +77,16 @@ class FileWriter:
     def store(self, name: str, data: bytes, digest: str) -> None:
         """Store a file, unless it already exists with these bytes. Raises any error of the file system."""
         before = self._reusable.get(name)
-        if before is not None and before.size_bytes == len(data) and self._holds(name, digest):
+        usable = before is not None and before.size_bytes == len(data) and self._is_young(before)
+        if usable and self._holds(name, digest):
             return
         self._store.write(name, data)
         if (stored := self._store.size_bytes(name)) != len(data):
             raise StoreError(f"{stored} of {len(data)} bytes are stored")
+
+    def _is_young(self, file: StoredFile) -> bool:
+        """Whether `rollstream prune` does not remove the file before it is named by a manifest."""
+        return (file.modified or 0.0) > time.time() - self._config.orphan_hours * 3600 / 2
 
     def _holds(self, name: str, digest: str) -> bool:
         try:
@@ -133,11 +138,9 @@ class FilePublisher(FileWriter):
             return
         self.incomplete = frozenset(incomplete(url, listed, manifests, self._config.keep_versions))
         left = left_behind(self._run, listed, manifests, self._config.keep_versions, unreadable=unreadable)
-        # Reuse only files so young that `rollstream prune` does not remove them before they are reused.
-        youngest = time.time() - self._config.orphan_hours * 3600 / 2
         for name in left:
-            file, written = parsed(self._run, name), listed[name].modified
-            if file is not None and file.whole and file.version > self._latest and (written or 0.0) > youngest:
+            file = parsed(self._run, name)
+            if file is not None and file.whole and file.version > self._latest and self._is_young(listed[name]):
                 self._reusable[name] = listed[name]
         remove_expired((self.url(name) for name in left if name not in self._reusable), self._config)
 

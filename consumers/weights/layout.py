@@ -18,6 +18,7 @@ from rollstream.consumers.weights.compression import ZSTD, NotCompressed, decomp
 from rollstream.consumers.weights.content import Arrays, Content, WeightsRefused
 from rollstream.consumers.weights.delta import apply_delta
 from rollstream.topics.arrays import dtype_of, little_endian_view
+from rollstream.topics.errors import RecordError
 from rollstream.topics.params_digest import (
     SHARD_BYTES,
     TREE,
@@ -144,6 +145,7 @@ def array_of(
     """Return a tensor from its part of the content; `base` is the tensor before a delta, and `memory` holds the tensor
     after it. Raises WeightsRefused."""
     name = _named(manifest, tensor)
+    dtype = known_dtype(manifest, tensor)
     if len(view) != tensor.size_bytes:
         raise WeightsRefused(f"{name} has too few bytes")
     if tensor.changed >= 0:
@@ -153,10 +155,19 @@ def array_of(
             return apply_delta(manifest, tensor, view, base, memory)
         except WeightsRefused as error:
             raise WeightsRefused(f"{error}; {_lies(manifest, tensor)}") from error
-    dtype = dtype_of(tensor.dtype)
-    if tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
+        except MemoryError as error:
+            raise WeightsRefused(f"{name} needs {base.nbytes} bytes of memory") from error
+    if min(tensor.shape, default=0) < 0 or tensor.size_bytes != dtype.itemsize * math.prod(tensor.shape):
         raise WeightsRefused(f"{name} has too many or too few bytes for its shape")
     return np.frombuffer(view, dtype).reshape(tensor.shape)
+
+
+def known_dtype(manifest: PolicyManifest, tensor: Tensor) -> np.dtype[Any]:
+    """Return the dtype of a tensor. Raises WeightsRefused if it is not known here."""
+    try:
+        return dtype_of(tensor.dtype)
+    except RecordError as error:
+        raise WeightsRefused(f"{_named(manifest, tensor)}: {error}; or upgrade ml-dtypes and rollstream") from error
 
 
 def content_of(manifest: PolicyManifest, chunk: Chunk, data: bytes) -> bytes:

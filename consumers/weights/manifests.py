@@ -34,6 +34,10 @@ class Manifests(NamedTuple):
     """Unreadable records."""
 
 
+ROLLBACK_OF = "rollstream.rollback.of"
+"""Header of the manifest of a rollback: the version whose parameters were published again."""
+
+
 def committed_manifests(kafka: KafkaConfig, run: str, start: int = BEGINNING) -> Iterator[PolicyManifest]:
     """Yield all committed manifests at or above an offset of `policies`; skip unreadable records."""
     messages = read_to_end(kafka, topic_name(run, "policies"), start=start)

@@ -15,6 +15,7 @@ from typing import Any
 from rollstream.consumers.weights.chains import lost, needed
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE, WeightsConfig
 from rollstream.consumers.weights.content import Arrays
+from rollstream.consumers.weights.file_names import root_of
 from rollstream.consumers.weights.file_publisher import FilePublisher, FileWriter
 from rollstream.consumers.weights.file_retention import remove_expired
 from rollstream.consumers.weights.manifests import params_digest_of, read_policies, shortened, versions_of
@@ -56,7 +57,7 @@ class WeightsPublisher:
         the learner leaves that to the learner.
         """
         self._config = config
-        self._learner = learner
+        self._run, self._learner = run, learner
         self._model = model
         self._epoch = uuid.uuid4().hex[:12]
         self._weights_topic = topic_name(run, "weights")
@@ -221,7 +222,9 @@ class WeightsPublisher:
             expired = self._manifests[version]
             for chunk in expired.chunks:
                 if chunk.url:
-                    files.append(chunk.url)
+                    # A run restored under another name names files of the run it was copied from.
+                    if root_of(self._run, chunk.url) is not None:
+                        files.append(chunk.url)
                 else:
                     self._writer.tombstone(encode_key(expired.version, expired.epoch, chunk.index), chunk.partition)
             self._live.remove(version)

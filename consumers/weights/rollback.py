@@ -18,7 +18,7 @@ from rollstream.consumers.weights.content import ChunksGone, ChunksLate, Weights
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.manifests import params_digest_of, read_manifests
+from rollstream.consumers.weights.manifests import ROLLBACK_OF, params_digest_of, read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.decimal_numbers import decimal_number
@@ -28,7 +28,7 @@ from rollstream.topics.records import PolicyManifest
 
 PUBLISHER = "rollback"
 """Name under which a rollback acquires the right to publish; the version keeps the name of its learner."""
-_OF, _BY, _REASON = "rollstream.rollback.of", "rollstream.rollback.by", "rollstream.rollback.reason"
+_BY, _REASON = "rollstream.rollback.by", "rollstream.rollback.reason"
 
 
 class RollbackNote(NamedTuple):
@@ -42,7 +42,7 @@ class RollbackNote(NamedTuple):
 
 def note_of(record: KafkaRecord) -> RollbackNote | None:
     """Return the rollback's note in the record of a manifest; None if a learner published the manifest."""
-    source = decimal_number(record.header(_OF) or "")
+    source = decimal_number(record.header(ROLLBACK_OF) or "")
     if source is None:
         return None
     return RollbackNote(source, record.header(_BY) or "", record.header(_REASON) or "")
@@ -120,7 +120,7 @@ def placed(config: WeightsConfig, manifests: Mapping[int, PolicyManifest], versi
 
 
 def _headers(version: int, by: str, reason: str) -> Mapping[str, str]:
-    return {_OF: str(version), _BY: by, _REASON: reason}
+    return {ROLLBACK_OF: str(version), _BY: by, _REASON: reason}
 
 
 def _user() -> str:

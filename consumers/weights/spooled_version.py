@@ -17,8 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from rollstream.consumers.weights.chains import links
 from rollstream.consumers.weights.content import WeightsRefused
 from rollstream.consumers.weights.fetcher import ChunkFetcher
-from rollstream.consumers.weights.layout import array_of, check, check_digests, content_of, places_of
-from rollstream.topics.arrays import dtype_of
+from rollstream.consumers.weights.layout import array_of, check, check_digests, content_of, known_dtype, places_of
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.params_digest import TREE, tensor_digests
@@ -34,7 +33,7 @@ class SpooledTensor:
 
     def __init__(self, version: "SpooledVersion", tensor: Tensor) -> None:
         self._version, self._name = version, tensor.name
-        self.dtype: np.dtype[Any] = dtype_of(tensor.dtype)
+        self.dtype = known_dtype(version.manifest, tensor)
         self.shape = tensor.shape
 
     @property

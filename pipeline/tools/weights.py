@@ -25,7 +25,7 @@ from rollstream.consumers.weights.content import Arrays, ChunksGone, ChunksLate,
 from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.loading import load_version
-from rollstream.consumers.weights.manifests import Manifests, read_policies
+from rollstream.consumers.weights.manifests import Manifests, none_whole, read_policies
 from rollstream.consumers.weights.rollback import RollbackNote, roll_back
 from rollstream.consumers.weights.spooled_version import SpooledTensor, SpooledVersion
 from rollstream.pipeline.command_parser import add_command, set_handler
@@ -40,6 +40,7 @@ from rollstream.topics.records import PolicyManifest
 _DAY_S = 86400
 _NOTE_WIDTH = 40
 _EXPIRED = "no longer kept"
+_UNREADABLE = "unread: its manifest is damaged, or a newer release wrote it"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -218,6 +219,12 @@ def verify_versions(config: RunConfig, args: argparse.Namespace) -> int:
         answers |= dict.fromkeys(missing - kept, _EXPIRED)
     failed = any(answers[number] != "whole" and (number in kept or number not in missing) for number in unchecked)
     answers = {number: answers[number] for number in chosen}
+    if not args.version:
+        # A publisher counts such versions, so they are among the newest that must be whole.
+        unreadable = read_policies(config.kafka, config.run, none_whole, logged=False).unreadable
+        newest = sorted({*published.by_number, *unreadable})[-config.learner.weights.keep_versions :]
+        answers |= dict.fromkeys(sorted(unreadable), _UNREADABLE)
+        failed = failed or not unreadable.isdisjoint(newest)
     if args.json:
         print(compact([{"version": number, "result": result} for number, result in answers.items()]))
     else:

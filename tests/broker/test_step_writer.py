@@ -9,11 +9,15 @@ import pytest
 from rollstream.consumers.batch_reader import BatchReader, ReadBatch
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.step_writer import StepWriter, publish_version
+from rollstream.consumers.weights.config import WeightsConfig
 from rollstream.consumers.weights.follower import WeightsFollower
+from rollstream.consumers.weights.rollback import roll_back
 from rollstream.pipeline.config import load
 from rollstream.pipeline.tools.prune import checkpoint_folders, read_positions
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.topics.errors import ConfigurationError, Fenced, RecordTooLarge, StateRefused
+from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import decode_key
 from rollstream.topics.records import LearnerStep, PolicyManifest
 from tests.support.batches import random_batch, send_batches
 from tests.support.runs import RealRun, with_batches
@@ -77,6 +81,37 @@ def test_a_version_is_published_once_under_the_number_that_is_said(run: RealRun)
     with WeightsFollower(run.kafka, run.name) as follower:
         version, arrays = follower.wait_for(1, 300)
     assert (version, float(arrays["dense/kernel"][0, 0])) == (1, 1.5), "an external version is not on the log"
+
+
+def test_a_version_said_again_removes_nothing_that_the_trainer_keeps(run: RealRun) -> None:
+    """As a script does that begins with it: its StepWriter keeps more versions than the default."""
+    config = WeightsConfig(keep_versions=8, anchor_every=1)
+    with StepWriter(run.kafka, run.name, config=config) as steps:
+        for version in range(8):
+            assert steps.publish_version(params(version)) == version
+    visible_manifests(run, 7)
+    assert publish_version(run.kafka, run.name, params(0.0), version=0) == 0
+    assert publish_version(run.kafka, run.name, params(8.0), version=8, config=config) == 8
+    visible_manifests(run, 8)
+    with StepWriter(run.kafka, run.name, config=config) as steps:
+        assert steps.version == 8
+    live = read_to_end(run.kafka, run.topic("weights"), isolation="read_uncommitted")
+    tombstoned = {decode_key(record.key or b"")[0] for record in live if record.value is None}
+    assert tombstoned == {0}, "eight versions are kept"
+
+
+def test_a_learner_that_was_replaced_publishes_no_more_after_a_rollback_to_one_of_its_versions(run: RealRun) -> None:
+    with StepWriter(run.kafka, run.name, learner="first") as first:
+        first.publish_version(params(0.0))
+    with StepWriter(run.kafka, run.name, learner="second", take_over=True) as second:
+        second.publish_version(params(1.0))
+    visible_manifests(run, 1)
+    roll_back(run.kafka, run.name, 0, reason="worse", take_over=True)
+    visible_manifests(run, 2)
+    with pytest.raises(StateRefused, match="learner 'second' publishes into run"):
+        StepWriter(run.kafka, run.name, learner="first")
+    with StepWriter(run.kafka, run.name, learner="second") as second:
+        assert second.version == 2
 
 
 def test_a_run_has_one_publisher_whoever_trains(run: RealRun) -> None:

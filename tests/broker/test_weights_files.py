@@ -20,6 +20,7 @@ from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.version_source import VersionSource, WholeVersion
 from rollstream.topics.errors import DeliveryError
+from rollstream.topics.kafka import provisioning
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.params_digest import params_digest
 from tests.support.command_line import answer_of
@@ -103,6 +104,23 @@ def test_versions_pass_through_files_alone_which_go_when_nothing_builds_on_them(
     pulled = answer(run, url, "weights", "pull", "6", "-o", str(run.directory / "pulled"), "--format", "npz")
     assert pulled["digest"] == manifests[6].digest  # type: ignore[index]
     assert answer(run, url, "weights", "diff", "5", "6")["changed"] > 0  # type: ignore[index]
+
+
+def test_a_run_restored_under_another_name_removes_no_files_of_the_first(run: RealRun, url: str) -> None:
+    with writer(run, url, keep_versions=1, anchor_every=1) as source:
+        for version in range(2):
+            source.publish_version(params_of(version))
+    again = run.beside("again")
+    provisioning.apply(again.kafka, again.topics, again.name)
+    for record in read_to_end(run.kafka, run.topic("policies")):
+        again.send_bytes("policies", record.value or b"", record.key or b"", 0)
+    with writer(again, url, keep_versions=1, anchor_every=1) as source:
+        for version in range(2, 5):
+            source.publish_version(params_of(version))
+    assert {Path(path).parts[-3] for path in named(again)[4]} == {again.name}
+    assert set(stored(f"{url}/")) == {1, 4}, "the newest version of each run"
+    with WeightsFollower(run.kafka, run.name) as joins:
+        assert holds(joins, 1)
 
 
 def test_a_small_version_stays_on_the_log_and_a_large_one_goes_to_files(run: RealRun, url: str) -> None:

@@ -29,6 +29,7 @@ from rollstream.pipeline.tools import weights as weights_tool
 from rollstream.pipeline.tools.published_versions import PublishedVersions
 from rollstream.topics.errors import Fenced
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.keys import encode_key
 from rollstream.topics.params_digest import digest_as
 from rollstream.topics.records import PolicyManifest
 from tests.support.checkpoints import random_parameters
@@ -173,6 +174,19 @@ def test_verify_names_what_is_damaged_and_what_is_missing_and_fails(run: RealRun
     assert unfetched.returncode == 2
     assert "differs from its manifest" in unfetched.stderr
     assert not (run.directory / "out").exists()
+
+
+def test_verify_fails_if_the_newest_version_cannot_be_read(run: RealRun, trainer: StepWriter) -> None:
+    trainer.publish_version(parameters(0))
+    assert answer(run, "verify")[0]["result"] == "whole"
+    run.send_bytes("policies", b"of a newer release", encode_key(1), 0)
+    completed = weights(run, "verify")
+    assert completed.returncode == 1
+    assert [(entry["version"], entry["result"].split(":")[0]) for entry in json.loads(completed.stdout)] == [
+        (0, "whole"),
+        (1, "unread"),
+    ]
+    assert weights(run, "verify", "0").returncode == 0
 
 
 def test_versions_no_longer_kept_are_no_fault(run: RealRun) -> None:

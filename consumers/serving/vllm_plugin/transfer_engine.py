@@ -77,6 +77,8 @@ class LogTransferEngine:
         self._versions: RequestedVersions | None = None
         self._loaded: HeldVersion | None = None
         """Version loaded last; the model has this version, unless the model is torn."""
+        self._previous: HeldVersion | None = None
+        """Version loaded before the last, until another is fetched: all workers return to it if one of them fails."""
         self._torn = False
         self._unusable = ""
         """Why no further version can be loaded into the model; empty if versions can be loaded."""
@@ -100,7 +102,7 @@ class LogTransferEngine:
             fetch_timeout_s=info.fetch_timeout_s,
             files_at_once=info.files_at_once,
         )
-        self._info, self._loaded = info, None
+        self._info, self._loaded, self._previous = info, None, None
         # On other devices, and with quantization, vLLM computes with copies that it packs after loading, so changes in
         # place would not reach them.
         self._in_place = self.device.type == "cuda" and self.model_config.quantization is None
@@ -109,7 +111,8 @@ class LogTransferEngine:
 
     def fetch(self, version: int) -> None:
         """Begin to fetch a version, while the engine continues to sample."""
-        if self._loaded is None or self._loaded.version != version:
+        if version not in self._known():
+            self._previous = None
             self._source().request(version)
 
     def status(self) -> FetchStatus:
@@ -118,7 +121,7 @@ class LogTransferEngine:
 
     def holds(self, version: int) -> bool:
         """Whether a version can be loaded without fetching."""
-        return version == (self._loaded.version if self._loaded else None) or version == self.status().held
+        return version in self._known() or version == self.status().held
 
     def start_weight_update(self) -> None:
         """Do nothing: `update_weights` is a complete update."""
@@ -130,7 +133,7 @@ class LogTransferEngine:
         if self._unusable:
             raise UpdateFailed(f"{self._unusable}; start this engine again")
         same = self._loaded is not None and self._loaded.version == version
-        held = self._loaded if same and self._loaded else self._source().take(version)
+        held = self._known().get(version) or self._source().take(version)
         known = self._loaded is not None and self._loaded.version == update.onto
         base = self._loaded if known and not same and not self._torn else None
         began = time.monotonic()
@@ -142,6 +145,8 @@ class LogTransferEngine:
             raise UpdateFailed(
                 f"policy version {version} could not be loaded ({error}); the weights may be torn"
             ) from error
+        if not same:
+            self._previous = self._loaded
         self._loaded, self._torn = held, False
         self.updates[how] += 1
         event(logger, "version_loaded", version=version, how=how, seconds=round(time.monotonic() - began, 3))
@@ -165,6 +170,10 @@ class LogTransferEngine:
         if self._versions is not None:
             self._versions.close()
             self._versions = self._info = None
+
+    def _known(self) -> dict[int, HeldVersion]:
+        """Return the versions that can be loaded again, by number."""
+        return {held.version: held for held in (self._previous, self._loaded) if held is not None}
 
     def _source(self) -> RequestedVersions:
         if self._versions is None:

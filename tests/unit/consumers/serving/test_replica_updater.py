@@ -234,6 +234,37 @@ def test_an_update_in_progress_is_finished_before_the_updater_ends(tmp_path: Pat
     asyncio.run(main())
 
 
+def test_an_engine_that_an_update_leaves_paused_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As when Ctrl-C ends the process although an update is in progress: whoever waits for it is cancelled, too."""
+
+    async def main() -> None:
+        with CheckpointDirectory(tmp_path, keep_versions=2) as checkpoints:
+            engine, loading = EngineStandIn(), asyncio.Event()
+            call = engine.call
+
+            async def endless(name: str) -> None:
+                await call(name)
+                if name == "load 0":
+                    loading.set()
+                    await asyncio.Event().wait()
+
+            engine.call = endless  # type: ignore[method-assign]
+            await checkpoints.add(manifest(0), ARRAYS)
+            task = asyncio.create_task(ReplicaUpdater("http://engine", engine, checkpoints, CONFIG).run())
+            await loading.wait()
+            task.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert engine.paused
+
+    asyncio.run(main())
+    (left,) = (record for record in caplog.records if record.message == "replica_left_paused")
+    assert "start it again" in str(left.__dict__)
+
+
 class FetchingStandIn(EngineStandIn):
     """An engine that fetches versions itself, as one with our plug-in does."""
 

@@ -19,6 +19,7 @@ from rollstream.topics.params_digest import tensor_digests, tree_digest
 from rollstream.topics.records import Chunk, PolicyManifest
 from tests.support.faulty_store import HANG, SHORT, SLOW_DOWN, FaultyFiles, faulty_store
 from tests.support.log_lines import log_lines
+from tests.support.waiting import eventually
 
 CONFIG = WeightsConfig(url="faulty://bucket/w", file_bytes=1000, keep_versions=1)
 
@@ -101,6 +102,20 @@ def test_the_next_publisher_writes_only_what_the_killed_one_had_not_stored(store
     assert FilePublisher("main", CONFIG, {}).write(4, content) == before
     assert sorted(path for call, path in store.calls if call == "write") == paths[1:4]
     assert read(manifest(4, params(0), before))
+
+
+def test_a_file_that_grew_old_while_its_publisher_waited_is_written_again(store: type[FaultyFiles]) -> None:
+    """Otherwise `rollstream prune` could remove it before a manifest names it."""
+    content = content_of(params(0))
+    chunks = FilePublisher("main", CONFIG, {}).write(4, content)
+    half_s = CONFIG.orphan_hours * 3600 / 2
+    aged = time.time() - half_s + 2.0
+    store.objects = {path: (data, aged) for path, (data, _) in store.objects.items()}
+    publisher = FilePublisher("main", CONFIG, {})
+    eventually(lambda: time.time() > aged + half_s, 60, "the files are too old")
+    store.calls.clear()
+    assert publisher.write(4, content) == chunks
+    assert len([path for call, path in store.calls if call == "write"]) == len(chunks)
 
 
 def test_files_that_the_manifest_of_a_newer_release_names_stay(store: type[FaultyFiles], tmp_path: Path) -> None:

@@ -145,6 +145,22 @@ def test_a_tensor_whose_shape_does_not_fit_its_bytes_is_refused() -> None:
         assemble(lying, pieces)
 
 
+@pytest.mark.parametrize(
+    ("lie", "reason"),
+    [
+        ({"dtype": "float7_e3m3"}, "tensor a .*float7_e3m3.*upgrade ml-dtypes and rollstream"),
+        ({"shape": (-2, -3)}, "tensor a .*its shape"),
+    ],
+)
+def test_a_tensor_that_this_release_cannot_make_is_refused_and_so_ends_no_follower(
+    lie: dict[str, Any], reason: str
+) -> None:
+    manifest, pieces = published(PARAMS, 16)
+    unknown = replace(manifest, tensors=(replace(manifest.tensors[0], **lie), *manifest.tensors[1:]))
+    with pytest.raises(WeightsRefused, match=reason):
+        assemble(unknown, pieces)
+
+
 def test_a_manifest_whose_whole_digest_is_wrong_is_refused() -> None:
     manifest, pieces = published(PARAMS, 16)
     swapped = (
