@@ -326,6 +326,8 @@ def test_a_command_holds_over_a_kill_at_its_moment(
     run = commanded
     if command is scale:
         run.values["gateway.port"] = free_port_row("127.0.0.1", 2)
+    if command is roll_back:
+        run.values["learner.weights.keep_versions"] = 1000  # the learner goes on while the command starts
     run.start()
     run.await_steps(2)
 
