@@ -1,11 +1,14 @@
 """Settings of the environment worker, its flow control, evaluation, and the inference server."""
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from rollstream.topics.errors import ConfigurationError
+
+_WORKER_ID = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,99}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,7 +16,8 @@ class WorkerConfig:
     """One environment worker."""
 
     worker_id: str = "env-0"
-    """Name of the worker, unique within the run; part of every uid. Several workers of a run append their ordinals."""
+    """Name of the worker, unique within the run; part of every uid, and of the URLs that agents get: up to 100 letters,
+    digits, '.', '_' and '-'. Several workers of a run append their ordinals."""
     inference_urls: tuple[str, ...] = ("http://127.0.0.1:8000/v1",)
     """Servers of one model: rollstream's, vLLM or SGLang. A group stays with one server until that server fails."""
     engine: Literal["auto", "rollstream", "vllm", "sglang"] = "auto"
@@ -55,6 +59,10 @@ class WorkerConfig:
     """Full name of a topic to which every group is also written in the old form (RolloutBatch); none if empty."""
 
     def __post_init__(self) -> None:
+        if not _WORKER_ID.fullmatch(self.worker_id):
+            raise ConfigurationError(
+                f"worker.worker_id is {self.worker_id!r}; use up to 100 letters, digits, '.', '_' and '-'"
+            )
         for name in ("group_size", "concurrency", "episode_attempts"):
             if getattr(self, name) < 1:
                 raise ConfigurationError(f"worker.{name} is {getattr(self, name)}; it must be at least 1")

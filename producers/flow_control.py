@@ -121,6 +121,12 @@ def may_start(
     return mine <= share and outstanding + mine + (config.workers - 1) * share <= limit
 
 
+def largest_group(config: CapacityConfig) -> int:
+    """Return the most rollouts that a worker may start together while no others are outstanding."""
+    share = min(config.share, (config.limit - config.floor) // config.workers)
+    return min(share, config.limit - (config.workers - 1) * share)
+
+
 def within_quota(config: CapacityConfig, environment: str, outstanding: int, mine_unseen: int, rollouts: int) -> bool:
     """Return whether a group of `rollouts` keeps an environment within its quota, given the environment's S and m."""
     quota = config.quotas.get(environment, 1.0)

@@ -54,9 +54,15 @@ class RolloutOutlet:
         producer = self._unlabelled if self.awaits_label(rollout.environment) else self.rollouts
         producer.send(rollout, timeout_s=timeout_s)
 
-    def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
-        """Queue a cancellation, which needs no label. Raises as RolloutProducer.cancel does."""
-        self.rollouts.cancel(cancelled, timeout_s=timeout_s)
+    def cancel(
+        self,
+        cancelled: GroupCancelled,
+        *,
+        timeout_s: float | None = None,
+        on_delivery: Callable[[], None] | None = None,
+    ) -> None:
+        """Queue a cancellation, which needs no label. The arguments and errors are those of RolloutProducer.cancel."""
+        self.rollouts.cancel(cancelled, timeout_s=timeout_s, on_delivery=on_delivery)
 
     def poll(self) -> None:
         """Run the callbacks of delivered records. Raises DeliveryError."""

@@ -23,7 +23,7 @@ from rollstream.producers.dual_writer import DualWriter
 from rollstream.producers.environment import Episode, Prompt
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.flow_control import FlowControl, RunProgress
-from rollstream.producers.gateway.worker_capture import WorkerCapture
+from rollstream.producers.gateway.worker_capture import EpisodeCapture, WorkerCapture
 from rollstream.producers.graceful_stop import finish_or_stop
 from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, play_group
 from rollstream.producers.inference.client import CompletionsClient
@@ -265,8 +265,14 @@ class Worker:
         consumed = self._flow.consumed if self._flow is not None else 0
         unsent = list(uids_of(stamp.group_id, stamp.group_size))
         sent: list[Rollout] = []
+        ended: list[tuple[EpisodeCapture, str]] = []
+        """Captures of members that failed, and why."""
         try:
-            episodes = await self._episodes(environment, prompt, stamp)
+            try:
+                episodes = await self._episodes(environment, prompt, stamp)
+            except _PASSING as failure:
+                self._judge(environment, [], [failure])
+                raise
             if self._flow is not None:
                 self._flow.note_end(consumed)
             failures: list[BaseException] = []
@@ -279,8 +285,8 @@ class Worker:
                     written.append(episode)
                 else:
                     failures.append(error)
-                if episode.capture is not None and error is not None:
-                    await episode.capture.cancelled(str(error))
+                    if episode.capture is not None:
+                        ended.append((episode.capture, str(error)))
             await self._note_written(written)
             if self._dual is not None:
                 self._dual.write([sent])
@@ -293,7 +299,13 @@ class Worker:
                 raise
             event(logger, "group_failed", level=logging.WARNING, group_id=stamp.group_id, error=str(error))
             self._failed += len(unsent)
-            self._cancel(prompt, stamp, unsent, str(error))
+            cancelled = asyncio.Event()
+            self._cancel(prompt, stamp, unsent, str(error), on_delivery=cancelled.set)
+            if ended:
+                # A kill before that leaves the sessions open, so that the next process cancels their members.
+                await cancelled.wait()
+                for capture, reason in ended:
+                    await capture.cancelled(reason)
         except BaseException:
             self._give_up(prompt, stamp, unsent, "the worker is stopping")
             raise
@@ -402,7 +414,15 @@ class Worker:
             self._reward += rollout.reward
             self._components.add(rollout.reward_components)
 
-    def _cancel(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
+    def _cancel(
+        self,
+        prompt: Prompt,
+        stamp: GroupStamp,
+        uids: Sequence[str],
+        reason: str,
+        *,
+        on_delivery: Callable[[], None] | None = None,
+    ) -> None:
         if not uids:
             return
         if self._flow is not None:
@@ -420,6 +440,7 @@ class Worker:
                 metadata=RolloutMetadata(worker_id=stamp.worker_id, timestamp=time.time()),
             ),
             timeout_s=1.0,
+            on_delivery=on_delivery,
         )
 
     def _log(self, name: str) -> None:

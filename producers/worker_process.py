@@ -9,6 +9,7 @@ from dataclasses import replace
 from rollstream.producers.config import CapacityConfig, CurriculumConfig, WorkerConfig
 from rollstream.producers.dual_writer import DualWriter
 from rollstream.producers.environment_loading import LoadedEnvironment
+from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.left_episodes import end_left_episodes
 from rollstream.producers.gateway.worker_capture import WorkerCapture
 from rollstream.producers.inference.client import client_of
@@ -39,6 +40,7 @@ async def run_worker(
     capacity: CapacityConfig | None = None,
     labeling_group: str = "",
     servers: Callable[[int], Sequence[str]] | None = None,
+    max_calls: int = GatewayConfig.max_calls,
     stop: asyncio.Event | None = None,
 ) -> WorkerReport:
     """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
@@ -47,8 +49,9 @@ async def run_worker(
     groups cannot be guessed. `ordinal` is the worker's index among the `workers` that share the prompts; operators
     may request another number of workers. Without `capacity`, production is not limited. `labeling_group` is the full
     name of the labelers' consumer group, for environments whose rewards come from a labeler. `servers` returns the URLs
-    for a number of inference servers, and is called when operators change this number. Raises ConfigurationError,
-    TopicError, BrokerUnavailable, InferenceUnavailable, InferenceRefused, DeliveryError.
+    for a number of inference servers, and is called when operators change this number. `max_calls` limits the calls
+    of an agent's episode. Raises ConfigurationError, TopicError, BrokerUnavailable, InferenceUnavailable,
+    InferenceRefused, DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()
     stop = stop or _stop_on_signals()
@@ -89,7 +92,7 @@ async def run_worker(
             for environment in environments:
                 if environment.agent is not None:
                     settings = replace(config, temperature=environment.temperature)
-                    capture = WorkerCapture(kafka, run, settings, policies=policies, author=author)
+                    capture = WorkerCapture(kafka, run, settings, policies=policies, author=author, max_calls=max_calls)
                     captures[environment.name] = await opened.enter_async_context(capture)
             worker = Worker(
                 mixture,

@@ -16,7 +16,7 @@ from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.streamed_answers import framed
 from rollstream.producers.inference.errors import ContextTooLong, InferenceRefused, InferenceUnavailable
 from rollstream.producers.json_text import decode, encode
-from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError, RollstreamError
+from rollstream.topics.errors import DeadlineExceeded, DeliveryError, RecordError, RecordTooLarge, RollstreamError
 from rollstream.topics.http_server import BoundServer, listen
 from rollstream.topics.logs import event
 
@@ -34,6 +34,7 @@ _STATUS: tuple[tuple[type[RollstreamError], int, str], ...] = (
     (InferenceRefused, 502, "inference_refused"),
     (DeliveryError, 503, "log_unavailable"),
     (DeadlineExceeded, 503, "log_unavailable"),
+    (RecordTooLarge, 500, "record_too_large"),
     (RecordError, 400, "invalid_request"),
 )
 """Status and code of each error type; the first match applies."""
@@ -94,7 +95,8 @@ class CallRoutes:
             if isinstance(error.cause, ContextTooLong) or error.status in _WRONG_SETTINGS:
                 await self._on_failure(session, error.cause)
             raise
-        except (InferenceUnavailable, InferenceRefused) as error:
+        except (InferenceUnavailable, InferenceRefused, RecordTooLarge) as error:
+            # An answer that was sampled and cannot be recorded may not be missing from the episode.
             await self._on_failure(session, error)
             raise
         except SessionClosed as error:

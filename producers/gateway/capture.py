@@ -250,7 +250,9 @@ class CallCapture:
             why = (session.closed.reason if session.closed else "") or "it has ended"
             raise SessionClosed(f"session {session.name} accepts no more calls: {why}; start another session")
         if len(session.calls) >= self._rules.max_calls:
-            raise SessionClosed(f"session {session.name} has made {len(session.calls)} calls, which is its maximum")
+            raise SessionClosed(
+                f"session {session.name} has made {len(session.calls)} calls, the maximum (gateway.max_calls)"
+            )
 
     def _server_body(self, session: CapturedSession, request: AgentRequest) -> dict[str, Any]:
         body = server_request(

@@ -91,6 +91,8 @@ class RolloutWriter:
             if session.finished is not None or current is None or current.author != self._author:
                 return
         policies = await asyncio.to_thread(self._policies.read, 0.0)
+        if session.finished is not None:
+            return  # Another gateway took over while this one was suspended, and its calls are gone.
         records, reason = self._records(session, policies)
         first = session.intents[0]
         present: set[str] = set()
@@ -99,6 +101,8 @@ class RolloutWriter:
             present = await asyncio.to_thread(self._present, partition, first.rollouts_end, wanted)
         missing = [record for record in records if not present.issuperset(_uids(record))]
         async with self._lock:
+            if session.finished is not None:
+                return
             reason = await asyncio.to_thread(self._write, session, missing, reason)
         uids = tuple(record.uid for record in records if isinstance(record, Rollout)) if not reason else ()
         await self._append(session, SessionEvent(session=session.name, kind="finished", uids=uids, reason=reason))

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow_control import RunProgress, check_capacity, may_start
+from rollstream.producers.flow_control import RunProgress, check_capacity, largest_group, may_start
 from rollstream.producers.gateway.call_log import AppendedRecord, CallLog
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed
 from rollstream.producers.gateway.rollout_writing import RolloutWriter
-from rollstream.producers.gateway.session_names import session_name
-from rollstream.producers.gateway.sessions import CapturedSession, reward_problem
+from rollstream.producers.gateway.session_names import group_of, session_name
+from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions, reward_problem
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.errors import ContextTooLong
 from rollstream.topics.errors import RecordError, RollstreamError
@@ -86,8 +86,8 @@ class SessionService:
         self._config = config
         self._assume_version = assume_version
         self._capacity, self._read_progress, self._draining = capacity, read_progress, draining
-        self._starting: set[str] = set()
-        """Sessions admitted whose starts may not be applied yet."""
+        self._starting: dict[str, int] = {}
+        """By name, the group sizes of sessions admitted whose starts may not be applied yet."""
         self._marked: dict[str, float] = {}
         self._seen: dict[str, float] = {}
 
@@ -145,7 +145,7 @@ class SessionService:
         fold = await self._log.current(partition)
         new = [(name, member) for name, member in zip(names, members, strict=True) if name not in fold.sessions]
         if new:
-            with self._admitted({name for name, _member in new}):
+            with self._admitted({name for name, _member in new}, group, request, fold):
                 version = await self._newest_known_version()
                 starts = [self._start_event(request, group, name, member, version) for name, member in new]
                 places = await asyncio.gather(*map(self._log.append, starts))
@@ -175,39 +175,69 @@ class SessionService:
             raise RecordError("member is given without group_id; name the group that it belongs to")
 
     @contextmanager
-    def _admitted(self, names: Set[str]) -> Iterator[None]:
+    def _admitted(
+        self, names: Set[str], group: str, request: SessionRequest, fold: PartitionSessions
+    ) -> Iterator[None]:
         """Admit new sessions, and count them as open while the caller starts them. Sessions that another request is
-        starting are admitted already. Raises NoCapacity."""
-        added = names - self._starting
+        starting are admitted already. Raises NoCapacity, and RecordError for a group that can never start."""
+        added = names - self._starting.keys()
         if added:
-            self._admit(len(added))
-        self._starting |= added
+            begun = fold.names_in(group) or any(group_of(name) == group for name in self._starting)
+            self._admit(len(added), 0 if begun else request.group_size)
+        self._starting |= dict.fromkeys(added, request.group_size)
         try:
             yield
         finally:
-            self._starting -= added
+            for name in added:
+                del self._starting[name]
+
+    def _expected(self) -> int:
+        """Return the number of members that have not begun, of groups with a session that is open or being started."""
+        sizes, begun = dict[str, int](), dict[str, set[str]]()
+        for name, size in self._starting.items():
+            group = group_of(name)
+            sizes[group] = size
+            begun.setdefault(group, set()).add(name)
+        for fold in self._log.folds:
+            for group, size in {s.start.group_id: s.start.group_size for s in _of_gateways(fold)}.items():
+                sizes[group] = size
+                begun.setdefault(group, set()).update(fold.names_in(group))
+        return sum(max(0, size - len(begun[group])) for group, size in sizes.items())
 
     @property
     def _unfinished(self) -> int:
         """Sessions of gateways that are open or being started. Workers' sessions are in the workers' share."""
-        sessions = (session for fold in self._log.folds for session in fold.open.values())
-        return len(self._starting.union(session.name for session in sessions if session.start.owner == "gateway"))
+        sessions = (session for fold in self._log.folds for session in _of_gateways(fold))
+        return len(self._starting.keys() | {session.name for session in sessions})
 
-    def _admit(self, sessions: int) -> None:
+    def _admit(self, sessions: int, rollouts: int) -> None:
+        """Raise unless so many sessions may start. `rollouts` are those of the group that they begin, or 0.
+
+        The first member of a group reserves room for all, or the learner could wait for groups that stay incomplete.
+        """
         if self._draining():
             raise NoCapacity("the run is being drained, so no session can start; open sessions continue to their ends")
         is_open = self._unfinished
         if is_open + sessions > self._config.max_sessions:
             raise NoCapacity(f"{is_open} sessions are open, and at most {self._config.max_sessions} may be open")
-        if self._capacity is None:
+        if self._capacity is None or not rollouts:
             return
+        if rollouts > (largest := largest_group(self._capacity)):
+            raise RecordError(
+                f"a group of {rollouts} can never start: at most {largest} rollouts of the run's gateways may wait for "
+                "the learner. Start smaller groups, raise learner.max_policy_lag or worker.concurrency, or run fewer "
+                "workers"
+            )
         progress = self._read_progress()
         deliveries = self._writer.deliveries
         deliveries[:] = [d for d in deliveries if d.offset >= progress.position(d.partition)]
-        if not may_start(self._capacity, progress.outstanding, is_open + len(deliveries), sessions):
+        expected = self._expected()
+        if not may_start(self._capacity, progress.outstanding, is_open + expected + len(deliveries), rollouts):
             raise NoCapacity(
-                f"{progress.outstanding} rollouts wait for the learner and {is_open} sessions are open; more would "
-                f"be stale before the learner reads them (learner.max_policy_lag {self._capacity.max_policy_lag})"
+                f"{progress.outstanding} rollouts wait for the learner, {is_open} sessions are open, and {expected} "
+                "members of their groups have not begun; more would be stale before the learner reads them "
+                f"(learner.max_policy_lag {self._capacity.max_policy_lag}), or exceed the gateways' share of {largest} "
+                "(worker.concurrency)"
             )
 
     def _start_event(self, request: SessionRequest, group: str, name: str, member: int, version: int) -> SessionEvent:
@@ -352,3 +382,8 @@ class SessionService:
             if session.closed is not None:
                 event(logger, "session_given_up", session=session.name, reason=session.closed.reason)
                 await self._writer.finish(session)
+
+
+def _of_gateways(fold: PartitionSessions) -> Iterator[CapturedSession]:
+    """Yield the open sessions of gateways; those of workers are in the workers' share."""
+    return (session for session in fold.open.values() if session.start.owner == "gateway")

@@ -7,6 +7,7 @@ takeover_s that it writes them.
 
 import math
 from collections import deque
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from rollstream.producers.episodes.call_sequences import CallSequences
@@ -218,6 +219,10 @@ class PartitionSessions:
     """Sessions whose rollouts are not written."""
     _groups: dict[str, dict[str, CapturedSession]] = field(default_factory=dict)
     _finished: deque[CapturedSession] = field(default_factory=deque)
+
+    def names_in(self, group: str) -> Collection[str]:
+        """Return the names of the known sessions of a group."""
+        return self._groups.get(group, {}).keys()
 
     def apply(self, offset: int, append_ms: int, record: ModelCall | SessionEvent) -> CapturedSession | None:
         """Apply the next record; return the session that it belongs to, or None if there is none."""

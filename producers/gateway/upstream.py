@@ -24,7 +24,15 @@ from rollstream.producers.inference.answers import has_aborted_choice, refusal_o
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.inference.replicas import Replica, ReplicaSet
 from rollstream.producers.inference.requests import ENGINE_NEUTRAL, LABEL_ROUTES, listed_models
-from rollstream.producers.inference.retries import RETRIED_STATUS, Busy, NoTurn, ServerTurns, retry_after_s
+from rollstream.producers.inference.retries import (
+    MOST_FAULTS,
+    RETRIED_STATUS,
+    Busy,
+    NoTurn,
+    ServerTurns,
+    is_fault,
+    retry_after_s,
+)
 from rollstream.producers.json_text import decode, encode
 from rollstream.producers.policy_versions import UNKNOWN, PolicySource
 from rollstream.topics.secrets import resolve
@@ -267,7 +275,7 @@ class Upstream:
         assert self._http, "used outside its context manager"
         headers = {"Content-Type": "application/json", **({"X-Session-ID": session} if session else {})}
         self._look_around()
-        sent = bool(cause)
+        sent, faults = bool(cause), 0
         while True:
             replica = await self._turn(session, deadline, cause, again=sent)
             url, asked_s = replica.url, None
@@ -286,7 +294,9 @@ class Upstream:
                         yield replica, label, answer
                         return
                     text = await answer.text()
-                    if answer.status not in RETRIED_STATUS:
+                    faults += is_fault(answer.status)
+                    again = answer.status in RETRIED_STATUS or (is_fault(answer.status) and faults < MOST_FAULTS)
+                    if not again:
                         raise UpstreamRefused(answer.status, text, refusal_of(answer.status, text, source=url))
                     cause = f"{answer.status} {' '.join(text.split())[:500]}"
                     asked_s = retry_after_s(answer.headers.get("Retry-After"))

@@ -36,7 +36,6 @@ from rollstream.topics.errors import RecordError, RollstreamError
 from rollstream.topics.records import ModelCall, Rollout, SessionEvent
 
 _SECRET = "worker"
-_LIMITS = GatewayConfig()
 _MOST_BODY = 64 * 1024 * 1024
 """Largest request in bytes; generous, because agents inside the worker are trusted with its memory."""
 
@@ -96,15 +95,17 @@ class WorkerCapture:
         temperature: float | None = None,
         sampling: Literal["run", "agent"] = "run",
         recorded: bool = True,
+        max_calls: int = GatewayConfig.max_calls,
     ) -> None:
         """`author` names the worker and its incarnation in records. `policies` maps labels of weights to versions.
-        `temperature` defaults to the worker's; `sampling` means the same as gateway.sampling. Without `recorded`,
-        nothing is written to `calls`."""
+        `temperature` defaults to the worker's; `sampling` and `max_calls` mean the same as in the section gateway.
+        Without `recorded`, nothing is written to `calls`."""
         self.policies = policies
         """Policy versions of the run, and their learner steps."""
         self._kafka, self._run, self._worker = kafka, run, worker
         self._author, self._sampling, self._recorded = author, sampling, recorded
         self._temperature = worker.temperature if temperature is None else temperature
+        self._max_calls = max_calls
         self._sessions: dict[str, CapturedSession] = {}
         self._failures: dict[str, RollstreamError] = {}
         """Errors of the calls that failed sessions."""
@@ -130,7 +131,7 @@ class WorkerCapture:
             rules = CaptureRules(
                 temperature=self._temperature,
                 sampling=self._sampling,
-                max_calls=_LIMITS.max_calls,
+                max_calls=self._max_calls,
                 author=self._author,
                 seed=worker.seed,
             )
@@ -224,6 +225,8 @@ class WorkerCapture:
         return self._sessions[name]
 
     async def _fail(self, session: CapturedSession, error: RollstreamError) -> None:
+        if session.name not in self._sessions:
+            return  # Its attempt has ended, and the agent no longer waits for the call.
         if isinstance(error, ContextTooLong):
             await self.change(session, "truncated")
         else:

@@ -26,7 +26,16 @@ from rollstream.producers.inference.requests import (
     listed_models,
     takes_tokens,
 )
-from rollstream.producers.inference.retries import RETRIED_STATUS, Busy, NoTurn, ServerTurns, retry_after_s
+from rollstream.producers.inference.retries import (
+    MOST_FAULTS,
+    RETRIED_STATUS,
+    Busy,
+    Fault,
+    NoTurn,
+    ServerTurns,
+    is_fault,
+    retry_after_s,
+)
 from rollstream.producers.policy_versions import UNKNOWN, PolicyFollower, PolicyVersions
 from rollstream.topics.logs import event
 from rollstream.topics.records import Float32, Int32, Int64
@@ -188,6 +197,7 @@ class CompletionsClient:
         self._look_around()
         replica = self._replicas.choose(session, time.monotonic())
         cause: BaseException | None = None
+        faults = 0
         while True:
             try:
                 replica = await self._turns.next(session, deadline, again=cause is not None)
@@ -206,6 +216,10 @@ class CompletionsClient:
                 return answer, replica
             except Busy as error:
                 cause, asked_s = error, error.retry_after_s
+                if isinstance(error, Fault):
+                    faults += 1
+                    if faults == MOST_FAULTS:
+                        raise error.refusal from error
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError, TimeoutError) as error:
                 cause = error
             except aiohttp.InvalidURL as error:
@@ -266,7 +280,7 @@ class CompletionsClient:
         """Return the version that the label of an engine's weights names; -1 if the label or its version is unknown."""
         try:
             body = await self._json(replica, "GET", route, None)
-        except InferenceRefused:
+        except (InferenceRefused, Fault):
             return UNKNOWN
         label = body.get("weight_version") if isinstance(body, dict) else None
         if not isinstance(label, str):
@@ -310,7 +324,8 @@ class CompletionsClient:
         payload: Mapping[str, Any] | None,
         headers: Mapping[str, str] | None = None,
     ) -> Any:
-        """Return the JSON of an answer. Raises Busy for a temporary refusal, InferenceRefused for any other."""
+        """Return the JSON of an answer. Raises Busy for a temporary refusal or a fault, InferenceRefused for any other
+        refusal."""
         assert self._http, "used outside its context manager"
         url = replica.url.removesuffix("/v1") + path
         async with self._http.request(method, url, json=payload, headers=headers) as response:
@@ -322,6 +337,8 @@ class CompletionsClient:
             refusal = refusal_of(response.status, await response.text(errors="replace"), source=url)
             if response.status in RETRIED_STATUS:
                 raise Busy(str(refusal), retry_after_s(response.headers.get("Retry-After")))
+            if is_fault(response.status):
+                raise Fault(refusal)
             raise refusal
 
 

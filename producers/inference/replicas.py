@@ -32,6 +32,10 @@ class Replica:
     """Whether its list of models names its kind."""
     version: int = -1
     """Newest policy version in its answers; -1 if they name none."""
+    tells_version: bool = False
+    """Whether an answer to a probe has named a version."""
+    lost_version: bool = False
+    """Whether the last answer to a probe names none although an earlier one did, as after a restart."""
     failures: int = 0
     """Failures since the last answer."""
     ready_at: float = 0.0
@@ -66,9 +70,10 @@ class ReplicaSet:
         return min(ranked, key=lambda r: (max(r.ready_at, now), r.failures > 0, self.lags(r)))
 
     def lags(self, replica: Replica) -> bool:
-        """Whether a server is too far behind the newest version; always false for a server that names no version."""
+        """Whether a server is too far behind the newest version, or has lost its version; false for a server that never
+        named one."""
         behind = self.newest_version - replica.version
-        return replica.version >= 0 and 0 <= self._max_version_skew < behind
+        return replica.lost_version or (replica.version >= 0 and 0 <= self._max_version_skew < behind)
 
     def to_look_at(self, now: float) -> Sequence[Replica]:
         """Return the servers due for a probe, because they lag or because their pause after a failure is over."""
@@ -87,13 +92,18 @@ class ReplicaSet:
         """Note an answer and the newest version in it, -1 for none."""
         replica.failures, replica.ready_at = 0, 0.0
         replica.version = max(replica.version, version)
+        if version >= 0:
+            replica.lost_version = False
 
     def looked(self, replica: Replica, version: int, now: float) -> None:
         """Note the answer to a probe and the version in it, -1 for none. A pause that is not over stays: a server may
         answer probes while it refuses requests."""
         if replica.ready_at <= now:
             replica.failures = 0
-        replica.version = max(replica.version, version)
+        replica.lost_version = version < 0 and replica.tells_version
+        if version >= 0:
+            # A server that was restarted may have an earlier version than before.
+            replica.version, replica.tells_version = version, True
 
     def failed(self, replica: Replica, now: float, retry_after_s: float | None = None) -> None:
         """Note a failure: avoid the server for as long as it asks, at most a minute, else for a random time that grows

@@ -10,12 +10,21 @@ import email.utils
 import math
 import time
 
+from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.inference.replicas import Replica, ReplicaSet, RetryBudget
 from rollstream.topics.decimal_numbers import decimal_number
 
 _LOOK_AGAIN_S = 1.0
 RETRIED_STATUS = {429, 502, 503, 504}
 """HTTP statuses of temporary refusals."""
+_NOT_FAULTS = {501, 505}
+MOST_FAULTS = 3
+"""Faults after which a request is given up: a server that fails at this request alone would fail again."""
+
+
+def is_fault(status: int) -> bool:
+    """Whether a status says that the server failed, so that another server may answer the request."""
+    return status >= 500 and status not in RETRIED_STATUS and status not in _NOT_FAULTS
 
 
 class Busy(Exception):
@@ -25,6 +34,14 @@ class Busy(Exception):
         super().__init__(message)
         self.retry_after_s = retry_after_s
         """Seconds that the server asks to be left alone; None if it does not say."""
+
+
+class Fault(Busy):
+    """A failure of a server; `refusal` is the error if other servers fail as well."""
+
+    def __init__(self, refusal: InferenceRefused) -> None:
+        super().__init__(str(refusal))
+        self.refusal = refusal
 
 
 class NoTurn(Exception):

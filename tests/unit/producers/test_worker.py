@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import openai
@@ -12,13 +12,14 @@ from aiohttp import web
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Endpoint, Episode, Generate, Message, Prompt, Score, Split
 from rollstream.producers.environment_loading import with_settings
-from rollstream.producers.gateway.worker_capture import WorkerCapture
+from rollstream.producers.gateway.worker_capture import EpisodeCapture, WorkerCapture
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.mixture import Mixture
 from rollstream.producers.policy_versions import NoPolicies
 from rollstream.producers.worker import Worker, WorkerReport
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import GroupCancelled, Rollout
 from tests.support.producing import OneTokenPolicy, serving_http
 
@@ -49,6 +50,8 @@ class Outlet:
     def __init__(self) -> None:
         self.sent: list[Rollout | GroupCancelled] = []
         self.polled = asyncio.Event()
+        self.waiting: list[Callable[[], None]] = []
+        """Called at the next look after the groups, as deliveries are."""
 
     def awaits_label(self, environment: str) -> bool:
         return False
@@ -56,11 +59,21 @@ class Outlet:
     def send(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
         self.sent.append(rollout)
 
-    def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
+    def cancel(
+        self,
+        cancelled: GroupCancelled,
+        *,
+        timeout_s: float | None = None,
+        on_delivery: Callable[[], None] | None = None,
+    ) -> None:
         self.sent.append(cancelled)
+        if on_delivery is not None:
+            self.waiting.append(on_delivery)
 
     def poll(self) -> None:
         self.polled.set()
+        while self.waiting:
+            self.waiting.pop()()
 
     def flush(self, timeout_s: float) -> None:
         return
@@ -183,3 +196,50 @@ def test_a_server_that_does_not_know_the_model_of_an_agent_ends_the_worker() -> 
 
     with serving_http(refuse) as url, pytest.raises(InferenceRefused, match=r"404 .*no model is named policy"):
         asyncio.run(played(url))
+
+
+class Failing(Asking):
+    """An agent whose environment fails."""
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        raise ValueError("no dice")
+
+
+def test_a_member_that_failed_is_cancelled_on_the_log_before_its_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kill between the two would otherwise leave a group that waits for a member nobody cancels."""
+    order: list[str] = []
+    outlet, cancelled = Outlet(), EpisodeCapture.cancelled
+
+    async def noted(capture: EpisodeCapture, reason: str) -> None:
+        order.append(f"session {'cancelled' if any(outlet.sent) and not outlet.waiting else 'tried again'}")
+        await cancelled(capture, reason)
+
+    monkeypatch.setattr(EpisodeCapture, "cancelled", noted)
+
+    async def list_models(_http: web.Request) -> web.Response:
+        return web.json_response({"data": [{"id": "policy", "owned_by": "rollstream", "policy_version": 0}]})
+
+    async def played(url: str) -> WorkerReport:
+        config = WorkerConfig(inference_urls=(url,), group_size=1, groups=1, concurrency=1, assume_version=0)
+        capture = WorkerCapture(KafkaConfig(), "run", config, author="w.1", policies=NoPolicies(), recorded=False)
+        async with client_of(config) as client, capture:
+            worker = Worker(
+                Mixture([with_settings(Failing(), config)]),
+                client,
+                outlet,  # type: ignore[arg-type]
+                config,
+                incarnation="1",
+                captures={"asking": capture},
+                undelivered=set(),
+            )
+            return await worker.run(asyncio.Event())
+
+    with serving_http(list_models) as url:
+        assert asyncio.run(played(url)).cancelled == 1
+    assert order == ["session tried again", "session cancelled"]
+
+
+@pytest.mark.parametrize("name", ["gpu3:worker", "", "w" * 101, "a b"])
+def test_a_worker_whose_name_cannot_be_part_of_a_url_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"worker_id .* letters, digits"):
+        WorkerConfig(worker_id=name)

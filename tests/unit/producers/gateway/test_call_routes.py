@@ -17,7 +17,7 @@ from rollstream.producers.gateway.call_routes import CallRoutes, Listener
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamEvent
-from rollstream.topics.errors import RollstreamError
+from rollstream.topics.errors import RecordTooLarge, RollstreamError
 from rollstream.topics.records import ModelCall, SessionEvent
 from tests.support.memory_session_log import MemoryLog
 
@@ -148,6 +148,28 @@ def test_an_error_after_the_first_event_is_the_last_event_of_the_stream(last: tu
                 with pytest.raises(openai.APIError, match=message):
                     async for _part in await client.completions.create(model="m", prompt="21>", stream=True):
                         pass
+
+    asyncio.run(scenario())
+
+
+class Full(MemoryLog):
+    """Takes no record, because each one is too large."""
+
+    async def append(self, _record: ModelCall | SessionEvent) -> AppendedRecord:
+        raise RecordTooLarge("a record has 9 bytes; raise kafka.max_record_bytes")
+
+
+def test_a_sampled_answer_that_is_too_large_to_record_fails_its_episode() -> None:
+    """Otherwise an agent that goes on would get a reward for an episode without its longest answers."""
+
+    async def scenario() -> None:
+        upstream = EndlessUpstream()
+        upstream.calls = 1
+        async with listening(upstream, Full()) as (url, _listener, failures):
+            answer = await raw_answer(url)
+            assert b"kafka.max_record_bytes" in answer
+            assert b"server_error" in answer, "it is not the agent's fault"
+            assert [type(failure) for failure in failures] == [RecordTooLarge]
 
     asyncio.run(scenario())
 

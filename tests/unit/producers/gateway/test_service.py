@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow_control import RunProgress
+from rollstream.producers.flow_control import RunProgress, largest_group
 from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity
@@ -18,7 +18,7 @@ from rollstream.producers.gateway.service import SessionRequest, SessionService
 from rollstream.producers.gateway.sessions import PartitionSessions
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.policy_versions import PolicyVersions
-from rollstream.topics.errors import DeliveryError
+from rollstream.topics.errors import DeliveryError, RecordError
 from rollstream.topics.records import DesiredProcesses, SessionEvent
 from rollstream.topics.steering import DesiredState
 
@@ -170,3 +170,33 @@ def test_a_gateway_asks_the_servers_that_operators_want() -> None:
     assert upstream.urls == ("http://server-0/v1", "http://server-1/v1")
     steering.follow(steered())
     assert upstream.urls == (SERVER,)
+
+
+def test_a_group_that_can_never_start_is_refused_for_good() -> None:
+    async def scenario() -> None:
+        gateway = service(MemoryLog())
+        largest = largest_group(CAPACITY)
+        assert len(await gateway.start(replace(REQUEST, group_size=largest))) == largest
+        with pytest.raises(RecordError, match=f"can never start: at most {largest} rollouts .*worker.concurrency"):
+            await service(MemoryLog()).start(replace(REQUEST, group_size=largest + 1))
+
+    asyncio.run(scenario())
+
+
+def test_members_that_start_one_by_one_reserve_room_for_their_groups_and_complete_them() -> None:
+    """As of agents on several machines, one of which is slow: the run would wait for its members for ever."""
+
+    async def begun(gateway: SessionService, member: int, groups: int) -> int:
+        """How many of the first groups have this member."""
+        requests = [replace(REQUEST, group_id=f"g{number}", member=member) for number in range(groups)]
+        return groups - refused([(await asyncio.gather(gateway.start(r), return_exceptions=True))[0] for r in requests])
+
+    async def scenario() -> None:
+        whole = service(MemoryLog())
+        at_once = 20 - refused(await started(whole, 20))
+        gateway = service(MemoryLog())
+        assert await begun(gateway, 0, 20) == at_once, "as many groups begin as if all their members began at once"
+        for member in (1, 2, 3):
+            assert await begun(gateway, member, at_once) == at_once
+
+    asyncio.run(scenario())

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from rollstream.producers.gateway.errors import UpstreamRefused
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.producers.policy_versions import PolicyVersions
@@ -293,3 +294,34 @@ def test_a_dead_server_gets_one_look_a_second_however_many_sessions_there_are() 
         assert dead.asked.total() - before <= 1 + (time.monotonic() - began)
 
     with_servers(dead, sound, use=use)
+
+
+def test_a_server_that_fails_at_calls_is_left_alone_and_another_answers() -> None:
+    broken, whole = Server("vllm"), Server("vllm")
+    answered, failed = broken.__call__, list[str]()
+
+    async def fail_at_calls(http: web.Request) -> web.Response:
+        if http.method != "POST":
+            return await answered(http)
+        failed.append(http.path)
+        return web.Response(status=500, text="CUDA error")
+
+    with_servers(fail_at_calls, whole, use=ask_all)  # type: ignore[arg-type]
+    assert len(whole.bodies) == 16
+    assert 0 < len(failed) <= 16
+
+
+def test_a_call_at_which_every_server_fails_is_given_up_long_before_its_deadline() -> None:
+    failed = list[str]()
+
+    async def fail(http: web.Request) -> web.Response:
+        failed.append(http.method)
+        return web.Response(status=500 if http.method == "POST" else 404, text="CUDA error")
+
+    with pytest.raises(UpstreamRefused, match="500 CUDA error"):
+        with_servers(fail, use=ask_once, timeout_s=600)  # type: ignore[arg-type]
+    assert failed.count("POST") == 3
+
+
+async def ask_once(upstream: Upstream) -> None:
+    await upstream.call("s", "/chat/completions", {"n": 1})

@@ -296,3 +296,30 @@ def test_a_server_whose_weights_lag_gets_no_requests_until_it_has_caught_up() ->
     with serving_http(slow) as first, serving_http(fast) as second:
         asyncio.run(run([first, second]))
     assert slow.sessions
+
+
+def test_a_server_that_fails_at_requests_is_left_alone_and_another_answers() -> None:
+    broken, whole = Server(), Server()
+    broken.refuse = lambda path: web.Response(status=500) if path == "/v1/completions" else None
+
+    async def run(urls: list[str]) -> list[Completion]:
+        async with CompletionsClient(urls) as client:
+            return [await ask(client, f"s{number}") for number in range(20)]
+
+    with serving_http(broken) as first, serving_http(whole) as second:
+        completions = asyncio.run(run([first, second]))
+    assert {completion.replica_id for completion in completions} == {second}
+    assert 0 < broken.paths()["/v1/completions"] < 10
+
+
+def test_a_request_at_which_every_server_fails_is_given_up_long_before_its_deadline() -> None:
+    server = Server()
+    server.refuse = lambda path: web.Response(status=500, text="CUDA error") if path == "/v1/completions" else None
+
+    async def run(url: str) -> None:
+        async with CompletionsClient([url], timeout_s=600) as client:
+            await ask(client)
+
+    with serving_http(server) as url, pytest.raises(InferenceRefused, match=r"500 CUDA error"):
+        asyncio.run(run(url))
+    assert server.paths()["/v1/completions"] == 3

@@ -100,6 +100,29 @@ def test_a_probe_tells_the_version_and_ends_no_rest() -> None:
     assert resting.failures == 0
 
 
+def test_a_server_that_was_restarted_has_the_version_that_it_tells_now_or_none() -> None:
+    replicas = ReplicaSet(URLS[:2], max_version_skew=2)
+    restarted, other = replicas.replicas
+    for replica in (restarted, other):
+        replicas.looked(replica, 40, 1.0)
+    replicas.looked(restarted, 3, 2.0)
+    assert replicas.lags(restarted)
+    replicas.looked(restarted, -1, 3.0)
+    assert replicas.lags(restarted)
+    assert set(chosen(replicas).values()) == {other.url}
+    replicas.looked(restarted, 40, 4.0)
+    assert not replicas.lags(restarted)
+
+
+def test_a_server_that_names_versions_only_in_answers_does_not_lag() -> None:
+    replicas = ReplicaSet(URLS[:2], max_version_skew=2)
+    only_answers, _other = replicas.replicas
+    replicas.looked(only_answers, -1, 1.0)
+    replicas.answered(only_answers, 7)
+    replicas.looked(only_answers, -1, 2.0)
+    assert (only_answers.version, replicas.lags(only_answers)) == (7, False)
+
+
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=40))
 def test_a_failing_server_rests_longer_up_to_two_seconds(gaps: list[float]) -> None:
     replica = Replica(URLS[0])
