@@ -14,7 +14,9 @@ from rollstream.infra.broker import LocalBroker
 from rollstream.infra.broker_state import read_cluster
 from rollstream.infra.cluster import LocalCluster
 from rollstream.infra.config import PROVIDERS, BrokerConfig, BrokerLayout
+from rollstream.infra.ports import accepts_connections
 from rollstream.infra.providers import external_kafka
+from rollstream.topics.errors import BrokerUnavailable
 
 DEFAULT_PORT = 9092
 DEFAULT_DATA_DIR = BrokerConfig().data_dir
@@ -59,12 +61,17 @@ def register(broker: argparse.ArgumentParser) -> "argparse._SubParsersAction[Any
 
 
 def run_start(args: argparse.Namespace) -> int:
-    """Start a broker or a cluster, unless KAFKA_BOOTSTRAP_SERVERS names one.
+    """Start a broker or a cluster, unless KAFKA_BOOTSTRAP_SERVERS names one that answers.
 
-    Raises BrokerUnavailable if one already runs on this data.
+    Raises BrokerUnavailable if one already runs on this data, or if the named one does not answer.
     """
     given = external_kafka()
     if given:
+        if not accepts_connections(given.bootstrap_servers):
+            raise BrokerUnavailable(
+                f"KAFKA_BOOTSTRAP_SERVERS is set to {given.bootstrap_servers}, where nothing accepts connections; "
+                "unset it to start a broker here"
+            )
         _print(
             args,
             {"state": "external", "bootstrap_servers": given.bootstrap_servers},

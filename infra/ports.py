@@ -99,3 +99,16 @@ def server_ports(outgoing_range: Path = OUTGOING_RANGE) -> Sequence[int]:
 
 def port_in_use(host: str, port: int) -> BrokerUnavailable:
     return BrokerUnavailable(f"port {port} on {host} is in use: choose another with --port (0 takes any free one)")
+
+
+def accepts_connections(servers: str, timeout_s: float = 3.0) -> bool:
+    """Whether one of several addresses HOST:PORT, separated by commas, accepts connections."""
+    for server in servers.split(","):
+        host, _, port = server.strip().rpartition(":")
+        # The host and the port may be invalid, too: then nothing can be reached there.
+        with (
+            contextlib.suppress(OSError, ValueError),
+            socket.create_connection((host.strip("[]"), int(port)), timeout_s),
+        ):
+            return True
+    return False

@@ -25,15 +25,25 @@ TimedEntry = tuple[int, BatchIndexEntry]
 def prepare(kafka: KafkaConfig, run: str, into: str, topics: TopicsConfig) -> None:
     """Create the topics of `into` with these settings, and copy the policy versions of `run`.
 
-    Raises ConfigurationError if `into` is `run` itself, and TopicError if `into` has batches.
+    Raises ConfigurationError if `into` is `run` itself, and TopicError if `into` has records already.
     """
     if into == run:
         raise ConfigurationError(f"--into {into} is the run that is read; name another")
+    if begun := first_record(kafka, into, ("batches", "policies", "steps", "rollouts")):
+        raise TopicError(f"run {into} has {begun} already; name another run with --into")
     provisioning.apply(kafka, topics, into)
-    if next(iter(read_to_end(kafka, topic_name(into, "batches"))), None) is not None:
-        raise TopicError(f"run {into} has batches already; name another run with --into")
     policies = read_to_end(kafka, topic_name(run, "policies"))
     _write(kafka, topic_name(into, "policies"), ((message.key, message.value) for message in policies))
+
+
+def first_record(kafka: KafkaConfig, run: str, topics: Iterable[str]) -> str:
+    """Return the first of these topics of a run that has a record, by its name in the run; empty if none has."""
+    existing = {description.topic for description in provisioning.describe(kafka, run)}
+    for name in topics:
+        topic = topic_name(run, name)
+        if topic in existing and next(iter(read_to_end(kafka, topic)), None) is not None:
+            return name
+    return ""
 
 
 class BatchWriter:

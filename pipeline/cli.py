@@ -120,6 +120,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of our output is gone; keep the interpreter from reporting that at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
+    except OSError as error:
+        # A file that a command reads or writes; `str` names it.
+        if debug or error.filename is None:
+            raise
+        print(printable(f"rollstream: {error}; check the path and its permissions, or free space"), file=sys.stderr)
+        return 2
 
 
 def build_parser(load: Collection[str] = ()) -> Parser:

@@ -9,11 +9,16 @@ from collections.abc import Sequence
 def printable(text: str, keep: str = "\n\t") -> str:
     """Escape characters that would affect a terminal, except those in `keep`.
 
-    Control, direction and invisible characters become e.g. \\u001b.
+    Control, direction and invisible characters become e.g. \\u001b, and above U+FFFF two such escapes, as in JSON.
     """
     if text.isascii() and text.isprintable():
         return text
-    return "".join(c if c in keep or unicodedata.category(c) not in _UNSEEN else f"\\u{ord(c):04x}" for c in text)
+    return "".join(c if c in keep or unicodedata.category(c) not in _UNSEEN else _escaped(c) for c in text)
+
+
+def _escaped(character: str) -> str:
+    units = character.encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
 _UNSEEN = ("Cc", "Cf", "Cs", "Zl", "Zp")

@@ -155,12 +155,13 @@ def prunable(
     config: WeightsConfig,
     *,
     unreadable: int = 0,
+    spared: Collection[str] = (),
     now_s: float | None = None,
 ) -> list[FilesToPrune]:
     """Return the files that may be removed: no kept version needs them, and they are older than `orphan_hours`.
 
     The files must be listed before the manifests are read. If a manifest is unreadable, no file may be removed, because
-    the manifest may name it.
+    the manifest may name it. Files with `spared` names stay.
     """
     oldest = (time.time() if now_s is None else now_s) - config.orphan_hours * 3600
     plans = []
@@ -172,6 +173,7 @@ def prunable(
             plans.append(FilesToPrune(shown(url), len(files), (), 0, reason))
         else:
             left = left_behind(run, files, manifests, config.keep_versions)
+            left = [name for name in left if name not in spared]
             old = [name for name in left if (written := files[name].modified) is not None and written < oldest]
             urls = tuple(f"{url.rstrip('/')}/{name}" for name in old)
             ours = sum(parsed(run, name) is not None for name in files)

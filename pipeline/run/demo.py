@@ -16,6 +16,7 @@ from pathlib import Path
 from rollstream.consumers.grouping.process.mark_writer import drain
 from rollstream.consumers.weights.manifests import committed_manifests
 from rollstream.infra.broker import ExternalBroker, LocalBroker, open_broker
+from rollstream.infra.providers import external_kafka
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.pipeline.command_parser import Setting, set_handler
@@ -185,12 +186,16 @@ def display_of(config: RunConfig, *, json: bool, began: float) -> Display[RunObs
 
 def start_kafka(config: RunConfig, keep: bool, stack: ExitStack, say: Say) -> RunConfig:
     """Start a local broker unless another one is configured, create the run's topics, return the new configuration."""
+    broker: LocalBroker | ExternalBroker | None = None
     if config.kafka.bootstrap_servers == KafkaConfig().bootstrap_servers:
-        say("starting a local Kafka")
+        if external_kafka() is None:
+            say("starting a local Kafka")
         broker = open_broker(config.broker)
-        stack.push(partial(_end_broker, broker, keep))
         config = replace(config, kafka=replace(config.kafka, bootstrap_servers=broker.bootstrap_servers))
+    if isinstance(broker, LocalBroker):
+        stack.push(partial(_end_broker, broker, keep))
     else:
+        # KAFKA_BOOTSTRAP_SERVERS may name a broker of others at the default address.
         _check_is_new(config)
         if not keep:
             stack.callback(topics.remove, config)

@@ -36,7 +36,8 @@ def prepared(config: RunConfig) -> Iterator[RunConfig]:
     """Remove the folders of earlier demos that are not kept, give this demo its own run name, unless one was given, and
     create the folder that all its files go to; no other demo removes that folder until the context ends.
 
-    Raises ConfigurationError if another demo runs in the folder, and StoreError if the folder cannot be written.
+    Raises ConfigurationError if another demo runs in the folder, or if the topics of an earlier one are kept there or
+    served by a broker, and StoreError if the folder cannot be written.
     """
     config.data_dir.mkdir(parents=True, exist_ok=True)
     with (config.data_dir / _PREPARING).open("wb") as preparing:
@@ -46,6 +47,7 @@ def prepared(config: RunConfig) -> Iterator[RunConfig]:
         config = _placed(config)
         lock = _own(config.run_dir)
     with lock:
+        _check_unkept(config)
         yield config
 
 
@@ -72,6 +74,16 @@ def _own(folder: Path) -> DirectoryLock:
         raise ConfigurationError(
             f"another demo runs in {folder}; stop it first, or give this one another name (--run) or folder (--data)"
         ) from error
+
+
+def _check_unkept(config: RunConfig) -> None:
+    """Raise ConfigurationError if the demo would add to topics of an earlier demo, and delete them at its end."""
+    kept, data = config.run_dir / _KEPT, config.broker.data_dir
+    if data.is_relative_to(config.run_dir) and (kept.exists() or find(data) is not None):
+        raise ConfigurationError(
+            f"{data} has the topics of an earlier demo of run {config.run}, which were kept; give this demo another "
+            f"name (--run), or delete {config.run_dir} once no broker uses it"
+        )
 
 
 def _forget_earlier(base: Path) -> None:

@@ -6,6 +6,7 @@ Filters apply to the records' content.
 
 import argparse
 import itertools
+import math
 import sys
 import time
 from collections import deque
@@ -242,6 +243,8 @@ def milliseconds(text: str) -> int:
                 f"{text!r} is not a time; give 2026-01-31T12:00, seconds since 1970, or -60 for a minute ago"
             ) from None
         return int((moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp() * 1000)
+    if not math.isfinite(seconds):
+        raise ConfigurationError(f"{text!r} is not a time; give a finite number of seconds")
     return int((seconds if seconds >= 0 else time.time() + seconds) * 1000)
 
 

@@ -7,7 +7,7 @@ One transaction sends the records to their source, `rollouts` or `unlabelled`, a
 import argparse
 import sys
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,9 @@ Place = tuple[int, int]
 Mended = Rollout | GroupCancelled | TrajectoryRecord
 Fix = Callable[[bytes | None, bytes | None, dict[str, str]], "Mended | bytes | None"]
 """A script's function `fix(value, key, headers)`: returns a record, its bytes, or None to leave the letter."""
+
+PORTION_BYTES, PORTION_LETTERS = 16 * 1024 * 1024, 10_000
+"""Size of a transaction that sends letters again, in bytes of values and in letters."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +126,9 @@ def dlq(config: RunConfig, args: argparse.Namespace) -> int:
     clients.check_broker(config.kafka)
     skipped = SkippedRecords(logged=False)
     with_value = frozenset() if args.action == "ls" else frozenset(args.letter) or None
-    letters = read(config.kafka, config.run, skipped, with_value=with_value)
+    # Letters that were sent again are sent no more, so their values are not needed.
+    redrives = args.action == "redrive"
+    letters = read(config.kafka, config.run, skipped, with_value=with_value, values_of_redriven=not redrives)
     tell(skipped)
     if args.action == "ls":
         return _list(letters, args)
@@ -139,11 +144,13 @@ def read(
     skipped: SkippedRecords | None = None,
     *,
     with_value: Container[str] | None = None,
+    values_of_redriven: bool = True,
     each: Callable[[Letter], None] = lambda _letter: None,
 ) -> list[Letter]:
     """Read every dead letter of a run, oldest first; invalid letters are added to `skipped`.
 
     Letters keep their values only if their names are in `with_value`, or if it is None: a value may have a megabyte.
+    Without `values_of_redriven`, letters that were redriven keep none.
     Before its value is dropped, each letter is passed to `each`.
     """
     letters: dict[Place, Letter] = {}
@@ -154,7 +161,9 @@ def read(
             if REDRIVEN in headers:
                 letter_place = (message.partition, _number(headers, REDRIVEN))
                 if letter_place in letters:
-                    letters[letter_place] = replace(letters[letter_place], redriven=time_text(message.timestamp_ms))
+                    letter = letters[letter_place]
+                    value = letter.value if values_of_redriven else None
+                    letters[letter_place] = replace(letter, value=value, redriven=time_text(message.timestamp_ms))
                 continue
             letter = Letter(
                 place=(message.partition, message.offset),
@@ -263,7 +272,7 @@ def resend(
 ) -> tuple[list[Letter], list[tuple[Letter, str]]]:
     """Send letters to their source again, each once; return the letters sent, and each other letter with its reason.
 
-    With `dry_run`, nothing is sent. Raises DeliveryError if the transaction fails; nothing is then sent.
+    With `dry_run`, nothing is sent. Raises DeliveryError if a transaction fails; it names how many letters were sent.
     """
     ready: list[tuple[Letter, bytes, bytes]] = []
     refused: list[tuple[Letter, str]] = []
@@ -363,9 +372,10 @@ def _unsound(record: TrajectoryRecord) -> str:
 
 
 def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> set[Place]:
-    """Send records and notes in one transaction; return the letters sent, which excludes letters that another process
-    sent first."""
+    """Send each record and its note in one transaction, which holds several; return the letters sent, which excludes
+    letters that another process sent first."""
     kafka, run = config.kafka, config.run
+    sent = set[Place]()
     try:
         with closing(TransactionalProducer(kafka, transactional_id(run, "redrive"))) as producer:
             # From here on no other redrive of the run can commit, so the letters read now stay as they are.
@@ -374,19 +384,33 @@ def _send(config: RunConfig, ready: Sequence[tuple[Letter, bytes, bytes]]) -> se
             partitions = {letter.place[0] for letter, _key, _value in ready}
             await_decided(kafka, topic_name(run, "dead-letters"), "nothing was sent again", among=partitions)
             taken = {letter.place for letter in read(kafka, run, with_value=()) if letter.redriven}
-            mine = [item for item in ready if item[0].place not in taken]
-            if not mine:
-                return set()
-            with producer.transaction() as transaction:
-                for letter, key, value in mine:
-                    source = {"rollstream.redriven.from": letter.name}
-                    transaction.send(topic_name(run, letter.topic), value, key, headers=source)
-                    partition, offset = letter.place
-                    note = {REDRIVEN: str(offset), "rollstream.redriven.time": str(time.time())}
-                    notes = topic_name(run, "dead-letters")
-                    transaction.send(notes, None, letter.key, partition=partition, headers=note)
+            for portion in portions([item for item in ready if item[0].place not in taken]):
+                with producer.transaction() as transaction:
+                    for letter, key, value in portion:
+                        source = {"rollstream.redriven.from": letter.name}
+                        transaction.send(topic_name(run, letter.topic), value, key, headers=source)
+                        partition, offset = letter.place
+                        note = {REDRIVEN: str(offset), "rollstream.redriven.time": str(time.time())}
+                        notes = topic_name(run, "dead-letters")
+                        transaction.send(notes, None, letter.key, partition=partition, headers=note)
+                sent.update(letter.place for letter, _key, _value in portion)
     except (TransactionFailed, Stalled) as error:
         raise DeliveryError(
-            f"the letters were not sent again ({error}); no record of the transaction is visible; run it again"
+            f"{len(sent)} letters were sent again, and the others were not ({error}); no record of the transaction "
+            "that failed is visible; run it again"
         ) from error
-    return {letter.place for letter, _key, _value in mine}
+    return sent
+
+
+def portions(items: Sequence[tuple[Letter, bytes, bytes]]) -> Iterator[list[tuple[Letter, bytes, bytes]]]:
+    """Yield consecutive items whose values have about PORTION_BYTES, so that no transaction outlives its timeout."""
+    portion: list[tuple[Letter, bytes, bytes]] = []
+    size_bytes = 0
+    for item in items:
+        portion.append(item)
+        size_bytes += len(item[2])
+        if size_bytes >= PORTION_BYTES or len(portion) >= PORTION_LETTERS:
+            yield portion
+            portion, size_bytes = [], 0
+    if portion:
+        yield portion

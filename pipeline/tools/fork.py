@@ -16,16 +16,15 @@ from rollstream.consumers.batch_reader import first_offset
 from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
 from rollstream.consumers.learner.records.fork import copy_checkpoint, places_in
 from rollstream.consumers.step_log import read_steps
+from rollstream.pipeline.batch_run import first_record
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.run import plan as plans
 from rollstream.pipeline.text_tables import command_text
 from rollstream.pipeline.tools.topics import provision
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.forked_learners import write_fork
-from rollstream.topics.kafka import clients, provisioning
-from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka import clients
 from rollstream.topics.records import ForkedLearner, LearnerStep
 
 
@@ -171,10 +170,6 @@ def _hold_batches(forked: RunConfig, record: ForkedLearner) -> None:
 
 
 def _refuse_if_begun(config: RunConfig) -> None:
-    topic = topic_name(config.run, "steps")
-    if topic not in {existing.topic for existing in provisioning.describe(config.kafka, config.run)}:
-        return
-    if next(iter(read_to_end(config.kafka, topic)), None) is not None:
-        raise ConfigurationError(
-            f"run {config.run} has steps already, and its learner would continue from these; name a run without steps"
-        )
+    # A learner would continue from steps; the other records are those of a run that others use.
+    if begun := first_record(config.kafka, config.run, ("steps", "policies", "batches", "rollouts")):
+        raise ConfigurationError(f"run {config.run} has {begun} already; name a run that has not begun")

@@ -272,7 +272,7 @@ class _DirectoryTarget:
     """Writes a file for each portion atomically.
 
     A file of the same content stays unchanged. The file of a topic keeps rollouts that the topic no longer has. Files
-    that no migration made, such as the source itself, are never replaced.
+    that no migration made, such as the source itself, and files with rollouts that the source lacks are never replaced.
     """
 
     def __init__(self, directory: Path, source: Path) -> None:
@@ -292,6 +292,8 @@ class _DirectoryTarget:
         path = self._directory / portion.name
         self._files.append(path)
         identity = _identity_in(path) if path.exists() else ""
+        if identity not in ("", portion.identity) and not portion.of_topic:
+            _check_contained(path, rollouts)
         kept = _rollouts_in(path) if identity and portion.of_topic else []
         there = _Migrated(rollouts if identity == portion.identity and not portion.of_topic else kept)
         missing = []
@@ -312,6 +314,16 @@ class _DirectoryTarget:
         uids = Counter(rollout.uid for path in self._files for rollout in _rollouts_in(path))
         _count(uids, report, expected)
         write_json(self._directory / "migration.json", report.as_dict())
+
+
+def _check_contained(path: Path, rollouts: Sequence[Rollout]) -> None:
+    """Raise ConfigurationError if a file has rollouts that its new content lacks, as one of another source has."""
+    contents = {_content(rollout) for rollout in rollouts}
+    if lost := sum(_content(rollout) not in contents for rollout in _rollouts_in(path)):
+        raise ConfigurationError(
+            f"{path} has {lost} rollouts that this source lacks, so it was made from another source, or this one has "
+            f"lost them; {_ELSEWHERE}"
+        )
 
 
 def _identity_in(path: Path) -> str:

@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from rollstream.consumers.buffers.trajectories.filler import FILLER_GROUPS
+from rollstream.consumers.files.stores import StoredFile
 from rollstream.consumers.grouping.process.bootstrap import committed_offsets
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.learner.records.checkpoint_paths import directory_of, first_needed
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import WeightsConfig
+from rollstream.consumers.weights.file_names import place_of
 from rollstream.consumers.weights.file_retention import FilesToPrune, listed_files, prunable, remove_files, roots
 from rollstream.consumers.weights.manifests import committed_manifests, read_policies
 from rollstream.pipeline.audit.prunable_sessions import read_session_groups
@@ -172,7 +174,11 @@ def checkpoint_folders(config: RunConfig, directories: Sequence[str] = ()) -> Ch
 
 
 def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
-    """Return the files of policy versions that no kept version needs, for each URL with files of the run."""
+    """Return the files of policy versions that no kept version needs, for each URL with files of the run.
+
+    Without learner.weights.url this command was not given the learner's settings, and does not know how many versions
+    the learner keeps: then only files that no manifest names may be removed.
+    """
     urls = roots(config.run, config.learner.weights, committed_manifests(config.kafka, config.run))
     if not urls:
         return []
@@ -181,7 +187,16 @@ def files_to_prune(config: RunConfig) -> list[FilesToPrune]:
     weights = config.learner.weights
     kept = partial(needed, versions=weights.keep_versions)
     policies = read_policies(config.kafka, config.run, kept, logged=False)
-    return prunable(config.run, listed, policies.by_version, weights, unreadable=policies.skipped.total)
+    named = frozenset[str]() if weights.url else _named(config, listed)
+    return prunable(config.run, listed, policies.by_version, weights, unreadable=policies.skipped.total, spared=named)
+
+
+def _named(config: RunConfig, listed: Mapping[str, Mapping[str, StoredFile] | str]) -> frozenset[str]:
+    """Return the names of listed files that a manifest names."""
+    names = {name for files in listed.values() if not isinstance(files, str) for name in files}
+    manifests = committed_manifests(config.kafka, config.run)
+    urls = (chunk.url for manifest in manifests for chunk in manifest.chunks if chunk.url)
+    return frozenset(names.intersection(place_of(url)[1] for url in urls))
 
 
 def _without(there: FilesToPrune, config: WeightsConfig) -> FilesToPrune:

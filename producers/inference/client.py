@@ -30,8 +30,8 @@ from rollstream.producers.inference.retries import (
     MOST_FAULTS,
     RETRIED_STATUS,
     Busy,
-    Fault,
     NoTurn,
+    ServerFault,
     ServerTurns,
     is_fault,
     retry_after_s,
@@ -216,7 +216,7 @@ class CompletionsClient:
                 return answer, replica
             except Busy as error:
                 cause, asked_s = error, error.retry_after_s
-                if isinstance(error, Fault):
+                if isinstance(error, ServerFault):
                     faults += 1
                     if faults == MOST_FAULTS:
                         raise error.refusal from error
@@ -280,7 +280,7 @@ class CompletionsClient:
         """Return the version that the label of an engine's weights names; -1 if the label or its version is unknown."""
         try:
             body = await self._json(replica, "GET", route, None)
-        except (InferenceRefused, Fault):
+        except (InferenceRefused, ServerFault):
             return UNKNOWN
         label = body.get("weight_version") if isinstance(body, dict) else None
         if not isinstance(label, str):
@@ -338,7 +338,7 @@ class CompletionsClient:
             if response.status in RETRIED_STATUS:
                 raise Busy(str(refusal), retry_after_s(response.headers.get("Retry-After")))
             if is_fault(response.status):
-                raise Fault(refusal)
+                raise ServerFault(refusal)
             raise refusal
 
 

@@ -36,7 +36,7 @@ class Busy(Exception):
         """Seconds that the server asks to be left alone; None if it does not say."""
 
 
-class Fault(Busy):
+class ServerFault(Busy):
     """A failure of a server; `refusal` is the error if other servers fail as well."""
 
     def __init__(self, refusal: InferenceRefused) -> None:

@@ -207,6 +207,10 @@ def test_prune_removes_exactly_the_old_files_that_no_kept_version_needs(run: Rea
         kept = named(run)
         assert stored(url).keys() == {0, 2, 3, 4}
 
+        # Without the learner's settings it spares what manifests name: the learner may keep more versions.
+        where = ("--run", run.name, "-b", run.kafka.bootstrap_servers, "--json")
+        alone = answer_of(run.directory, "prune", "--dry-run", "--set", "learner.weights.keep_versions=1", *where)
+        assert [plan["removable"] for plan in json.loads(alone.stdout)["weight_files"]] == [3], alone.stderr
         planned = answer(run, url, "prune", "--dry-run")
         [plan] = planned["weight_files"]  # type: ignore[index]
         assert (plan["url"], plan["removable"], plan["size_bytes"], plan["problem"]) == (url, 3, 15, "")

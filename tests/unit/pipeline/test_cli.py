@@ -70,6 +70,16 @@ def test_a_wrong_setting_is_one_line_and_exit_2(
     assert_one_line(start(arguments, tmp_path, **environment), *says)
 
 
+def test_a_file_that_cannot_be_written_is_one_line_and_exit_2(tmp_path: Path) -> None:
+    process = start(["deploy", "compose", "-o", str(tmp_path / "none" / "compose.yaml")], tmp_path)
+    assert_one_line(process, "No such file or directory", "none/compose.yaml", "check the path")
+
+
+def test_a_broker_that_a_variable_names_and_nobody_runs_is_not_taken_for_one(tmp_path: Path) -> None:
+    process = start(["broker", "start"], tmp_path, KAFKA_BOOTSTRAP_SERVERS="127.0.0.1:1")
+    assert_one_line(process, "KAFKA_BOOTSTRAP_SERVERS is set to 127.0.0.1:1", "unset it")
+
+
 def test_an_error_cannot_send_commands_to_a_terminal(tmp_path: Path) -> None:
     answer = answer_of(tmp_path, "topics", "plan", "--set", "\x1b]0;owned\x07\u202e=1")
     assert answer.returncode == 2

@@ -121,6 +121,13 @@ def test_variables_name_entries_without_case_and_signs(two: Path) -> None:
     assert config.environments[1].options["most_digits"] == 7
 
 
+def test_variables_add_more_than_ten_entries() -> None:
+    variables = {f"ROLLSTREAM_ENVIRONMENTS__{number}__NAME": f"e{number}" for number in range(12)}
+    uses = {f"ROLLSTREAM_ENVIRONMENTS__{number}__USE": "add" for number in range(12)}
+    config = load(environment=variables | uses)
+    assert [entry.name for entry in config.environments] == [f"e{number}" for number in range(12)]
+
+
 @pytest.mark.parametrize(
     ("flag", "message"),
     [

@@ -407,9 +407,9 @@ def test_the_pod_of_commands_stays_until_it_is_told_to_end(chart: Path) -> None:
 
 def test_texts_that_helm_would_read_as_its_own_stay_what_they_are(tmp_path: Path) -> None:
     odd = '{{ .Values.image }} "{{{" $x'
-    chart = write_chart(tmp_path, f"# {odd}\n", f"--set=worker.worker_id={odd}")
+    chart = write_chart(tmp_path, f"# {odd}\n", f"--set=worker.model={odd}")
     release = Release(chart)
-    assert release.settings("env").worker.worker_id == odd
+    assert release.settings("env").worker.model == odd
     assert release.of("ConfigMap")["main-config"]["data"]["run.toml"] == f"# {odd}\n"
 
 

@@ -227,12 +227,12 @@ def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
 ) -> None:
     monkeypatch.setenv("ROLLSTREAM_LEARNER__MAX_STEPS", "7")
     flags = ["--set=grouping.batch_rollouts=32", "--run=other", "-X", "linger.ms=3", "--set=learner.wait$=1"][:4]
-    document = rendered(tmp_path, 'task = "add"\n', *flags, '--set=worker.worker_id=a$b"c')
+    document = rendered(tmp_path, 'task = "add"\n', *flags, '--set=worker.model=a$b"c')
     config = settings_of(document["services"]["group-0"], tmp_path)
     assert (config.run, config.grouping.batch_rollouts, config.learner.max_steps) == ("other", 32, 7)
     assert config.kafka.client == {"linger.ms": "3"}
     # Compose reads two dollar signs as one.
-    assert config.worker.worker_id == 'a$$b"c'
+    assert config.worker.model == 'a$$b"c'
     with pytest.raises(ConfigurationError, match=r"environments\.0\.options\.Most has upper-case letters"):
         rendered(tmp_path, 'task = "add"\n', "--set=environments.0.use=add", "--set=environments.0.options.Most=1")
 

@@ -1,13 +1,14 @@
 """Folders of demos: a demo removes those of demos that have ended, and of no demo that runs."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.run import workspace
+from rollstream.pipeline.run import demo, workspace
 from rollstream.pipeline.run.process_registry import ProcessRegistry
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
@@ -83,3 +84,28 @@ def test_two_demos_do_not_share_a_folder(tmp_path: Path) -> None:
         pass
     with workspace.prepared(config) as again:
         assert again.run_dir.is_dir()
+
+
+def test_a_demo_neither_adds_to_the_topics_of_one_that_was_kept_nor_removes_them(tmp_path: Path) -> None:
+    with workspace.prepared(settings(tmp_path, "mine")) as first:
+        segment = first.broker.data_dir / "segment"
+        segment.parent.mkdir()
+        segment.touch()
+        workspace.leave(first, keep=True)
+    with (
+        pytest.raises(ConfigurationError, match=r"mine/broker has the topics of an earlier demo .*--run"),
+        workspace.prepared(settings(tmp_path, "mine")),
+    ):
+        pytest.fail("it would delete them at its end")
+    assert segment.exists()
+
+
+def test_a_demo_whose_environment_names_a_broker_at_the_default_address_asks_whether_its_run_is_new(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As after the `export` that `rollstream broker start` prints."""
+    address = KafkaConfig().bootstrap_servers
+    monkeypatch.setenv("KAFKA_BOOTSTRAP_SERVERS", address)
+    monkeypatch.setattr(demo.provisioning, "describe", lambda kafka, run: [(kafka.bootstrap_servers, run)])
+    with ExitStack() as stack, pytest.raises(ConfigurationError, match=f"run main at {address} has 1 topics already"):
+        demo.start_kafka(settings(tmp_path, "main"), False, stack, lambda _text: None)

@@ -159,3 +159,12 @@ def test_the_check_for_letters_that_another_process_sent_takes_little_memory(mon
     monkeypatch.setattr(dlq, "await_decided", lambda *_, **__: None)
     assert dlq.resend(config, letters) == ([], [(letters[0], "was redriven by another process")])
     assert peak_mib() < LETTERS / 4
+
+
+def test_many_letters_are_sent_in_transactions_that_no_timeout_cuts_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transaction of all letters of a bad deploy would outlive kafka.transaction_timeout_s at each attempt."""
+    monkeypatch.setattr(dlq, "PORTION_BYTES", 100)
+    monkeypatch.setattr(dlq, "PORTION_LETTERS", 3)
+    items: list[Any] = [(number, b"", b"x" * size) for number, size in enumerate([10] * 4 + [90, 30, 200, 1])]
+    portions = [[number for number, _key, _value in portion] for portion in dlq.portions(items)]
+    assert portions == [[0, 1, 2], [3, 4], [5, 6], [7]]

@@ -99,6 +99,17 @@ def test_a_repeated_migration_writes_only_missing_and_changed_rollouts(
     assert len(made) == len({r.uid for r in made}) == 24
 
 
+def test_a_file_of_another_source_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of two hosts that both wrote rollouts.avro."""
+    for host in ("a", "b"):
+        write(tmp_path / host / "rollouts.avro", batch(host))
+    migrate(capsys, tmp_path / "a", tmp_path / "new")
+    made = (tmp_path / "new" / "rollouts.avro").read_bytes()
+    assert main(["migrate", str(tmp_path / "b"), str(tmp_path / "new"), "--json"]) == 2
+    assert "has 6 rollouts that this source lacks" in capsys.readouterr().err
+    assert (tmp_path / "new" / "rollouts.avro").read_bytes() == made
+
+
 def test_damaged_and_invalid_rollouts_are_named_and_counted_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

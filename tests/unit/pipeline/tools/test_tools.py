@@ -116,6 +116,19 @@ def test_advantages_of_partitions_add_up(values: list[tuple[float, float]], cut:
     assert whole.as_dict()["std"] == pytest.approx(float(np.std([a for a, _ in values])), abs=1e-6)
 
 
+@pytest.mark.parametrize("text", ["\U0001f3f4\U000e0067\U000e007f", "\U0001d173a", "\x1b\u202e", "\ud800 alone"])
+def test_characters_that_terminals_may_not_get_are_read_back_from_json(text: str) -> None:
+    shown = compact({"uid": text})
+    assert json.loads(shown) == {"uid": text}
+    assert not {"\x1b", "\u202e", "\U000e0067", "\U0001d173"} & {*shown}
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "1e400"])
+def test_a_time_that_is_not_finite_is_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="is not a time"):
+        milliseconds(text)
+
+
 @pytest.mark.parametrize("full", [False, True])
 def test_non_finite_numbers_are_spelled_out_in_json(full: bool) -> None:
     record = rollout(reward=math.nan, logprobs=np.array([math.nan, math.inf, -math.inf] * 4, "<f4"))
