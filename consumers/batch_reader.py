@@ -67,6 +67,11 @@ def first_offset(kafka: KafkaConfig, run: str) -> int:
     return topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][0]
 
 
+def index_end(kafka: KafkaConfig, run: str) -> int:
+    """Offset after the last entry of a run's index. Raises TopicError or BrokerUnavailable."""
+    return topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][1]
+
+
 class IndexReader(Closing):
     """Follows batch-index, which describes batches and their places, without reading the batches."""
 

@@ -332,7 +332,7 @@ def decode(data: bytes | None) -> Any:
         if resolve is not None and schema.record in _UPCASTS:
             _UPCASTS[schema.record](cast(dict[str, Any], values))
         return _builder(_types()[schema.record])(cast(dict[str, Any], values))
-    except RecordError:
+    except (RecordError, MemoryError):  # a lack of memory says nothing about the record
         raise
     except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; each error means damage
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
@@ -370,7 +370,8 @@ def record_of(cls: type[R], values: Any) -> R:
 
 def decode_as(cls: type[R], data: bytes | None) -> R:
     """Decode a frame that must hold a `cls`. Raises RecordError if it does not."""
-    record = decode(data)
-    if not isinstance(record, cls):
-        raise RecordError(f"the record is of type {type(record).__name__} instead of {cls.__name__}")
-    return record
+    schema = schema_of(data)
+    if schema is not None and not issubclass(_types()[schema.record], cls):
+        # Not decoded first: records of other types may take much more memory than these.
+        raise RecordError(f"the record is of type {schema.record} instead of {cls.__name__}")
+    return cast(R, decode(data))

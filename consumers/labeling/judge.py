@@ -146,10 +146,26 @@ class Judge:
             # Jitter keeps calls that failed together from being repeated together.
             await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
             pause_s *= 2
+        if await self._answers(url):
+            # This rollout would hold back all others, at every start again.
+            raise RecordError(
+                f"the judge failed at this rollout for {config.patience_s:g} s, and answers another question: {reason}"
+            )
         raise JudgeUnavailable(
             f"the judge at {url} did not answer within {config.patience_s:g} s: {reason}; start labeling again once it "
             "answers, or raise labeling.judge.patience_s"
         )
+
+    async def _answers(self, url: str) -> bool:
+        """Whether the judge answers a question of a word."""
+        assert self._session is not None, "it was asked before"
+        question = [{"role": "user", "content": "Hello"}]
+        payload = {"model": self._config.model, "messages": question, "max_tokens": 1}
+        try:
+            async with asyncio.timeout(self._config.timeout_s), self._session.post(url, json=payload) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError):
+            return False
 
 
 def _text_of(body: Any) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from rollstream.consumers.grouping.core.groups import episode_of
 from rollstream.consumers.transactions import Refused
-from rollstream.topics.codec import decode, encode
+from rollstream.topics.codec import decode, encode, kind_of
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
 from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata, TrajectoryRecord
 from rollstream.topics.signatures import ROLLOUT, Signer, signed_or_plain
@@ -80,6 +80,10 @@ async def label(
     """
     member: Rollout | None = None
     try:
+        kind = kind_of(record.value)
+        if kind not in (None, "Rollout", "TrajectoryRecord"):
+            # Not decoded, because records of other types may take much more memory.
+            raise RecordError(f"it is a {kind}, neither a trajectory nor a rollout")
         given = decode(record.value)
         if isinstance(given, Rollout):
             member = given
@@ -107,8 +111,10 @@ async def label(
         topic = "rollouts" if member is not None else "trajectories"
         return LabelOutcome(LabeledRecord(record.offset, record.key, value, topic))
     except RecordError as error:
-        refused = Refused(record.topic, record.partition, record.offset, record.key, record.value, str(error))
-        return LabelOutcome(refused, _cancellation(member, f"it was not labeled: {error}", signer))
+        # A user's labeler may quote a text that was cut within a character.
+        reason = str(error).encode("utf-8", "replace").decode()
+        refused = Refused(record.topic, record.partition, record.offset, record.key, record.value, reason)
+        return LabelOutcome(refused, _cancellation(member, f"it was not labeled: {reason}", signer))
 
 
 async def _answer(labeler: Labeler, given: Rollout | Trajectory) -> Any:

@@ -42,7 +42,7 @@ class StepFeed:
             step = self.skipped.decode(LearnerStep, message)
             if step is not None:
                 self.learners.add(step.learner)
-                if step.learner == self._learner:
+                if step.learner == self._learner and step.made:
                     # If a step was executed again, its last record counts.
                     self._unwritten[step.step] = (message.timestamp_ms, step)
         return max(self._unwritten, default=-1)

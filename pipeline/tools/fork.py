@@ -103,6 +103,13 @@ def show_fork(config: RunConfig, args: argparse.Namespace) -> int:
             f"{'starting' if args.start else 'start it with'}:\n{command_text(shlex.join(forked.command))}",
             flush=True,
         )
+    if forked.record.oldest >= 0:
+        print(
+            f"note: rollouts that the buffer of learner {args.learner or config.learner.name} held at step "
+            f"{forked.record.step} are not in the fork, which begins with the next batch",
+            file=sys.stderr,
+            flush=True,
+        )
     if args.start:
         words = [sys.executable, "-P", "-m", "rollstream", *forked.command[1:]]
         os.execve(sys.executable, words, plans.child_environment(forked.config))

@@ -22,7 +22,7 @@ from rollstream.infra.ports import free_port
 from rollstream.pipeline.cli import COMMANDS, build_parser
 from rollstream.pipeline.run.role_process import TERMINATED
 from rollstream.topics.codec import encode
-from rollstream.topics.kafka import clients, provisioning
+from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.params_digest import params_digest
@@ -124,6 +124,20 @@ def test_a_learner_that_begins_anew_begins_where_the_index_does(real_run: RealRu
     steps = steps_of(run)
     assert steps[0].position == entries[4]
     assert steps[1].uses[0].index_offset == entries[4]
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_topics_that_were_created_again_is_refused_before_it_writes(real_run: RealRun) -> None:
+    """Its steps would be taken for those of the new topics, whose batches would then count as read."""
+    run = with_batches(real_run, 8)
+    finish(run, run.start("learn", **{**SETTINGS, "learner__max_steps": 2}))
+    assert topic_admin.delete_topics(run.kafka, [d.topic for d in provisioning.describe(run.kafka, run.name)]) == {}
+    eventually(lambda: not provisioning.describe(run.kafka, run.name), 300, "no topics")
+    with_batches(run, 2)
+    process = run.start("learn", **SETTINGS)
+    assert process.wait(300) == 2, run.log_of(process)
+    assert re.search(r"the checkpoint of step 2 in .* read to offset \d+, but it ends at \d+", run.log_of(process))
+    assert steps_of(run) == {}
 
 
 @pytest.mark.long

@@ -384,14 +384,14 @@ def test_a_replay_into_another_run_is_one_a_learner_can_follow(planted: Planted)
     assert "has batches already" in again.stderr
 
 
-def test_a_replay_leaves_the_policy_versions_of_a_run_that_has_some(planted: Planted, real_run: RealRun) -> None:
+def test_a_replay_leaves_the_policy_versions_of_a_run_that_has_some(planted: Planted) -> None:
     """A fork that trains has steps and versions, but no batches of its own."""
-    real_run.prepare()
-    before = list(read_to_end(real_run.kafka, real_run.topic("policies")))
-    refused = rollstream(planted, "replay", "--into", real_run.name)
+    fork = planted.run.beside("fork").prepare()
+    before = list(read_to_end(fork.kafka, fork.topic("policies")))
+    refused = rollstream(planted, "replay", "--into", fork.name)
     assert refused.returncode == 2
-    assert f"run {real_run.name} has policies already" in refused.stderr
-    assert list(read_to_end(real_run.kafka, real_run.topic("policies"))) == before
+    assert f"run {fork.name} has policies already" in refused.stderr
+    assert list(read_to_end(fork.kafka, fork.topic("policies"))) == before
 
 
 # ---------------------------------------------------------------------- show

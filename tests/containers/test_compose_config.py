@@ -10,7 +10,7 @@ from tests.support.command_line import answer_of
 
 def test_compose_takes_the_file_of_a_run_with_all_its_services(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text('task = "add"\n[gateway]\nport = 8100\n[inference]\nreplicas = 2\n')
-    flags = ["--code", str(tmp_path), "--brokers", "3", "--set", "worker.worker_id=a$b\"c'd"]
+    flags = ["--code", str(tmp_path), "--brokers", "3", "--set", "worker.model=a$b\"c'd"]
     file = tmp_path / "compose.yaml"
     written = answer_of(tmp_path, "deploy", "compose", "run.toml", *flags, "-o", str(file))
     assert written.returncode == 0, written.stdout + written.stderr

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -25,6 +25,8 @@ OFFSETS = "__consumer_offsets"
 """The topic of committed group offsets; offsets in an open transaction are pending."""
 _DONE = ("Empty", "CompleteCommit", "CompleteAbort", "Dead")
 _TRY_FOR_S = 30.0
+_CLOCKS_MS = 10_000
+"""How far apart the clocks of a producer's host and of a broker may be."""
 _REQUEST_MS = 10_000
 _NAMES = {
     "security.protocol": "security_protocol",
@@ -63,8 +65,9 @@ class OpenTransaction:
     """Timeout after which its coordinator aborts it; kafka.transaction_timeout_s if no coordinator knows it."""
     abandoned: bool
     """Whether its coordinator has completed it, or no coordinator knows it."""
-    committed: bool
-    """Whether it was the coordinator's latest transaction of the producer, and was committed there."""
+    committed: bool | None
+    """Whether it was the coordinator's latest transaction of the producer, and was committed there. None if its times
+    are too close to tell it from an earlier one."""
 
     @property
     def hanging(self) -> bool:
@@ -154,8 +157,11 @@ def _told(look: Callable[[], list[OpenTransaction]]) -> str:
     return "no transaction is open there now"
 
 
-def end(kafka: KafkaConfig, transactions: list[OpenTransaction]) -> list[OpenTransaction]:
-    """End hanging transactions: commit each that its coordinator committed, and abort every other.
+def end(
+    kafka: KafkaConfig, transactions: list[OpenTransaction], *, commit_unclear: bool | None = None
+) -> list[OpenTransaction]:
+    """End hanging transactions: commit each that its coordinator committed, and abort every other. `commit_unclear`
+    decides about those of which nobody can tell; if it is None, they are left.
 
     Returns the transactions that are still open. Raises as `open_transactions` does, and BrokerUnavailable if access is
     denied.
@@ -163,8 +169,13 @@ def end(kafka: KafkaConfig, transactions: list[OpenTransaction]) -> list[OpenTra
     places: dict[str, list[int]] = {}
     for each in transactions:
         places.setdefault(each.topic, []).append(each.partition)
+    decided = [
+        each if each.committed is not None else replace(each, committed=commit_unclear)
+        for each in transactions
+        if each.committed is not None or commit_unclear is not None
+    ]
     with admin_client(kafka) as client:
-        for each in transactions:
+        for each in decided:
             _retrying(lambda each=each: _write_marker(client, each), f"ending the transaction on {each}")  # type: ignore[misc]
         left = {_identity(each) for each in _retrying(lambda: _look(client, kafka, places), "checking the result")}
     return [each for each in transactions if _identity(each) in left]
@@ -272,7 +283,7 @@ def _look(client: "KafkaAdminClient", kafka: KafkaConfig, places: Mapping[str, l
                     state=description.state.value if description else "",
                     timeout_s=description.transaction_timeout_ms / 1000 if description else kafka.transaction_timeout_s,
                     abandoned=abandoned,
-                    committed=abandoned and description is not None and _was_committed(producer, description),
+                    committed=_was_committed(producer, description) if abandoned and description else False,
                 )
             )
     return sorted(hanging_now, key=_identity)
@@ -298,17 +309,20 @@ def _coordinators_of(client: "KafkaAdminClient", producer_ids: set[int]) -> dict
     return {description.producer_id: (name, description) for name, description in described.items()}
 
 
-def _was_committed(producer: Any, description: Any) -> bool:
+def _was_committed(producer: Any, description: Any) -> bool | None:
     """Whether a coordinator's latest transaction is committed and is the transaction that is open in a partition.
 
     It is the open transaction if it began before the partition's last record was written, and has the epoch of the
-    partition's producer, or the next epoch if each transaction has its own epoch (KIP-890).
+    partition's producer, or the next epoch if each transaction has its own epoch (KIP-890). The time of a record is of
+    the producer's clock when it was queued, and a transaction begins later at the coordinator, by its own clock: times
+    less than _CLOCKS_MS apart tell nothing.
     """
-    return (
-        description.state.value in ("PrepareCommit", "CompleteCommit")
-        and description.producer_epoch - producer.producer_epoch in (0, 1)
-        and 0 <= description.transaction_start_time_ms <= producer.last_timestamp
-    )
+    if description.state.value not in ("PrepareCommit", "CompleteCommit"):
+        return False
+    if description.producer_epoch - producer.producer_epoch not in (0, 1) or description.transaction_start_time_ms < 0:
+        return False
+    after_ms = producer.last_timestamp - description.transaction_start_time_ms
+    return after_ms > 0 if abs(after_ms) > _CLOCKS_MS else None
 
 
 def _write_marker(client: "KafkaAdminClient", each: OpenTransaction) -> None:

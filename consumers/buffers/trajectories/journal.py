@@ -266,7 +266,13 @@ class TrajectoryJournal:
     def replace(self, content: JournalContent) -> None:
         """Replace the content atomically. Raises StoreError."""
         data = encode(content)
-        write_bytes(self.path, data)
+        try:
+            write_bytes(self.path, data)
+        except BaseException:
+            # The file may have been replaced before the error, and appends to the old one would be lost.
+            with contextlib.suppress(OSError, StoreError):
+                self._open(self.path.read_bytes())
+            raise
         # Decoded again, because `encode` leaves out descriptions without an entry, and renumbers the rest.
         self._open(data)
 

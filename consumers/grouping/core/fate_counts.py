@@ -59,7 +59,8 @@ class FateCounts:
             )
             for key, count in self._built.items()
         }
-        self._bytes = sum(map(_entry_bytes, self._sums))
+        # As `_enter` counts them: the entry of other environments may always be made.
+        self._bytes = sum(_entry_bytes(key) for key in self._sums if key[0] != OTHER_ENVIRONMENTS)
         self._changed: set[tuple[str, str]] = set()
 
     def add(self, environment: str, fate: str, tokens: int, measured: Rollout | None = None) -> None:

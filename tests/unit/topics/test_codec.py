@@ -189,6 +189,24 @@ def test_another_record_than_the_one_asked_for_is_refused() -> None:
         decode_as(Rollout, encode(Mark(kind="drain")))
 
 
+def test_a_lack_of_memory_says_nothing_about_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks_memory(*_arguments: Any) -> None:
+        raise MemoryError
+
+    value = encode(example_rollout("u", 1.0))
+    monkeypatch.setattr("rollstream.topics.codec.fastavro.schemaless_reader", lacks_memory)
+    with pytest.raises(MemoryError):
+        decode(value)
+
+
+def test_another_record_than_the_one_asked_for_is_not_decoded_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes of some types take hundreds of times as much memory."""
+    value = encode(Mark(kind="drain"))
+    monkeypatch.setattr("rollstream.topics.codec.decode", lambda _value: pytest.fail("it was decoded"))
+    with pytest.raises(RecordError, match="type Mark instead of Rollout"):
+        decode_as(Rollout, value)
+
+
 def test_the_frame_is_avro_single_object_encoding() -> None:
     value = encode(Mark(kind="drain"))
     assert value[:2] == b"\xc3\x01"

@@ -157,3 +157,19 @@ def test_a_judge_that_answers_nobody_ends_labeling_and_refuses_no_rollout(
     [failure] = ask(handler, [JUDGED], patience_s=patience_s)
     assert isinstance(failure, JudgeUnavailable)
     assert re.search(reason, str(failure))
+
+
+@pytest.mark.parametrize("failure", ["500", "no answer", "no JSON"])
+def test_a_rollout_at_which_a_judge_fails_that_answers_others_is_refused_alone(failure: str) -> None:
+    """Otherwise labeling would end at it at every start, and label nothing after it."""
+
+    async def handler(request: web.Request) -> web.Response:
+        if "Hello" in (await request.json())["messages"][0]["content"]:
+            return web.json_response({"choices": [{"message": {"content": "Hi"}}]})
+        if failure == "no answer":
+            await asyncio.Event().wait()
+        return web.Response(status=500 if failure == "500" else 200, text="<html>")
+
+    [refusal] = ask(handler, [JUDGED], patience_s=0.5, timeout_s=0.3)
+    assert isinstance(refusal, RecordError)
+    assert "failed at this rollout for 0.5 s" in str(refusal)

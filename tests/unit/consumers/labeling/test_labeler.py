@@ -257,3 +257,23 @@ def test_asynchronous_labelers_are_known_and_one_that_hides_it_is_refused() -> N
     assert isinstance(made, LabeledRecord)
     with pytest.raises(ConfigurationError, match="declared with async def"):
         finish(label(lambda one: waiting(one), given(encode(UNREWARDED)), LIMIT))
+
+
+def test_a_reason_that_was_cut_within_a_character_is_a_dead_letter() -> None:
+    def quotes(_rollout: Rollout) -> float:
+        raise RecordError("cannot parse \ud83d")
+
+    outcome = finish(label(quotes, given(encode(UNREWARDED)), LIMIT))
+    assert isinstance(outcome.result, Refused)
+    assert outcome.result.error == "cannot parse ?"
+    assert outcome.cancellation is not None
+    assert decode(outcome.cancellation).reason == "it was not labeled: cannot parse ?"
+
+
+def test_a_record_of_another_type_is_refused_without_being_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few bytes of some types take hundreds of times as much memory."""
+    monkeypatch.setattr("rollstream.consumers.labeling.labeler.decode", lambda _value: pytest.fail("it was decoded"))
+    cancelled = GroupCancelled(environment="e", example_id="t", policy_version=0, group_size=2, uids=("u",))
+    refused = outcome_of(double, given(encode(cancelled)), LIMIT)
+    assert isinstance(refused, Refused)
+    assert "it is a GroupCancelled" in refused.error

@@ -1,5 +1,6 @@
 """Steps for trackers are a function of the log: the same figures and traces whenever it is read."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from rollstream.consumers.files.stores import open_store
@@ -71,3 +72,14 @@ def test_a_step_that_was_executed_again_is_given_once_as_it_was_executed_last(tm
         (2, 7.0, ()),
     ]
     assert feed.learners == {LEARNER, "other"}
+
+
+def test_a_step_that_only_skipped_batches_so_far_is_given_once_it_is_made(tmp_path: Path) -> None:
+    """Its record has no figures yet, and the tracker takes each step once."""
+    uses = tuple(replace(use, use="skipped") for use in step_of(2).uses)
+    skipping = replace(step_of(2), params_digest="", policy_version=-1, metrics={}, uses=uses)
+    archive_run(tmp_path, 2, [skipping])
+    feed = feed_of(tmp_path)
+    assert [step.step for step in feed.steps(-1)] == [0, 1]
+    archive_run(tmp_path, 2, [skipping, step_of(2)])
+    assert [(step.step, step.metrics["loss"]) for step in feed.steps(1)] == [(2, 1 / 3)]

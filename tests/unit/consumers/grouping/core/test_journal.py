@@ -132,6 +132,19 @@ def test_counts_of_more_environments_than_the_journal_holds_are_added_together(m
     assert len(encode(replace(bare, counts=records))) - len(encode(bare)) < 1_000 + 2 * 100
 
 
+def test_counts_that_were_restored_go_on_like_those_that_were_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether a name has an entry of its own depends on the sizes of the others, and not on a crash."""
+    monkeypatch.setattr(fate_counts, "COUNTED_BYTES", 1_000)
+    counts = FateCounts()
+    while not any(count.environment == OTHER_ENVIRONMENTS for count in counts.records()):
+        counts.add(f"environment {len(counts.records()):03d} of many", "batched", 2)
+    restored = FateCounts(counts.records())
+    for name in ("e", "f", "g", "h"):
+        counts.add(name, "batched", 2)
+        restored.add(name, "batched", 2)
+    assert restored.records() == counts.records()
+
+
 def of_many_names(names: int) -> GroupingTestDriver:
     """Return a driver with `names` environments, each with two rollouts in its own transaction, restored after a
     crash."""
