@@ -72,7 +72,8 @@ def _of(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection | None:
             return connection
     except sqlite3.DatabaseError as error:
         # An error of the system, such as a full disk, says nothing about the file.
-        if error.sqlite_errorcode & _PRIMARY not in _DAMAGES:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # missing for text that is not UTF-8
+        if code & _PRIMARY not in _DAMAGES:
             if connection is not None:
                 connection.close()
             raise

@@ -7,8 +7,9 @@ again.
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from rollstream.consumers.transactions import Refused
 from rollstream.topics.codec import decode, encode, kind_of
 from rollstream.topics.errors import ConfigurationError, RecordError, RecordTooLarge
 from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata, TrajectoryRecord
-from rollstream.topics.signatures import ROLLOUT, Signer, signed_or_plain
+from rollstream.topics.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain
 from rollstream.topics.trajectories import Trajectory, from_record, to_record
 from rollstream.topics.user_code import load_object
 from rollstream.topics.validation import cancellation_problems, problems
@@ -71,12 +72,17 @@ class LabelOutcome(NamedTuple):
 
 
 async def label(
-    labeler: Labeler, record: UnlabeledRecord, limit_bytes: int, signer: Signer | None = None
+    labeler: Labeler,
+    record: UnlabeledRecord,
+    limit_bytes: int,
+    signer: Signer | None = None,
+    source_keys: Mapping[str, Collection[str]] = MappingProxyType({}),
 ) -> LabelOutcome:
     """Label one record. Key and value have at most `limit_bytes`; rollouts and cancellations are signed by `signer`.
 
-    Raises ConfigurationError if the labeler returns anything but a label of the record that it got, and any error of
-    the labeler except RecordError.
+    A rollout of an environment in `source_keys` is refused, without a cancellation, unless one of the keys signed it:
+    the labeler's own signature would vouch for it. Raises ConfigurationError if the labeler returns anything but a
+    label of the record that it got, and any error of the labeler except RecordError.
     """
     member: Rollout | None = None
     try:
@@ -86,6 +92,9 @@ async def label(
             raise RecordError(f"it is a {kind}, neither a trajectory nor a rollout")
         given = decode(record.value)
         if isinstance(given, Rollout):
+            keys = source_keys.get(given.environment)
+            if keys and not is_signed_by(record.value or b"", ROLLOUT, keys):
+                raise RecordError(f"no key of environment {given.environment} in grouping.environment_keys signed it")
             member = given
             if wrong := problems(replace(given, reward=0.0)):
                 raise RecordError("; ".join(wrong))

@@ -12,8 +12,9 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rollstream.consumers.labeling.config import LabelingConfig
@@ -88,15 +89,19 @@ def run_labeling(
     *,
     ordinal: int = 0,
     stop: threading.Event,
+    environment_keys: Mapping[str, Collection[str]] = MappingProxyType({}),
     on_ready: Callable[[], None] = lambda: None,
 ) -> LabelingCounts:
     """Label until `stop` is set; call `on_ready` at the first assignment.
+
+    A rollout of an environment with keys other than this process's own must be signed by one of `environment_keys`.
 
     Raises Fenced if another process runs under the same ordinal, StateRefused if positions were lost or the topic was
     created again, TopicError if a topic is missing, and any error of the labeler except RecordError.
     """
     clients.check_broker(kafka)
-    return LabelingProcess(labeler, kafka, run, config or LabelingConfig(), ordinal, on_ready).run(stop)
+    process = LabelingProcess(labeler, kafka, run, config or LabelingConfig(), ordinal, on_ready, environment_keys)
+    return process.run(stop)
 
 
 class LabelingProcess:
@@ -110,10 +115,14 @@ class LabelingProcess:
         config: LabelingConfig,
         ordinal: int,
         on_ready: Callable[[], None],
+        environment_keys: Mapping[str, Collection[str]] = MappingProxyType({}),
     ) -> None:
         self._labeler, self._kafka, self._config, self._on_ready = labeler, kafka, config, on_ready
         self._limit_bytes = kafka.max_record_bytes - _OVERHEAD_BYTES
         self._signer = signer_of(kafka.signing_key, "kafka.signing_key")
+        own = {self._signer.public} if self._signer is not None else set()
+        # Where only labelers have keys, workers cannot sign.
+        self._source_keys = {name: keys for name, keys in environment_keys.items() if set(keys) - own}
         self._topic = topic_name(run, "unlabelled")
         self._name = f"labeller-{run}-{ordinal}"
         group = config.group_id(run)
@@ -196,7 +205,7 @@ class LabelingProcess:
     async def _outcome(self, source: UnlabeledRecord, readable: bool) -> LabelOutcome:
         if not readable:
             return LabelOutcome(Refused(*source, UNREADABLE))
-        outcome = await label(self._labeler, source, self._limit_bytes, self._signer)
+        outcome = await label(self._labeler, source, self._limit_bytes, self._signer, self._source_keys)
         beat("labeling")
         return outcome
 

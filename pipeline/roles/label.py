@@ -50,6 +50,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
         config.labeling,
         ordinal=args.ordinal,
         stop=stop,
+        environment_keys=config.grouping.keys_by_environment,
         on_ready=announce_ready,
     )
     return 0

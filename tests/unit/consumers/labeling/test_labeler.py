@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from rollstream.consumers.transactions import Refused
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.records import GroupCancelled, NamedArray, Rollout, RolloutMetadata
+from rollstream.topics.signatures import ROLLOUT, Signer, is_signed_by, write_key
 from rollstream.topics.trajectories import Trajectory, from_record, to_record
 from tests.support.runs import rollout
 from tests.support.trajectories import double, numbered
@@ -277,3 +279,20 @@ def test_a_record_of_another_type_is_refused_without_being_decoded(monkeypatch: 
     refused = outcome_of(double, given(encode(cancelled)), LIMIT)
     assert isinstance(refused, Refused)
     assert "it is a GroupCancelled" in refused.error
+
+
+def test_a_labeler_signs_no_rollout_of_a_writer_that_its_environment_does_not_know(tmp_path: Path) -> None:
+    """Otherwise anybody who may write to `unlabelled` would have records of the environment, or cancel its members."""
+    names = ("worker", "labeler", "stranger")
+    for name in names:
+        write_key(tmp_path / name)
+    worker, own, stranger = (Signer(f"file:{tmp_path / name}", "signing_key") for name in names)
+    keys = {UNREWARDED.environment: (worker.public, own.public)}
+    for value in (encode(UNREWARDED), stranger.signed(UNREWARDED, ROLLOUT)):
+        outcome = finish(label(lambda _rollout: 1.0, given(value), LIMIT, own, keys))
+        assert isinstance(outcome.result, Refused)
+        assert "no key of environment" in outcome.result.error
+        assert outcome.cancellation is None
+    made = finish(label(lambda _rollout: 1.0, given(worker.signed(UNREWARDED, ROLLOUT)), LIMIT, own, keys)).result
+    assert isinstance(made, LabeledRecord)
+    assert is_signed_by(made.value, ROLLOUT, [own.public])
