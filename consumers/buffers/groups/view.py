@@ -309,20 +309,29 @@ def _topics_of(state: Mapping[str, Any]) -> dict[str, _TopicProgress]:
     }
 
 
+_COPIES = 20
+
+
 def _copy(source: Path, target: Path) -> None:
     """Copy a store's files, the state last; existing files of sealed groups and batches stay.
 
-    The state is read first, so every file that it names is copied even while a writer continues in `source`.
+    A writer may continue in `source`. It deletes the open groups of its earlier state, so the files are copied until
+    the state is still the same afterwards. Raises StoreError if the writer saves faster than that.
     """
-    state = (source / _STATE).read_bytes()
-    for path in sorted(source.rglob("*.parquet")):
-        to = target / path.relative_to(source)
-        if not to.exists():
-            with contextlib.suppress(FileNotFoundError):  # The writer has deleted the open groups of an earlier save.
-                copy_file(path, to)
-    for path in sorted(source.rglob("*.jsonl")):
-        copy_file(path, target / path.relative_to(source))
+    for _attempt in range(_COPIES):
+        state = (source / _STATE).read_bytes()
+        for path in sorted(source.rglob("*.parquet")):
+            to = target / path.relative_to(source)
+            if not to.exists():
+                with contextlib.suppress(FileNotFoundError):  # The writer has deleted it.
+                    copy_file(path, to)
+        for path in sorted(source.rglob("*.jsonl")):
+            copy_file(path, target / path.relative_to(source))
+        if (source / _STATE).read_bytes() == state:
+            break
+    else:
+        raise StoreError(f"{source} was saved {_COPIES} times while it was copied; copy it when its writer rests")
     write_bytes(target / _STATE, state)
     for path in target.rglob("open-*.parquet"):
-        if not (source / path.relative_to(target)).exists():
+        if path.name.encode() not in state:
             remove(path)

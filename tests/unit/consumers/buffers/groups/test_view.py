@@ -200,6 +200,32 @@ def test_a_copy_saved_elsewhere_is_loaded_unchanged_and_continues(tmp_path: Path
         GroupStore(tmp_path / "new", CONFIG).load(tmp_path / "nowhere")
 
 
+def test_a_store_that_is_saved_while_it_is_loaded_elsewhere_is_whole_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = log_of([(0, example, member, 0) for example in range(4) for member in range(4)])
+    store = GroupStore(tmp_path / "store", CONFIG)
+    feed(store, entries[:6])
+    store.save()
+    copied, saved = view.copy_file, []
+
+    def saving(source: Path, target: Path) -> None:
+        if not saved:
+            saved.append(True)
+            feed(store, entries[:10])
+            store.save()
+        copied(source, target)
+
+    monkeypatch.setattr(view, "copy_file", saving)
+    loaded = GroupStore(tmp_path / "other", CONFIG)
+    loaded.load(tmp_path / "store")
+    monkeypatch.undo()
+    assert loaded.position == {0: 10}
+    feed(loaded, entries)
+    feed(store, entries)
+    assert content(loaded) == content(store)
+
+
 def test_other_threads_read_on_while_a_copy_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entries = log_of([(0, example, member, 0) for example in range(4) for member in range(4)])
     store = GroupStore(tmp_path / "store", CONFIG)
