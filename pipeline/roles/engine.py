@@ -22,7 +22,7 @@ from rollstream.consumers.learner.pretrained import tokenizer_of
 from rollstream.consumers.models.character_tokenizer_file import write_character_tokenizer
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.consumers.serving.config import ServingConfig
-from rollstream.consumers.serving.engines import VLLM_LORA, EngineFailed, EngineHttp
+from rollstream.consumers.serving.engines import VLLM_LORA, EngineFailed, EngineHttp, VllmEngine
 from rollstream.consumers.serving.vllm_plugin.registration import BACKEND
 from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
 from rollstream.consumers.serving.vllm_plugin_engine import NAME as PLUGIN
@@ -145,8 +145,10 @@ async def _serve(serving: ServingConfig, process: subprocess.Popen[bytes], versi
         if not await _until_healthy(http.url, process, stop):
             return
         try:
-            # The engine's answers must name their version from the first answer on.
-            await http.post("/update_weight_version", {"new_version": str(version)})
+            # The engine's answers must name their version from the first answer on. `serve-weights` may have given it
+            # a later version already.
+            if not (await VllmEngine(http).label()).isdecimal():
+                await http.post("/update_weight_version", {"new_version": str(version)})
         except EngineFailed as error:
             raise EngineEnded(f"the engine serves, but rejects the version label of its weights: {error}") from error
         announce_ready()
