@@ -13,7 +13,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.codec import decode_as
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, TopicError
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded, StateRefused, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import Reader
@@ -67,9 +67,15 @@ def first_offset(kafka: KafkaConfig, run: str) -> int:
     return topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][0]
 
 
-def index_end(kafka: KafkaConfig, run: str) -> int:
-    """Offset after the last entry of a run's index. Raises TopicError or BrokerUnavailable."""
-    return topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][1]
+def check_within_index(kafka: KafkaConfig, run: str, position: int, checkpoints: str) -> None:
+    """Raise StateRefused if a run's index ends before the position of a checkpoint in the directory `checkpoints`."""
+    end = topic_admin.bounds(kafka, topic_name(run, "batch-index"))[0][1]
+    if position > end:
+        raise StateRefused(
+            f"the newest checkpoint in {checkpoints} was made with batch-index of run {run} read to offset {position}, "
+            f"but it ends at {end}: its topics were created again, or kafka.bootstrap_servers names another cluster. "
+            "Start a run of another name, or move the checkpoints away"
+        )
 
 
 class IndexReader(Closing):

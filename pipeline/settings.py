@@ -136,13 +136,10 @@ def environment_layers(cls: type, environment: Mapping[str, str]) -> Iterator[La
     if environment.get(BOOTSTRAP_VARIABLE, "").strip():
         yield Layer(BOOTSTRAP_VARIABLE, ("kafka", "bootstrap_servers"), environment[BOOTSTRAP_VARIABLE].strip(), True)
     named = {name: path for name in environment if (path := _setting_of_variable(cls, name))}
-    for name in sorted(named, key=lambda name: (not name.startswith(_EARLIER_PREFIX), _in_order(named[name]))):
+    # Entries in the order of their numbers, because a new entry has the next one.
+    numbers = {name: [int(part) if part.isdecimal() else -1 for part in path] for name, path in named.items()}
+    for name in sorted(named, key=lambda name: (not name.startswith(_EARLIER_PREFIX), numbers[name], name)):
         yield Layer(name, named[name], environment[name], True)
-
-
-def _in_order(path: Keys) -> list[tuple[int, str]]:
-    """Return a value that orders paths of keys, entries by their number, because a new entry has the next one."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in path]
 
 
 def is_setting_variable(cls: type, name: str) -> bool:

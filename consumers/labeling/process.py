@@ -121,7 +121,7 @@ class LabelingProcess:
         self._limit_bytes = kafka.max_record_bytes - _OVERHEAD_BYTES
         self._signer = signer_of(kafka.signing_key, "kafka.signing_key")
         own = {self._signer.public} if self._signer is not None else set()
-        # Where only labelers have keys, workers cannot sign.
+        # If only labelers have keys, workers cannot sign.
         self._source_keys = {name: keys for name, keys in environment_keys.items() if set(keys) - own}
         self._topic = topic_name(run, "unlabelled")
         self._name = f"labeller-{run}-{ordinal}"

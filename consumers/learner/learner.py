@@ -17,7 +17,7 @@ from functools import partial
 
 import msgspec
 
-from rollstream.consumers.batch_reader import first_offset, index_end
+from rollstream.consumers.batch_reader import check_within_index, first_offset
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepTotals
 from rollstream.consumers.learner.input.source_registry import open_source
@@ -151,7 +151,10 @@ class _Learner:
             self._checkpoints.wait()
         else:
             self._state, self._position = restored.state, restored.position
-            self._check_index(int(restored.state.step))
+            if self._recorder is not None:
+                # Before anything of the checkpoint is written to the log.
+                index = self._config.input_run or self._run
+                check_within_index(self._kafka, index, self._position.position, self._config.checkpoint.directory)
         self._reference = load_reference(self._train_step, self._checkpoints)
         self._teacher = load_teacher(self._train_step)
         if self._recorder is not None and restored is not None:
@@ -180,20 +183,6 @@ class _Learner:
                 step=step,
                 position=self._position.position,
                 steps_again=max(self._recorder.last_recorded, step) - step,
-            )
-
-    def _check_index(self, step: int) -> None:
-        """Raise StateRefused if the index of the input run ends before the checkpoint's position. Nothing of the
-        checkpoint is written to the log before that."""
-        if self._recorder is None:
-            return  # The lead of the team checks it.
-        run, position = self._config.input_run or self._run, self._position.position
-        if position > (end := index_end(self._kafka, run)):
-            raise StateRefused(
-                f"the checkpoint of step {step} in {self._config.checkpoint.directory} was made with batch-index of "
-                f"run {run} read to offset {position}, but it ends at {end}: its topics were created again, or "
-                "kafka.bootstrap_servers names another cluster. Start a run of another name, or move the checkpoints "
-                "away"
             )
 
     def run(self, stop: threading.Event) -> int:
