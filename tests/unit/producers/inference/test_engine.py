@@ -49,8 +49,8 @@ class SteppedGenerator(SortingGenerator):
 
 
 @contextmanager
-def running(generator: SortingGenerator, **config: Any) -> Iterator[Engine]:
-    engine = Engine(generator, InferenceConfig(refresh_ms=1, gather_ms=0, **config))
+def running(generator: SortingGenerator, *, gather_ms: int = 0, **config: Any) -> Iterator[Engine]:
+    engine = Engine(generator, InferenceConfig(refresh_ms=1, gather_ms=gather_ms, **config))
     engine.start()
     try:
         yield engine
@@ -193,7 +193,8 @@ def test_an_error_of_the_generator_fails_what_decodes_and_nothing_after_it() -> 
             return decoded
 
     generator = FailsOnce()
-    with running(generator) as engine:
+    # Otherwise the engine may decode the first request, and wait there, before the second one comes.
+    with running(generator, gather_ms=2000) as engine:
         futures = [engine.submit(request(n=3)), engine.submit(request(n=3))]
         eventually(started(generator, 4), 60, "both decode")
         generator.allowed.release(1000)
