@@ -113,7 +113,8 @@ class GroupingConfig:
     """Whether groups of equal rewards are batched, for losses that learn from more than rewards, such as distillation.
     Otherwise, they are dropped unless the estimator keeps them."""
     drop_superseded: bool = False
-    """Whether groups of older versions of an example are dropped once a group of a newer version has sealed."""
+    """Whether groups of older versions of an example are dropped once a group of a newer version was offered for
+    batches; before core version 9, once it has sealed."""
     allow_filtered_sampling: bool = False
     """Whether rollouts sampled with top_p, top_k or min_p may be trained on."""
     exclude_environments: tuple[str, ...] = ()

@@ -91,8 +91,7 @@ class _Partition:
             self._rollout(raw, record)
         else:
             raise NotModelled(f"a {record.name}")
-        while sum(len(group.members) for group in self.queue) >= self.config["batch_rollouts"]:
-            self._cut("size", self.config["batch_rollouts"])
+        self._cut_full()
 
     def _rollout(self, raw: Raw, rollout: Decoded) -> None:
         group = self.groups.get(_key(rollout))
@@ -137,6 +136,7 @@ class _Partition:
             for group in ready:
                 self._enqueue(group)
         if mark["kind"] == "drain":
+            self._cut_full_first()
             self._cut_everything("drain")
 
     # ------------------------------------------------------------------ groups
@@ -180,6 +180,14 @@ class _Partition:
             offsets += group.members.values()
         self.expected.batches.append((why, offsets))
 
+    def _cut_full(self) -> None:
+        while sum(len(group.members) for group in self.queue) >= self.config["batch_rollouts"]:
+            self._cut("size", self.config["batch_rollouts"])
+
+    def _cut_full_first(self) -> None:
+        if self.config.get("core_version", 1) >= 9:
+            self._cut_full()
+
     def _cut_everything(self, why: str) -> None:
         if self.queue:
             self._cut(why, 2**62)
@@ -204,7 +212,9 @@ class _Partition:
             elif kind == _FUTURE and group.state == "waiting":
                 self._drop(group, "future_version")
             elif kind == _BATCH_AGE and group.state == "queued":
-                self._cut_everything("age")
+                self._cut_full_first()
+                if group.state == "queued":
+                    self._cut_everything("age")
 
     def rest(self) -> Expected:
         for group in self.groups.values():

@@ -216,6 +216,28 @@ def _after(recorder: _Recorder) -> None:
     r.add(Mark(kind="drain"))
 
 
+def _since(recorder: _Recorder, last: GroupingConfig) -> None:
+    """Newer versions that are never trained on, a clock that jumps, a record of another topic, groups released by a
+    drain."""
+    r = recorder
+    names = [f"jump-{number}" for number in range(3)]
+    rated = [example_rollout(n, 1.0, environment="rated", example_id=n, policy_version=3) for n in names]
+    rate = -(-2 * len(codec.encode(rated[0])) // BURST_S)
+    last = replace(last, quotas=(f"rated:bytes_per_s={rate}",))
+    r.add(Mark(kind="configuration", generation=last.generation, configuration=last.to_json()))
+    r.pair("newest", policy_version=3)
+    r.pair("newest", policy_version=2**50)  # waits for a version that never comes
+    r.pair("informative", policy_version=2)
+    r.pair("informative", (1.0, 1.0), policy_version=3)  # zero_variance
+    r.add(codec.encode(r.driver.journal[0])[:-1])
+    r.add(rated[0], 3_600_000)
+    r.add(rated[1], -3_600_000)
+    r.add(rated[2], BURST_S * 1000)  # quota, because stream time stands still under core version 8
+    for example_id in ("one", "two", "three"):
+        r.pair(example_id, policy_version=4)
+    r.add(Mark(kind="drain", policy_version=4))
+
+
 def record() -> None:
     """Write the fixture of the core version this runs with. Raises FileExistsError where there is one."""
     narrow = {"group_deadline_s": 60.0, "batch_rollouts": 4}
@@ -235,6 +257,7 @@ def record() -> None:
     _after(recorder)
     last = {"generation": 2, "maker": "reservoir", "estimator": "opo", "batch_rollouts": 3, "capacity_bytes": 8192}
     _beyond(recorder, GroupingConfig(**{**shared, **wide, **last}))
+    _since(recorder, GroupingConfig(**{**shared, **wide, **last, "generation": 3, "capacity_bytes": 2**20}))
     values = {
         "core_version": CORE_VERSION,
         "partition": driver.fold.partition,

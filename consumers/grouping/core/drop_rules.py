@@ -12,6 +12,7 @@ from rollstream.consumers.grouping.core.deadlines import DeadlineKind
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.estimators import Estimator, Outcomes
 from rollstream.consumers.grouping.core.groups import Group
+from rollstream.topics import codec
 from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.fates import exclusion_detail
 from rollstream.topics.keys import encode_key, partition_of
@@ -37,7 +38,17 @@ class Clocks(NamedTuple):
     config: GroupingConfig
 
 
+_KINDS = frozenset(cls.__name__ for cls in (Rollout, GroupCancelled, Mark))
 _key_of = lru_cache(maxsize=8192)(encode_key)
+
+
+def foreign_rejection(record: InputRecord, config: GroupingConfig) -> Rejection | None:
+    """Reject a record of a kind that does not belong in rollouts, unread since core version 9: another kind may take
+    hundreds of times the record's bytes of memory."""
+    kind = codec.kind_of(record.value) if config.core_version >= 9 else None
+    if kind is None or kind in _KINDS:
+        return None
+    return Rejection("invalid", f"a {kind} does not belong in rollouts")
 
 
 def value_rejection(

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, TrainingBatch
 
-CORE_VERSION = 8
+CORE_VERSION = 9
 """Newest version of the fold's behaviour that this code knows; it also knows all earlier versions. The configuration in
 the log says which version is in force (`grouping.core_version`). A new key, estimator or maker needs a new version."""
 

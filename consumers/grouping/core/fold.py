@@ -15,7 +15,7 @@ from types import MappingProxyType
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core.configuration_marks import Change, MarkOutcome, content_outcome, mark_outcome
-from rollstream.consumers.grouping.core.drop_rules import Clocks, Rejection, value_rejection
+from rollstream.consumers.grouping.core.drop_rules import Clocks, Rejection, foreign_rejection, value_rejection
 from rollstream.consumers.grouping.core.effects import Effects, InputRecord, OffsetSkip
 from rollstream.consumers.grouping.core.group_lifecycle import GroupLifecycle
 from rollstream.consumers.grouping.core.offset_tracker import OffsetTracker
@@ -138,6 +138,10 @@ class Fold:
 
     def _admit(self, record: InputRecord, before: Clocks) -> None:
         """Apply the content of a record; `before` holds the clocks before it was read."""
+        if (foreign := foreign_rejection(record, self.config)) is not None:
+            self._count_read("", 0)
+            self._tracker.drop(record.offset, foreign)
+            return
         try:
             value = codec.decode(record.value)
             if isinstance(value, Rollout) and record.offset in self._rewards:
@@ -213,7 +217,7 @@ class Fold:
 
     def drain(self) -> None:
         """Cut batches of all rollouts that the batch maker holds, as a drain mark does. Open groups stay open."""
-        self._groups.cut("drain")
+        self._groups.drain()
 
     # ------------------------------------------------------------------ state
 

@@ -71,7 +71,7 @@ class GroupLifecycle:
         group.add(Member(source, rest, size_bytes, self.clocks.stream_time_ms))
         self._live.hold(group, size_bytes)
         self._tracker.admit(record.offset, before)
-        if exceeded := self._rate_exceeded(key.environment, record.value or b""):
+        if exceeded := self._rate_exceeded(key.environment, record):
             self._drop(group, Rejection("quota", f"the environment exceeds grouping.quotas {exceeded}"))
         elif group.complete:
             self._seal(group)
@@ -100,14 +100,16 @@ class GroupLifecycle:
         if bounded:
             self._shed(key.environment)
 
-    def _rate_exceeded(self, environment: str, value: bytes) -> str:
+    def _rate_exceeded(self, environment: str, record: InputRecord) -> str:
         """Return the rate quota that a member exceeds, "" if none; a member that is read again is not counted again."""
-        # Before core version 8, the prefix of a schema registry counted, too.
-        size_bytes = len(value if self.clocks.config.core_version < 8 else frame_of(value))
+        version, value = self.clocks.config.core_version, record.value or b""
         quota = self.clocks.config.quotas_by_environment.get(environment)
         if quota is None or not self._replay.ended:
             return ""
-        return self._rates.exceeded(environment, quota, size_bytes, self.clocks.stream_time_ms)
+        # Before core version 8, the prefix of a schema registry counted, too.
+        size_bytes = len(value if version < 8 else frame_of(value))
+        now_ms = self.clocks.stream_time_ms if version < 9 else record.timestamp_ms
+        return self._rates.exceeded(environment, quota, size_bytes, now_ms)
 
     def _membership_rejection(self, key: GroupKey, rollout: Rollout) -> Rejection | None:
         """Reject a valid rollout that cannot join its group."""
@@ -155,7 +157,9 @@ class GroupLifecycle:
         while (due := self._deadlines.pop(stream_time_ms)) is not None:
             kind, group = due
             if kind is DeadlineKind.BATCH_AGE:
-                self.cut("age")
+                self._cut_full_batches()
+                if group.stage is Stage.OFFERED:
+                    self.cut("age")
             elif (rejection := deadline_rejection(kind, group, self.clocks)) is not None:
                 self._drop(group, rejection)
             elif kind is DeadlineKind.OPEN:
@@ -214,9 +218,8 @@ class GroupLifecycle:
         self._live.close(group)
         group.sealed_ms = self.clocks.stream_time_ms
         group.batch_bytes = batch_assembly.batch_bytes(group, stamped=self.clocks.config.core_version >= 5)
-        if self._delivery.latest_version_only:
-            for older in self._live.older_versions(key):
-                self._drop(older, superseded_by(key.policy_version))
+        if config.core_version < 9:
+            self._supersede(group)
         episodes = advantages.group_episodes(group, config.core_version)
         how = estimator(config.estimator, self._estimators)
         rejection = (
@@ -224,7 +227,6 @@ class GroupLifecycle:
             or self._superseded(key)
             or content_rejection(group, episodes.outcomes, config, how)
         )
-        self._finished.add_sealed(key, self.clocks.stream_time_ms)
         if rejection is not None:
             self._drop(group, rejection)
             return
@@ -238,6 +240,14 @@ class GroupLifecycle:
         else:
             self._offer(group)
 
+    def _supersede(self, newer: Group) -> None:
+        """Drop the older versions of an example; those that seal later are dropped then."""
+        if self._delivery.latest_version_only:
+            for older in self._live.older_versions(newer.key):
+                self._drop(older, superseded_by(newer.key.policy_version))
+        newer.supersedes_ms = self.clocks.stream_time_ms
+        self._finished.add_sealed(newer.key, newer.supersedes_ms)
+
     def _superseded(self, key: GroupKey) -> Rejection | None:
         """Reject a group if a newer version of its example sealed before; never while restoring."""
         if not self._delivery.latest_version_only or not self._replay.ended:
@@ -246,10 +256,23 @@ class GroupLifecycle:
         return superseded_by(newest, before=True) if newest > key.policy_version else None
 
     def _offer(self, group: Group) -> None:
+        if group.supersedes_ms < 0:
+            self._supersede(group)
         self._delivery.offer(group)
         self._set_deadline(self.clocks.config.max_batch_age_s, DeadlineKind.BATCH_AGE, group)
 
     # ------------------------------------------------------------------ ends
+
+    def drain(self) -> None:
+        """Cut batches of all rollouts that the batch maker holds."""
+        self._cut_full_batches()
+        self.cut("drain")
+
+    def _cut_full_batches(self) -> None:
+        """Cut the full batches before a batch of all other rollouts, which would exceed the size if many groups came
+        at once. Before core version 9 it did."""
+        if self.clocks.config.core_version >= 9:
+            self.cut("size")
 
     def cut(self, why: Literal["size", "age", "drain"]) -> None:
         """Cut the batches that are due, and finish the groups all of whose members have a fate."""

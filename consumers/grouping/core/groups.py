@@ -131,6 +131,8 @@ class Group:
     batch_bytes: int = 0
     """Maximum number of bytes that the group takes in a batch, known once it is sealed."""
     sealed_ms: int = -1
+    supersedes_ms: int = -1
+    """Stream time since which older versions of its example are superseded, -1 if they are not."""
     fates: dict[int, str] = field(default_factory=dict)
     """Fates of members in a group that is not finished: delivered in a batch, or discarded by the maker."""
     estimator: str = ""

@@ -86,10 +86,10 @@ class LiveGroups:
         self._waiting[group.key] = group
 
     def release(self, policy_version: int) -> Iterator[Group]:
-        """Remove and yield the waiting groups of versions up to `policy_version`."""
+        """Remove and yield the waiting groups of versions up to `policy_version`; it may remove others meanwhile."""
         for group in [g for g in self._waiting.values() if g.key.policy_version <= policy_version]:
-            del self._waiting[group.key]
-            yield group
+            if self._waiting.pop(group.key, None) is not None:
+                yield group
 
     @property
     def next_to_shed(self) -> Group | None:

@@ -145,7 +145,7 @@ class OffsetTracker:
                 example_id=key.example_id,
                 policy_version=key.policy_version,
                 group_id=key.group_id,
-                sealed_ms=group.sealed_ms,
+                sealed_ms=group.supersedes_ms,
                 finished_ms=now_ms,
             )
         )

@@ -1,10 +1,12 @@
-"""Limits on the rates at which environments write: a token bucket for each environment, in stream time.
+"""Limits on the rates at which environments write: a token bucket for each environment, in the broker's time.
 
-Levels are integers, so they are identical after any crash. They are part of the state at the position, because records
-that are read again have already used up their share.
+Before core version 9 it was stream time, which stands still after a clock that had jumped ahead. Levels are integers,
+so they are identical after any crash. They are part of the state at the position, because records that are read again
+have already used up their share.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from rollstream.consumers.grouping.core.quotas import UNLIMITED, Quota
 from rollstream.topics.records import RateLevel
@@ -33,7 +35,10 @@ class Rates:
         last = self._levels.get(environment) or RateLevel(
             environment=environment, rollouts=UNLIMITED, bytes=UNLIMITED, at_ms=now_ms
         )
-        elapsed_ms = max(0, now_ms - last.at_ms)
+        if now_ms < last.at_ms:
+            # A clock of the broker that had jumped ahead is back: the time until then would refill nothing.
+            last = self._levels[environment] = replace(last, at_ms=now_ms)
+        elapsed_ms = now_ms - last.at_ms
         levels = []
         for key, rate, before, share in (
             ("rollouts_per_s", quota.rollouts_per_s, last.rollouts, 1),

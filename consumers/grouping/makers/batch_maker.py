@@ -62,7 +62,7 @@ class BatchMaker(ABC):
     """
 
     latest_version_only: ClassVar[bool] = False
-    """Whether the fold drops groups once a newer version of their example has sealed, even if grouping.drop_superseded
+    """Whether the fold drops groups once a newer version of their example was offered, even if grouping.drop_superseded
     is not set. This includes newer versions whose rollouts were delivered long ago."""
     batch_number: int = 0
     """Number of the next batch, set by the fold; part of the seed of random choices."""
@@ -89,8 +89,8 @@ class BatchMaker(ABC):
         and name_bytes of its groups. Rows keep the order of the list, and examples must be returned as they were added.
 
         The fold calls this with the configured batch size, until it returns None, whenever the held rollouts or the
-        configuration have changed, and with the number of held rollouts if all of them must be delivered because of
-        their age or a drain.
+        configuration have changed, and after that with the number of held rollouts if all of them must be delivered
+        because of their age or a drain.
         """
 
     @abstractmethod

@@ -9,9 +9,12 @@ import pytest
 from rollstream.consumers.grouping.config import GENERATION_STEP, GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import drop_rules, task_state
 from rollstream.consumers.grouping.core.configuration_marks import VERSION_STEP
+from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.testing import GroupingTestDriver, Piped, example_rollout
+from rollstream.topics import codec
+from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Mark, NamedArray, Rollout, SamplingParams
 from rollstream.topics.rl_examples import REFERENCE
@@ -67,6 +70,22 @@ def test_a_bad_record_is_dropped_as_invalid_and_the_task_goes_on(record: Piped) 
     assert sum(count.rollouts for count in counted.produced) == 5
     assert sum(count.rollouts for count in counted.counts) == 5
     assert uids(d) == [("aftera", "afterb"), ("latera", "laterb")]
+
+
+def test_since_version_9_a_record_of_another_topic_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    foreign = encode(driver().journal[0])
+    decoded = []
+    monkeypatch.setattr(codec, "decode", lambda value: decoded.append(value) or decode(value))
+    for core_version in (8, CORE_VERSION):
+        d = driver(core_version=core_version)
+        d.pipe(foreign)
+        d.pipe(foreign[:-1])
+        assert {drop.offset: drop.detail for drop in d.drops}[0] == "a JournalRecord does not belong in rollouts"
+        assert ([letter.record.offset for letter in d.dead_letters], sorted(reasons(d))) == (
+            ([1], [0]) if core_version == 8 else ([], [0, 1])
+        )
+    mine = (foreign, foreign[:-1])
+    assert tuple(value for value in decoded if value in mine) == mine, "by core version 8"
 
 
 def test_a_record_whose_checks_raise_is_a_dead_letter(monkeypatch: pytest.MonkeyPatch) -> None:

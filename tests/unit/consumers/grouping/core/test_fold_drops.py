@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key, partition_of
-from rollstream.topics.records import Mark, RolloutMetadata, SamplingParams
+from rollstream.topics.records import Mark, Rollout, RolloutMetadata, SamplingParams
 from tests.support.pairs import cancelled, driver, fates, pair, reasons, uids
 
 # ---------------------------------------------------------------------- policy clock
@@ -84,6 +84,62 @@ def test_an_older_group_is_superseded_once_a_newer_one_of_its_example_sealed() -
     assert reasons(d)[last] == "superseded_version"
     d.drain()
     assert [batch.groups[0].policy_version for batch in d.batches] == [2]
+
+
+def newer(policy_version: int, second: float = 0.0, worker_id: str = "") -> list[Rollout]:
+    metadata = RolloutMetadata(worker_id=worker_id)
+    return [
+        example_rollout(uid, reward, policy_version=policy_version, metadata=metadata)
+        for uid, reward in (("c", 1.0), ("d", second))
+    ]
+
+
+NOT_OFFERED = {
+    "ahead of the policy clock": newer(99),
+    "equal rewards": newer(3, 1.0),
+    "an excluded worker": newer(3, worker_id="bad"),
+}
+
+
+@pytest.mark.parametrize("crashes", [False, True])
+@pytest.mark.parametrize("rejected", NOT_OFFERED.values(), ids=NOT_OFFERED)
+@pytest.mark.parametrize("core_version", [8, CORE_VERSION])
+def test_since_version_9_a_newer_group_supersedes_others_once_it_is_offered_for_batches(
+    core_version: int, rejected: list[Rollout], crashes: bool
+) -> None:
+    d = driver(
+        policy_version=3, drop_superseded=True, batch_rollouts=100, exclude_workers=("bad",), core_version=core_version
+    )
+    pair(d, policy_version=2)
+    for rollout in rejected:
+        d.pipe(rollout)
+    if crashes:
+        d.commit(snapshot=True)
+        d.crash_and_restore()
+    pair(d, policy_version=1, group_id="later")
+    d.drain()
+    superseded = [drop.policy_version for drop in d.drops if drop.reason == "superseded_version"]
+    assert superseded == ([2, 2, 1, 1] if core_version == 8 else [1, 1])
+
+
+@pytest.mark.parametrize("versions", [(4, 5), (5, 4)])
+@pytest.mark.parametrize("crashes", [False, True])
+def test_a_group_that_waited_for_its_version_supersedes_others_when_it_is_released(
+    versions: tuple[int, int], crashes: bool
+) -> None:
+    d = driver(policy_version=3, drop_superseded=True, batch_rollouts=100)
+    for version in (3, *versions):
+        pair(d, policy_version=version)
+    assert d.drops == []
+    if crashes:
+        d.commit(snapshot=True)
+        d.crash_and_restore()
+    d.publish_policy_version(5)
+    pair(d, policy_version=4, group_id="later")
+    d.drain()
+    assert set(reasons(d).values()) == {"superseded_version"}
+    assert [drop.policy_version for drop in d.drops] == [*(3, 3, 4, 4), 4, 4]
+    assert [batch.groups[0].policy_version for batch in d.batches] == [5]
 
 
 def test_groups_of_one_version_do_not_supersede_each_other() -> None:

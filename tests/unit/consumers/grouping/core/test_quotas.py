@@ -138,6 +138,18 @@ def test_the_prefix_of_a_registry_counts_no_more(core_version: int, dropped: dic
     assert reasons(d) == dropped
 
 
+@pytest.mark.parametrize("core_version", [8, CORE_VERSION])
+def test_a_clock_that_jumped_ahead_stops_no_rate(core_version: int) -> None:
+    d = driver(quotas=("env:rollouts_per_s=1",), core_version=core_version)
+    d.now_ms = 3_600_000
+    open_group(d, "env", "ahead")
+    for number in range(BURST_S + 10):
+        d.now_ms = 1000 * number
+        open_group(d, "env", str(number))
+    expected = {} if core_version == CORE_VERSION else dict.fromkeys(range(BURST_S, BURST_S + 11), "quota")
+    assert reasons(d) == expected
+
+
 @given(
     st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5000), st.booleans()), max_size=80),
     st.integers(1, 20),
