@@ -32,7 +32,7 @@ from rollstream.pipeline.tools.exclusion_report import (
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.pipeline.tools.run_view import IN_FLIGHT, SETTLED, UNREAD, RunView
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.offset_ranges import OffsetRange
 
@@ -84,8 +84,9 @@ def put_on_record(
     config: RunConfig, exclusion: Exclusion, *, unseen: bool = False, dry_run: bool = False, timeout_s: float
 ) -> ExclusionOutcome:
     """Exclude, and wait up to `timeout_s` until every partition has read its mark; with `dry_run`, only report the
-    consequences. Raises ConfigurationError if the exclusion is invalid, DeadlineExceeded if a partition is late, or
-    StateRefused if a partition has no grouping state or was given another configuration."""
+    consequences. Raises ConfigurationError if the exclusion is invalid, StateRefused if a partition has no grouping
+    state or was given another configuration, or DeadlineExceeded if a partition is late: then the marks are on the log,
+    and learners leave out the batches that were cut by now, but not those that the partition cuts later."""
     wanted = exclusion.added_to(GroupingConfig())  # This refuses invalid ranges.
     if wanted == GroupingConfig():
         raise ConfigurationError("there is nothing to exclude; give --env, --worker or --offsets")
@@ -97,7 +98,12 @@ def put_on_record(
     where = (config.kafka, config.run, config.grouper)
     if not unseen:
         check_environments(exclusion.environments, *where)
-    configurations = partition_configurations(*where) if dry_run else put_in_force(*where, exclusion, timeout_s)
+    late: DeadlineExceeded | None = None
+    try:
+        configurations = partition_configurations(*where) if dry_run else put_in_force(*where, exclusion, timeout_s)
+    except DeadlineExceeded as error:
+        # Learners leave out the batches that were cut so far, whenever the last partition reads its mark.
+        late, configurations = error, partition_configurations(*where)
     with RunView(config.kafka, config.run) as view:
         report, generation = find(view, exclusion, partitions), newest(configurations).generation
         if not dry_run:
@@ -106,6 +112,8 @@ def put_on_record(
         carried = carried_batches(view, exclusion)
         if not dry_run:
             tell_learners(view, carried, str(exclusion), generation)
+        if late is not None:
+            raise late
         report.batches = [*carried, *report.batches]
         name_steps(view, report)
         report.skipped = view.skipped

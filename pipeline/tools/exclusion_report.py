@@ -132,7 +132,8 @@ def _batches(view: RunView, config: GroupingConfig, named: Sequence[set[int]]) -
     held: dict[str, dict[str, Any]] = {}
     # Include batches whose commit is not visible yet; a batch of an aborted transaction is cut again unchanged.
     for batch in read_batches(view.kafka, view.run, view.skipped, isolation="read_uncommitted"):
-        if summary := _summary(batch, config, named[batch.partition]):
+        # A record that grouping did not write may name any partition.
+        if batch.partition < len(named) and (summary := _summary(batch, config, named[batch.partition])):
             held[batch.batch_id] = summary
     places = {name: place for place, name in enumerate(view.index)}
     return sorted(held.values(), key=lambda item: places.get(item["batch_id"], len(places)))

@@ -5,7 +5,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -131,7 +131,7 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     # Killed and started again with the configuration of generation 0, grouping follows the log.
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    run.start("group")
+    process = run.start("group")
     run.send([*group("bad2", environment="bad"), *group("good2"), *group("good3")])
     book = settled(run, in_flight=0, batched=16, dropped={"excluded": 16})
     assert book.balanced, book.problems
@@ -146,6 +146,14 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     replayed = answer(run, "replay", "--set", f'grouping.exclude_offsets=["0:{offset_of(run, "good0-1")}"]')["replayed"]
     assert replayed["dropped"] == {"excluded": len(["good0", "half", "bad2"]) * 4}
     assert (replayed["rollouts"], replayed["in_flight"]) == (16, 4)
+
+    # Without a grouping process no mark is read in time, but learners leave out the batches that there are.
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done = ran(run, "exclude", "--worker", "w0", "--timeout", "0.2")
+    assert done.returncode == 1
+    assert "run this again: until then, learners may train on excluded rollouts" in done.stderr
+    assert {cast(ExcludedBatch, record).batch_id for record in run.read("control")} == {"0-0", "0-1"}
 
 
 @pytest.mark.long
