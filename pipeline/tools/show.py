@@ -127,7 +127,7 @@ def _print(console: Any, details: RolloutDetails, full: bool) -> None:
     console.print(
         _text(f"\n{len(r.tokens)} tokens, {int(r.loss_mask.sum())} sampled: each id above its log-probability", "bold")
     )
-    console.print(_tokens(details, None if full else 400))
+    console.print(tokens_table(r, details.advantage, None if full else 400))
     if details.group:
         console.print(_text("\ngroup", "bold"))
         rows = [("> " + uid if uid == r.uid else "  " + uid, reward, a) for uid, reward, a in details.group]
@@ -142,21 +142,26 @@ def _text(text: str, style: str = "") -> Any:
     return Text(printable(text), style)
 
 
-def _tokens(details: RolloutDetails, most: int | None) -> Any:
-    """Return a table of tokens. Sampled tokens have a green background for a positive advantage and a red one for a
-    negative advantage, stronger for unlikely tokens."""
+def tokens_table(r: Rollout, advantage: float | None, most: int | None) -> Any:
+    """Return a table of the first `most` tokens, or of all.
+
+    Sampled tokens have a green background for a positive advantage and a red one for a negative advantage, stronger for
+    unlikely tokens.
+    """
     from rich.text import Text
 
-    r, text = details.rollout, Text()
+    text = Text()
     count = len(r.tokens) if most is None else min(most, len(r.tokens))
     cells = 8
     for begin in range(0, count, cells):
         ids, below = Text(), Text()
         for i in range(begin, min(begin + cells, count)):
-            sampled = bool(r.loss_mask[i])
-            style = _style(details.advantage, float(r.logprobs[i])) if sampled else "dim"
+            # Arrays of a rollout that is shown because it is invalid may be shorter than its tokens.
+            sampled = i < len(r.loss_mask) and bool(r.loss_mask[i])
+            logprob = float(r.logprobs[i]) if i < len(r.logprobs) else math.nan
+            style = _style(advantage, logprob) if sampled else "dim"
             ids.append(f"{int(r.tokens[i]):>8} ", style)
-            below.append(f"{r.logprobs[i]:>8.3f} " if sampled else " " * 9, "dim")
+            below.append(f"{logprob:>8.3f} " if sampled else " " * 9, "dim")
         text.append(ids).append("\n").append(below).append("\n")
     if count < len(r.tokens):
         text.append(f"... {len(r.tokens) - count} more tokens; --full shows them")
@@ -164,8 +169,8 @@ def _tokens(details: RolloutDetails, most: int | None) -> Any:
 
 
 def _style(advantage: float | None, logprob: float) -> str:
-    surprise = 1.0 - math.exp(min(logprob, 0.0))
-    strength = int(60 + 160 * surprise)
-    if not advantage:
+    if not advantage or math.isnan(advantage):
         return ""
+    surprise = 0.0 if math.isnan(logprob) else 1.0 - math.exp(min(logprob, 0.0))
+    strength = int(60 + 160 * surprise)
     return f"on rgb(0,{strength},0)" if advantage > 0 else f"on rgb({strength},0,0)"

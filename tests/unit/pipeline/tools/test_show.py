@@ -1,0 +1,29 @@
+"""A rollout is shown in full, also one that grouping refused because its arrays are invalid."""
+
+import io
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.pipeline.tools import show
+from rollstream.topics.records import Rollout
+
+VALID = example_rollout("valid", 1.0, tokens=np.array([1, 2, 3, 4], "<i4"))
+INVALID = {
+    "a log-probability of NaN": replace(VALID, logprobs=np.array([0, 0, np.nan, -0.5], "<f4")),
+    "too few log-probabilities": replace(VALID, logprobs=VALID.logprobs[:3]),
+    "a mask that is too short": replace(VALID, loss_mask=VALID.loss_mask[:3]),
+}
+
+
+@pytest.mark.parametrize("rollout", INVALID.values(), ids=INVALID)
+@pytest.mark.parametrize("advantage", [None, 0.5])
+def test_an_invalid_rollout_is_shown_as_far_as_it_makes_sense(rollout: Rollout, advantage: float | None) -> None:
+    tokens = show.tokens_table(rollout, advantage, None)
+    console = Console(file=io.StringIO(), width=100)
+    console.print(tokens)
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue().split()[:4] == ["1", "2", "3", "4"]
