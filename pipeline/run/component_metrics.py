@@ -6,7 +6,7 @@ environment are left out, too.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rollstream.pipeline.text_tables import printable
@@ -151,15 +151,20 @@ class NewestMetrics:
         self._newest[component] = ComponentMetrics(component=component, role=role, timestamp=timestamp, values=values)
 
     def at(self, now_s: float) -> tuple[ComponentMetrics, ...]:
-        """Return the components as seen at a wall time, sorted by role and name.
-
-        Components that ended or fell silent are left out while others of their role still write.
-        """
-        aged = [replace(each, age_s=max(0.0, now_s - each.timestamp)) for each in self._newest.values()]
-        alive = {each.role for each in aged if each.alive}
-        shown = [each for each in aged if each.alive or each.role not in alive]
+        """Return the components as seen at a wall time, sorted by role and name, as `present` chooses them."""
         order = list(_TABLES)
+        shown = present(self._newest.values(), now_s)
         return tuple(sorted(shown, key=lambda each: (order.index(each.role), each.component)))
+
+
+def present(components: Iterable[ComponentMetrics], now_s: float) -> list[ComponentMetrics]:
+    """Return the components with their age at a wall time.
+
+    Components that ended or fell silent are left out while others of their role still write.
+    """
+    aged = [replace(each, age_s=max(0.0, now_s - each.timestamp)) for each in components]
+    alive = {each.role for each in aged if each.alive}
+    return [each for each in aged if each.alive or each.role not in alive]
 
 
 def _is_of_grouping_process(record: Metrics) -> bool:

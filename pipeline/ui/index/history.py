@@ -2,8 +2,10 @@
 
 import json
 import sqlite3
+import time
 from typing import Any
 
+from rollstream.pipeline.run.component_metrics import ComponentMetrics, present
 from rollstream.pipeline.ui.index import fates
 from rollstream.pipeline.ui.index.rollout_rows import first_id_at, time_of
 from rollstream.topics.fates import DROPPED
@@ -38,12 +40,21 @@ def drops(db: sqlite3.Connection, buckets: int = 120) -> dict[str, Any]:
 
 
 def weights(db: sqlite3.Connection) -> dict[str, Any]:
-    """Return the policy versions, newest first, and the version that each serving component uses."""
+    """Return the policy versions, newest first, and the version that each serving component uses.
+
+    Components that ended or fell silent are left out while others of their role still serve.
+    """
     names = ("version", "learner", "step", "kind", "bytes", "created_ms", "digest", "seconds")
     rows = db.execute(f"select {', '.join(names)} from policies order by version desc")
-    serving = {}
-    for component, role, values in db.execute('select component, role, "values" from components order by component'):
-        version = json.loads(values).get("policy_version")
-        if role in SERVERS and version is not None:
-            serving[component] = int(version)
-    return {"versions": [dict(zip(names, row, strict=True)) for row in rows], "serving": serving}
+    servers = [
+        ComponentMetrics(component=component, role=role, timestamp=time_ms / 1000, values=json.loads(values))
+        for component, role, time_ms, values in db.execute(
+            'select component, role, time_ms, "values" from components order by component'
+        )
+        if role in SERVERS
+    ]
+    versions = {each.component: each.values.get("policy_version") for each in present(servers, time.time())}
+    return {
+        "versions": [dict(zip(names, row, strict=True)) for row in rows],
+        "serving": {component: int(version) for component, version in versions.items() if version is not None},
+    }

@@ -112,7 +112,15 @@ def _of_components(db: sqlite3.Connection, learner: str | None) -> dict[str, Poi
 
 def _mean(parts: Iterable[tuple[float, int]]) -> float:
     values = list(parts)
-    return math.fsum(value for value, _count in values) / sum(count for _value, count in values)
+    return _sum(value for value, _count in values) / sum(count for _value, count in values)
+
+
+def _sum(values: Iterable[float]) -> float:
+    """Return the sum, NaN if it is no number that a float can hold: the log may have rewards near the largest float."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return math.nan
 
 
 def _steps_of_versions(db: sqlite3.Connection, learner: str | None) -> dict[int, int]:
@@ -147,5 +155,5 @@ def _thinned(points: Points, most: int) -> tuple[list[int], list[float]]:
     for begin in range(0, len(steps), each):
         part = steps[begin : begin + each]
         x.append(part[-1])
-        y.append(math.fsum(points[step] for step in part) / len(part))
+        y.append(_sum(points[step] for step in part) / len(part))
     return x, y

@@ -147,7 +147,10 @@ class LiveRun:
             due = time.monotonic() + _EVERY_S
             if log is None:
                 self._count_calls()
-            self._snapshot, self._problem = observer.snapshot(NEWEST), ""
+            snapshot, before = observer.snapshot(NEWEST), self._snapshot
+            if snapshot.history_left and before is not None and not before.history_left:
+                continue  # After an error the run is read again; the snapshot from before is closer to its state.
+            self._snapshot, self._problem = snapshot, ""
             now = essence(self._snapshot)
             if now != shown:
                 shown = now

@@ -82,8 +82,9 @@ class PageRun:
     async def overview(self) -> dict[str, Any]:
         """Return the state of the run, with the progress of its index."""
         answer = await self.live.overview(_PATIENCE_S)
-        progress = self._filling.progress
-        if progress.offset_total:
+        progress, read = self._filling.progress, answer["indexed"]
+        # The figures of a run whose index is on disk are those of its beginning until all of it was read.
+        if progress.offset_total and read["offset_done"] == read["offset_total"]:
             answer["indexed"] = progress._asdict()
         answer["commands"] = self.source == "topics"
         answer["problem"] = answer["problem"] or self._filling.problem or None
@@ -93,8 +94,7 @@ class PageRun:
         """Return the names of the learners on record; none until the index is open."""
         if not self._filling.is_open:
             return []
-        answer = await self.ask(lambda index: index.series(names=["none"]))
-        return list(answer["learners"])
+        return await self.ask(lambda index: index.learners())
 
     async def session(self, name: str) -> dict[str, Any]:
         """Return one session with its events and calls, which are read again."""
