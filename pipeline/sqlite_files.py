@@ -5,6 +5,7 @@ A file made from other topics, or with another version of its tables, is rebuilt
 
 import sqlite3
 from collections.abc import Mapping
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from rollstream.topics.errors import ConfigurationError
@@ -16,8 +17,8 @@ _CHECKPOINT_PAGES = 16 * 1024
 """Pages in the write-ahead log before a checkpoint: many, because the rows of a transaction touch many index pages."""
 _PRIMARY = 0xFF
 """Bits of an error code of SQLite without its details."""
-_DAMAGES = (sqlite3.SQLITE_ERROR, sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-"""Errors of a damaged file, of one that is not of SQLite, and of other tables."""
+_DAMAGES = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+"""Errors of a damaged file, and of one that is not of SQLite."""
 _META = "create table meta (name text primary key, value text not null) without rowid;"
 
 
@@ -37,10 +38,26 @@ def create(path: Path, identity: Mapping[str, str], tables: str) -> sqlite3.Conn
         return connection
     remove(path)
     connection = _opened(path)
-    connection.executescript(f"begin; {_META} {tables} commit;")
-    with connection:
-        connection.executemany("insert into meta values (?, ?)", identity.items())
+    # In one transaction, so that no reader finds a file without its identity.
+    connection.executescript(f"begin; {_META} {tables}")
+    connection.executemany("insert into meta values (?, ?)", identity.items())
+    connection.execute("commit")
     return connection
+
+
+def identity_of(connection: sqlite3.Connection) -> dict[str, str]:
+    """Return the identity of a file, empty if it has none."""
+    answer = connection.execute("select 1 from sqlite_master where name = 'meta'").fetchone()
+    return dict(connection.execute("select name, value from meta")) if answer else {}
+
+
+def is_damage(error: sqlite3.DatabaseError) -> bool:
+    """Whether a file is damaged; an error of the system, such as a full disk, says nothing about it."""
+    return _code(error) in _DAMAGES
+
+
+def _code(error: sqlite3.DatabaseError) -> int:
+    return getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & _PRIMARY  # missing for text that is not UTF-8
 
 
 def limit_cache(connection: sqlite3.Connection, size_bytes: int) -> None:
@@ -65,20 +82,15 @@ def reader(path: Path) -> sqlite3.Connection:
 
 def _of(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection | None:
     """Open a file; return None if it has another identity, is damaged, or is not a SQLite file."""
-    connection = None
-    try:
-        connection = _opened(path)
-        if _meta(connection) == identity:
-            return connection
-    except sqlite3.DatabaseError as error:
-        # An error of the system, such as a full disk, says nothing about the file.
-        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR)  # missing for text that is not UTF-8
-        if code & _PRIMARY not in _DAMAGES:
-            if connection is not None:
-                connection.close()
-            raise
-    if connection is not None:
-        connection.close()
+    with ExitStack() as stack:
+        try:
+            connection = stack.enter_context(closing(_opened(path)))
+            if identity_of(connection) == identity:
+                stack.pop_all()
+                return connection
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error) and _code(error) != sqlite3.SQLITE_ERROR:  # of other tables
+                raise
     return None
 
 
@@ -95,8 +107,3 @@ def _opened(path: Path) -> sqlite3.Connection:
     limit_cache(connection, _WRITER_CACHE_BYTES)
     connection.execute("pragma temp_store = memory")
     return connection
-
-
-def _meta(connection: sqlite3.Connection) -> dict[str, str]:
-    answer = connection.execute("select 1 from sqlite_master where name = 'meta'").fetchone()
-    return dict(connection.execute("select name, value from meta")) if answer else {}

@@ -4,6 +4,7 @@ Filling an index may occupy a processor for minutes, while the page must answer 
 """
 
 import logging
+import sqlite3
 import time
 from functools import partial
 from multiprocessing.connection import Connection
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from rollstream.pipeline.audit.process_pool import start_child
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.ui.index.run_index import IndexProgress, RunIndex
+from rollstream.pipeline.ui.index.run_index import IndexProgress, RunIndex, index_file
 from rollstream.topics import logs
 from rollstream.topics.errors import RollstreamError
 
@@ -46,9 +47,12 @@ def _fill(config: RunConfig, archive: str, pipe: Connection) -> None:
         try:
             with RunIndex.open(config, archive) as index:
                 _read(index, pipe)
-        except RollstreamError as error:
-            logs.event(logger, "run_not_indexed", level=logging.WARNING, run=config.run, error=str(error))
-            pipe.send(Filled(None, str(error)))
+        except (RollstreamError, sqlite3.Error) as error:
+            text = str(error)
+            if isinstance(error, sqlite3.Error):
+                text = f"the index cannot be written to {index_file(config, archive)} ({error}); free space there"
+            logs.event(logger, "run_not_indexed", level=logging.WARNING, run=config.run, error=text)
+            pipe.send(Filled(None, text))
             time.sleep(_AGAIN_S)
 
 

@@ -15,14 +15,14 @@ from rollstream.pipeline import sqlite_files
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.tools.run_view import RolloutPlace, RunView
 from rollstream.pipeline.ui.index import details as rollout_details
-from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, series
+from rollstream.pipeline.ui.index import facets, group_query, history, rollout_query, schema, series
 from rollstream.pipeline.ui.index.group_query import GroupFilter
 from rollstream.pipeline.ui.index.indexed_view import IndexedView
 from rollstream.pipeline.ui.index.log_source import ArchiveSource, IndexSource, TopicSource
 from rollstream.pipeline.ui.index.rollout_query import RolloutFilter
 from rollstream.pipeline.ui.index.writer import IndexWriter
 from rollstream.topics.closing import Closing
-from rollstream.topics.errors import TopicError
+from rollstream.topics.errors import ConfigurationError, TopicError
 from rollstream.topics.kafka.records import KafkaRecord
 
 
@@ -39,6 +39,13 @@ def index_file(config: RunConfig, archive: str = "") -> Path:
     return config.run_dir / name
 
 
+class _Opened(NamedTuple):
+    """A connection, and the file that it has open."""
+
+    connection: sqlite3.Connection
+    inode: int
+
+
 class RunIndex(Closing):
     """The index of one run."""
 
@@ -48,6 +55,7 @@ class RunIndex(Closing):
         self._writer = IndexWriter(path, source, cache_bytes=config.ui.index_cache_bytes)
         self._local = threading.local()
         """Connections of the threads that query the index."""
+        self._identity: dict[str, str] | None = None
         self._view: RunView | None = None
         self._lock = threading.Lock()
 
@@ -160,6 +168,10 @@ class RunIndex(Closing):
         """Return the policy versions, and the version that each serving component uses."""
         return history.weights(self._db())
 
+    def learners(self) -> list[str]:
+        """Return the learners with steps on record; the learner with the most steps comes first."""
+        return series.learners(self._db())
+
     def series(
         self, learner: str | None = None, names: Sequence[str] = (), points: int = series.POINTS
     ) -> dict[str, Any]:
@@ -169,11 +181,37 @@ class RunIndex(Closing):
     # ------------------------------------------------------------------ connections
 
     def _db(self) -> sqlite3.Connection:
-        """Return this thread's connection for queries."""
-        connection: sqlite3.Connection | None = getattr(self._local, "connection", None)
-        if connection is None:
-            connection = self._local.connection = sqlite_files.reader(self._path)
-        return connection
+        """Return this thread's connection for queries, a new one if the file was created anew.
+
+        Raises ConfigurationError if another process fills the file from other topics.
+        """
+        opened: _Opened | None = getattr(self._local, "opened", None)
+        inode = self._path.stat().st_ino if self._path.exists() else 0
+        if opened is None or opened.inode != inode:
+            if opened is not None:
+                opened.connection.close()
+                self._local.opened = None
+            opened = self._local.opened = _Opened(self._checked_reader(), inode)
+        return opened.connection
+
+    def _checked_reader(self) -> sqlite3.Connection:
+        if self._identity is None:
+            self._identity = schema.full_identity(self._source.identity())
+        connection = sqlite_files.reader(self._path)
+        try:
+            held = sqlite_files.identity_of(connection)
+        except BaseException:
+            connection.close()
+            raise
+        # An archive that grew may have topics that it did not have when the file was created.
+        if all(held.get(name, value) == value for name, value in self._identity.items()):
+            return connection
+        connection.close()
+        raise ConfigurationError(
+            f"{self._path} is the index of other topics than those of run {self.run} here, of another cluster or of "
+            "an earlier run, and another process fills it; give this server a directory of its own with "
+            "--set data_dir=DIRECTORY"
+        )
 
     def _indexed_view(self) -> IndexedView:
         return IndexedView(self._db(), self.run, self._record, self._moved_to)

@@ -104,13 +104,18 @@ create table evaluated (
 """
 
 
+def full_identity(source: Mapping[str, str]) -> dict[str, str]:
+    """Return the identity of the index of a source: its own, and the version of the tables."""
+    return {"version": str(VERSION), **source}
+
+
 def create(path: Path, identity: Mapping[str, str]) -> sqlite3.Connection:
     """Open the index for writing; an index of other topics or of another version is deleted and created anew.
 
     Raises ConfigurationError if this Python's SQLite does not support the index, or the file cannot be read or written.
     """
     try:
-        return sqlite_files.create(path, {"version": str(VERSION), **identity}, TABLES)
+        return sqlite_files.create(path, full_identity(identity), TABLES)
     except (OSError, sqlite3.OperationalError) as error:
         raise ConfigurationError(
             f"the index of the page cannot be written to {path} ({error}); free space, or give a writable directory "

@@ -4,7 +4,9 @@ One process writes to an index at a time; another process can read it, and takes
 """
 
 import fcntl
+import logging
 import os
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -23,9 +25,11 @@ from rollstream.topics.codec import decode
 from rollstream.topics.errors import DeadlineExceeded, RecordError
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.records import KafkaRecord, Place
+from rollstream.topics.logs import event
 from rollstream.topics.records import JournalRecord, TrainingBatch
 from rollstream.topics.validation import decode_journal
 
+logger = logging.getLogger(__name__)
 _PORTION = 4000
 """Maximum number of records of `rollouts`, and of records of the other topics, that are read at once."""
 _COMMITTED = 10_000
@@ -98,11 +102,17 @@ class IndexWriter(Closing):
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
+        try:
+            self._open()
+        except sqlite3.DatabaseError as error:
+            self._rebuild(error)
+        return True
+
+    def _open(self) -> None:
         db = schema.create(self._path, self._source.identity())
         sqlite_files.limit_cache(db, self._cache_bytes)
         self._ingest = Ingest(db)
         self._restart()
-        return True
 
     def poll(self, wait_s: float = 0.0) -> int:
         """Write the records that arrived; wait at most `wait_s` for the first. Returns how many were read."""
@@ -113,6 +123,20 @@ class IndexWriter(Closing):
         except OffsetGone:
             self._restart()  # Records were pruned before they were read.
             return 1
+        except sqlite3.DatabaseError as error:
+            self._rebuild(error)
+            return 1
+
+    def _rebuild(self, error: sqlite3.DatabaseError) -> None:
+        """Create the file anew if it is damaged; raise any other error again."""
+        if not sqlite_files.is_damage(error):
+            raise error
+        event(logger, "index_rebuilt", level=logging.WARNING, file=str(self._path), error=str(error))
+        if self._ingest is not None:
+            self._ingest.db.close()
+            self._ingest = None
+        sqlite_files.remove(self._path)
+        self._open()
 
     def catch_up(self) -> None:
         """Write every record that is on the log now. Raises DeadlineExceeded if the source returns nothing for long."""

@@ -95,7 +95,7 @@ class PageServer:
         except web.HTTPException as error:
             return answers.refusal(error.status, error.reason)
         except (TimeoutError, RollstreamError, sqlite3.Error) as error:
-            return of_error(error)
+            return of_error(error, asks=request.method == "GET")
         except Exception as error:  # only this request fails; the server goes on
             event(logger, "request_failed", level=logging.ERROR, path=request.path, error=repr(error))
             return answers.refusal(500, "this request failed; the server's log has the error")
@@ -122,14 +122,18 @@ class PageServer:
         return self._access.admits(cookie, request.headers.get("Authorization", ""))
 
 
-def of_error(error: Exception) -> web.Response:
-    """Return the answer to a request that raised an expected kind of error."""
+def of_error(error: Exception, *, asks: bool) -> web.Response:
+    """Return the answer to a request that raised an expected kind of error; `asks` if it changes nothing."""
     if isinstance(error, ConfigurationError | TopicError):
         status = 400 if isinstance(error, ConfigurationError) else 404
         what, _, remedy = str(error).partition("; ")
         return answers.refusal(status, what, remedy)
     if isinstance(error, StateRefused):
         return answers.refusal(409, str(error), "check whether the run should be changed in this way")
+    if not asks:
+        return answers.refusal(503, str(error), "see whether the change was made before you ask for it again")
+    if isinstance(error, sqlite3.Error):
+        return answers.refusal(503, f"the index of the page: {error}", "the page asks again; see the server's log")
     return answers.refusal(503, str(error), "the page asks again; check whether the brokers answer")
 
 

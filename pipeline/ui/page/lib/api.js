@@ -58,7 +58,8 @@ async function request(path, options) {
     answer = await fetch(path, { ...options, credentials: "same-origin", cache: "no-store" });
   } catch (error) {
     if (options.signal?.aborted) throw error;
-    throw new ApiError(0, "the server does not answer", "it is asked again as soon as it is back");
+    const remedy = options.method === "POST" ? "see whether the change was made before you ask for it again" : "it is asked again as soon as it is back";
+    throw new ApiError(0, "the server does not answer", remedy);
   }
   const body = await answer.json().catch(() => null);
   if (answer.ok && body !== null) return body;

@@ -3,6 +3,8 @@
 import base64
 import itertools
 import json
+import math
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -34,7 +36,7 @@ from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.records import Chunk as PolicyChunk
-from rollstream.topics.records import JournalRecord, NamedArray, Rollout
+from rollstream.topics.records import JournalRecord, Metrics, NamedArray, Rollout
 from tests.support.index_logs import Chunk, ListedLog, MadeRun
 from tests.support.runs import rollout
 
@@ -171,6 +173,42 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
         while second.poll():
             pass
         assert second.owned
+
+
+def test_an_index_of_other_topics_is_refused_while_another_process_fills_it(tmp_path: Path) -> None:
+    path, config = tmp_path / "index.sqlite", RunConfig(data_dir=tmp_path)
+    here, there = ListedLog(made(2)), ListedLog(made(1, seed=9), run="of another cluster")
+    with RunIndex(config, path, here) as second, RunIndex(config, path, here) as reader:
+        with RunIndex(config, path, there) as first:
+            first.catch_up()
+            second.begin()
+            for query in (second.rollouts, second.progress, reader.rollouts):
+                with pytest.raises(ConfigurationError, match="another process fills it; give this server a directory"):
+                    query()
+        second.catch_up()
+        assert second.rollouts()["matching"] == reader.rollouts()["matching"] == 2 * 2 * (3 * 8 + 1)
+        second.close()
+        with RunIndex(config, path, there) as first:
+            first.catch_up()
+            with pytest.raises(ConfigurationError, match="other topics"):
+                reader.rollouts()
+
+
+@pytest.mark.parametrize("at_start", [True, False])
+def test_an_index_that_is_damaged_is_built_again(tmp_path: Path, at_start: bool) -> None:
+    path, log = tmp_path / "index.sqlite", ListedLog(made(2))
+    fill(path, ListedLog(made(1)), itertools.repeat(1000))
+    writer = IndexWriter(path, log)
+    if not at_start:
+        writer.begin()
+    data = bytearray(path.read_bytes())
+    data[2 * 4096 :] = b"\xa5" * (len(data) - 2 * 4096)  # The identity is intact.
+    path.write_bytes(data)
+    with writer:
+        while writer.poll():
+            pass
+    with closing(sqlite_files.reader(path)) as db:
+        assert rollout_query.page(db, RolloutFilter())["matching"] == 2 * 2 * (3 * 8 + 1)
 
 
 HOSTILE = [
@@ -315,6 +353,33 @@ def test_a_version_that_was_rolled_back_to_is_at_the_step_of_the_rollback(tmp_pa
     ]
     policies = [run.policy(1, step=10), run.policy(2, step=20), run.policy(3, step=10, digest="1")]
     assert curve(tmp_path, [*made, *policies], "reward/produced") == ([10, 20], [0.25, 0.75])
+
+
+def test_numbers_too_large_to_be_added_up_have_no_mean(tmp_path: Path) -> None:
+    run = MadeRun()
+    huge = {"exact": 1e308}
+    made = [
+        run.record("rollouts", partition, encode(rollout("x", partition, policy_version=1, reward_components=huge)))
+        for partition in (0, 1)
+    ]
+    steps, means = curve(tmp_path, [*made, run.policy(1, step=10)], "success/env")
+    assert (steps, [math.isnan(mean) for mean in means]) == ([10], [True])
+
+
+def test_servers_that_ended_are_left_out_while_others_serve(tmp_path: Path) -> None:
+    def record(component: str, role: str, timestamp: float, **values: float) -> tuple[str, KafkaRecord]:
+        metrics = Metrics(component=component, labels={"role": role}, timestamp=timestamp, values=values)
+        return run.record("metrics", 0, encode(metrics))
+
+    run, now = MadeRun(), time.time()
+    records = [
+        record("infer-0", "infer", now, policy_version=9.0),
+        record("infer-1", "infer", now, policy_version=7.0, running=0.0),
+        record("infer-2", "infer", now - 3600, policy_version=5.0),
+        record("engine-0", "engine", now - 3600, policy_version=4.0),
+    ]
+    fill(tmp_path / "index.sqlite", ListedLog(records), itertools.repeat(1000))
+    assert content(tmp_path / "index.sqlite")["weights"]["serving"] == {"infer-0": 9, "engine-0": 4}
 
 
 def curve(directory: Path, records: Chunk, name: str) -> tuple[list[int], list[float]]:
