@@ -11,7 +11,7 @@ import random
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 
@@ -24,6 +24,8 @@ from rollstream.topics.secrets import resolve
 _RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_STATUS = {400, 413, 422}
 """Statuses that refuse one request, e.g. for a prompt that is too long; others, e.g. for a wrong key, apply to all."""
+_BUSY_STATUS = {429, 503}
+"""Statuses of a judge without room, which say nothing about the rollout."""
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
 
@@ -92,6 +94,7 @@ class Judge:
         if not config.url:
             raise ConfigurationError("labeling.judge.url is empty; set it to an OpenAI-compatible URL that ends in /v1")
         self._config = config
+        self._url = f"{config.url.rstrip('/')}/chat/completions"
         key = resolve("labeling.judge.api_key", config.api_key)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._slots = asyncio.Semaphore(config.concurrency)
@@ -116,56 +119,74 @@ class Judge:
     async def _answer(self, prompt: str) -> str:
         """Return the text of the judge's answer; repeat calls that failed temporarily."""
         config = self._config
-        if self._session is None:
-            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
         payload = {
-            "model": config.model,
             "messages": [{"role": "user", "content": prompt}],
             "temperature": config.temperature,
             "max_tokens": config.max_tokens,
         }
-        url = f"{config.url.rstrip('/')}/chat/completions"
-        deadline, pause_s, reason = time.monotonic() + config.patience_s, _FIRST_PAUSE_S, ""
+        deadline, pause_s, failure = time.monotonic() + config.patience_s, _FIRST_PAUSE_S, _Failure("it was not called")
         while time.monotonic() < deadline:
-            await asyncio.sleep(self._rate.pause_s())
-            try:
-                async with (
-                    asyncio.timeout(config.timeout_s),
-                    self._session.post(url, json=payload) as response,
-                ):
-                    if response.status == 200:
-                        return _text_of(await response.json(content_type=None))
-                    reason = f"it answered {response.status}: {(await response.text())[:200]}"
-                    if response.status in _REFUSED_STATUS:
-                        raise RecordError(f"the judge refused the rollout: {reason}")
-                    if response.status not in _RETRIED_STATUS:
-                        raise JudgeUnavailable(f"the judge at {url} refuses every request: {reason}")
-                    pause_s = max(pause_s, _retry_after_s(response.headers.get("Retry-After", "")))
-            except (aiohttp.ClientError, TimeoutError, ValueError) as error:
-                reason = repr(error)
+            body = await self._ask(payload)
+            if not isinstance(body, _Failure):
+                return _text_of(body)
+            failure, pause_s = body, max(pause_s, body.retry_after_s)
             # Jitter keeps calls that failed together from being repeated together.
             await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
             pause_s *= 2
-        if await self._answers(url):
-            # This rollout would hold back all others, at every start again.
+        if failure.status not in _BUSY_STATUS and await self._answers():
+            # Unless the judge has recovered just now, this rollout would hold back all others, at every start again.
+            body = await self._ask(payload)
+            if not isinstance(body, _Failure):
+                return _text_of(body)
             raise RecordError(
-                f"the judge failed at this rollout for {config.patience_s:g} s, and answers another question: {reason}"
+                f"the judge failed at this rollout for {config.patience_s:g} s, and answers another question: "
+                f"{body.reason}"
             )
         raise JudgeUnavailable(
-            f"the judge at {url} did not answer within {config.patience_s:g} s: {reason}; start labeling again once it "
-            "answers, or raise labeling.judge.patience_s"
+            f"the judge at {self._url} did not answer within {config.patience_s:g} s: {failure.reason}; start labeling "
+            "again once it answers, or raise labeling.judge.patience_s"
         )
 
-    async def _answers(self, url: str) -> bool:
+    async def _answers(self) -> bool:
         """Whether the judge answers a question of a word."""
-        assert self._session is not None, "it was asked before"
-        question = [{"role": "user", "content": "Hello"}]
-        payload = {"model": self._config.model, "messages": question, "max_tokens": 1}
         try:
-            async with asyncio.timeout(self._config.timeout_s), self._session.post(url, json=payload) as response:
-                return response.status == 200
-        except (aiohttp.ClientError, TimeoutError):
+            question = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+            return not isinstance(await self._ask(question), _Failure)
+        except (RecordError, JudgeUnavailable):
             return False
+
+    async def _ask(self, payload: dict[str, Any]) -> "Any | _Failure":
+        """Make one call, and return the body of the answer, or a failure after which the call may be repeated.
+
+        Raises RecordError if the judge refuses the call, and JudgeUnavailable if it refuses every call.
+        """
+        if self._session is None:
+            self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
+        await asyncio.sleep(self._rate.pause_s())
+        try:
+            async with (
+                asyncio.timeout(self._config.timeout_s),
+                self._session.post(self._url, json={"model": self._config.model, **payload}) as response,
+            ):
+                if response.status == 200:
+                    return await response.json(content_type=None)
+                reason = f"it answered {response.status}: {(await response.text())[:200]}"
+                if response.status in _REFUSED_STATUS:
+                    raise RecordError(f"the judge refused the rollout: {reason}")
+                if response.status not in _RETRIED_STATUS:
+                    raise JudgeUnavailable(f"the judge at {self._url} refuses every request: {reason}")
+                return _Failure(reason, response.status, _retry_after_s(response.headers.get("Retry-After", "")))
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            return _Failure(repr(error))
+
+
+class _Failure(NamedTuple):
+    """A call that may be repeated."""
+
+    reason: str
+    status: int = 0
+    """Status of the answer, 0 without one."""
+    retry_after_s: float = 0.0
 
 
 def _text_of(body: Any) -> str:

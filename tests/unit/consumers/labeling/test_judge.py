@@ -170,6 +170,27 @@ def test_a_rollout_at_which_a_judge_fails_that_answers_others_is_refused_alone(f
             await asyncio.Event().wait()
         return web.Response(status=500 if failure == "500" else 200, text="<html>")
 
-    [refusal] = ask(handler, [JUDGED], patience_s=0.5, timeout_s=0.3)
+    [refusal] = ask(handler, [JUDGED], patience_s=0.5, timeout_s=3.0)
     assert isinstance(refusal, RecordError)
     assert "failed at this rollout for 0.5 s" in str(refusal)
+
+
+def test_a_judge_without_room_refuses_no_rollout() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        short = "Hello" in (await request.json())["messages"][0]["content"]
+        return answer("Hi") if short else web.Response(status=429)
+
+    [failure] = ask(handler, [JUDGED], patience_s=0.5)
+    assert isinstance(failure, JudgeUnavailable)
+
+
+def test_a_judge_that_recovers_at_the_last_moment_scores_the_rollout() -> None:
+    recovered = False
+
+    async def handler(request: web.Request) -> web.Response:
+        nonlocal recovered
+        recovered = recovered or "Hello" in (await request.json())["messages"][0]["content"]
+        return answer("Score: 7") if recovered else web.Response(status=500)
+
+    [label] = ask(handler, [JUDGED], patience_s=0.5)
+    assert label.reward == 0.7
