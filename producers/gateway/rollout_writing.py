@@ -57,11 +57,15 @@ class RolloutWriter:
         self._ends = Reader(kafka, doing="asking for ends")
         self._lock = asyncio.Lock()
         self._under_way: dict[str, asyncio.Task[None]] = {}
-        self.deliveries: list[RolloutDelivery] = []
-        """Rollouts delivered by this gateway that its flow control has not counted yet."""
+        self._offsets: dict[str, int] = {}
+        """By uid, the offsets of rollouts that the present write has delivered or found on the log."""
 
     def _delivered(self, delivery: RolloutDelivery) -> None:
-        self.deliveries.append(delivery)
+        self._offsets[delivery.uid] = delivery.offset
+
+    def partition_of(self, session: CapturedSession) -> int:
+        """Return the partition of `rollouts` that holds the rollouts of a session."""
+        return partition_of(encode_key(session.start.environment, session.start.example_id), self._partitions)
 
     async def finish(self, session: CapturedSession) -> bool:
         """Write the rollouts of a closed session, or its cancellation; return whether they are written.
@@ -79,8 +83,7 @@ class RolloutWriter:
         return session.finished is not None
 
     async def _finish(self, session: CapturedSession) -> None:
-        key = encode_key(session.start.environment, session.start.example_id)
-        partition = partition_of(key, self._partitions)
+        partition = self.partition_of(session)
         before = session.writer(self._takeover_ms)
         if before is None or before.author != self._author:
             if before is not None and time.time() * 1000 < before.append_ms + self._takeover_ms:
@@ -95,17 +98,23 @@ class RolloutWriter:
             return  # Another gateway took over while this one was suspended, and its calls are gone.
         records, reason = self._records(session, policies)
         first = session.intents[0]
-        present: set[str] = set()
+        present: dict[str, int] = {}
         if before is not None or len(session.intents) > 1:
             wanted = {uid for record in records for uid in _uids(record)}
             present = await asyncio.to_thread(self._present, partition, first.rollouts_end, wanted)
-        missing = [record for record in records if not present.issuperset(_uids(record))]
+        missing = [record for record in records if not present.keys() >= {*_uids(record)}]
         async with self._lock:
             if session.finished is not None:
                 return
+            offsets = self._offsets = present
             reason = await asyncio.to_thread(self._write, session, missing, reason)
         uids = tuple(record.uid for record in records if isinstance(record, Rollout)) if not reason else ()
-        await self._append(session, SessionEvent(session=session.name, kind="finished", uids=uids, reason=reason))
+        # Brokers may omit the offset of a record that they received twice; all are after the end that was announced.
+        last = max([first.rollouts_end + len(uids) - 1, *(offsets.get(uid, -1) for uid in uids)])
+        finished = SessionEvent(
+            session=session.name, kind="finished", uids=uids, reason=reason, rollouts_end=last + 1 if uids else -1
+        )
+        await self._append(session, finished)
         event(logger, "session_finished", session=session.name, rollouts=len(uids), reason=reason)
 
     async def _append(self, session: CapturedSession, change: SessionEvent) -> None:
@@ -141,9 +150,10 @@ class RolloutWriter:
         self._producer.flush(_FLUSH_S)
         return reason
 
-    def _present(self, partition: int, begin: int, uids: set[str]) -> set[str]:
-        """Return the uids of rollouts, or of cancelled episodes, that are on a partition from an offset on."""
-        present: set[str] = set()
+    def _present(self, partition: int, begin: int, uids: set[str]) -> dict[str, int]:
+        """Return the uids of rollouts, or of cancelled episodes, that are on a partition from an offset on, with the
+        offsets of their first records."""
+        present: dict[str, int] = {}
         first = topic_admin.bounds(self._kafka, self._topic, [partition])[partition][0]
         start = {partition: max(begin, first)}
         # Gateways write without transactions, and other producers' open transactions must not hide their records.
@@ -152,7 +162,8 @@ class RolloutWriter:
         ):
             if codec.kind_of(message.value) in ("Rollout", "GroupCancelled"):
                 try:
-                    present |= uids & set(_uids(codec.decode(message.value)))
+                    for uid in uids.intersection(_uids(codec.decode(message.value))):
+                        present.setdefault(uid, message.offset)
                 except RecordError:
                     continue  # grouping reports bad records
         return present

@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow_control import RunProgress, check_capacity, largest_group, may_start
@@ -32,6 +32,15 @@ from rollstream.topics.validation import NAME_LIMIT
 logger = logging.getLogger(__name__)
 _JANITOR_S = 0.5
 _MARK_AGAIN_S = 1.0
+
+
+class _Written(NamedTuple):
+    """The rollouts of a finished session."""
+
+    partition: int
+    end: int
+    """Offset after the last of them."""
+    rollouts: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +97,9 @@ class SessionService:
         self._capacity, self._read_progress, self._draining = capacity, read_progress, draining
         self._starting: dict[str, int] = {}
         """By name, the group sizes of sessions admitted whose starts may not be applied yet."""
+        self._progress = read_progress()
+        self._unread: dict[str, _Written] = {}
+        """By session, the rollouts that any gateway has written and that grouping has not read."""
         self._marked: dict[str, float] = {}
         self._seen: dict[str, float] = {}
 
@@ -100,6 +112,19 @@ class SessionService:
         else:
             for noted in (self._seen, self._marked):
                 noted.pop(session.name, None)
+            # Workers count their own rollouts, and without a limit none need to be counted.
+            if self._capacity is not None and session.start.owner == "gateway" and session.finished.uids:
+                partition, finished = self._writer.partition_of(session), session.finished
+                if self._progress.position(partition) < finished.rollouts_end:
+                    self._unread[session.name] = _Written(partition, finished.rollouts_end, len(finished.uids))
+
+    def _observe(self) -> RunProgress:
+        """Read the run's progress, and forget the rollouts that grouping has read by then."""
+        progress = self._progress = self._read_progress()
+        read = [name for name, written in self._unread.items() if progress.position(written.partition) >= written.end]
+        for name in read:
+            del self._unread[name]
+        return progress
 
     @property
     def open_sessions(self) -> int:
@@ -228,14 +253,14 @@ class SessionService:
                 "the learner. Start smaller groups, raise learner.max_policy_lag or worker.concurrency, or run fewer "
                 "workers"
             )
-        progress = self._read_progress()
-        deliveries = self._writer.deliveries
-        deliveries[:] = [d for d in deliveries if d.offset >= progress.position(d.partition)]
+        progress = self._observe()
+        unread = sum(written.rollouts for written in self._unread.values())
         expected = self._expected()
-        if not may_start(self._capacity, progress.outstanding, is_open + expected + len(deliveries), rollouts):
+        if not may_start(self._capacity, progress.outstanding, is_open + expected + unread, rollouts):
             raise NoCapacity(
-                f"{progress.outstanding} rollouts wait for the learner, {is_open} sessions are open, and {expected} "
-                "members of their groups have not begun; more would be stale before the learner reads them "
+                f"{progress.outstanding} rollouts wait for the learner, {unread} of the gateways wait for grouping, "
+                f"{is_open} sessions are open, and {expected} members of their groups have not begun; more would be "
+                "stale before the learner reads them "
                 f"(learner.max_policy_lag {self._capacity.max_policy_lag}), or exceed the gateways' share of {largest} "
                 "(worker.concurrency)"
             )
@@ -355,6 +380,7 @@ class SessionService:
         """
         while not stop.is_set():
             beat("sessions")
+            self._observe()
             for fold in self._log.folds:
                 for session in [*fold.open.values()]:
                     try:

@@ -1,7 +1,7 @@
 """Sessions start only within the limits, however many requests come at once, and beside the sessions of workers."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollstream.producers.config import CapacityConfig
-from rollstream.producers.flow_control import RunProgress, largest_group
+from rollstream.producers.flow_control import PartitionProgress, RunProgress, largest_group
 from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity
@@ -62,16 +62,20 @@ class NoPolicy:
 
 
 def service(
-    log: MemoryLog, upstream: Any = None, capacity: CapacityConfig | None = CAPACITY, **settings: Any
+    log: MemoryLog,
+    upstream: Any = None,
+    capacity: CapacityConfig | None = CAPACITY,
+    read_progress: Callable[[], RunProgress] = RunProgress,
+    **settings: Any,
 ) -> SessionService:
     return SessionService(
         log,  # type: ignore[arg-type]
-        SimpleNamespace(deliveries=[]),  # type: ignore[arg-type]
+        SimpleNamespace(partition_of=lambda _session: 0),  # type: ignore[arg-type]
         upstream or SimpleNamespace(newest_version=3),
         GatewayConfig(**settings),
         assume_version=-1,
         capacity=capacity,
-        read_progress=RunProgress,
+        read_progress=read_progress,
     )
 
 
@@ -198,5 +202,47 @@ def test_members_that_start_one_by_one_reserve_room_for_their_groups_and_complet
         assert await begun(gateway, 0, 20) == at_once, "as many groups begin as if all their members began at once"
         for member in (1, 2, 3):
             assert await begun(gateway, member, at_once) == at_once
+
+    asyncio.run(scenario())
+
+
+def test_rollouts_that_any_gateway_wrote_take_room_until_grouping_has_read_them() -> None:
+    """As while grouping is down, or after a restart of the gateway, which reads `calls` from the beginning."""
+
+    async def scenario() -> None:
+        log, read_to = MemoryLog(), 0
+
+        def progress() -> RunProgress:
+            return RunProgress({0: PartitionProgress(position=read_to, produced=0, finished_untrained=0)})
+
+        gateway = service(log, read_progress=progress)
+        at_once = 20 - refused(await started(gateway, 20))
+        for end, session in enumerate(list(log.folds[0].open.values()), 1):
+            uids = (f"{session.name}.0",)
+            event = SessionEvent(session=session.name, kind="finished", author="other", uids=uids, rollouts_end=end)
+            await log.append(event)
+            gateway.read(session)
+            gateway.read(session)  # A record came after the last one that counts.
+        restarted = service(log, read_progress=progress)
+        for session in log.folds[0].sessions.values():
+            restarted.read(session)
+        for each in (gateway, restarted):
+            with pytest.raises(NoCapacity, match=f" {4 * at_once} of the gateways wait for grouping"):
+                await each.start(REQUEST)
+        read_to = 4
+        assert 20 - refused(await started(gateway, 20)) == 1, "grouping has read one group"
+
+    asyncio.run(scenario())
+
+
+def test_rollouts_of_workers_take_no_room_of_the_gateways_until_grouping_has_read_them() -> None:
+    async def scenario() -> None:
+        log = MemoryLog()
+        gateway = service(log)
+        await log.append(SessionEvent(session="w.0", kind="start", owner="worker", group_id="w"))
+        uids = tuple(f"w.0.{branch}" for branch in range(100))
+        await log.append(SessionEvent(session="w.0", kind="finished", owner="worker", uids=uids, rollouts_end=100))
+        gateway.read(log.folds[0].sessions["w.0"])
+        assert len(await gateway.start(REQUEST)) == 4
 
     asyncio.run(scenario())
