@@ -24,7 +24,7 @@ from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
-from rollstream.topics.heartbeats import beat, beating
+from rollstream.topics.heartbeats import START, beat, beating
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
@@ -61,18 +61,24 @@ def share_of(environments: Sequence[LoadedEnvironment], ordinal: int, evaluators
     return environments[ordinal::evaluators] if ordinal < evaluators else environments[:0]
 
 
-def evaluated_versions(rollouts: Iterable[Rollout], environment: str) -> set[int]:
-    """Return the versions whose answers are complete; evaluations cut short by a crash are left out."""
-    answers: dict[int, set[str]] = defaultdict(set)
-    prompts: dict[int, int] = {}
+def evaluated_versions(rollouts: Iterable[Rollout], environments: Iterable[str]) -> dict[str, set[int]]:
+    """Return, by environment, the versions whose answers are complete; evaluations cut short by a crash are left out.
+
+    Reads the rollouts once and keeps none of them, because a run may have more than fit into memory.
+    """
+    answers: dict[str, dict[int, set[str]]] = {name: defaultdict(set) for name in environments}
+    prompts: dict[tuple[str, int], int] = {}
     for rollout in rollouts:
         count = rollout.extra.get("prompts", "")
         # Other programs may write anything to `evals`.
         valid = count.isdecimal() and len(count) < 10
-        if valid and rollout.environment == environment and rollout.extra.get("phase") == PHASE:
-            answers[rollout.policy_version].add(rollout.episode_uid or rollout.uid)
-            prompts[rollout.policy_version] = int(count)
-    return {version for version, episodes in answers.items() if len(episodes) >= prompts[version]}
+        if valid and rollout.environment in answers and rollout.extra.get("phase") == PHASE:
+            answers[rollout.environment][rollout.policy_version].add(rollout.episode_uid or rollout.uid)
+            prompts[rollout.environment, rollout.policy_version] = int(count)
+    return {
+        name: {version for version, episodes in versions.items() if len(episodes) >= prompts[name, version]}
+        for name, versions in answers.items()
+    }
 
 
 class SettledVersions:
@@ -133,17 +139,20 @@ async def run_evaluator(
         mine: Sequence[LoadedEnvironment] = ()
         settled: dict[str, SettledVersions] = {}
 
-        def take(wanted: Sequence[LoadedEnvironment]) -> None:
+        def read_evaluated(names: Sequence[str]) -> dict[str, set[int]]:
+            messages = read_to_end(kafka, topic_name(run, "evals"))
+            return evaluated_versions((rollout for _message, rollout in skipped.records(Rollout, messages)), names)
+
+        async def take(wanted: Sequence[LoadedEnvironment], loop: str) -> None:
             """Evaluate these environments from now on, except at versions that any evaluator has already evaluated."""
             nonlocal mine, settled
-            messages = read_to_end(kafka, topic_name(run, "evals"))
-            past = [rollout for _message, rollout in skipped.records(Rollout, messages)]
+            evaluated = await beating(loop, asyncio.to_thread(read_evaluated, [each.name for each in wanted]))
             mine = wanted
-            settled = {each.name: SettledVersions(evaluated_versions(past, each.name)) for each in wanted}
-            evaluated = {name: sorted(each.versions) for name, each in settled.items()}
-            event(logger, "evaluator_takes", every_versions=config.every_versions, evaluated=evaluated)
+            settled = {name: SettledVersions(versions) for name, versions in evaluated.items()}
+            versions = {name: sorted(each.versions) for name, each in settled.items()}
+            event(logger, "evaluator_takes", every_versions=config.every_versions, evaluated=versions)
 
-        take(share_of(environments, ordinal, steering.state.numbers.get("eval", config.processes)))
+        await take(share_of(environments, ordinal, steering.state.numbers.get("eval", config.processes)), START)
         progress = {"evaluations_total": 0.0, "prompts_total": 0.0, "failed_total": 0.0, "policy_version": -1.0}
         component = f"{PROGRESS_COMPONENT}-{ordinal}" if ordinal else PROGRESS_COMPONENT
         publisher = MetricsPublisher(
@@ -160,7 +169,7 @@ async def run_evaluator(
                 stopping = stop.is_set()
                 share = share_of(environments, ordinal, steering.state.numbers.get("eval", config.processes))
                 if share != mine:
-                    await asyncio.to_thread(take, share)
+                    await take(share, "evaluating")
                 complete = set.intersection(*(each.versions for each in settled.values())) if settled else set()
                 published = await asyncio.to_thread(policies.read, _LOOK_EVERY_S)
                 due = published.steps if mine else ()

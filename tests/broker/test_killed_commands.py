@@ -223,7 +223,7 @@ def evaluate(run: CommandedRun, strike: Strike) -> Proof:
 
     def evaluated() -> bool:
         answers = [record for record in records(run, "evals") if isinstance(record, Rollout)]
-        return all(version in evaluated_versions(answers, environment) for environment in ("plain", "other"))
+        return all(version in versions for versions in evaluated_versions(answers, ("plain", "other")).values())
 
     def proven() -> None:
         eventually(evaluated, 300, f"version {version} evaluated", every_s=0.3)

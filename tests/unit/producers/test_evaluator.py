@@ -1,5 +1,7 @@
 """The evaluator finds the policy version that is due, and those evaluated before."""
 
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -67,7 +69,24 @@ def test_an_evaluation_counts_once_all_its_answers_are_there() -> None:
     half = [answer(3, "x"), answer(3, "x")]
     others = [answer(6, example, extra={"phase": "first", "prompts": "1"}) for example in "xy"]
     elsewhere = [answer(9, example, environment="other") for example in "xy"]
-    assert evaluated_versions([*whole, *half, *others, *elsewhere], "env") == {0}
+    answers = [*whole, *half, *others, *elsewhere]
+    assert evaluated_versions(answers, ["env", "new"]) == {"env": {0}, "new": set()}
+    assert evaluated_versions(answers, ["env", "other"]) == {"env": {0}, "other": {9}}
+
+
+def test_past_answers_are_read_once_and_none_is_kept() -> None:
+    alive = weakref.WeakSet[Rollout]()
+
+    def past() -> Iterator[Rollout]:
+        for version in range(50):
+            for example in "xy":
+                read = answer(version, example, environment="env" if version % 2 else "other")
+                alive.add(read)
+                assert len(alive) <= 2
+                yield read
+
+    evaluated = evaluated_versions(past(), ["env", "other"])
+    assert evaluated == {"env": {*range(1, 50, 2)}, "other": {*range(0, 50, 2)}}
 
 
 def test_a_version_that_was_given_up_is_evaluated_once_more_for_each_later_request() -> None:
