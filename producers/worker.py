@@ -42,6 +42,8 @@ from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata
 logger = logging.getLogger(__name__)
 _TICK_S = 0.01
 _LEAST_FLUSH_S = 5.0
+_GIVE_UP_S = 1.0
+_REASON_LIMIT = 4096
 _REPORT_EVERY_S = 10.0
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -295,19 +297,21 @@ class Worker:
                 raise next((f for f in failures if not self._passes(f)), failures[0])
         except Exception as error:
             if not self._passes(error):
-                self._give_up(prompt, stamp, unsent, repr(error))
+                await self._give_up(prompt, stamp, unsent, repr(error))
                 raise
             event(logger, "group_failed", level=logging.WARNING, group_id=stamp.group_id, error=str(error))
             self._failed += len(unsent)
             cancelled = asyncio.Event()
-            self._cancel(prompt, stamp, unsent, str(error), on_delivery=cancelled.set)
+            await self._cancel(
+                prompt, stamp, unsent, str(error), timeout_s=self._outlet.send_timeout_s, on_delivery=cancelled.set
+            )
             if ended:
                 # A kill before that leaves the sessions open, so that the next process cancels their members.
                 await cancelled.wait()
                 for capture, reason in ended:
                     await capture.cancelled(reason)
         except BaseException:
-            self._give_up(prompt, stamp, unsent, "the worker is stopping")
+            await self._give_up(prompt, stamp, unsent, "the worker is stopping")
             raise
 
     def _group_id(self, number: int) -> str:
@@ -322,10 +326,10 @@ class Worker:
         unless it is ContextTooLong."""
         return isinstance(error, _PASSING) or (isinstance(error, InferenceRefused) and self._sent > 0)
 
-    def _give_up(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
+    async def _give_up(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
         # Best effort: the error being raised matters more.
         with contextlib.suppress(RollstreamError):
-            self._cancel(prompt, stamp, uids, reason)
+            await self._cancel(prompt, stamp, uids, reason, timeout_s=_GIVE_UP_S)
 
     def _newest_version(self, environment: LoadedEnvironment) -> int:
         capture = self._captures.get(environment.name)
@@ -397,16 +401,7 @@ class Worker:
         )
 
     async def _send(self, rollout: Rollout) -> None:
-        deadline = time.monotonic() + self._outlet.send_timeout_s
-        while True:
-            try:
-                self._outlet.send(rollout, timeout_s=0.0)
-                break
-            except DeadlineExceeded:
-                # The queue is full: let other groups continue while the broker catches up.
-                if time.monotonic() > deadline:
-                    raise
-                await asyncio.sleep(_TICK_S)
+        await _with_room(lambda: self._outlet.send(rollout, timeout_s=0.0), self._outlet.send_timeout_s)
         self._sent += 1
         self._tokens += int(rollout.loss_mask.sum())
         if not self._outlet.awaits_label(rollout.environment):
@@ -414,13 +409,14 @@ class Worker:
             self._reward += rollout.reward
             self._components.add(rollout.reward_components)
 
-    def _cancel(
+    async def _cancel(
         self,
         prompt: Prompt,
         stamp: GroupStamp,
         uids: Sequence[str],
         reason: str,
         *,
+        timeout_s: float,
         on_delivery: Callable[[], None] | None = None,
     ) -> None:
         if not uids:
@@ -428,20 +424,18 @@ class Worker:
         if self._flow is not None:
             self._flow.release(len(uids), stamp.environment)
         self._cancelled += len(uids)
-        self._outlet.cancel(
-            GroupCancelled(
-                environment=stamp.environment,
-                example_id=prompt.example_id,
-                policy_version=stamp.policy_version,
-                group_size=stamp.group_size,
-                uids=tuple(uids),
-                group_id=stamp.group_id,
-                reason=reason,
-                metadata=RolloutMetadata(worker_id=stamp.worker_id, timestamp=time.time()),
-            ),
-            timeout_s=1.0,
-            on_delivery=on_delivery,
+        cancelled = GroupCancelled(
+            environment=stamp.environment,
+            example_id=prompt.example_id,
+            policy_version=stamp.policy_version,
+            group_size=stamp.group_size,
+            uids=tuple(uids),
+            group_id=stamp.group_id,
+            # An environment's error may be longer than a record.
+            reason=reason[:_REASON_LIMIT],
+            metadata=RolloutMetadata(worker_id=stamp.worker_id, timestamp=time.time()),
         )
+        await _with_room(lambda: self._outlet.cancel(cancelled, timeout_s=0.0, on_delivery=on_delivery), timeout_s)
 
     def _log(self, name: str) -> None:
         report = self.report
@@ -459,6 +453,20 @@ class Worker:
             fields |= {"outstanding": self._flow.outstanding, "mine_unseen": self._flow.mine_unseen}
             fields["records_skipped"] = self._flow.records_skipped
         event(logger, name, totals=fields)
+
+
+async def _with_room(send: Callable[[], None], timeout_s: float) -> None:
+    """Call `send` until the producer's queue has room. Raises DeadlineExceeded if it stays full for `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            send()
+            return
+        except DeadlineExceeded:
+            # The queue is full: let other groups continue while the broker catches up.
+            if time.monotonic() > deadline:
+                raise
+            await asyncio.sleep(_TICK_S)
 
 
 def _played(episode: Episode | BaseException, prompt: Prompt, stamp: GroupStamp, uid: str) -> PlayedEpisode:

@@ -17,9 +17,11 @@ from rollstream.producers.inference.client import client_of
 from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.mixture import Mixture
 from rollstream.producers.policy_versions import NoPolicies
+from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.producers.worker import Worker, WorkerReport
+from rollstream.topics import codec
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.errors import ConfigurationError, DeadlineExceeded
 from rollstream.topics.records import GroupCancelled, Rollout
 from tests.support.producing import OneTokenPolicy, serving_http
 
@@ -52,6 +54,8 @@ class Outlet:
         self.polled = asyncio.Event()
         self.waiting: list[Callable[[], None]] = []
         """Called at the next look after the groups, as deliveries are."""
+        self.full = 0
+        """How many records find no room in the queue."""
 
     def awaits_label(self, environment: str) -> bool:
         return False
@@ -66,6 +70,10 @@ class Outlet:
         timeout_s: float | None = None,
         on_delivery: Callable[[], None] | None = None,
     ) -> None:
+        if self.full:
+            assert timeout_s == 0.0, "the event loop would stand still for so long"
+            self.full -= 1
+            raise DeadlineExceeded("full")
         self.sent.append(cancelled)
         if on_delivery is not None:
             self.waiting.append(on_delivery)
@@ -159,6 +167,35 @@ def test_a_worker_begins_no_storm_of_groups_while_its_server_asks_to_be_left_alo
     assert (report.groups, report.cancelled) == (4, 4)
     assert time.monotonic() - began >= 4.0, "two groups at a time, each for the whole time of a request"
     assert len(requests) <= 2, "the first groups ask once; the server's time is not over for the others"
+
+
+class Raising(Held):
+    """An environment whose error repeats all that its tool printed."""
+
+    async def run(self, prompt: Prompt, generate: Generate) -> Episode:
+        raise ValueError("x" * KafkaConfig.max_record_bytes)
+
+
+@pytest.mark.parametrize("full", [0, 5])
+def test_a_group_is_cancelled_whatever_its_environment_raises_and_even_if_the_queue_is_full(full: int) -> None:
+    config = WorkerConfig(worker_id="w", group_size=2, groups=1, episode_attempts=1, assume_version=0)
+    outlet = Outlet()
+    outlet.full = full
+    worker = Worker(
+        Mixture([with_settings(Raising(), config)]),
+        OneTokenPolicy(),  # type: ignore[arg-type]
+        outlet,  # type: ignore[arg-type]
+        config,
+        incarnation="1",
+        captures={},
+        undelivered=set(),
+    )
+    assert asyncio.run(worker.run(asyncio.Event())).cancelled == 2
+    [cancelled] = outlet.sent
+    assert isinstance(cancelled, GroupCancelled)
+    assert len(cancelled.uids) == 2
+    assert "ValueError('xxx" in cancelled.reason
+    assert len(codec.encode(cancelled)) < limit_bytes_of(KafkaConfig())
 
 
 class Asking:
