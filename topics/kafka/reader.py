@@ -6,10 +6,10 @@ reader stops at it. The isolation level is read_committed unless a function says
 
 import logging
 import time
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from contextlib import closing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
@@ -23,6 +23,7 @@ from rollstream.topics.kafka.records import BEGINNING, GroupPosition, KafkaRecor
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 _AT_ONCE = 500
 _CALL_S = 10.0
 _FIRST_LOOK_BACK = 16
@@ -80,12 +81,21 @@ class Poller(Closing):
 
     def _listen(self, messages: list[Message]) -> None:
         """Replace the consumer if it will never get a message again."""
-        now = time.monotonic()
         if messages:
-            self._heard = now
-            self._check.clear()
-        elif now - self._heard > stranded_clients.SILENT_S:
-            topic = self._any_topic()
+            self._note_broker()
+        else:
+            self._note_silence(self._any_topic())
+
+    def _note_broker(self) -> None:
+        """Note that a broker has answered."""
+        self._heard = time.monotonic()
+        self._check.clear()
+
+    def _note_silence(self, topic: str) -> None:
+        """Examine a consumer that has been silent for long, and replace it if it is stranded."""
+        now = time.monotonic()
+        if now - self._heard > stranded_clients.SILENT_S:
+            self._heard = now  # Now and after the examination, so that no other thread examines it meanwhile.
             if topic and self._check.is_stranded(self._kafka, self._consumer, topic):
                 self._check.clear()
                 event(logger, "client_stranded", level=logging.WARNING, topic=topic)
@@ -199,8 +209,16 @@ class Poller(Closing):
         self, topic: str, partitions: Iterable[int] | None = None, timeout_s: float = 30.0
     ) -> dict[int, tuple[int, int]]:
         """First offset of each partition, and the offset past its last record; by default of all partitions."""
-        numbers = range(self.partitions_of(topic)) if partitions is None else partitions
-        return topic_admin.bounds_through(self._consumer, topic, numbers, timeout_s)
+
+        def ask() -> dict[int, tuple[int, int]]:
+            numbers = range(self.partitions_of(topic)) if partitions is None else partitions
+            return topic_admin.bounds_through(self._consumer, topic, numbers, timeout_s)
+
+        return self._answer(topic, ask)
+
+    def _answer(self, topic: str, ask: Callable[[], T]) -> T:
+        """Return the brokers' answer to a question about a topic."""
+        return ask()
 
     # ------------------------------------------------------------------ the group whose offsets are read
 
@@ -223,7 +241,7 @@ class Poller(Closing):
                     raise KafkaException(place.error)
             return [GroupPosition.from_client(place) for place in answers]
 
-        return retrying(ask, doing, timeout_s)
+        return self._answer(topic, lambda: retrying(ask, doing, timeout_s))
 
     def commit(self, positions: Iterable[GroupPosition], doing: str) -> None:
         """Commit positions of the group. Raises BrokerUnavailable after kafka.patience_s; only `close` may follow then.
@@ -305,8 +323,18 @@ class Reader(Poller):
     def _any_topic(self) -> str:
         return next((topic for topic, _partition in self._begins), "")
 
+    def _answer(self, topic: str, ask: Callable[[], T]) -> T:
+        """Return the brokers' answer. A reader that only asks is never polled, so it is examined here."""
+        try:
+            answer = ask()
+        except BrokerUnavailable:
+            self._note_silence(topic)
+            raise
+        self._note_broker()
+        return answer
+
     def _replace(self) -> None:
-        self._consumer.close()
+        # Another thread may be asking through the old consumer, which closes itself once nothing uses it.
         self._consumer = self._new_consumer()
         offsets = self._begins | self.positions
         self._consumer.assign([TopicPartition(*place, offsets[place]) for place in self._begins])

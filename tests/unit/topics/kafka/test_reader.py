@@ -1,11 +1,16 @@
-"""The last record of a partition, over a model of Kafka: transaction markers take offsets, but are no records."""
+"""The last record of a partition, over a model of Kafka: transaction markers take offsets, but are no records. Readers
+whose client loses all brokers, which a real client does only by chance.
+"""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
+from confluent_kafka import KafkaError, KafkaException, TopicPartition
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.kafka.reader import ends_of_records
+from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.kafka import clients, stranded_clients
+from rollstream.topics.kafka.reader import Reader, ends_of_records
 from tests.simulation.installation import World, installed
 from tests.simulation.partition_log import PartitionLog
 
@@ -53,3 +58,77 @@ def test_the_end_of_the_records_counts_no_markers(world: World, content: str, po
     write(cluster.topics["topic"][1], "rr")
     ends = world.result_of(lambda: ends_of_records(KAFKA, "topic", {0: position, 1: 1}))
     assert ends == {0: end, 1: 2}
+
+
+class Client:
+    """The parts of a consumer that a reader asks through; `reaches` says whether it reaches a broker."""
+
+    def __init__(self, reaches: bool) -> None:
+        self.reaches = reaches
+        self.asked = 0
+
+    def _ask(self) -> None:
+        self.asked += 1
+        if not self.reaches:
+            raise KafkaException(KafkaError(KafkaError._TRANSPORT))
+
+    def list_topics(self, _topic: str, timeout: float) -> None:
+        assert timeout > 0
+        self._ask()
+
+    def committed(self, places: Sequence[TopicPartition], _timeout_s: float) -> Sequence[TopicPartition]:
+        self._ask()
+        return places
+
+    offsets_for_times = committed
+
+    def assign(self, places: Sequence[TopicPartition]) -> None:
+        assert not places
+
+
+QUESTIONS: dict[str, Callable[[Reader], object]] = {
+    "committed": lambda reader: reader.committed("topic", [0], "reading offsets", timeout_s=0.0),
+    "bounds": lambda reader: reader.bounds("topic", [0], timeout_s=0.0),
+}
+
+
+@pytest.fixture
+def consumers(monkeypatch: pytest.MonkeyPatch) -> list[Client]:
+    """The consumers of a process, the first of which reaches none of the brokers, which run."""
+    consumers: list[Client] = []
+
+    def reader(_kafka: KafkaConfig, **_settings: object) -> Client:
+        consumers.append(Client(reaches=bool(consumers)))
+        return consumers[-1]
+
+    monkeypatch.setattr(stranded_clients, "SILENT_S", 0.0)
+    monkeypatch.setattr(clients, "bare", lambda _kafka: Client(reaches=True))
+    monkeypatch.setattr(clients, "reader", reader)
+    return consumers
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_reader_that_only_asks_gets_a_new_client_if_the_old_one_is_stranded(
+    consumers: list[Client], question: str
+) -> None:
+    reader = Reader(KAFKA)
+    for _ in range(3):
+        assert len(consumers) == 1
+        with pytest.raises(BrokerUnavailable):
+            QUESTIONS[question](reader)
+    QUESTIONS[question](reader)
+    assert [client.asked > 0 for client in consumers] == [True, True]
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_a_reader_that_gets_an_answer_between_examinations_keeps_its_client(
+    consumers: list[Client], question: str
+) -> None:
+    reader = Reader(KAFKA)
+    for _ in range(3):
+        consumers[0].reaches = False
+        with pytest.raises(BrokerUnavailable):
+            QUESTIONS[question](reader)
+        consumers[0].reaches = True
+        QUESTIONS[question](reader)
+    assert len(consumers) == 1
