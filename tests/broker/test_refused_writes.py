@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from confluent_kafka.admin import (
+    AclBinding,
     AclBindingFilter,
     AclOperation,
     AclPermissionType,
@@ -23,7 +24,8 @@ from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.sender import Failure, Sender, SendFailed
+from rollstream.topics.kafka.recovering_sender import RecoveringSender
+from rollstream.topics.kafka.sender import Delivery, Failure, Sender, SendFailed
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from tests.support.command_line import answer_of
@@ -166,6 +168,32 @@ def test_each_record_of_a_user_who_may_write_nothing_is_reported(guarded: Guarde
         sender.flush(120)
         assert sorted(failure.name for failure in failures) == [f"record {number}" for number in range(RECORDS)]
         assert {failure.reason for failure in failures} == {ALL_REFUSED}
+
+
+def test_a_process_that_began_without_the_right_to_write_goes_on_once_it_has_it(guarded: Guarded) -> None:
+    topic, user = f"{RUN}.control", f"User:{RUN}-{AUDIT}"
+    failures: list[Failure] = []
+    delivered: list[Delivery] = []
+    sender = RecoveringSender(guarded.kafka(AUDIT), on_failure=failures.append)
+
+    def sent() -> bool:
+        try:
+            sender.send(topic, b"value", b"key", partition=0, on_delivery=delivered.append)
+        except SendFailed as refused:
+            failures.extend(refused.failures)
+        sender.poll(0.1)
+        return bool(delivered)
+
+    eventually(lambda: sent() or len(failures) > 1, 120, "refused records")
+    assert {failure.reason for failure in failures} == {ALL_REFUSED}
+    admin = AdminClient({"bootstrap.servers": guarded.broker.open})
+    where = ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, user
+    [added] = admin.create_acls([AclBinding(*where, "*", AclOperation.WRITE, AclPermissionType.ALLOW)]).values()
+    added.result(60)
+    try:
+        eventually(sent, 120, "a delivered record")
+    finally:
+        guarded.forbid(AUDIT, topic)
 
 
 def write(producer: TransactionalProducer, *topics: str) -> None:

@@ -1,6 +1,7 @@
-"""A sender for as long as a process runs: it replaces a producer that will never reach a broker again.
+"""A sender for as long as a process runs: it replaces a producer that will never reach a broker again, or that gave up.
 
-See `stranded_clients` for how that happens. The records that such a producer holds fail as if they had timed out.
+See `stranded_clients` for how a producer loses all brokers. The records that it holds fail as if they had timed out. A
+producer gives up after a fatal error, such as a missing permission; the next one tries whether the cause is gone.
 """
 
 import logging
@@ -15,6 +16,7 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, stranded_clients
+from rollstream.topics.kafka.client_errors import description_of
 from rollstream.topics.kafka.sender import Failure, Sender
 from rollstream.topics.logs import event
 
@@ -22,11 +24,13 @@ logger = logging.getLogger(__name__)
 _SLICE_S = 1.0
 """Longest time for which a flush does not look whether the producer is stranded."""
 _REPORTS_S = 5.0
+_LEAST_LIFE_S = 5.0
+"""Least time for which a producer is kept after a fatal error, so that a cause that lasts costs few connections."""
 _PURGED = KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT
 
 
 class RecoveringSender(Sender):
-    """Sends records through a producer, and through another one if the producer loses all brokers for good.
+    """Sends records through a producer, and through another one if the producer loses all brokers for good or gives up.
 
     Two threads may use it, unlike a Sender: one that sends, and one that polls.
     """
@@ -49,9 +53,12 @@ class RecoveringSender(Sender):
         """Producers that were replaced and have reports left."""
         self._examination: threading.Thread | None = None
         self._heard, self._failing = time.monotonic(), False
+        self._renew_s = time.monotonic() + _LEAST_LIFE_S
         super().__init__(self._new_producer(), remedy=remedy, on_failure=on_failure)
 
     def _enqueue(self, *record: Any, **options: Any) -> None:
+        if self._fatal is not None and time.monotonic() >= self._renew_s:
+            self._renew(self._fatal)
         if self._stranded is not None:
             self._replace()
         with self._replacing:  # A record that entered a producer after its purge would never be reported.
@@ -98,12 +105,27 @@ class RecoveringSender(Sender):
             if stranded is not self._producer:
                 return
             event(logger, "client_stranded", level=logging.WARNING, topic=self._topic())
-            self._producer = self._new_producer()
-            self._heard = time.monotonic()
-            self._check.clear()
-            self._purged.append(stranded)
+            self._begin_again()
         stranded.purge()
         self._reports_left(_REPORTS_S)
+
+    def _renew(self, fatal: KafkaError) -> None:
+        """Continue with a new producer after a fatal error, which the records of the old one fail with."""
+        failed = self._producer
+        failed.purge()
+        with suppress(KafkaException):
+            failed.flush(_REPORTS_S)
+        with self._replacing:
+            event(logger, "client_gave_up", level=logging.WARNING, topic=self._topic(), error=description_of(fatal))
+            self._begin_again()
+
+    def _begin_again(self) -> None:
+        self._purged.append(self._producer)
+        self._producer = self._new_producer()
+        self._fatal, self._acknowledged = None, False
+        self._heard = time.monotonic()
+        self._renew_s = self._heard + _LEAST_LIFE_S
+        self._check.clear()
 
     def _reports_left(self, timeout_s: float = 0.0) -> int:
         """Process reports of replaced producers, and return how many are left."""

@@ -235,11 +235,13 @@ class Sender(Closing):
 
     def _serve(self, call: Literal["poll", "flush"], timeout_s: float) -> int:
         """Call a function of the client that processes delivery reports, and note a fatal error that it raises."""
-        serve = getattr(self._producer, call)
+        producer = self._producer
+        serve = getattr(producer, call)
         try:
             return int(serve(timeout_s))
         except (KafkaException, SystemError) as raised:
-            if not self._note_fatal(raised):
+            # An error of a producer that was replaced meanwhile is not the present producer's.
+            if producer is self._producer and not self._note_fatal(raised):
                 raise
         return int(serve(timeout_s))  # The client raises a fatal error only once; reports may follow.
 

@@ -1,7 +1,8 @@
-"""Senders whose producer loses all brokers, at moments that a real client reaches only by chance."""
+"""Senders whose producer loses all brokers, at moments that a real client reaches only by chance, or gives up."""
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.kafka import clients, stranded_clients
 from rollstream.topics.kafka.recovering_sender import RecoveringSender
-from rollstream.topics.kafka.sender import Failure
+from rollstream.topics.kafka.sender import Failure, SendFailed
 from tests.support.waiting import eventually
 
 
@@ -35,16 +36,24 @@ class Client:
         self.reports: list[tuple[Callable[..., None], KafkaError | None]] = []
         self.late_reports = 0
         """Calls that process no report after a purge."""
+        self.fatal: KafkaError | None = None
+        """Error after which the client takes no record any more; `poll` raises it once."""
+        self.untold = True
 
     def __len__(self) -> int:
         return len(self.queue) + len(self.reports)
 
     def produce(self, *_record: Any, on_delivery: Callable[..., None], **_options: Any) -> None:
+        if self.fatal is not None:
+            raise KafkaException(KafkaError(KafkaError._FATAL, "gave up", fatal=True))
         if len(self) >= self.room:
             raise BufferError
         self.queue.append(on_delivery)
 
     def poll(self, _timeout_s: float) -> int:
+        if self.fatal is not None and self.untold:
+            self.untold = False
+            raise KafkaException(self.fatal)
         if self.reaches:
             self.report(None)
         if self.late_reports:
@@ -83,6 +92,11 @@ class Brokers:
         monkeypatch.setattr(clients, "producer", self._producer)
         self.failures: list[Failure] = []
         self.sender = RecoveringSender(KafkaConfig(), on_failure=self.failures.append)
+
+    def forbid(self) -> None:
+        """Let the present producer give up, because its user may write nothing."""
+        self.producers[-1].reaches = False
+        self.producers[-1].fatal = KafkaError(KafkaError.CLUSTER_AUTHORIZATION_FAILED, "denied", fatal=True)
 
     def _producer(self, _kafka: KafkaConfig, **_settings: Any) -> Client:
         self.producers.append(Client(reaches=True) if self.producers else self.first)
@@ -175,3 +189,61 @@ def test_a_full_queue_makes_room_for_a_record_that_may_not_wait(monkeypatch: pyt
     brokers.sender.send("run.rollouts", b"value", name="third", timeout_s=0.0)
     brokers.sender.flush()
     assert brokers.failures == []
+
+
+def test_a_producer_that_gave_up_is_replaced_once_it_has_lived_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now_s=100.0)
+    clock.monotonic = lambda: clock.now_s
+    monkeypatch.setattr("rollstream.topics.kafka.recovering_sender.time", clock)
+    brokers = Brokers(monkeypatch, silent_s=1000.0)
+    brokers.send("first")
+    brokers.forbid()
+    for name in ("second", "third"):
+        clock.now_s += 2.0
+        with pytest.raises(SendFailed, match=f"{name} was not delivered .*may not Write .*nor to any other"):
+            brokers.send(name)
+    assert len(brokers.producers) == 1
+    clock.now_s += 2.0
+    delivered = brokers.send("fourth")
+    assert len(brokers.producers) == 2
+    [failure] = brokers.failures
+    assert failure.name == "first"
+    assert "may not Write to topic run.rollouts, nor to any other" in failure.reason
+    brokers.sender.flush()
+    assert (len(delivered), len(brokers.failures)) == (1, 1)
+
+
+def test_the_error_of_a_producer_that_was_replaced_meanwhile_is_not_the_next_producers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One thread waits in a poll of the producer that gives up, while another thread replaces it."""
+    brokers = Brokers(monkeypatch, silent_s=1000.0)
+    monkeypatch.setattr("rollstream.topics.kafka.recovering_sender._LEAST_LIFE_S", 0.0)
+    brokers.sender = RecoveringSender(KafkaConfig(), on_failure=brokers.failures.append)
+    gave_up, waits, replaced = brokers.producers[-1], threading.Event(), threading.Event()
+    gave_up.reaches = False
+    brokers.send("first")
+    brokers.forbid()
+    poll = gave_up.poll
+
+    def poll_late(timeout_s: float) -> int:
+        if timeout_s > 200.0 and not waits.is_set():
+            waits.set()
+            assert replaced.wait(30)
+            raise KafkaException(KafkaError(KafkaError._FATAL, "gave up", fatal=True))
+        return poll(timeout_s)
+
+    gave_up.poll = poll_late  # type: ignore[method-assign]
+    polling = threading.Thread(target=brokers.sender.poll, args=(300.0,))
+    with pytest.raises(SendFailed):
+        brokers.send("second")
+    polling.start()
+    assert waits.wait(30)
+    delivered = brokers.send("third")
+    producers = len(brokers.producers)
+    replaced.set()
+    polling.join(30)
+    delivered += brokers.send("fourth")
+    brokers.sender.flush()
+    assert (len(delivered), [failure.name for failure in brokers.failures]) == (2, ["first"])
+    assert (brokers.producers.index(gave_up) + 2, len(brokers.producers)) == (producers, producers)
