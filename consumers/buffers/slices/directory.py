@@ -17,6 +17,8 @@ NAME = "slices.json"
 LOCK = "lock"
 _VERSION = 1
 _FILE = re.compile(r"[\w-]{1,64}\.(journal|bin)", re.ASCII)
+_WRITTEN = re.compile(r"[0-9a-f]{12}(\.journal|-\d{3,}\.bin)", re.ASCII)
+"""Names that buffers give to their files; other files in a directory belong to the user."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +73,14 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def remove_all_but(directory: Path, manifest: Manifest) -> None:
-    """Delete files that the manifest does not name, left by an unfinished copy or by earlier content.
+    """Delete files of a buffer that the manifest does not name, left by an unfinished copy or by earlier content.
 
     Only the directory's one writer may call this.
     """
     remove_unfinished(directory)
     named = {manifest.journal, *(spec.file for spec in manifest.arrays)}
-    for path in [*directory.glob("*.journal"), *directory.glob("*.bin")]:
-        if path.name not in named:
+    for path in directory.iterdir():
+        if _WRITTEN.fullmatch(path.name) and path.name not in named:
             path.unlink(missing_ok=True)
 
 

@@ -91,6 +91,32 @@ def test_a_directory_of_another_program_is_refused(tmp_path: Path) -> None:
             ring(other)
 
 
+def test_only_files_that_a_buffer_left_behind_are_deleted(tmp_path: Path) -> None:
+    """A checkpoint's directory also has files of its trainer."""
+    own = [tmp_path / name for name in ("pytorch_model.bin", "optimizer.bin", "model-001.bin", "training.journal")]
+    left = [tmp_path / name for name in ("0123456789ab.journal", "0123456789ab-000.bin", "0123456789ab-1000.bin")]
+    for path in own:
+        path.write_bytes(b"weights")
+
+    def leave() -> None:
+        for path in left:
+            path.write_bytes(b"steps")
+
+    leave()
+    with ring(tmp_path) as buffer:
+        assert not any(path.exists() for path in left)
+        leave()
+        feed(buffer, 0)
+        assert not any(path.exists() for path in left)
+    leave()
+    with ring(tmp_path.parent / f"{tmp_path.name}-other") as buffer:
+        feed(buffer, 0)
+        buffer.save(tmp_path)
+    assert not any(path.exists() for path in left)
+    assert [path.read_bytes() for path in own] == [b"weights"] * 4
+    assert len(list(tmp_path.glob("*.journal"))) == 2
+
+
 def test_a_closed_buffer_says_so(tmp_path: Path) -> None:
     buffer = ring(tmp_path)
     feed(buffer, 0)
