@@ -6,6 +6,8 @@ A rollout is restored bit for bit, because its row also contains the record as i
 import base64
 import hashlib
 import json
+import re
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +44,8 @@ COLUMNS = pa.schema(
 contains a rollout's metadata, its place in the log (`source`: partition, offset), and the Avro frame of the record in
 base64 (`record`)."""
 _FOLDER_LIMIT = 200
+_OPEN = re.compile(r"open-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
+"""Names of files of open groups."""
 
 
 class PlacedRollout(NamedTuple):
@@ -115,6 +119,16 @@ def part_name(group_id: str) -> str:
     """Name of a sealed group's file, `part-{uuid}.parquet`, a function of the group id."""
     digits = group_id[:32]
     return f"part-{'-'.join((digits[:8], digits[8:12], digits[12:16], digits[16:20], digits[20:32]))}.parquet"
+
+
+def open_name() -> str:
+    """Return a new name for a file of open groups, `open-{uuid}.parquet`."""
+    return f"open-{uuid.uuid4()}.parquet"
+
+
+def open_files(directory: Path) -> list[Path]:
+    """Files of open groups in a directory, which need not exist; other files of users are not among them."""
+    return [path for path in directory.glob("open-*.parquet") if _OPEN.fullmatch(path.name)]
 
 
 def write_groups(path: Path, groups: Sequence[RolloutGroup], compression: str) -> None:

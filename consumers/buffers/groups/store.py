@@ -405,7 +405,7 @@ class GroupReplayBuffer(Closing):
             self._write_sealed()
             self._index.flush()
             groups = self._open.snapshot()
-            name = f"open-{uuid.uuid4()}.parquet" if groups else ""
+            name = group_files.open_name() if groups else ""
             if groups:
                 group_files.write_groups(self.directory / name, groups, self.config.compression)
             return SavedStore(open_file=name, sealed=len(self._index), cancelled=self._open.cancelled())
@@ -457,7 +457,7 @@ class GroupReplayBuffer(Closing):
             self._open.forget_cancelled_of_closed()
 
     def _restore_open(self, name: str) -> None:
-        for path in self.directory.glob("open-*.parquet"):
+        for path in group_files.open_files(self.directory):
             if path.name != name:
                 remove(path)
         if not name:

@@ -5,6 +5,7 @@ lost its files and is filled again has the same groups under the same names.
 """
 
 import contextlib
+import json
 import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
@@ -12,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollstream.consumers.buffers.groups import batch_files
+from rollstream.consumers.buffers.groups import batch_files, group_files
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.store import LOCK, GroupReplayBuffer, SavedStore
 from rollstream.consumers.files.atomic_files import (
@@ -320,18 +321,27 @@ def _copy(source: Path, target: Path) -> None:
     """
     for _attempt in range(_COPIES):
         state = (source / _STATE).read_bytes()
-        for path in sorted(source.rglob("*.parquet")):
+        folders = _folders(state)
+        for path in sorted(path for folder in folders for path in (source / folder).rglob("*.parquet")):
             to = target / path.relative_to(source)
             if not to.exists():
                 with contextlib.suppress(FileNotFoundError):  # The writer has deleted it.
                     copy_file(path, to)
-        for path in sorted(source.rglob("*.jsonl")):
+        for path in sorted(path for folder in folders for path in (source / folder).rglob("*.jsonl")):
             copy_file(path, target / path.relative_to(source))
         if (source / _STATE).read_bytes() == state:
             break
     else:
         raise StoreError(f"{source} was saved {_COPIES} times while it was copied; copy it when its writer rests")
     write_bytes(target / _STATE, state)
-    for path in target.rglob("open-*.parquet"):
+    for path in (path for folder in folders for path in group_files.open_files(target / folder)):
         if path.name.encode() not in state:
             remove(path)
+
+
+def _folders(state: bytes) -> set[str]:
+    """Folders of a store: of the environments that its state names, and of training batches. Other folders below its
+    root may be other stores, for example copies."""
+    environments = json.loads(state).get("environments")
+    names = environments if isinstance(environments, dict) else ()  # `GroupStore` refuses such a state.
+    return {batch_files.FOLDER, *map(group_files.folder_of, names)}

@@ -200,6 +200,25 @@ def test_a_copy_saved_elsewhere_is_loaded_unchanged_and_continues(tmp_path: Path
         GroupStore(tmp_path / "new", CONFIG).load(tmp_path / "nowhere")
 
 
+def test_a_copy_leaves_other_stores_and_files_below_both_roots_alone(tmp_path: Path) -> None:
+    entries = log_of([(0, 0, member, 0) for member in range(2)])
+    users = [tmp_path / "main" / "a" / "open-houses.parquet", tmp_path / "main" / "backup" / "open-day.parquet"]
+    with GroupStore(tmp_path / "other", CONFIG) as other, GroupStore(tmp_path / "main", CONFIG) as main:
+        feed(other, entries)
+        feed(main, entries)
+        other.save(tmp_path / "main" / "backup" / "other")
+        for path in users:
+            path.write_bytes(b"of the user")
+        for _save in range(2):
+            main.save(tmp_path / "main" / "backup")
+    for copy in ("backup", "backup/other"):
+        with GroupStore(tmp_path / "main" / copy, CONFIG) as store:
+            assert store.environments["a"].stats()["open_rollouts"] == 2
+    GroupStore(tmp_path / "main", CONFIG).close()
+    assert all(path.read_bytes() == b"of the user" for path in users)
+    assert not (tmp_path / "main" / "backup" / "backup").exists()
+
+
 def test_a_store_that_is_saved_while_it_is_loaded_elsewhere_is_whole_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
