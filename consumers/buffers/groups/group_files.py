@@ -43,6 +43,8 @@ COLUMNS = pa.schema(
 """Columns of a file of groups. `sealed_ts` and `created_ts` are seconds since the Unix epoch; `rr_metadata_json`
 contains a rollout's metadata, its place in the log (`source`: partition, offset), and the Avro frame of the record in
 base64 (`record`)."""
+VIEW_STATE = "position.json"
+"""Name of the state file of a store of all environments, next to their folders."""
 _FOLDER_LIMIT = 200
 _OPEN = re.compile(r"open-[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}\.parquet")
 """Names of files of open groups."""
@@ -108,8 +110,8 @@ def group_of(members: Sequence[PlacedRollout], sealed_ts: float | None, **metada
 def folder_of(environment: str) -> str:
     """Name of the folder of an environment's files: its name, with %XX for characters that file systems refuse."""
     name = quote(environment, safe=" ")
-    if name.startswith("."):
-        name = f"%2E{name[1:]}"
+    if name.startswith(".") or name == VIEW_STATE:
+        name = f"%{ord(name[0]):02X}{name[1:]}"
     if len(name) > _FOLDER_LIMIT:
         name = f"{name[:_FOLDER_LIMIT]}-{hashlib.sha1(environment.encode(), usedforsecurity=False).hexdigest()}"
     return name

@@ -40,11 +40,12 @@ from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.logs import event
 from rollstream.topics.records import GroupCancelled, Rollout
 from rollstream.topics.rl_examples import RLExample, Source
-from rollstream.topics.validation import problems
+from rollstream.topics.validation import cancellation_problems, problems
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"
-_STATE = "open.json"
+STATE = "open.json"
+"""Name of the state file of a store that is not part of a view."""
 _NO_PLACE = -1
 """Partition and offset of a rollout added by hand."""
 
@@ -114,9 +115,10 @@ class GroupReplayBuffer(Closing):
         `resume` is for callers that keep the position in a log: the store returns to the saved state, and groups that
         sealed later and seal again are not written twice.
 
-        Raises StoreError if the saved state or the file of open groups is damaged, or if another process writes to the
-        folder, and ConfigurationError if a read-only store is given a batch maker. Damaged files of sealed groups and
-        of batches are logged and counted in `stats`; the store opens without them.
+        Raises StoreError if the saved state or the file of open groups is damaged, if another process writes to the
+        folder, or if the folder is part of a view of a run, and ConfigurationError if a read-only store is given a
+        batch maker. Damaged files of sealed groups and of batches are logged and counted in `stats`; the store opens
+        without them.
         """
         if read_only and batch_maker is not None:
             raise ConfigurationError("a read-only store makes no batches; leave the batch maker out")
@@ -137,6 +139,8 @@ class GroupReplayBuffer(Closing):
 
     def _start(self, resume: SavedStore | None) -> None:
         if self._writer is not None:
+            if resume is None:
+                self._refuse_part_of_view()
             remove_unfinished(self.directory)
             remove_unfinished(self.directory / batch_files.FOLDER)
         saved = resume or self._read_state()
@@ -210,7 +214,10 @@ class GroupReplayBuffer(Closing):
         return sum(self.add_rollout(rollout, now=now) for rollout in rollouts)
 
     def cancel(self, record: GroupCancelled, partition: int, *, now: float | None = None) -> None:
-        """Apply a record that cancels members of a group. Raises StoreError as `add_rollout` does."""
+        """Apply a record that cancels members of a group. Raises RecordError if it is invalid, StoreError as
+        `add_rollout` does."""
+        if wrong := cancellation_problems(record):
+            raise RecordError(f"cancellation of group {record.group_id!r} was not applied: {'; '.join(wrong)}")
         with self._lock:
             self._check_writable()
             self._write_sealed()
@@ -394,7 +401,7 @@ class GroupReplayBuffer(Closing):
         StoreError."""
         with self._lock:
             saved = self.prepare()
-            write_checked_json(self.directory / _STATE, {"format": 1, **asdict(saved)})
+            write_checked_json(self.directory / STATE, {"format": 1, **asdict(saved)})
             self.commit(saved)
 
     def prepare(self) -> SavedStore:
@@ -442,12 +449,23 @@ class GroupReplayBuffer(Closing):
             raise StoreError(f"the store in {self.directory} {why}; open it to write")
 
     def _read_state(self) -> SavedStore:
-        path = self.directory / _STATE
+        path = self.directory / STATE
         state = read_checked_json(path) if path.exists() else {"open_file": ""}
         try:
             return SavedStore.from_json(state)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path} is not a valid state of a group store; restore it") from error
+
+    def _refuse_part_of_view(self) -> None:
+        """Raise StoreError if a view keeps the state of this folder: without it, the open groups would be deleted."""
+        folder = self.directory.resolve()
+        path = folder.with_name(group_files.VIEW_STATE)
+        environments = read_checked_json(path).get("environments") if path.exists() else None
+        if isinstance(environments, dict) and folder.name in map(group_files.folder_of, environments):
+            raise StoreError(
+                f"{folder} is part of a view of a run, whose state is in {path}; fill it with GroupStore or "
+                "`rollstream groups`, open it with read_only=True, or give another directory"
+            )
 
     def _reopen(self, saved: SavedStore) -> None:
         self._open.restore_cancelled(saved.cancelled)

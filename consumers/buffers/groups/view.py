@@ -15,7 +15,8 @@ from typing import Any
 
 from rollstream.consumers.buffers.groups import batch_files, group_files
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
-from rollstream.consumers.buffers.groups.store import LOCK, GroupReplayBuffer, SavedStore
+from rollstream.consumers.buffers.groups.group_files import VIEW_STATE
+from rollstream.consumers.buffers.groups.store import LOCK, STATE, GroupReplayBuffer, SavedStore
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
     StoreError,
@@ -38,9 +39,8 @@ from rollstream.topics.kafka.skipped_records import Skipped, SkippedRecords
 from rollstream.topics.kafka.skipping_reader import records_around
 from rollstream.topics.records import GroupCancelled, Rollout, TrainingBatch
 from rollstream.topics.rl_examples import Source
-from rollstream.topics.validation import batch_problems
+from rollstream.topics.validation import batch_problems, cancellation_problems, problems
 
-_STATE = "position.json"
 _ACCEPTED = "accept_policy_versions"
 _SAVE_EVERY = 10_000
 
@@ -77,7 +77,8 @@ class GroupStore(Closing):
         """`maker_of` creates the batch maker of an environment.
 
         Raises StoreError if the saved state or a file of open groups is damaged, another process writes below the root,
-        a read-only store is empty, or a store to write was filled with other `accept_policy_versions`.
+        a read-only store is empty, or a store to write was filled with other `accept_policy_versions` or, in part, by
+        hand.
         """
         self.root = Path(root)
         self.config = config or GroupStoreConfig()
@@ -85,7 +86,7 @@ class GroupStore(Closing):
         self._lock = threading.RLock()
         self._saving = threading.RLock()
         """Held while a copy needs the files to stay; acquired before `_lock`."""
-        if read_only and not (self.root / _STATE).exists():
+        if read_only and not (self.root / VIEW_STATE).exists():
             raise StoreError(f"{self.root} contains no store of groups; fill one there first, or check the path")
         self._writer: DirectoryLock | None = None if read_only else lock_directory(self.root, LOCK)
         self._buffers: dict[str, GroupReplayBuffer] = {}
@@ -96,7 +97,7 @@ class GroupStore(Closing):
             raise
 
     def _start(self) -> None:
-        path = self.root / _STATE
+        path = self.root / VIEW_STATE
         state = read_checked_json(path) if path.exists() else {}
         self._counts: Counter[str] = Counter()
         self._skipped = SkippedRecords("group-store")
@@ -124,6 +125,11 @@ class GroupStore(Closing):
         return sorted(set(self.config.accept_policy_versions))
 
     def _open(self, environment: str, saved: SavedStore) -> GroupReplayBuffer:
+        own_state = self.root / group_files.folder_of(environment) / STATE
+        if self._writer is not None and own_state.exists():
+            raise StoreError(
+                f"{own_state} belongs to a store that was filled by hand with GroupReplayBuffer; fill another directory"
+            )
         maker = self._maker_of(environment) if self._maker_of else None
         buffer = GroupReplayBuffer(
             self.root, environment, self.config, batch_maker=maker, resume=saved, read_only=self._writer is None
@@ -170,14 +176,14 @@ class GroupStore(Closing):
             if isinstance(record, Rollout):
                 count_name = "rollouts"
                 source = Source(partition, offset, record.uid)
-                self._buffer(record.environment).add_rollout(record, source, now=now_ms / 1000)
+                self._buffer(record).add_rollout(record, source, now=now_ms / 1000)
             elif isinstance(record, GroupCancelled):
                 count_name = "cancellations"
-                self._buffer(record.environment).cancel(record, partition, now=now_ms / 1000)
+                self._buffer(record).cancel(record, partition, now=now_ms / 1000)
             elif isinstance(record, TrainingBatch):
                 count_name = "batches"
-                if problems := batch_problems(record):
-                    raise RecordError(problems[0])
+                if wrong := batch_problems(record):
+                    raise RecordError(wrong[0])
                 batch_files.store_training_batch(self.root / batch_files.FOLDER, record, self.config.compression)
         except RecordError as error:
             count_name = "unreadable"
@@ -186,11 +192,16 @@ class GroupStore(Closing):
         filled.stream_ms[partition] = now_ms
         filled.position[partition] = offset + 1
 
-    def _buffer(self, environment: str) -> GroupReplayBuffer:
-        if not environment:
-            raise RecordError("the record has no environment")
-        buffer = self._buffers.get(environment)
-        return buffer if buffer is not None else self._open(environment, SavedStore(open_file="", sealed=0))
+    def _buffer(self, record: Rollout | GroupCancelled) -> GroupReplayBuffer:
+        """The store of a record's environment. Raises RecordError if it would be new, and the record is invalid: an
+        invalid record creates no folder. The stores themselves refuse other invalid records."""
+        buffer = self._buffers.get(record.environment)
+        if buffer is not None:
+            return buffer
+        wrong = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
+        if wrong:
+            raise RecordError(wrong[0])
+        return self._open(record.environment, SavedStore(open_file="", sealed=0))
 
     def fill(self, kafka: KafkaConfig, run: str, topic: str = "rollouts") -> int:
         """Read a run's `rollouts` (or `batches`) from the position to the current end, save, and return the number of
@@ -241,7 +252,7 @@ class GroupStore(Closing):
             with self._lock:
                 self._check_writable()
                 saved = {name: buffer.prepare() for name, buffer in self._buffers.items()}
-                write_checked_json(self.root / _STATE, self._state(saved))
+                write_checked_json(self.root / VIEW_STATE, self._state(saved))
                 for name, buffer in self._buffers.items():
                     buffer.commit(saved[name])
             if directory is not None and Path(directory).resolve() != self.root.resolve():
@@ -261,10 +272,10 @@ class GroupStore(Closing):
         there, or this store is not empty."""
         self._check_writable()
         source = Path(directory)
-        if not (source / _STATE).exists():
+        if not (source / VIEW_STATE).exists():
             raise StoreError(f"{source} contains no store of groups; save one there first")
-        read_checked_json(source / _STATE)
-        if self._buffers or (self.root / _STATE).exists():
+        read_checked_json(source / VIEW_STATE)
+        if self._buffers or (self.root / VIEW_STATE).exists():
             raise StoreError(f"the store in {self.root} is not empty; load into an empty store")
         _copy(source, self.root)
         self._start()
@@ -320,7 +331,7 @@ def _copy(source: Path, target: Path) -> None:
     the state is still the same afterwards. Raises StoreError if the writer saves faster than that.
     """
     for _attempt in range(_COPIES):
-        state = (source / _STATE).read_bytes()
+        state = (source / VIEW_STATE).read_bytes()
         folders = _folders(state)
         for path in sorted(path for folder in folders for path in (source / folder).rglob("*.parquet")):
             to = target / path.relative_to(source)
@@ -329,11 +340,11 @@ def _copy(source: Path, target: Path) -> None:
                     copy_file(path, to)
         for path in sorted(path for folder in folders for path in (source / folder).rglob("*.jsonl")):
             copy_file(path, target / path.relative_to(source))
-        if (source / _STATE).read_bytes() == state:
+        if (source / VIEW_STATE).read_bytes() == state:
             break
     else:
         raise StoreError(f"{source} was saved {_COPIES} times while it was copied; copy it when its writer rests")
-    write_bytes(target / _STATE, state)
+    write_bytes(target / VIEW_STATE, state)
     for path in (path for folder in folders for path in group_files.open_files(target / folder)):
         if path.name.encode() not in state:
             remove(path)

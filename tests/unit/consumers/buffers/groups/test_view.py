@@ -139,6 +139,26 @@ def test_a_record_below_the_position_is_skipped_and_other_records_are_counted(tm
     assert store.position == {0: 6}
 
 
+def test_an_invalid_record_creates_no_folder_and_no_name_of_an_environment_ends_the_view(tmp_path: Path) -> None:
+    gone = GroupCancelled(environment="c", example_id="0", policy_version=0, group_size=2, group_id="g", uids=("u",))
+    records = [
+        example_rollout("u", float("nan"), environment="b"),
+        gone,
+        replace(gone, uids=()),
+        replace(gone, environment="d", group_size=-1),
+        example_rollout("u", environment="position.json"),
+    ]
+    with GroupStore(tmp_path) as store:
+        feed(store, records_of(records))
+        counts = {name: count for name, count in store.stats().items() if name != "environments"}
+    assert counts == {"rollouts": 1, "cancellations": 1, "unreadable": 3}
+    assert {path.name for path in tmp_path.iterdir()} == {".lock", "c", "%70osition.json", "position.json"}
+    with GroupStore(tmp_path) as again:
+        assert again.position == {0: 5}
+        assert set(again.environments) == {"c", "position.json"}
+        assert again.environments["position.json"].stats()["open_rollouts"] == 1
+
+
 def test_a_group_that_is_on_disk_is_not_written_again(tmp_path: Path) -> None:
     entries = log_of([(0, example, member, 0) for example in range(2) for member in range(3)])
     files = []
@@ -341,6 +361,28 @@ def test_a_second_writer_is_refused_and_a_reader_beside_a_writer_sees_what_was_s
     assert GroupStore(tmp_path, CONFIG).size() == 3
     with pytest.raises(StoreError, match="contains no store"):
         GroupStore(tmp_path / "mistyped", read_only=True)
+
+
+def test_a_view_and_a_store_filled_by_hand_do_not_write_to_folders_of_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = log_of([(0, 0, member, 0) for member in (0, 1)])
+    with GroupStore(tmp_path, CONFIG) as view_of_run:
+        feed(view_of_run, entries)
+    monkeypatch.chdir(tmp_path / "a")
+    for open_by_hand in (lambda: GroupReplayBuffer(tmp_path, "a"), lambda: GroupReplayBuffer(".")):
+        with pytest.raises(StoreError, match="is part of a view of a run.*give another directory"):
+            open_by_hand()
+    assert GroupReplayBuffer(tmp_path, "a", read_only=True).size() == 0
+    with GroupStore(tmp_path, CONFIG) as view_of_run:
+        assert view_of_run.environments["a"].stats()["open_rollouts"] == 2, "nothing was deleted"
+    with GroupReplayBuffer(tmp_path, "b", CONFIG) as by_hand:
+        by_hand.add_rollout(example_rollout("u", environment="b"))
+    with GroupStore(tmp_path, CONFIG) as view_of_run:
+        with pytest.raises(StoreError, match=r"b/open\.json belongs to a store that was filled by hand.*fill another"):
+            feed(view_of_run, [replace(e, offset=2) for e in log_of([(0, 1, 0, 0)])])
+        assert view_of_run.position == {0: 2}
+    assert GroupReplayBuffer(tmp_path, "b", CONFIG).stats()["open_rollouts"] == 1
 
 
 def test_two_processes_that_fill_one_root_duplicate_nothing(tmp_path: Path) -> None:
