@@ -163,12 +163,16 @@ class OpenGroups:
         ]
 
     def restore(self, group: RolloutGroup) -> None:
-        """Restore the next group of a snapshot. `due` determines again whether its time is over."""
-        restored = OpenGroup(group.metadata["opened_ts"], group.metadata["target"])
+        """Restore the next group of a snapshot. `due` determines again whether its time is over.
+
+        Groups that the producer kept apart become one if this configuration has a target size for them.
+        """
+        key = self._key(group.rollouts[0], group.members[0].source.partition)
+        restored = self._waiting.setdefault(key.partition, OrderedDict()).setdefault(
+            key, OpenGroup(group.metadata["opened_ts"], group.metadata["target"])
+        )
         for member in group.members:
             restored.add(member)
-        key = self._key(group.rollouts[0], group.members[0].source.partition)
-        self._waiting.setdefault(key.partition, OrderedDict())[key] = restored
 
     def cancelled(self) -> tuple[CancelledMembers, ...]:
         """Return the cancelled members in the form that `restore_cancelled` accepts."""

@@ -229,6 +229,18 @@ def test_the_declared_size_counts_if_no_target_is_set(tmp_path: Path) -> None:
     assert [[r.group_id for r in stored.rollouts] for stored in buffer.groups()] == [["g0"] * 3, ["g1"] * 3]
 
 
+def test_no_open_rollout_is_lost_when_a_store_is_reopened_with_another_target(tmp_path: Path) -> None:
+    """With a target size, the producer's groups of an example are one group."""
+    with opened(tmp_path, target_group_size=0) as buffer:
+        buffer.add_rollouts(attempt(n, group_size=4, group_id=f"g{n % 3}") for n in range(6))
+        assert buffer.stats()["open_groups"] == 3
+    with opened(tmp_path, target_group_size=7) as buffer:
+        assert buffer.stats()["open_rollouts"] == 6
+        assert buffer.add_rollout(attempt(6))
+    [stored] = buffer.groups()
+    assert sorted(r.uid for r in stored.rollouts) == [f"q-0-{n}" for n in range(7)]
+
+
 def test_a_rollout_that_comes_twice_is_in_one_group_once_also_after_a_restart(tmp_path: Path) -> None:
     buffer = opened(tmp_path, target_group_size=4)
     assert buffer.add_rollouts([*group(size=6), *group(size=6)]) == 6
