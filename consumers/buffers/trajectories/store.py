@@ -230,7 +230,13 @@ class TrajectoryStore:
         try:
             return FetchedArrays(kind.arrays(path), kind.mapped)
         except FileNotFoundError as error:
-            raise StoreError(f"{path} is gone; restore it, or fill a new directory from the log") from error
+            remedy = "restore it, or fill a new directory from the log"
+            if os.getpid() != self._process:
+                remedy = (
+                    "the process from which this one was forked has removed it since; fork again, or keep more "
+                    "trajectories there (max_trajectories, max_bytes)"
+                )
+            raise StoreError(f"{path} is gone; {remedy}") from error
 
     def sources(self, content: JournalContent, rows: object) -> Callable[[int], Path]:
         """Return the files of trajectories by place, for one checkpoint at a time; no file is deleted until `unpin`."""
