@@ -31,6 +31,7 @@ from rollstream.consumers.buffers.slices.episode_cuts import (
 )
 from rollstream.consumers.buffers.slices.options import CAPACITY, SLICE_LEN
 from rollstream.consumers.buffers.slices.store import SliceStore
+from rollstream.consumers.buffers.storage.fork_safe_locks import fork_safe_lock
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.closing import Closing
 from rollstream.topics.errors import ConfigurationError, RecordError
@@ -89,7 +90,7 @@ class EpisodeSliceBuffer(Closing):
         self._seed = seed
         self._boundaries = boundaries or Boundaries()
         self._truncated_key = truncated_key
-        self._lock = threading.RLock()
+        self._lock = fork_safe_lock()
         self._files_stay = threading.RLock()
         """Held while the files must not be replaced; acquired before `_lock`."""
         self._store = SliceStore(Path(directory), capacity, read_only=read_only)

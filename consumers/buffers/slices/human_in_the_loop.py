@@ -5,7 +5,6 @@ sample even if they are few, and policy episodes do not displace them.
 """
 
 import shutil
-import threading
 import uuid
 from collections.abc import Sequence
 from contextlib import closing
@@ -24,6 +23,7 @@ from rollstream.consumers.buffers.slices.options import (
     SizedSliceOptions,
     SliceOptions,
 )
+from rollstream.consumers.buffers.storage.fork_safe_locks import fork_safe_lock
 from rollstream.consumers.files.atomic_files import (
     DirectoryLock,
     StoreError,
@@ -65,7 +65,7 @@ class HilEpisodeBuffer(Closing):
         """Open or create a directory. `options` and errors are those of EpisodeSliceBuffer."""
         self._directory = Path(directory)
         self._options: SizedSliceOptions = {**options, "capacity": capacity, "slice_len": slice_len}
-        self._threads = threading.RLock()
+        self._threads = fork_safe_lock()
         self._lock: DirectoryLock | None = None
         if not options.get("read_only"):
             self._lock = lock_directory(self._directory, LOCK)
@@ -268,6 +268,9 @@ class HilEpisodeBuffer(Closing):
 
     def _follow(self) -> None:
         """Open the folder that the writer uses now, if this is a reader."""
+        if self._lock is not None and not self._lock.held:
+            # This process was forked from the writer, and only reads; so do its sides.
+            self._lock, self._options["read_only"] = None, True
         if not self._holds_lock and self._options.get("read_only") and _named_folder(self._directory) != self._folder:
             self._close_sides()
             self._open()
@@ -281,6 +284,7 @@ class HilEpisodeBuffer(Closing):
     def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()
+            self._lock = None
 
     @property
     def _holds_lock(self) -> bool:

@@ -132,16 +132,23 @@ class JournalFollower:
 
     def read(self) -> JournalReading:
         """Read the complete records after those read before. Raises StoreError."""
+        data = bytearray()
         with self._failing():
-            self._file.seek(self._stop)
-            data = self._file.read()
-        reading = _reading_of(data, self._stop, self._path)
+            descriptor = self._file.fileno()
+            # The descriptor's own position is shared with forked processes, which may move it at any moment.
+            while piece := os.pread(descriptor, self._unread(len(data)), self._stop + len(data)):
+                data += piece
+        reading = _reading_of(bytes(data), self._stop, self._path)
         self._stop = reading.stop
         return reading
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
+
+    def _unread(self, read: int) -> int:
+        """Number of bytes to ask for next; at least one, because only an empty answer shows the end of the file."""
+        return max(1, os.fstat(self._file.fileno()).st_size - self._stop - read)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

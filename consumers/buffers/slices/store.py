@@ -57,6 +57,9 @@ class SliceStore:
         directory, or files are missing or damaged.
         """
         self._directory, self._read_only = directory, read_only
+        self._why_read_only = "was opened read-only; open it to write"
+        self._lost = False
+        """Whether the state is that of the last flush, because a writer of another boot or machine wrote the rest."""
         self._journal: SliceJournal | None = None
         self._followed: JournalFollower | None = None
         """In a reader, the journal that `state` is read from."""
@@ -164,6 +167,7 @@ class SliceStore:
         """Write all added steps to disk, and close. Raises StoreError."""
         if self._closed:
             return
+        self._become_reader_if_forked()
         self._closed = True
         try:
             if self._journal is not None:
@@ -191,18 +195,28 @@ class SliceStore:
     def refresh(self) -> None:
         """Apply the changes of the writer; do nothing in the writer itself, and after `close`. Raises StoreError if the
         buffer is gone."""
+        self._become_reader_if_forked()
         if not self._read_only or self._closed:
             return
         # The arrays are known only once there is a step.
         if self._followed is None or self._followed.replaced or not self.state.head:
-            draws = self.state.draws
-            self._close_files()
-            self._open(None)
-            # The journal has only the writer's draws, but this reader does not repeat its own.
-            self.state.draws = max(self.state.draws, draws)
+            self._reopen()
             return
-        for record in self._followed.read().records:
+        records = self._followed.read().records
+        if self._lost and records:
+            # They may include a flush, and what they overwrite counts at once.
+            self._reopen()
+            return
+        for record in records:
             self.state.apply(record)
+
+    def _reopen(self) -> None:
+        """Read the files again, as they are now."""
+        draws = self.state.draws
+        self._close_files()
+        self._open(None)
+        # The journal has only the writer's draws, but this reader does not repeat its own.
+        self.state.draws = max(self.state.draws, draws)
 
     # ------------------------------------------------------------------ helpers
 
@@ -213,6 +227,20 @@ class SliceStore:
         write_manifest(self._directory, manifest)
         return manifest
 
+    def _become_reader_if_forked(self) -> None:
+        """In a process that was forked from the writer, read from now on: the parent remains the writer, and this
+        process has only its state at the time of the fork."""
+        if self._lock is None or self._lock.held or self._closed:
+            return
+        self._lock, self._read_only = None, True
+        self._why_read_only = (
+            "is written only by the process from which this one was forked; add there, or open another buffer with "
+            "another directory"
+        )
+        if self._journal is not None:
+            self._journal.close()
+            self._journal = None
+
     def _recover(self) -> None:
         """Read the journal, but only up to the last flush if the machine has restarted since a writer opened it."""
         boot = slice_directory.boot_id()
@@ -221,6 +249,7 @@ class SliceStore:
         reading = read_journal(self._journal_path) if self._followed is None else self._followed.read()
         records = reading.records
         lost = next((record.boot for record in reversed(records) if isinstance(record, OpenRecord)), boot) != boot
+        self._lost = lost
         if (
             not records
             or not isinstance(records[0], SnapshotRecord)
@@ -335,9 +364,10 @@ class SliceStore:
         remove_all_but(directory, manifest)
 
     def _writable(self) -> SliceJournal:
+        self._become_reader_if_forked()
         if self._journal is None or self._lock is None or not self._lock.held:
-            why = "was opened read-only" if self._read_only else "is closed, or another process writes to it"
-            raise StoreError(f"the buffer in {self._directory} {why}; open it to write")
+            closed = "is closed, or another process writes to it; open it to write"
+            raise StoreError(f"the buffer in {self._directory} {self._why_read_only if self._read_only else closed}")
         return self._journal
 
     def _close_files(self) -> None:

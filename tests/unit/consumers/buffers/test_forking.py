@@ -4,16 +4,19 @@ import contextlib
 import os
 import signal
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.consumers.buffers.groups.view import GroupStore
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer
-from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer
+from rollstream.consumers.buffers.slices.human_in_the_loop import HilEpisodeBuffer, open_episode_buffer
+from rollstream.consumers.buffers.slices.journal import Record, SliceJournal
 from rollstream.consumers.buffers.trajectories.buffer import TrajectoryReplayBuffer
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry, TrajectoryIndex
 from rollstream.consumers.files.atomic_files import StoreError
@@ -48,6 +51,8 @@ def forked(work: Callable[[], bool]) -> Iterator[Callable[[], None]]:
             while os.read(begin, 1):
                 os.write(reported, b"y" if work() else b"n")
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
 
@@ -103,6 +108,99 @@ def test_a_forked_child_draws_and_never_writes_where_its_parent_did(tmp_path: Pa
     with trajectories(tmp_path / "b") as again:
         assert again.trajectory_ids == [0, 1, 2, 3]
         assert len(list((tmp_path / "b").glob("*.npz"))) == 4
+
+
+def test_a_forked_child_says_that_its_parent_has_removed_what_it_draws(tmp_path: Path) -> None:
+    buffer = TrajectoryReplayBuffer(
+        auto_save=True, auto_save_path=tmp_path / "b", enable_cache=False, max_trajectories=1, synchronous=True
+    )
+    buffer.add(trajectory(0))
+
+    def is_refused() -> bool:
+        with pytest.raises(StoreError, match="is gone; the process from which this one was forked.*fork again"):
+            buffer.sample(8)
+        return True
+
+    with forked(is_refused) as child_works:
+        buffer.add(trajectory(1))
+        child_works()
+    [path] = (tmp_path / "b").glob("*.npz")
+    path.unlink()
+    with pytest.raises(StoreError, match="is gone; restore it"):
+        buffer.sample(8)
+    buffer.close()
+
+
+@pytest.mark.parametrize("hil", [False, True], ids=["slices", "hil"])
+def test_a_child_forked_from_the_writer_of_slices_follows_it_and_does_not_write(tmp_path: Path, hil: bool) -> None:
+    """Steps that the parent has overwritten since, or replaced, are never drawn."""
+    directory = tmp_path / "b"
+    buffer = open_episode_buffer(directory, use_hil_buffer=hil, capacity=40, slice_len=4)
+
+    def add(number: int) -> None:
+        for mode in (0, 1):
+            steps = np.full(8, number)
+            buffer.add({"number": steps, "control_mode": np.full(8, mode), "done": np.arange(8) == 7})
+
+    add(0)
+    numbers, drawn = os.pipe()
+
+    def draws() -> bool:
+        os.write(drawn, bytes(sorted(set(buffer.sample(200)["number"].ravel().tolist()))) + b"\xff")
+        return True
+
+    def is_refused() -> bool:
+        for write in (lambda: add(9), buffer.flush, lambda: buffer.skip((0, 5))):
+            with pytest.raises(StoreError, match="by the process from which this one was forked; add there"):
+                write()
+        buffer.save(tmp_path / "copy")
+        return True
+
+    steps = iter([is_refused, draws, draws, draws, lambda: buffer.close() is None])
+    with forked(lambda: next(steps)()) as child_works:
+        child_works()
+        child_works()
+        assert os.read(numbers, 99) == b"\0\xff"
+        for number in range(1, 20):
+            add(number)
+        child_works()
+        assert os.read(numbers, 99) == bytes(range(15 if hil else 17, 20)) + b"\xff"
+        with open_episode_buffer(tmp_path / "other", use_hil_buffer=hil, capacity=40, slice_len=4) as other:
+            buffer, writer = other, buffer
+            add(42)
+            buffer = writer
+        buffer.load(tmp_path / "other")
+        child_works()
+        assert os.read(numbers, 99) == b"\x2a\xff"
+        child_works()
+        add(43)
+    buffer.close()
+
+
+@pytest.mark.parametrize("hil", [False, True], ids=["slices", "hil"])
+def test_a_child_forked_while_another_thread_adds_slices_can_draw(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hil: bool
+) -> None:
+    buffer = open_episode_buffer(tmp_path / "b", use_hil_buffer=hil, capacity=40, slice_len=4)
+    tree = {"control_mode": np.repeat([0, 1], 4), "done": np.arange(8) % 4 == 3}
+    buffer.add(tree)
+    adding, forking = threading.Event(), threading.Event()
+    os.register_at_fork(before=forking.set)
+    append = SliceJournal.append
+
+    def slow_append(journal: SliceJournal, record: Record) -> None:
+        adding.set()
+        assert forking.wait(60)
+        append(journal, record)
+
+    monkeypatch.setattr(SliceJournal, "append", slow_append)
+    thread = threading.Thread(target=buffer.add, args=(tree,))
+    thread.start()
+    assert adding.wait(60)
+    with forked(lambda: buffer.size() == 16 and len(buffer.sample(8)["done"]) == 8) as child_works:
+        child_works()
+        thread.join()
+    buffer.close()
 
 
 @pytest.mark.parametrize("auto_save", [False, True], ids=["in memory", "on disk"])

@@ -2,6 +2,7 @@
 
 import os
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,17 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.buffers.slices import buffer as slice_buffer
+from rollstream.consumers.buffers.slices import directory as slice_directory
 from rollstream.consumers.buffers.slices import store
 from rollstream.consumers.buffers.slices.buffer import EpisodeSliceBuffer, NothingToDraw
+from rollstream.consumers.buffers.slices.journal import JournalFollower
 from rollstream.consumers.buffers.slices.ring_files import RingFiles
 from rollstream.consumers.files import atomic_files
 from rollstream.consumers.files.atomic_files import StoreError
 from tests.support.slice_rings import (
     content,
     feed,
+    journal_of,
     ring,
 )
 
@@ -57,6 +61,42 @@ def test_a_reader_follows_the_writer_and_never_sees_what_is_being_overwritten(
         monkeypatch.setattr(slice_buffer, "gather", slow)
         content(reader, tmp_path)
         assert offset > behind[0]
+
+
+def test_a_reader_on_another_machine_has_what_was_flushed_and_draws_no_other_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot know which later steps the writer's machine has kept, but follows every flush."""
+    boot = "writer's"
+    monkeypatch.setattr(slice_directory, "boot_id", lambda: boot)
+    with ring(tmp_path) as writer:
+        boot = "reader's"
+        feed(writer, 0)
+        with ring(tmp_path, read_only=True) as reader:
+            for begin, flushed, stop in ((1, 100, 150), (150, 250, 300), (300, 500, 550)):
+                for offset in range(begin, stop):
+                    feed(writer, offset)
+                    if offset + 1 == flushed:
+                        writer.flush()
+                    if offset + 1 >= flushed:
+                        assert reader.position == {0: flushed}
+                        content(reader, tmp_path)
+            writer.flush()
+            assert reader.position == writer.position == {0: 550}
+            assert reader.size() > writer.size() * 15 // 16, "without the steps that are overwritten next"
+
+
+def test_a_reader_of_a_journal_does_not_depend_on_the_position_that_forked_processes_share(tmp_path: Path) -> None:
+    with ring(tmp_path) as writer:
+        feed(writer, 0)
+        with closing(JournalFollower(journal_of(tmp_path))) as follower:
+            shared = follower._file.fileno()
+            assert follower.read().records
+            assert os.lseek(shared, 0, os.SEEK_CUR) == 0, "it does not move it either"
+            os.lseek(shared, 5, os.SEEK_SET)
+            feed(writer, 1)
+            assert [type(record).__name__ for record in follower.read().records] == ["AddRecord"]
+            assert follower.read().records == []
 
 
 def test_a_reader_follows_a_buffer_that_was_replaced(tmp_path: Path) -> None:
