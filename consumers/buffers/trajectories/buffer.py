@@ -16,7 +16,7 @@ from typing import Any
 from rollstream.consumers.buffers.storage.fork_safe_locks import fork_safe_lock
 from rollstream.consumers.buffers.storage.seeded_draws import generator_at
 from rollstream.consumers.buffers.trajectories.checkpoint import read_checkpoint, shard, write_checkpoint
-from rollstream.consumers.buffers.trajectories.formats import DEFAULT, format_named
+from rollstream.consumers.buffers.trajectories.formats import DEFAULT, format_named, with_plain_fields
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
 from rollstream.consumers.buffers.trajectories.rlinf_documents import write_documents
@@ -389,7 +389,7 @@ class TrajectoryReplayBuffer(Closing):
                 f"trajectory {trajectory.uid!r} has {part.size_bytes:,} bytes, but the buffer holds at most "
                 f"{self._max_bytes:,}; raise max_bytes, or use shorter trajectories"
             )
-        return self._store.owned(part)
+        return self._store.owned(part._replace(trajectory=with_plain_fields(part.trajectory)))
 
     def _refuse_other(self, part: CheckedTrajectory, first: CheckedTrajectory) -> None:
         layout = self._layout or (self._shelf.layout if len(self) > 1 else first.layout)

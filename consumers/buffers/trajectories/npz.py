@@ -28,6 +28,7 @@ _ALIGNMENT = 64
 _LIMIT = 2**32 - 1
 _SPARE = 2**27
 """Space for headers and names, in bytes."""
+_NAME_LIMIT = 2**16 - 1
 _UTF8 = 0x800
 _JAN_1980 = 0x21
 _PADDING_ID = 0xD935
@@ -42,15 +43,24 @@ class UnsoundFile(StoreError, RecordError):
 
 
 def check(arrays: Mapping[str, NDArray[Any]]) -> None:
-    """Raise RecordError if arrays exceed the limits of a file: 3.87 GiB, and 65,534 arrays."""
+    """Raise RecordError if arrays exceed the limits of a file: 3.87 GiB, 65,534 arrays, and names of 65,535 bytes."""
     size = sum(array.nbytes for array in arrays.values())
     if size > _LIMIT - _SPARE or len(arrays) > 2**16 - 2:
         raise RecordError(f"a trajectory of {size:,} bytes in {len(arrays)} arrays is too large for one file; split it")
+    for path in arrays:
+        try:
+            size = len(_member_name(path))
+        except UnicodeEncodeError as error:
+            raise RecordError(f"the array {path[:80]!r} has a name that is not Unicode ({error}); rename it") from error
+        if size > _NAME_LIMIT:
+            raise RecordError(
+                f"the array {path[:80]!r} has a path of {size:,} bytes, and a file may have {_NAME_LIMIT:,}; shorten it"
+            )
 
 
 def write(file: BinaryIO, about: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Write a checked trajectory: `about` is JSON, the arrays are [T, B, ...] by path."""
-    members = [(f"{path}.npy".encode(), *_npy(array)) for path, array in arrays.items()]
+    members = [(_member_name(path), *_npy(array)) for path, array in arrays.items()]
     places, position = [], 0
     for name, header, data in members:
         position = _aligned(position + _LOCAL.size + len(name) + 4) + len(header)
@@ -106,6 +116,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
             raise UnsoundFile(
                 f"{path} is not a complete trajectory ({error!r}); restore it, or fill the buffer again"
             ) from error
+
+
+def _member_name(path: str) -> bytes:
+    return f"{path}.npy".encode()
 
 
 def _npy(array: NDArray[Any]) -> tuple[bytes, NDArray[np.uint8]]:

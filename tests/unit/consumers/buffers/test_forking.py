@@ -117,7 +117,7 @@ def test_a_forked_child_says_that_its_parent_has_removed_what_it_draws(tmp_path:
     buffer.add(trajectory(0))
 
     def is_refused() -> bool:
-        with pytest.raises(StoreError, match="is gone; the process from which this one was forked.*fork again"):
+        with pytest.raises(StoreError, match=r"is gone; the process from which this one was forked.*fork again"):
             buffer.sample(8)
         return True
 

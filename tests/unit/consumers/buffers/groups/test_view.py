@@ -371,7 +371,7 @@ def test_a_view_and_a_store_filled_by_hand_do_not_write_to_folders_of_each_other
         feed(view_of_run, entries)
     monkeypatch.chdir(tmp_path / "a")
     for open_by_hand in (lambda: GroupReplayBuffer(tmp_path, "a"), lambda: GroupReplayBuffer(".")):
-        with pytest.raises(StoreError, match="is part of a view of a run.*give another directory"):
+        with pytest.raises(StoreError, match=r"is part of a view of a run.*give another directory"):
             open_by_hand()
     assert GroupReplayBuffer(tmp_path, "a", read_only=True).size() == 0
     with GroupStore(tmp_path, CONFIG) as view_of_run:

@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.buffers.trajectories.buffer import NothingToSample, TrajectoryReplayBuffer
+from rollstream.consumers.buffers.trajectories.formats import format_named
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.records import EpisodeSpan, RolloutMetadata
 from rollstream.topics.trajectories import Trajectory
-from tests.support.trajectory_batches import trajectory, untorn
+from tests.support.trajectory_batches import same, trajectory, untorn
 from tests.support.trajectory_buffers import both, buffer
 
 CHI_SQUARE_15_AT_1_IN_10000 = 44.3
@@ -84,6 +86,47 @@ def test_an_invalid_trajectory_leaves_nothing_of_its_call(tmp_path: Path, auto_s
         with pytest.raises(RecordError, match="has shape"):
             replay.add(short, at=(0, 4))
         assert (len(replay), replay.position, replay.trajectory_counter) == (0, {}, 0)
+
+
+@both
+@pytest.mark.parametrize("kind", ["npz", "pkl"])
+def test_numbers_of_numpy_in_the_fields_are_numbers(tmp_path: Path, auto_save: bool, kind: str) -> None:
+    number: Any = np.int64
+    numbers = {
+        "policy_version": number(7),
+        "max_episode_length": np.int32(80),
+        "metadata": RolloutMetadata(weight_step=number(3)),
+        "episodes": (EpisodeSpan(uid="e", column=number(1), start=number(0), stop=number(4)),),
+    }
+    with buffer(tmp_path / "b", auto_save, trajectory_format=kind, allow_pickle=True) as replay:
+        assert replay.add(trajectory(0, **numbers))
+        replay.save_checkpoint(tmp_path / "saved")
+    [path] = (tmp_path / "saved").glob(f"trajectory_0_*.{kind}")
+    stored = format_named(kind, allow_pickle=True).read(path)
+    same(stored, trajectory(0, **numbers))
+    assert type(stored.policy_version) is type(stored.max_episode_length) is type(stored.episodes[0].stop) is int
+
+
+@both
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"extra": {"note": object()}},
+        {"uid": "\ud800"},
+        {"model_weights_id": "\udfff"},
+        {"policy_version": np.zeros(2)},
+        {"metadata": {"worker_id": "w"}},
+    ],
+)
+def test_a_field_that_no_file_can_hold_is_refused_and_later_trajectories_are_added(
+    tmp_path: Path, auto_save: bool, field: dict[str, Any]
+) -> None:
+    with buffer(tmp_path, auto_save) as replay:
+        with pytest.raises(RecordError, match=r"cannot be written as JSON.*give numbers and texts"):
+            replay.add(trajectory(0, **field))
+        assert replay.add(trajectory(1))
+        replay.flush()
+        assert len(replay) == 1
 
 
 def test_other_arrays_than_those_in_the_buffer_are_refused_by_name() -> None:

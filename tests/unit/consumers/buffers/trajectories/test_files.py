@@ -35,7 +35,7 @@ from rollstream.consumers.buffers.trajectories.journal import (
 from rollstream.consumers.buffers.trajectories.rows import LeafSpec, check_trajectory
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.topics.errors import RecordError
-from rollstream.topics.trajectories import Trajectory
+from rollstream.topics.trajectories import Trajectory, nest
 from tests.support.paths import ROOT
 from tests.support.trajectory_batches import same, trajectory, untorn
 
@@ -112,6 +112,15 @@ def test_a_trajectory_too_large_for_a_file_is_refused_before_it_is_written() -> 
     huge = np.broadcast_to(np.zeros((), "<f8"), (2**15, 2**14, 2))
     with pytest.raises(RecordError, match="too large for one file"):
         npz.check({"rewards": huge})
+
+
+@pytest.mark.parametrize("path", ["/".join("\U0001f916" * 512 for _ in range(32)), "curr_obs/\ud800"])
+def test_an_array_whose_path_no_file_can_have_is_refused_before_it_is_written(tmp_path: Path, path: str) -> None:
+    rewards = np.zeros((4, 2), "<f4")
+    with TrajectoryReplayBuffer(auto_save=True, auto_save_path=tmp_path) as replay:
+        with pytest.raises(RecordError, match=r"shorten it|rename it"):
+            replay.add(Trajectory(arrays=nest({"rewards": rewards, path: rewards})))
+        assert replay.add(Trajectory(arrays=nest({"rewards": rewards, path.split("/")[0]: rewards})))
 
 
 def test_an_incomplete_file_is_refused(tmp_path: Path) -> None:
