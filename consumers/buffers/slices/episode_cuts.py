@@ -166,6 +166,7 @@ def _mode_of(leaves: Leaves, step: int) -> int | None:
     if leaf is None:
         return None
     values = leaf[step].reshape(-1)
-    if values.size != 1 or leaf.dtype.kind not in "biuf" or values[0] != np.floor(values[0]):
+    number = values.size == 1 and leaf.dtype.kind in "biuf" and np.isfinite(values[0])
+    if not number or values[0] != np.floor(values[0]):
         raise RecordError(f"{CONTROL_MODE} is {values[:8]} at step {step}; give one whole number for each step")
     return int(values[0])

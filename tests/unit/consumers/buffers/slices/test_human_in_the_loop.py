@@ -104,6 +104,8 @@ def test_the_error_of_an_empty_side_names_the_side(tmp_path: Path, mode: int, na
         (-1, "its control_mode is -1"),
         (0.5, "control_mode is .*0.5.* at step 0; give one whole number"),
         (np.nan, "give one whole number"),
+        (np.inf, "give one whole number"),
+        (-np.inf, "give one whole number"),
     ],
 )
 def test_another_control_mode_is_refused(tmp_path: Path, mode: float, message: str) -> None:
