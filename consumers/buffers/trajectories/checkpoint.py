@@ -20,6 +20,7 @@ from rollstream.consumers.buffers.trajectories.folder import (
     Formats,
     SavedCheckpoint,
     file_name,
+    has_content,
     place_file,
     store_errors,
     sweep,
@@ -103,14 +104,14 @@ def write_checkpoint(
         content = replace(content, descriptions=descriptions)
         # If the directory has other trajectories under the same ids, the files go to a new folder, so that the earlier
         # checkpoint stays intact until the journal is replaced.
-        folder = "" if before is not None and _agree(before, content) else f"{LOADED}{uuid.uuid4().hex}"
+        kept = None if before is None else _kept(before, SavedCheckpoint(directory, content, formats), source)
+        folder = f"{LOADED}{uuid.uuid4().hex}" if kept is None else ""
         content = replace(content, descriptions=[description._replace(folder=folder) for description in descriptions])
-        known = _ids(before)
         for place in range(len(content)):
             entry = content[place]
-            path = SavedCheckpoint(directory, content, formats).path(entry)
-            if not folder and entry.trajectory_id in known and path.exists():
+            if kept is not None and entry.trajectory_id in kept:
                 continue
+            path = SavedCheckpoint(directory, content, formats).path(entry)
             place_file(path, source(place), formats(entry.description.format))
         sync_directory(directory)
         if folder and len(content):
@@ -131,8 +132,22 @@ def _saved_before(directory: Path) -> JournalContent | None:
         return None if (directory / INDEX).exists() else JournalContent()
 
 
-def _ids(content: JournalContent | None) -> frozenset[int]:
-    return frozenset(() if content is None else content.entries["id"].tolist())
+def _kept(
+    before: JournalContent, checkpoint: SavedCheckpoint, source: Callable[[int], Path | CheckedTrajectory]
+) -> frozenset[int] | None:
+    """Ids of the trajectories of a new checkpoint whose files are there; None if a shared id names another trajectory,
+    or the same with other content, such as new labels, or if a file of `before` is in a subfolder."""
+    if not _agree(before, checkpoint.content):
+        return None
+    known, kept = frozenset(before.entries["id"].tolist()), []
+    for place in range(len(checkpoint.content)):
+        entry = checkpoint.content[place]
+        path = checkpoint.path(entry)
+        if entry.trajectory_id in known and path.exists():
+            if not has_content(path, source(place), checkpoint.formats(entry.description.format)):
+                return None
+            kept.append(entry.trajectory_id)
+    return frozenset(kept)
 
 
 def _agree(before: JournalContent, content: JournalContent) -> bool:

@@ -4,6 +4,7 @@ The journal, not this module, defines the content of a directory.
 """
 
 import contextlib
+import filecmp
 import hashlib
 import logging
 import os
@@ -14,14 +15,15 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from rollstream.consumers.buffers.trajectories.formats import Format
+from rollstream.consumers.buffers.trajectories.formats import Format, description_of
 from rollstream.consumers.buffers.trajectories.index import TrajectoryEntry
 from rollstream.consumers.buffers.trajectories.journal import JournalContent
-from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, refuse_foreign
+from rollstream.consumers.buffers.trajectories.rows import CheckedTrajectory, layout_of, refuse_foreign
 from rollstream.consumers.files.atomic_files import (
     UNFINISHED,
     StoreError,
@@ -33,6 +35,7 @@ from rollstream.consumers.files.atomic_files import (
 )
 from rollstream.topics.logs import event
 from rollstream.topics.records import Int64
+from rollstream.topics.trajectories import flatten
 
 logger = logging.getLogger(__name__)
 LOCK = "trajectories.lock"
@@ -139,6 +142,34 @@ def place_file(path: Path, source: Path | CheckedTrajectory, kind: Format) -> No
         raise StoreError(f"{source} is gone; restore it, or fill the buffer again") from error
     except OSError:  # The source is on another file system, or hard links are not supported.
         copy_file(source, path, sync_name=False)
+        # The time tells `has_content` that the copy is up to date; without it, `has_content` compares the bytes.
+        with contextlib.suppress(OSError):
+            times = source.stat()
+            os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+def has_content(path: Path, source: Path | CheckedTrajectory, kind: Format) -> bool:
+    """Whether the file at a path is what `place_file` would create there. Raises OSError."""
+    if isinstance(source, CheckedTrajectory):
+        try:
+            stored = kind.read(path)
+        except StoreError:
+            return False
+        arrays = flatten(stored.arrays)
+        return (
+            description_of(stored) == description_of(source.trajectory)
+            and layout_of(arrays) == source.layout
+            and all(_same_bytes(arrays[name], array) for name, array in source.arrays.items())
+        )
+    try:
+        return os.path.samefile(path, source) or filecmp.cmp(path, source)
+    except FileNotFoundError:
+        return False
+
+
+def _same_bytes(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Whether arrays of one dtype, apart from its byte order, have the same shape and the same values, bit for bit."""
+    return one.shape == other.shape and one.tobytes() == other.astype(one.dtype, copy=False).tobytes()
 
 
 def sweep(directory: Path, content: JournalContent) -> None:
