@@ -57,7 +57,7 @@ def test_rollouts_become_batches_on_kafka_in_a_container(contained_run: RealRun)
 
 def test_an_image_that_is_nowhere_is_one_line_with_the_remedy(kafka_image: str) -> None:
     assert kafka_image
-    with pytest.raises(BrokerUnavailable, match=r"rollstream/nothing:none is not here .*infra\.image build"):
+    with pytest.raises(BrokerUnavailable, match=r"rollstream/nothing:none is not on this machine .*infra\.image build"):
         KafkaContainer("rollstream/nothing:none").start()
 
 
