@@ -20,6 +20,7 @@ import msgspec
 from rollstream.consumers.batch_reader import check_within_index, first_offset
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepTotals
+from rollstream.consumers.learner.input.row_checks import nothing_to_train_on
 from rollstream.consumers.learner.input.source_registry import open_source
 from rollstream.consumers.learner.input.step_loader import LoadedStep, StepLoader, StepSource
 from rollstream.consumers.learner.parallel.team import Alone, Team, raising_team_lost
@@ -45,7 +46,7 @@ from rollstream.consumers.weights.shard_member import ShardMember
 from rollstream.consumers.weights.shards import owners
 from rollstream.topics.batch_uses import left_out_rows, reused_share, without
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.errors import StateRefused
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse
@@ -357,14 +358,7 @@ class _Learner:
             reasons[use.reason] += use.rows
         if outcomes.rollouts:
             reasons[f"without a token to train, {outcomes.truncated} of them truncated"] = outcomes.rollouts
-        causes = "; ".join(f"{rows} {reason}" for reason, rows in reasons.most_common())
-        batches = ", ".join(use.batch_id for use in loaded.plan.uses[:_MOST_NAMED])
-        raise ConfigurationError(
-            f"step {step} of learner {self._config.name!r} has no token to train on: of its rollouts, {causes}. "
-            "Nothing of the step was published; change the setting that leaves its rollouts out, or exclude the "
-            f"rollouts of its batches ({batches}): `rollstream lineage --batch ID` names the offsets of each, and "
-            "`rollstream exclude --offsets P:A-B` excludes them"
-        )
+        raise nothing_to_train_on(self._config.name, step, reasons, [use.batch_id for use in loaded.plan.uses])
 
     def _warn_of_mismatch(self, step: int, metrics: Metrics) -> None:
         """Log a warning when sampler and learner begin to disagree, and from time to time while they do."""

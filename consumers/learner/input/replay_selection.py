@@ -20,13 +20,13 @@ from rollstream.consumers.buffers.rollouts.shelf import Removal, Shelf, ShelfEnt
 from rollstream.consumers.buffers.storage.seeded_draws import generator_at
 from rollstream.consumers.learner.config import LearnerConfig
 from rollstream.consumers.learner.input.batch_selection import StepPlan
-from rollstream.consumers.learner.input.row_checks import unfit_rows
+from rollstream.consumers.learner.input.row_checks import nothing_to_train_on, unfit_rows
 from rollstream.topics.batch_uses import is_left_out, trained_rows
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.logs import event
 from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
 from rollstream.topics.rl_examples import stamp_of
-from rollstream.topics.skip_reasons import ENDED, EXCLUDED, UNKNOWN_VERSION, Skip
+from rollstream.topics.skip_reasons import ENDED, EXCLUDED, ROW_CODES, UNKNOWN_VERSION, Skip
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,8 @@ _NOT_ON_RECORD = -(2**63)
 """Weight step of a rollout whose policy version is not on record: below the step of any version."""
 REPORT_SKIPS_AFTER_S = 1.0
 """Seconds that a step waits to fill up before its skipped rollouts are recorded without it."""
+_LOG_EVERY_S = 60.0
+"""Seconds between log lines about the skipped rollouts of steps that wait."""
 
 
 class BatchRow(NamedTuple):
@@ -150,6 +152,7 @@ class ReplaySelection:
         self._now_ms = -1
         self._steps_left: int | None = None
         """Steps that may still follow, once the index has ended."""
+        self._log_again_s = -math.inf
 
     @property
     def size(self) -> int:
@@ -188,7 +191,7 @@ class ReplaySelection:
 
         Reads the index to its present end, and on until the buffer holds enough rollouts; for a step on record, it
         reads to the recorded position. Raises StateRefused if a step on record draws other rollouts than its record
-        names.
+        names, ConfigurationError if a step waits although enough rollouts came, because none of them can be trained on.
         """
         began = time.monotonic()
         report_at: float | None = None
@@ -212,6 +215,7 @@ class ReplaySelection:
                     break
                 left += self._shelf.remove(lambda entry: None if entry.usage_count else _LEFT_AT_THE_END)
                 if uses := tuple(use for use in self._named(left, ()) if not use.again):
+                    self._log_left(step, uses)
                     self._skipped(uses)
                 return None
             elif enough:
@@ -221,7 +225,13 @@ class ReplaySelection:
             elif report_at is None:
                 report_at = time.monotonic() + REPORT_SKIPS_AFTER_S
             elif time.monotonic() > report_at:
-                self._skipped(tuple(use for use in self._named(left, ()) if not use.again))
+                if recorded is None and self._index.at_end:
+                    self._refuse_unfit(step, [entry for entry in left if entry.entry.item.index_offset >= begin])
+                uses = tuple(use for use in self._named(left, ()) if not use.again)
+                if time.monotonic() >= self._log_again_s:
+                    self._log_again_s = time.monotonic() + _LOG_EVERY_S
+                    self._log_left(step, uses)
+                self._skipped(uses)
                 reported, report_at = len(left), None
         drawn = self._shelf.draw(self._rollouts_per_step, generator_at(self._seed, step + 1)) or []
         uses = self._named(left, drawn)
@@ -339,6 +349,24 @@ class ReplaySelection:
             )
         return tuple(uses)
 
+    def _log_left(self, step: int, uses: tuple[BatchUse, ...]) -> None:
+        """Log how many rollouts left the buffer without the step after `step` steps, by code."""
+        reasons: Counter[str] = Counter()
+        for use in uses:
+            reasons[use.code] += use.rows if use.use == "skipped" else 0
+        if reasons.total():
+            event(logger, "rollouts_left", step=step + 1, rollouts=reasons.total(), reasons=+reasons)
+
+    def _refuse_unfit(self, step: int, left: Sequence[Removal[BatchRow]]) -> None:
+        """Raise ConfigurationError if the buffer is empty, and the rollouts that came for the step, of which `left` did
+        not stay, are enough for it but cannot be trained on. Excluded rollouts do not count."""
+        came = [entry for entry in left if entry.code != EXCLUDED]
+        if len(self._shelf) or len(came) < self._rollouts_per_step or any(it.code not in ROW_CODES for it in came):
+            return
+        batches = dict.fromkeys(self._batches[entry.entry.item.index_offset].entry.batch_id for entry in came)
+        reasons = Counter(entry.reason for entry in came)
+        raise nothing_to_train_on(self._learner.name, step + 1, reasons, list(batches))
+
     def _compare(self, recorded: LearnerStep, uses: tuple[BatchUse, ...]) -> None:
         if (recorded.uses, recorded.stream_time_ms) == (uses, self._now_ms):
             return
@@ -359,11 +387,7 @@ class ReplaySelection:
         trained = tuple(self._batches[offset] for offset in rows)
         alive = {entry.item.index_offset for entry in self._shelf.entries()}
         self._batches = {offset: read for offset, read in self._batches.items() if offset in alive}
-        reasons: Counter[str] = Counter()
-        for use in uses:
-            reasons[use.code] += use.rows if use.use == "skipped" else 0
-        if reasons.total():
-            event(logger, "rollouts_left", step=step + 1, rollouts=reasons.total(), reasons=+reasons)
+        self._log_left(step, uses)
         return StepPlan(
             uses=uses,
             trained=trained,

@@ -4,12 +4,15 @@ The rows left out depend on the batch and the settings alone, so they are the sa
 leaves out the rows that its record names.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.consumers.learner.config import LearnerConfig
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import TrainingBatch
 from rollstream.topics.skip_reasons import Skip
 
@@ -17,6 +20,7 @@ LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE = 0.01, 100.0
 """Range of temperatures that are trained on: a temperature divides the logits and the gradient of every token."""
 _FINITE = float(np.finfo("<f4").min), float(np.finfo("<f4").max)
 """Lowest and highest finite log-probability."""
+_MOST_NAMED = 20
 
 
 def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[Skip, tuple[int, ...]]:
@@ -30,6 +34,17 @@ def unfit_rows(batch: TrainingBatch, config: LearnerConfig) -> dict[Skip, tuple[
             unfit[Skip(code, f"left out as {code}: {text}")] = tuple(np.flatnonzero(new).tolist())
             known |= new
     return unfit
+
+
+def nothing_to_train_on(learner: str, step: int, reasons: Counter[str], batches: Sequence[str]) -> ConfigurationError:
+    """Return the error of a step without a token to train on: the number of its rollouts by reason, and its batches."""
+    causes = "; ".join(f"{rows} {reason}" for reason, rows in reasons.most_common())
+    return ConfigurationError(
+        f"step {step} of learner {learner!r} has no token to train on: of its rollouts, {causes}. "
+        "Nothing of the step was published; change the setting that leaves its rollouts out, or exclude the "
+        f"rollouts of its batches ({', '.join(batches[:_MOST_NAMED])}): `rollstream lineage --batch ID` names the "
+        "offsets of each, and `rollstream exclude --offsets P:A-B` excludes them"
+    )
 
 
 def _checks(batch: TrainingBatch, config: LearnerConfig) -> list[tuple[str, str, NDArray[np.bool_]]]:

@@ -219,6 +219,62 @@ def test_skipped_rollouts_are_told_of_while_the_rest_of_a_step_is_waited_for(mon
     assert [(use.batch_id, use.rows, use.reason) for use in learner.skips[0]] == [("0-0", 4, "0 s old or more")]
 
 
+def test_a_step_that_waits_logs_why_its_rollouts_were_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("rollstream.consumers.learner.input.replay_selection.REPORT_SKIPS_AFTER_S", 0.0)
+    caplog.set_level("INFO", "rollstream")
+    log = Log()
+    log.append(batch(0))
+    learner = Learner(log, config(max_rollout_timestamp_delay=0.0))
+    assert learner.plan() is None
+    log.append(batch(1))
+    assert learner.plan() is None
+    logged = [vars(record)["rollstream_fields"] for record in caplog.records if record.message == "rollouts_left"]
+    assert logged == [{"step": 1, "rollouts": 4, "reasons": {"too_old": 4}}], "once, then it is quiet for a while"
+
+
+def test_a_learner_ends_with_the_reasons_if_none_of_its_rollouts_can_be_trained_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollstream.consumers.learner.input.replay_selection.REPORT_SKIPS_AFTER_S", 0.0)
+    log = Log()
+    log.append(*(batch(number) for number in range(3)))
+    learner = Learner(log, replace(config(), reference="carried"))
+    with pytest.raises(
+        ConfigurationError, match=r"step 1 .* no token .* 12 left out as reference: .*\(0-0, 0-1, 0-2\)"
+    ):
+        learner.plan()
+
+
+def test_a_run_that_ended_with_rollouts_that_cannot_be_trained_on_logs_them(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "rollstream")
+    log = Log()
+    log.append(*(batch(number) for number in range(3)))
+    learner = Learner(log, replace(config(), reference="carried"))
+    learner.drained = True
+    assert learner.plan() is None
+    (logged,) = [vars(record)["rollstream_fields"] for record in caplog.records if record.message == "rollouts_left"]
+    assert logged == {"step": 1, "rollouts": 12, "reasons": {"reference": 12}}
+
+
+def test_rollouts_that_cannot_be_trained_on_end_no_learner_that_may_still_fill_its_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("rollstream.consumers.learner.input.replay_selection.REPORT_SKIPS_AFTER_S", 0.0)
+    unfit = [replace(batch(number), temperatures=np.full(ROWS, 1e-40)) for number in range(1, 4)]
+    log = Log()
+    log.append(batch(0), *unfit)
+    learner = Learner(log, config())
+    assert learner.plan() is None, "four of six rollouts are held"
+    few = Log()
+    few.append(unfit[0])
+    assert Learner(few, config()).plan() is None, "four of six rollouts came"
+    remedied = Learner(log, config())
+    remedied.excluded = {read.entry.batch_id: "damaged" for read in log.entries()}
+    assert remedied.plan() is None, "exclusion is the remedy that the error names"
+
+
 def test_time_is_the_newest_cut_that_was_read() -> None:
     log = Log()
     log.append(*(batch(number) for number in range(10)))
