@@ -34,6 +34,13 @@ WEIGHT_MOMENTS = ("importance/kept_weight_mean", "importance/kept_square_mean")
 """Means of the weights that tokens were trained with, and of their squares; `reported` combines them."""
 EFFECTIVE_SAMPLES = "importance/effective_sample_fraction"
 
+_HIGHEST_DECAY = 1 - 1e-7
+"""Highest decay of a moment that is below 1 in float32: corrections for the first updates divide by 1 minus decay."""
+_LOWEST_EPSILON = 1e-30
+"""Lowest epsilon that is above 0 in float32 even multiplied by 1 minus the highest decay, as compilers do: numbers
+below the normal range are flushed to 0."""
+_HIGHEST_WEIGHT_DECAY = 1e6
+
 MISMATCH_METRICS = ("mismatch_kl/mean", "mismatch_log_ratio/mean")
 """Names of the metrics that compare learner and sampler."""
 
@@ -248,11 +255,11 @@ class OptimizerConfig:
     warmup_updates: int = 0
     """Updates over which the learning rate first rises linearly to learning_rate."""
     beta1: float = 0.9
-    """Decay of the first moment; momentum of sgd (0: none) and of muon."""
+    """Decay of the first moment, at least 0 and below 1; momentum of sgd (0: none) and of muon."""
     beta2: float = 0.95
-    """Decay of the second moment, and of the momentum of lion."""
+    """Decay of the second moment, and of the momentum of lion; at least 0 and below 1."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment; above 0."""
     weight_decay: float = 0.0
     """Decoupled weight decay of matrices; norms and biases never decay."""
     max_grad_norm: float = 1.0
@@ -263,12 +270,23 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _check_known("optimizer", self.name, get_args(Optimizer), OPTIMIZERS)
         _check_known("schedule", self.schedule, get_args(Schedule), SCHEDULES)
-        if not (self.learning_rate > 0 and self.final_learning_rate >= 0 and self.warmup_updates >= 0):
+        rates = math.inf > self.learning_rate > 0 and math.inf > self.final_learning_rate >= 0
+        if not (rates and self.warmup_updates >= 0):
             raise ConfigurationError(
                 f"learner.optimizer has learning_rate {self.learning_rate}, final_learning_rate "
                 f"{self.final_learning_rate}, warmup_updates {self.warmup_updates}: give a learning rate above 0, and "
-                "at least 0 for the other two"
+                "at least 0 for the other two; all of them finite"
             )
+        bounds = {
+            "beta1": (self.beta1, 0.0, _HIGHEST_DECAY),
+            "beta2": (self.beta2, 0.0, _HIGHEST_DECAY),
+            "epsilon": (self.epsilon, _LOWEST_EPSILON, math.inf),
+            "weight_decay": (self.weight_decay, 0.0, _HIGHEST_WEIGHT_DECAY),
+            "max_grad_norm": (self.max_grad_norm, 0.0, math.inf),
+        }
+        for name, (value, low, high) in bounds.items():
+            if not low <= value <= high:
+                raise ConfigurationError(f"learner.optimizer.{name} is {value}; it must be between {low} and {high}")
         if self.weight_decay and self.name in ("adam", "sgd"):
             raise ConfigurationError(
                 f"learner.optimizer.name {self.name!r} has no weight decay, but weight_decay is {self.weight_decay}; "

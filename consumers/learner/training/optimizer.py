@@ -1,7 +1,7 @@
 """The optimizer and its schedule, built from settings, and the metrics of an update.
 
 An update whose gradient is not finite is skipped: parameters, optimizer and schedule stay as they are, bit for bit, and
-`optim/skipped` counts it.
+`optim/skipped` counts it. So is an update to which a user's optimizer or schedule gave changes that are not finite.
 """
 
 from collections.abc import Mapping
@@ -65,11 +65,16 @@ def make_optimizer(config: OptimizerConfig, updates: int) -> optax.GradientTrans
         parts.insert(0, optax.clip_by_global_norm(config.max_grad_norm))
     if config.weight_decay:
         parts.append(optax.add_decayed_weights(lambda made: -config.weight_decay * schedule(made), mask=decays))
-    return skip_nonfinite(optax.chain(*parts))
+    shipped = config.name in get_args(Optimizer) and config.schedule in get_args(Schedule)
+    return skip_nonfinite(optax.chain(*parts), check_changes=not shipped)
 
 
-def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Wrap `inner` so that a gradient whose global norm is not finite changes only the count of skipped updates."""
+def skip_nonfinite(inner: optax.GradientTransformation, *, check_changes: bool) -> optax.GradientTransformation:
+    """Wrap `inner` so that a gradient whose global norm is not finite changes only the count of skipped updates.
+
+    With `check_changes`, so does an update of which any change is not finite. The settings of our own optimizers are
+    checked instead: with this check the compiler could not update moments in place, but would keep old and new ones.
+    """
 
     def init(params: Any) -> GuardedState:
         return GuardedState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), inner.init(params))
@@ -78,6 +83,8 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
         finite = jnp.isfinite(optax.global_norm(gradients))
         clean = jax.tree.map(lambda gradient: jnp.where(finite, gradient, 0), gradients)
         changes, after = inner.update(clean, state.inner, params)
+        if check_changes:
+            finite &= jnp.stack([jnp.isfinite(change).all() for change in jax.tree.leaves(changes)]).all()
         changes = jax.tree.map(lambda change: jnp.where(finite, change, 0), changes)
         after = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state.inner)
         made = finite.astype(jnp.int32)

@@ -2,6 +2,7 @@
 
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,7 +11,13 @@ import optax
 import pytest
 
 from rollstream.consumers.learner.training.objective import OptimizerConfig
-from rollstream.consumers.learner.training.optimizer import decays, make_optimizer, make_schedule, update_metrics
+from rollstream.consumers.learner.training.optimizer import (
+    decays,
+    make_optimizer,
+    make_schedule,
+    skip_nonfinite,
+    update_metrics,
+)
 from rollstream.topics.errors import ConfigurationError
 
 WEIGHT, NORM, BIAS, EMBEDDING = (
@@ -179,8 +186,83 @@ def test_the_metrics_say_norm_rate_and_what_was_skipped() -> None:
     assert collected[0]["optim/grad_norm"] == pytest.approx(norm, rel=1e-5)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_changes_of_a_users_optimizer_that_are_not_finite_are_skipped_and_others_keep_their_bits(bad: float) -> None:
+    def spoiling(spoils: Any) -> optax.GradientTransformation:
+        """Adam, but an update whose gradient `spoils` has a change that is not finite."""
+        adam = optax.adam(0.1)
+
+        def update(gradients: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+            changes, state = adam.update(gradients, state, params)
+            return {**changes, NORM: jax.numpy.where(spoils(gradients), bad, changes[NORM])}, state
+
+        return optax.GradientTransformation(adam.init, update)
+
+    def after(optimizer: optax.GradientTransformation, gradients: list[Arrays]) -> tuple[Any, Any]:
+        @jax.jit
+        def step(params: Any, state: Any, gradient: Any) -> tuple[Any, Any]:
+            changes, state = optimizer.update(gradient, state, params)
+            return optax.apply_updates(params, changes), state
+
+        params: Any = drawn(0)
+        state: Any = optimizer.init(params)
+        for gradient in gradients:
+            params, state = step(params, state, gradient)
+        return params, state
+
+    spoiled, marked = spoiling(lambda gradients: gradients[BIAS][0] == 7), drawn(2)
+    marked[BIAS][0] = 7
+    params, state = after(skip_nonfinite(spoiled, check_changes=True), [drawn(1), marked, drawn(3)])
+    expected, plain = after(skip_nonfinite(spoiled, check_changes=False), [drawn(1), drawn(3)])
+    assert (int(state.made), int(state.skipped)) == (2, 1)
+    for mine, theirs in zip(
+        jax.tree.leaves((params, state.inner)), jax.tree.leaves((expected, plain.inner)), strict=True
+    ):
+        np.testing.assert_array_equal(mine, theirs)
+
+
+def test_a_users_schedule_without_a_rate_changes_no_parameter(tmp_path: Path) -> None:
+    (tmp_path / "rates.py").write_text("def none(config, updates):\n    return lambda update: update * float('nan')\n")
+    actual, state = run(OptimizerConfig(schedule=f"{tmp_path}/rates.py:none"), [drawn(1)])
+    np.testing.assert_array_equal(actual[WEIGHT], drawn(0)[WEIGHT])
+    assert (int(state.made), int(state.skipped)) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_the_least_and_greatest_settings_make_finite_updates(name: Any) -> None:
+    """Without gradients, of values whose squares are 0 in float32, and of values whose squares are nearly infinite."""
+    bounds = {"beta1": 1 - 1e-7, "beta2": 1 - 1e-7, "epsilon": 1e-30, "max_grad_norm": 0.0}
+    for scale in (0.0, 1e-30, 1e-19, 1e18):
+        actual, state = run(OptimizerConfig(name=name, **bounds), [drawn(seed, scale) for seed in (1, 2)])
+        assert all(np.isfinite(value).all() for value in actual.values())
+        assert all(np.isfinite(value).all() for value in jax.tree.leaves(state.inner))
+        assert int(state.skipped) == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("max_grad_norm", -1.0),
+        ("weight_decay", -0.1),
+        ("weight_decay", np.inf),
+        ("epsilon", 0.0),
+        ("epsilon", 1e-50),
+        ("beta1", 1.0),
+        ("beta2", 1.0),
+        ("beta2", 1 - 1e-9),
+        ("beta2", -0.1),
+        ("beta1", np.nan),
+    ],
+)
+def test_settings_that_would_train_uphill_or_to_nan_are_refused_by_name(setting: str, value: float) -> None:
+    with pytest.raises(ConfigurationError, match=rf"learner\.optimizer\.{setting} is .*; it must be between"):
+        OptimizerConfig(**{setting: value})  # type: ignore[arg-type]
+
+
 def test_settings_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="has no weight decay"):
         OptimizerConfig(name="sgd", weight_decay=0.1)
     with pytest.raises(ConfigurationError, match="rate above 0"):
         OptimizerConfig(learning_rate=0.0)
+    with pytest.raises(ConfigurationError, match="all of them finite"):
+        OptimizerConfig(learning_rate=np.inf)
