@@ -220,10 +220,10 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def lock_directory(directory: Path, name: str) -> DirectoryLock:
+def lock_directory(directory: Path, name: str, *, wait: bool = False) -> DirectoryLock:
     """Become the only writer of a directory, which is created if needed. `name` is the lock file in it.
 
-    Raises StoreError if there is another writer, or the directory cannot be written.
+    Raises StoreError if the directory cannot be written, or there is another writer; with `wait`, wait for it instead.
     """
     try:
         make_directory(directory)
@@ -233,7 +233,7 @@ def lock_directory(directory: Path, name: str) -> DirectoryLock:
             f"{directory} cannot be written ({error.strerror or error}); check the permissions there"
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:
         os.close(descriptor)
         raise StoreError(

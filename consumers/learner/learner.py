@@ -110,7 +110,7 @@ class _Learner:
             self._member = stack.enter_context(ShardMember(kafka, run, config.weights, team))
         self._sinks: MetricSinks | None = None
         self._recording: RecordingThread | None = None
-        self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name))
+        self._checkpoints = stack.enter_context(Checkpoints(config.checkpoint, run, config.name, owner=True))
         self._train_steps = TrainSteps(config)
         self._train_step = self._train_steps.newest
         self._dtype = published_dtype(config)

@@ -6,8 +6,9 @@
 import base64
 import json
 import logging
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -16,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from rollstream.consumers.files.atomic_files import DirectoryLock
 from rollstream.consumers.learner.config import CheckpointConfig
-from rollstream.consumers.learner.records.checkpoint_paths import META, learner_directory
+from rollstream.consumers.learner.records.checkpoint_ownership import CheckpointOwnership
+from rollstream.consumers.learner.records.checkpoint_paths import META, is_remote, learner_directory
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
 from rollstream.consumers.learner.reproducibility import differences
 from rollstream.consumers.learner.training.train_step import TrainState
@@ -26,13 +29,15 @@ from rollstream.topics.errors import RollstreamError, StateRefused, brief
 from rollstream.topics.records import LearnerStep
 
 _MOST_NAMED = 5
+_SAVE_TIMEOUT_S = 24 * 3600
+"""Seconds after which a save fails: far more than a slow store needs for a large model."""
 
 for _noisy in ("absl", "orbax"):
     logging.getLogger(_noisy).setLevel(logging.ERROR)
 
 
 class CheckpointFailed(RollstreamError):
-    """A checkpoint could not be written: its disk is full, gone, or read-only."""
+    """A checkpoint could not be written: its disk is full, gone, read-only, or too slow."""
 
     exit_code = 1
 
@@ -49,13 +54,28 @@ class RestoredCheckpoint:
 class Checkpoints:
     """The checkpoints of one learner. Saves run in the background; call `wait` before relying on a save."""
 
-    def __init__(self, config: CheckpointConfig, run: str, learner: str) -> None:
+    def __init__(self, config: CheckpointConfig, run: str, learner: str, *, owner: bool = False) -> None:
+        """The learner itself is the `owner`: remains of interrupted saves are deleted, and an earlier owner saves no
+        more. This may wait for a save of the earlier owner. At a URL there are no locks, so nothing is deleted.
+        """
         self.directory = learner_directory(config.directory, run, learner)
         self._reference = self.directory.with_name(f"{learner}.reference")
+        local_lead = jax.process_index() == 0 and not is_remote(self.directory)
+        self._ownership = CheckpointOwnership(self.directory) if owner and local_lead else None
+        self._releasing: threading.Thread | None = None
+        lock = None if self._ownership is None else self._ownership.take()
+        self._async = ocp.AsyncOptions(timeout_secs=_SAVE_TIMEOUT_S)
         self._manager = ocp.CheckpointManager(
             self.directory,
-            options=ocp.CheckpointManagerOptions(max_to_keep=config.keep, create=True),
+            options=ocp.CheckpointManagerOptions(
+                max_to_keep=config.keep,
+                create=True,
+                cleanup_tmp_directories=lock is not None,
+                async_options=self._async,
+            ),
         )
+        if lock is not None:
+            lock.release()
 
     @property
     def steps(self) -> list[int]:
@@ -66,7 +86,7 @@ class Checkpoints:
         """Start to save; the arrays are copied before this returns. An existing checkpoint of the step is kept.
 
         All processes of a learner call this together; the lead's position is saved. Raises CheckpointFailed, also if
-        the previous save failed.
+        the previous save failed, and Fenced if a later learner of this name owns the checkpoints.
         """
         step = int(state.step)
         if step in self._manager.all_steps():
@@ -81,10 +101,26 @@ class Checkpoints:
             "recent_steps": [base64.b64encode(encode(record)).decode() for record in position.recent_steps],
             "fingerprint": fingerprint,
         }
-        with self._writing():
-            self._manager.save(
-                step, args=ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta))
-            )
+        args = ocp.args.Composite(state=ocp.args.StandardSave(arrays), meta=ocp.args.JsonSave(meta))
+        with self._writing(), self._locked():
+            self._manager.save(step, args=args)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, if this process has the right to it, until the save that begins in the block has ended."""
+        if self._releasing is not None:
+            self._releasing.join()
+        lock = None if self._ownership is None else self._ownership.lock()
+        try:
+            yield
+        finally:
+            if lock is not None:
+                self._releasing = threading.Thread(target=self._release_after_save, args=(lock,), daemon=True)
+                self._releasing.start()
+
+    def _release_after_save(self, lock: DirectoryLock) -> None:
+        with lock, suppress(OSError, ValueError):  # The error of a save is raised where the save is awaited.
+            self._manager.wait_until_finished()
 
     def wait(self) -> None:
         """Wait until every save is complete on disk. Raises CheckpointFailed."""
@@ -95,6 +131,12 @@ class Checkpoints:
     def _writing(self) -> Iterator[None]:
         try:
             yield
+        except TimeoutError as error:  # an OSError
+            raise CheckpointFailed(
+                f"no checkpoint could be written to {self.directory} within {_SAVE_TIMEOUT_S / 3600:g} h "
+                f"({brief(error)}); set learner.checkpoint.directory to a faster store; a restarted learner resumes "
+                f"from the newest checkpoint"
+            ) from error
         except (OSError, ValueError) as error:  # orbax raises both if the operating system refuses
             raise CheckpointFailed(
                 f"no checkpoint could be written to {self.directory} ({brief(error)}); make room there, or "
@@ -165,7 +207,7 @@ class Checkpoints:
 
         All processes of a learner call this together. Raises CheckpointFailed.
         """
-        with self._writing(), ocp.StandardCheckpointer() as checkpointer:
+        with self._writing(), ocp.StandardCheckpointer(async_options=self._async) as checkpointer:
             checkpointer.save(self._reference, dict(params), force=True)
 
     def reference(self, like: Mapping[str, Any]) -> dict[str, jax.Array]:

@@ -3,15 +3,19 @@
 import multiprocessing
 import resource
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
+from rollstream.consumers.files.atomic_files import lock_directory
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
+from rollstream.consumers.learner.records import checkpoints as checkpoints_module
 from rollstream.consumers.learner.records.checkpoint_paths import first_needed, learner_directory
 from rollstream.consumers.learner.records.checkpoints import CheckpointFailed, Checkpoints
 from rollstream.consumers.learner.records.learner_position import LearnerPosition
@@ -19,8 +23,9 @@ from rollstream.consumers.learner.reproducibility import fingerprint
 from rollstream.consumers.learner.training.objective import OptimizerConfig
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models.config import DecoderConfig
-from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
 from rollstream.topics.records import BatchUse, LearnerStep, same
+from tests.support.waiting import eventually
 
 CONFIG = LearnerConfig(model=DecoderConfig(num_hidden_layers=1))
 RECORD = LearnerStep(
@@ -96,6 +101,61 @@ def test_a_save_cut_short_is_not_restored(fresh: TrainState, tmp_path: Path) -> 
     assert int(restored.state.step) == 20
 
 
+def test_only_the_learner_itself_deletes_remains_of_interrupted_saves(fresh: TrainState, tmp_path: Path) -> None:
+    config = CheckpointConfig(directory=str(tmp_path))
+    directory = tmp_path / "run" / "default"
+    unfinished = directory / "40.orbax-checkpoint-tmp"
+    (unfinished / "meta").mkdir(parents=True)
+    with Checkpoints(config, "run", "default"):
+        pass
+    assert unfinished.exists(), "as by `rollstream retrain`, while the learner may be saving"
+    with Checkpoints(config, "run", "default", owner=True) as checkpoints:
+        checkpoints.save(at(fresh, 20), learner_position(20), {})
+        checkpoints.wait()
+    assert [path.name for path in directory.iterdir()] == ["20"]
+
+
+def test_a_learner_waits_for_the_save_of_the_one_before_it_which_saves_no_more(
+    fresh: TrainState, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "rollstream")
+    config = CheckpointConfig(directory=str(tmp_path))
+    unfinished = tmp_path / "run" / "default" / "40.orbax-checkpoint-tmp"
+    with Checkpoints(config, "run", "default", owner=True) as before:
+        before.save(at(fresh, 20), learner_position(20), {})
+        before.save(at(fresh, 30), learner_position(30), {})
+        before.wait()
+        unfinished.mkdir()
+        saving = lock_directory(tmp_path / "run", ".default.lock", wait=True)
+        opened: list[Checkpoints] = []
+        opening = threading.Thread(
+            target=lambda: opened.append(Checkpoints(config, "run", "default", owner=True)), daemon=True
+        )
+        opening.start()
+        eventually(lambda: "checkpoints_locked" in caplog.messages, 60, "the new learner waits")
+        assert not opened
+        assert unfinished.exists()
+        saving.release()
+        opening.join(60)
+        with opened[0] as after:
+            with pytest.raises(Fenced, match="another process of this name has begun to write the checkpoints"):
+                before.save(at(fresh, 40), learner_position(40), {})
+            after.save(at(fresh, 40), learner_position(40), {})
+            after.wait()
+            assert after.steps == [20, 30, 40]
+
+
+def test_a_save_that_takes_too_long_is_no_full_disk(tmp_path: Path) -> None:
+    assert ocp.AsyncOptions().timeout_secs < checkpoints_module._SAVE_TIMEOUT_S
+    # Given up for real, a save would go on writing while the next tests run.
+    with (
+        Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints,
+        pytest.raises(CheckpointFailed, match=r"within 24 h \(TimeoutError: 0 of 4\); .* faster store"),
+        checkpoints._writing(),
+    ):
+        raise TimeoutError("0 of 4")
+
+
 def test_what_the_oldest_complete_checkpoint_needs_is_the_oldest_offset_of_its_buffer_or_its_position(
     fresh: TrainState, tmp_path: Path
 ) -> None:
@@ -160,11 +220,13 @@ def save_with_a_full_disk(directory: Path) -> None:
     """Save one checkpoint, and another one after the system has begun to refuse writes."""
     fresh = TrainStep(CONFIG).initial_state()
     with pytest.raises(CheckpointFailed, match=r"no checkpoint could be written to .*make room there"):  # noqa: PT012, SIM117
-        with Checkpoints(CheckpointConfig(directory=str(directory)), "run", "default") as checkpoints:
+        with Checkpoints(CheckpointConfig(directory=str(directory)), "run", "default", owner=True) as checkpoints:
             checkpoints.save(at(fresh, 20), learner_position(20), {})
             checkpoints.wait()
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
             checkpoints.save(at(fresh, 40), learner_position(40), {})
+            # The failed save keeps no other learner of the name waiting.
+            lock_directory(directory / "run", ".default.lock", wait=True).release()
             checkpoints.wait()
 
 
