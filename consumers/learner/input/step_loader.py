@@ -42,8 +42,9 @@ from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, DeadlineExceeded, RollstreamError, TopicError
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.logs import event
-from rollstream.topics.records import BatchUse, LearnerStep, TrainingBatch
+from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, TrainingBatch
 
 logger = logging.getLogger(__name__)
 _KEPT_BYTES = 256 * 1024 * 1024
@@ -182,11 +183,16 @@ class IndexEnd:
         self._kafka, self._topic, self._drained = kafka, topic_name(run, "batch-index"), drained
 
     def __call__(self, position: int) -> bool:
-        """Whether no entry follows; False while brokers do not answer. Reads the log only once the run is drained."""
+        """Whether no entry follows; False while brokers do not answer. Reads the log only once the run is drained.
+
+        Records that are no entries do not count: no reader of the index gets beyond them at its end.
+        """
         if not self._drained():
             return False
         try:
-            return not any(True for _record in read_to_end(self._kafka, self._topic, start={0: position}))
+            records = read_to_end(self._kafka, self._topic, start={0: position})
+            # The reader of the index logs what it skips.
+            return not any(SkippedRecords(logged=False).records(BatchIndexEntry, records))
         except RollstreamError:
             return False
 

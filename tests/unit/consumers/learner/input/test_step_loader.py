@@ -1,11 +1,16 @@
-"""Loading of steps in a process that does not lead: it waits for the lead's plans, but not once it has to end."""
+"""Loading of steps: a process that does not lead waits for the lead's plans, but not once it has to end; and the end of
+the index, over a model of Kafka."""
 
 import threading
 
 from rollstream.consumers.learner.input.batch_selection import StepPlan
-from rollstream.consumers.learner.input.step_loader import LoadedStep, StepLoader
+from rollstream.consumers.learner.input.step_loader import IndexEnd, LoadedStep, StepLoader
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
-from rollstream.topics.records import BatchUse
+from rollstream.topics.records import BatchIndexEntry, BatchUse
+from tests.simulation.installation import World, installed
 from tests.support.waiting import eventually
 
 
@@ -66,3 +71,32 @@ def test_a_process_that_is_told_that_no_step_follows_ends() -> None:
         lead.over.set()
         assert loader.next(60) is None
         assert loader.ended
+
+
+def test_a_record_that_is_no_entry_does_not_keep_the_index_of_a_drained_run_from_ending() -> None:
+    entry = BatchIndexEntry(
+        batch_id="0-0",
+        partition=0,
+        offset=0,
+        rollouts=1,
+        tokens=1,
+        trained_tokens=1,
+        lowest_version=0,
+        highest_version=0,
+        size_bytes=1,
+        digest="",
+    )
+    world = World()
+    with installed(world):
+        topic = topic_name("main", "batch-index")
+        cluster = world.begin()
+        cluster.create(topic, 1)
+        log = cluster.topics[topic][0]
+        for value in (encode(entry), b"foreign", None):
+            log.append(0, b"key", value, [], (7, log.end), 0, transactional=False)
+        drained = [False]
+        end = IndexEnd(KafkaConfig(bootstrap_servers="model:1"), "main", lambda: drained[0])
+        assert not world.result_of(lambda: end(1)), "not drained"
+        drained[0] = True
+        assert world.result_of(lambda: end(1))
+        assert not world.result_of(lambda: end(0))
