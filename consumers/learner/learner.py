@@ -170,13 +170,14 @@ class _Learner:
             self._contribute(lambda: params)
             self._recording.wait()
         else:
-            self._sinks = self._open_sinks(self._recorder)
             recorded = self._recorder.recorded(step)
+            if recorded is not None:
+                # Before the sinks, which may read for long: the other processes wait for the version that this begins.
+                self._recorder.compare(step, params, recorded.uses)
+            self._sinks = self._open_sinks(self._recorder)
             if recorded is None:
                 self._record((), self._position.position, metrics, lambda: params, rules)
                 self._recording.wait()
-            else:
-                self._recorder.compare(step, params, recorded.uses)
             event(
                 logger,
                 "learner_started" if restored is None else "learner_resumed",

@@ -22,6 +22,7 @@ from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 16
 """Number of bytes read at once from the end of a file, to find its last step."""
+_FIRST_LOOK_BACK = 1000
+"""Number of offsets searched at first from the end of `metrics`."""
 
 
 class MetricSink(Protocol):
@@ -141,10 +144,20 @@ class TopicSink:
 
 
 def _last_on_topic(kafka: KafkaConfig, run: str, component: str) -> int:
-    key, last = encode_key(component), -1
-    mine = (m for m in read_to_end(kafka, topic_name(run, "metrics")) if m.key == key)
-    for _message, record in SkippedRecords(component).records(Metrics, mine):
-        last = max(last, record.step)
+    """Step of the component's newest record, -1 if there is none.
+
+    Searches back from the end over growing distances: the topic holds the metrics of every process, and may be long.
+    """
+    topic, key, distance = topic_name(run, "metrics"), encode_key(component), _FIRST_LOOK_BACK
+    begin, end = topic_admin.bounds(kafka, topic)[0]
+    start = end
+    last = -1
+    while last < 0 and start > begin:
+        start = max(begin, end - distance)
+        mine = (m for m in read_to_end(kafka, topic, start=start) if m.key == key)
+        for _message, record in SkippedRecords(component).records(Metrics, mine):
+            last = max(last, record.step)
+        distance *= 10
     return last
 
 

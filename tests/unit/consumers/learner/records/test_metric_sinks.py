@@ -15,11 +15,15 @@ import pytest
 from rollstream.consumers.learner.records import metric_sinks
 from rollstream.consumers.learner.records.metric_sinks import MetricSinks, open_sinks, serve_newest
 from rollstream.consumers.learner.records.metric_sinks_config import SinksConfig
+from rollstream.topics.catalogue import topic_name
+from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.keys import encode_key
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS
 from rollstream.topics.metric_values import VALUES
-from rollstream.topics.records import LearnerStep
+from rollstream.topics.records import LearnerStep, Metrics
+from tests.simulation.installation import World, installed
 from tests.support.paths import ROOT
 
 NAMES = {"reward": 0.25, "optim/lr": 1e-3, "clip_ratio/high_mean": float("nan")}
@@ -266,3 +270,34 @@ def test_a_missing_package_is_an_error_that_names_the_extra(
     with pytest.raises(ConfigurationError, match=rf"{package}.*pip install 'rollstream\[sinks\]'"):
         opened(SinksConfig(**{setting: str(tmp_path)}), -1)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("before", "after", "read"), [(5000, 3, 1000), (5000, 1500, 7502), (20, 3, 25)])
+def test_the_last_step_on_metrics_is_searched_from_its_end(
+    before: int, after: int, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    records, world = [], World()
+    original = metric_sinks.read_to_end
+
+    def counting(*given: Any, **named: Any) -> Iterator[Any]:
+        for record in original(*given, **named):
+            records.append(record)
+            yield record
+
+    monkeypatch.setattr(metric_sinks, "read_to_end", counting)
+    topic, kafka = topic_name("main", "metrics"), KafkaConfig(bootstrap_servers="model:1")
+    with installed(world):
+        cluster = world.begin()
+        cluster.create(topic, 1)
+        log = cluster.topics[topic][0]
+        assert world.result_of(lambda: metric_sinks._last_on_topic(kafka, "main", "learn-a")) == -1
+        for component, step in [
+            *(("infer-0", 9),) * before,
+            ("learn-a", 4),
+            ("learn-a", 5),
+            *(("infer-0", 9),) * after,
+        ]:
+            value = encode(Metrics(component=component, timestamp=0.0, step=step))
+            log.append(0, encode_key(component), value, [], (7, log.end), 0, transactional=False)
+        assert world.result_of(lambda: metric_sinks._last_on_topic(kafka, "main", "learn-a")) == 5
+    assert len(records) == read
