@@ -48,7 +48,7 @@ def is_free(host: str, port: int) -> bool:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((host, port))
-        except OSError:
+        except (OSError, OverflowError):  # no port has a number above 65535
             return False
     return True
 

@@ -107,7 +107,7 @@ class SteeredProcesses:
             self._say(f"{role}={number} is not followed: this run has no role {role}")
             return
         try:
-            number = counts(with_numbers(self._config, {role: number}))[role]
+            number = counts(with_numbers(self._config, {role: number})).get(role, 0)
             # A process that is still ending gives its port to its successor, which starts after it.
             added = [ordinal for ordinal in range(numbered.processes, number) if ordinal not in numbered.ending]
             _check_ports(self._config, role, added)
@@ -121,7 +121,7 @@ class SteeredProcesses:
 
     def _keep(self, role: str, refused: int, processes: int) -> None:
         try:
-            self._put_back(role, refused, None if processes == self._configured.get(role) else processes)
+            self._put_back(role, refused, None if processes == self._configured.get(role, 0) else processes)
         except RollstreamError as error:
             self._say(
                 f"{role}={refused} stays on record, and other processes may follow it: run `rollstream scale "

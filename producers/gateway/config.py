@@ -52,8 +52,11 @@ class GatewayConfig:
     """Time between two records of the gateway on the metrics topic; 0 writes none."""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.port <= 65535:
-            raise ConfigurationError(f"gateway.port is {self.port}; it must be between 0 and 65535")
+        if not 0 <= self.port <= 65535 or (self.port and self.port + self.processes - 1 > 65535):
+            raise ConfigurationError(
+                f"gateway.port is {self.port}; it must be between 0 and 65535, and so must the port of the last of "
+                f"{self.processes} gateway.processes"
+            )
         for name in ("idle_timeout_s", "reward_timeout_s", "takeover_s"):
             if not getattr(self, name) > 0:
                 raise ConfigurationError(f"gateway.{name} is {getattr(self, name)}; it must be above 0")

@@ -54,3 +54,7 @@ def test_a_port_is_free_until_a_server_listens_there(host: str) -> None:
         port = server.getsockname()[1]
         assert not ports.is_free(host, port)
     assert ports.is_free(host, port)
+
+
+def test_a_port_above_the_last_is_not_free() -> None:
+    assert not ports.is_free("127.0.0.1", 65_536)

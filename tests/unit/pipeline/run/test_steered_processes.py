@@ -140,3 +140,43 @@ def test_a_server_is_added_again_while_the_former_one_of_its_port_still_drains(t
         steered.poll(wanted(infer=3))
     assert "infer=3 is not followed: port" in lines[-1]
     assert kept == [("infer", 3, None)], "the configured number holds again"
+
+
+def test_a_run_without_workers_gives_up_the_ones_that_were_added(tmp_path: Path) -> None:
+    config = load(flags=["gateway.port=8100", "supervisor.workers=0", f"data_dir={tmp_path}"])
+    roles, lines = Roles(), list[str]()
+    steered = steered_run(config, config, roles, lines, [])
+    steered.poll(wanted(env=1))
+    assert roles.started == ["env-0"]
+    steered.poll(wanted())
+    assert lines == ["env has 0 processes and will have 1", "env has 1 processes and will have 0"]
+
+
+def test_a_refused_number_of_workers_in_a_run_without_any_leaves_no_record(tmp_path: Path) -> None:
+    config = load(flags=["gateway.port=8100", "supervisor.workers=0", f"data_dir={tmp_path}"])
+    lines, kept = list[str](), list[tuple[str, int, int | None]]()
+    steered_run(config, config, Roles(), lines, kept).poll(wanted(env=512))
+    assert "env=512 is not followed: max_policy_lag" in lines[0]
+    assert kept == [("env", 512, None)]
+
+
+def test_a_run_goes_on_though_a_number_of_zero_processes_is_on_record(tmp_path: Path) -> None:
+    config = load(flags=["gateway.port=8100", "supervisor.workers=0", f"data_dir={tmp_path}"])
+    running = begin_with(config, wanted(env=0))
+    steered_run(config, running, Roles(), [], []).poll(wanted(env=0))
+    assert "env" not in counts(running)
+
+
+@pytest.mark.parametrize(
+    ("role", "settings"), [("gateway", ["gateway.port=65535"]), ("infer", ["inference.port=65535"])]
+)
+def test_a_server_that_would_have_no_port_is_not_added(role: str, settings: list[str], tmp_path: Path) -> None:
+    config = load(flags=[*settings, f"data_dir={tmp_path}"])
+    state, lines, kept = wanted(**{role: 2}), list[str](), list[tuple[str, int, int | None]]()
+    running = begin_with(config, state)
+    steered_run(config, running, Roles(held={role}), lines, kept).poll(state)
+    assert counts(running)[role] == 1
+    assert len(lines) == 1
+    assert f"{role}=2 is not followed: " in lines[0]
+    assert "it must be between 0 and 65535" in lines[0]
+    assert kept == [(role, 2, None)]
