@@ -220,10 +220,11 @@ def _release_in_child() -> None:
 os.register_at_fork(after_in_child=_release_in_child)
 
 
-def lock_directory(directory: Path, name: str, *, wait: bool = False) -> DirectoryLock:
+def lock_directory(directory: Path, name: str) -> DirectoryLock:
     """Become the only writer of a directory, which is created if needed. `name` is the lock file in it.
 
-    Raises StoreError if the directory cannot be written, or there is another writer; with `wait`, wait for it instead.
+    Raises StoreError, with BlockingIOError as its cause, if there is another writer; and StoreError if the directory
+    cannot be written or locked.
     """
     try:
         make_directory(directory)
@@ -233,12 +234,19 @@ def lock_directory(directory: Path, name: str, *, wait: bool = False) -> Directo
             f"{directory} cannot be written ({error.strerror or error}); check the permissions there"
         ) from error
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-    except OSError as error:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
         os.close(descriptor)
         raise StoreError(
             f"{directory} is being written by another buffer; close that buffer, open this one read-only if "
             "possible, or give it another directory"
+        ) from error
+    except OSError as error:
+        os.close(descriptor)
+        raise StoreError(
+            f"{directory} cannot be locked ({error.strerror or error}), so nothing would keep a second writer out: its "
+            "file system has no locks, or they are turned off; mount it with locks, or choose a directory on another "
+            "file system, such as a local disk"
         ) from error
     return DirectoryLock(descriptor)
 

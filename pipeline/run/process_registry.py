@@ -39,13 +39,14 @@ class ProcessRegistry(Closing):
         try:
             self._lock = lock_directory(directory, _LOCK)
         except StoreError as error:
-            other = read(self.path)
-            if other is None or not is_running(other.supervisor):
+            if not isinstance(error.__cause__, BlockingIOError):
                 raise
-            raise ConfigurationError(
-                f"process {other.supervisor.pid} already supervises this run on this machine ({self.path}); stop it "
-                "first, or give this run another name or data_dir"
-            ) from error
+            other = read(self.path)
+            if other is not None and is_running(other.supervisor):
+                owner = f"process {other.supervisor.pid} already supervises this run on this machine ({self.path})"
+            else:
+                owner = f"another `rollstream run` supervises {directory}, perhaps on another host that shares it"
+            raise ConfigurationError(f"{owner}; stop it first, or give this run another name or data_dir") from error
         # Processes that nobody adopted left these files; a new process may get the id of one of them.
         for leftover in directory.glob(EXIT_FILES):
             leftover.unlink(missing_ok=True)

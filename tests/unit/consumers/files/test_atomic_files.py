@@ -1,5 +1,7 @@
 """Files of buffers are whole or absent, whichever process is killed and whatever fails."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -119,6 +121,17 @@ def test_what_is_no_json_is_named(tmp_path: Path) -> None:
     write_bytes(tmp_path / "index.json", b"{")
     with pytest.raises(StoreError, match="is not JSON"):
         read_json(tmp_path / "index.json")
+
+
+def test_a_file_system_without_locks_is_not_taken_for_another_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(_descriptor: int, _operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(StoreError, match=r"cannot be locked \(No locks available\).* mount it with locks"):
+        lock_directory(tmp_path, "lock")
 
 
 def test_a_directory_has_one_writer_and_a_forked_child_neither_writes_nor_keeps_others_from_it(tmp_path: Path) -> None:

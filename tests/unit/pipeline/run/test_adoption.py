@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollstream.consumers.files.atomic_files import write_json
+from rollstream.consumers.files.atomic_files import lock_directory, write_json
 from rollstream.pipeline.run.adopted_process import NO_EXIT_CODE
 from rollstream.pipeline.run.orphans import read
 from rollstream.pipeline.run.process_registry import ProcessRegistry
@@ -250,6 +250,15 @@ def test_what_a_process_started_ends_with_it_when_it_is_not_adopted() -> None:
 
 def test_a_second_supervisor_of_a_run_is_refused_with_the_first_one_named() -> None:
     with registry(), pytest.raises(ConfigurationError, match=rf"process {os.getpid()} already supervises .* first"):
+        registry()
+
+
+def test_a_supervisor_that_does_not_run_on_this_machine_is_not_called_a_buffer() -> None:
+    # The other host has the lock of the shared folder, and no process of this machine is on its list.
+    with (
+        lock_directory(Path("processes"), "lock"),
+        pytest.raises(ConfigurationError, match=r"another `rollstream run` supervises .*another host.*; stop it first"),
+    ):
         registry()
 
 
