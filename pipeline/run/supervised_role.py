@@ -17,13 +17,34 @@ LOG_BYTES = 64 * 1024 * 1024
 """Size above which a log is put aside before its process is started again."""
 
 
+class Unstarted:
+    """Stands for the process of a role that could not be started, with the methods of one that has ended."""
+
+    pid = 0
+    returncode: int | None = NO_EXIT_CODE
+
+    def poll(self) -> int | None:
+        """Return an unknown exit code."""
+        return self.returncode
+
+    def wait(self, _timeout: float | None = None) -> int:
+        """Return an unknown exit code at once."""
+        return NO_EXIT_CODE
+
+    def terminate(self) -> None:
+        """Do nothing."""
+
+    def kill(self) -> None:
+        """Do nothing."""
+
+
 @dataclass
 class SupervisedRole:
     """A process of a run."""
 
     spec: RoleSpec
     log: Path
-    process: subprocess.Popen[bytes] | AdoptedProcess
+    process: subprocess.Popen[bytes] | AdoptedProcess | Unstarted
     ready_fd: int | None
     started: float
     heard: float

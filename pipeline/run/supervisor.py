@@ -33,7 +33,7 @@ from rollstream.pipeline.run.role_process import (
     in_a_hurry,
 )
 from rollstream.pipeline.run.role_spec import RoleSpec
-from rollstream.pipeline.run.supervised_role import SupervisedRole, cause_in, name_exit, put_aside
+from rollstream.pipeline.run.supervised_role import SupervisedRole, Unstarted, cause_in, name_exit, put_aside
 from rollstream.topics.errors import DeadlineExceeded, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
@@ -315,14 +315,36 @@ class Supervisor:
         return None if spec.optional else self._registry
 
     def _spawn(self, spec: RoleSpec, before: SupervisedRole | None = None) -> None:
+        """Start a role. Count a failure of the system to do so as an exit of the role; `poll` then tries again."""
+        log, registry = self.log_dir / f"{spec.name}.log", self._registered(spec)
+        # After an interrupt between the start of a process and its entry here, only the lifeline would end the process.
+        with self._interrupts.deferred():
+            try:
+                process, ready_fd = self._start_process(spec, log, registry)
+            except OSError as error:  # no room on the disk, or no process or file is left
+                self._note_unstarted(spec, log, before, error)
+                return
+            role = SupervisedRole(
+                spec=spec, log=log, process=process, ready_fd=ready_fd, started=time.monotonic(), heard=self._clock()
+            )
+            if before is not None:
+                self._restarts += 1
+                role.exits, role.ever_ready, role.recent = before.exits + 1, before.ever_ready, before.recent
+            self._roles[spec.name] = role
+            if registry:
+                registry.register(spec.name, process.pid, spec.command_digest)
+        event(logger, "role_started", role=spec.name, pid=process.pid, log=str(log), restarts=role.exits)
+
+    def _start_process(
+        self, spec: RoleSpec, log: Path, registry: ProcessRegistry | None
+    ) -> tuple[subprocess.Popen[bytes], int]:
+        """Start the process of a role; return it with the pipe on which it reports. Raises OSError."""
         environment = {**self._environment, **spec.environment, LIFELINE_VARIABLE: str(self._lifeline_read)}
-        registry = self._registered(spec)
         if registry:
             environment[REGISTRY_VARIABLE] = str(registry.path.absolute())
-        log = self.log_dir / f"{spec.name}.log"
+        self.log_dir.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it to free space
         put_aside(log)
-        # After an interrupt between the start of a process and its entry here, only the lifeline would end the process.
-        with self._interrupts.deferred(), log.open("ab") as output:
+        with log.open("ab") as output:
             ready_read, ready_write = os.pipe()
             try:
                 process = subprocess.Popen(
@@ -339,17 +361,17 @@ class Supervisor:
                 raise
             finally:
                 os.close(ready_write)
-            now = self._clock()
-            role = SupervisedRole(
-                spec=spec, log=log, process=process, ready_fd=ready_read, started=time.monotonic(), heard=now
-            )
-            if before is not None:
-                self._restarts += 1
-                role.exits, role.ever_ready, role.recent = before.exits + 1, before.ever_ready, before.recent
-            self._roles[spec.name] = role
-            if registry:
-                registry.register(spec.name, process.pid, spec.command_digest)
-        event(logger, "role_started", role=spec.name, pid=process.pid, log=str(log), restarts=role.exits)
+        return process, ready_read
+
+    def _note_unstarted(self, spec: RoleSpec, log: Path, before: SupervisedRole | None, error: OSError) -> None:
+        now, began = self._clock(), time.monotonic()
+        role = before or SupervisedRole(
+            spec=spec, log=log, process=Unstarted(), ready_fd=None, started=began, heard=now, reaped=True
+        )
+        self._roles[spec.name] = role
+        role.exits += 1
+        cause = f"{error}; check the disk of {self.log_dir} and the limits on processes and open files"
+        self._start_later(role, now, "could not be started", cause, "role_not_started", error=str(error))
 
     def _read_readiness(self, timeout_s: float) -> None:
         with selectors.DefaultSelector() as selector:
@@ -388,20 +410,29 @@ class Supervisor:
             event(logger, "role_finished", role=spec.name)
             role.ready = role.ever_ready = True
             return
-        role.ready = False
+        self._start_later(
+            role, now, f"exited with {name_exit(code)}", cause_in(role.log), "role_exited", exit_code=code
+        )
+
+    def _start_later(
+        self, role: SupervisedRole, now: float, problem: str, cause: str, name: str, **fields: object
+    ) -> None:
+        """Have `poll` start a role that does not run, after a pause, and log the event `name`. Raises RoleFailed if the
+        role failed too often."""
+        spec, role.ready, role.restart_at = role.spec, False, None
         before = [at for at in role.recent if now - at < spec.window_s]
         pause_s = min(spec.backoff_s * 2 ** min(len(before), 30), max(_LONGEST_PAUSE_S, spec.backoff_s))
         if not role.ever_ready or len(before) >= spec.restarts:
             times = f" ({len(before) + 1} times)" if before else ""
-            cause = f"exited with {name_exit(code)}{times}: {cause_in(role.log)}"
+            failure = f"{problem}{times}: {cause}"
             if spec.optional:
-                self._give_up(role, cause)
+                self._give_up(role, failure)
                 return
             if not self._is_spared(role):
-                raise RoleFailed(f"role {spec.name} {cause}")
+                raise RoleFailed(f"role {spec.name} {failure}")
             pause_s = max(pause_s, _LONGEST_PAUSE_S)
-            self._loops[spec.name] = CrashLoop(exits=len(before) + 1, cause=cause, again_in_s=pause_s)
-        event(logger, "role_exited", level=logging.WARNING, role=spec.name, exit_code=code, restart_in_s=pause_s)
+            self._loops[spec.name] = CrashLoop(exits=len(before) + 1, cause=failure, again_in_s=pause_s)
+        event(logger, name, level=logging.WARNING, role=spec.name, restart_in_s=pause_s, **fields)
         role.recent, role.restart_at = (*before, now), now + pause_s
 
     def _is_spared(self, role: SupervisedRole) -> bool:

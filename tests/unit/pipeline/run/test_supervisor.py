@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -525,3 +526,67 @@ def test_a_log_that_was_deleted_is_named_and_ends_nothing(supervisor: Supervisor
         supervisor.wait_ready(["group-0"])
         poll_until(supervisor, lambda: bool(supervisor.failure("page")), "the failure")
         assert "its log cannot be read" in supervisor.failure("page")
+
+
+def test_logs_that_were_deleted_keep_no_role_from_starting_again(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT, restarts=1, backoff_s=0.01))
+        supervisor.wait_ready(["a-0"])
+        shutil.rmtree("logs")
+        before = supervisor.kill("a-0")
+        poll_until(supervisor, lambda: supervisor.is_ready("a-0"), "a restart")
+        assert supervisor.pids["a-0"] != before
+        assert Path("logs/a-0.log").exists()
+
+
+def test_a_role_that_cannot_be_started_again_is_tried_later_and_the_others_go_on(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(
+            role("a-0", OBEDIENT, shares_work=True), role("a-1", OBEDIENT, restarts=2, backoff_s=0.01, shares_work=True)
+        )
+        supervisor.wait_ready(["a-0", "a-1"])
+        shutil.rmtree("logs")
+        Path("logs").write_text("no folder")
+        supervisor.kill("a-1")
+        poll_until(supervisor, lambda: bool(supervisor.crash_loops), "three failures")
+        [loop] = supervisor.crash_loops.values()
+        assert (loop.exits, loop.again_in_s) == (3, 60.0)
+        assert loop.cause.startswith("could not be started (3 times): [Errno 17] File exists")
+        assert list(supervisor.pids) == ["a-0"]
+
+
+def test_a_role_that_is_alone_and_cannot_be_started_again_fails_the_run_with_the_cause(supervisor: Supervisor) -> None:
+    with supervisor:
+        supervisor.start(role("a-0", OBEDIENT, restarts=1, backoff_s=0.01))
+        supervisor.wait_ready(["a-0"])
+        shutil.rmtree("logs")
+        Path("logs").write_text("no folder")
+        supervisor.kill("a-0")
+        with pytest.raises(RoleFailed, match=r"role a-0 could not be started \(2 times\): .*/logs.*; check"):
+            await_finished(supervisor, "a-0")
+
+
+def test_a_role_that_was_added_and_cannot_be_started_ends_nothing(tmp_path: Path) -> None:
+    hours = Hours()
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with Supervisor(tmp_path / "logs", environment=environment, clock=hours) as supervisor:
+        supervisor.start(role("a-0", OBEDIENT))
+        supervisor.wait_ready(["a-0"])
+        missing = tmp_path / "python"
+        supervisor.start(
+            role("b-0", OBEDIENT, expendable=True, python=str(missing)), role("b-1", OBEDIENT, expendable=True)
+        )
+        assert supervisor.crash_loops["b-0"].cause.startswith("could not be started: ")
+        assert supervisor.holds("b-0")
+        supervisor.wait_ready(["b-1"])
+        assert set(supervisor.pids) == {"a-0", "b-1"}
+        missing.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+        missing.chmod(0o755)
+        hours.now_s += 61
+        supervisor.wait_ready(["b-0"])
+        missing.unlink()
+        supervisor.start(role("b-2", OBEDIENT, expendable=True, python=str(missing)))
+        supervisor.retire("b-2")
+        supervisor.poll()
+        assert not supervisor.holds("b-2")
+    assert not supervisor.pids
