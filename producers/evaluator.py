@@ -21,6 +21,7 @@ from rollstream.producers.inference.errors import InferenceRefused, InferenceUna
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.producers.start_progress import reported
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
@@ -124,11 +125,13 @@ async def run_evaluator(
     ordinal: int = 0,
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
+    on_progress: Callable[[str], object] = lambda _progress: None,
 ) -> None:
     """Evaluate due versions on each environment until `stop` is set, then finish within worker.drain_timeout_s.
 
-    `worker` holds the settings of the servers. Evaluators divide the environments by their ordinals, even when their
-    number changes during the run. Raises TopicError, BrokerUnavailable, DeliveryError.
+    `on_progress` receives the progress of reading earlier evaluations, which may take long. `worker` holds the settings
+    of the servers. Evaluators divide the environments by their ordinals, even when their number changes during the run.
+    Raises TopicError, BrokerUnavailable, DeliveryError.
     """
     skipped = SkippedRecords(COMPONENT)
     with ExitStack() as stack:
@@ -140,7 +143,8 @@ async def run_evaluator(
         settled: dict[str, SettledVersions] = {}
 
         def read_evaluated(names: Sequence[str]) -> dict[str, set[int]]:
-            messages = read_to_end(kafka, topic_name(run, "evals"))
+            topic = topic_name(run, "evals")
+            messages = reported(read_to_end(kafka, topic), topic, on_progress)
             return evaluated_versions((rollout for _message, rollout in skipped.records(Rollout, messages)), names)
 
         async def take(wanted: Sequence[LoadedEnvironment], loop: str) -> None:

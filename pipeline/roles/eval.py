@@ -8,7 +8,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_control import end_with_split
-from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
+from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.evaluator import run_evaluator
 from rollstream.topics.errors import ConfigurationError
 
@@ -47,6 +47,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             ordinal=args.ordinal,
             stop=stop,
             on_ready=announce_ready,
+            on_progress=announce_progress,
         )
 
     run_until_stopped(evaluate)

@@ -9,7 +9,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.env import servers_of
 from rollstream.pipeline.roles.following_control import end_with_split
-from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
+from rollstream.pipeline.run.role_process import announce_progress, announce_ready, run_until_stopped
 from rollstream.producers.gateway.gateway_process import run_gateway
 
 
@@ -44,6 +44,7 @@ async def _serve(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
         capacity=config.capacity,
         stop=stop,
         on_ready=on_ready,
+        on_progress=announce_progress,
         workers=config.supervisor.workers,
         servers=servers_of(config),
     )

@@ -9,7 +9,7 @@ from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_control import end_with_split
-from rollstream.pipeline.run.role_process import announce_ready, stop_on_signals
+from rollstream.pipeline.run.role_process import announce_progress, announce_ready, stop_on_signals
 from rollstream.topics.errors import ConfigurationError
 
 COLLECT_AFTER = (50_000, 50, 1000)
@@ -53,7 +53,14 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
 
     with closing(Drainer(config)):
         run_grouping(
-            config.kafka, config.run, config.grouping, config.grouper, args.ordinal, stop, on_ready=announce_ready
+            config.kafka,
+            config.run,
+            config.grouping,
+            config.grouper,
+            args.ordinal,
+            stop,
+            on_ready=announce_ready,
+            on_progress=announce_progress,
         )
     if config.grouper.leave_on_stop:
         _leave(config, args.ordinal)

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.producers.record_sender import limit_bytes_of
+from rollstream.producers.start_progress import report_growth
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
@@ -186,11 +187,18 @@ class CallLog:
         self._probe_thread = ThreadPoolExecutor(1, thread_name_prefix="call-ends")
         self._ends = Reader(kafka, doing="asking for ends")
 
-    async def start(self) -> None:
-        """Read the topic to its current end. Raises as `current` does."""
+    async def start(self, on_progress: Callable[[str], object] = lambda _progress: None) -> None:
+        """Read the topic to its current end; `on_progress` receives the progress every few seconds. Raises as `current`
+        does."""
         self._thread.start()
-        for partition in range(len(self.folds)):
-            await self.current(partition)
+        reporting = asyncio.ensure_future(
+            report_growth(lambda: sum(fold.position for fold in self.folds), self.topic, on_progress)
+        )
+        try:
+            for partition in range(len(self.folds)):
+                await self.current(partition)
+        finally:
+            reporting.cancel()
 
     def fold_of(self, session: str) -> PartitionSessions:
         """Return the fold of a session's partition. Raises RecordError if the name is invalid."""

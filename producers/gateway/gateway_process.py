@@ -35,8 +35,10 @@ async def run_gateway(
     servers: Callable[[int], Sequence[str]] | None = None,
     stop: asyncio.Event,
     on_ready: Callable[[str], None] = lambda _url: None,
+    on_progress: Callable[[str], object] = lambda _progress: None,
 ) -> None:
-    """Run a gateway until `stop` is set; `on_ready` is called with its URL once it serves.
+    """Run a gateway until `stop` is set; `on_ready` is called with its URL once it serves; before that, `on_progress`
+    receives the progress of reading the calls on record.
 
     Servers, model, key, temperature and logprobs_mode come from `worker`. Without `capacity`, the only limit is
     gateway.max_sessions. `capacity` is shared with `workers`, or with the number of workers that operators request;
@@ -102,7 +104,7 @@ async def run_gateway(
                 capture.forget(session.name)
 
         readers += [service.read, forget_finished]
-        await log.start()
+        await log.start(on_progress)
         steered = GatewaySteering(upstream, service, capacity, workers=workers, servers=servers)
         follows = _look_for_versions(upstream, lambda: steered.follow(steering.state), stop)
         beside = {asyncio.ensure_future(work) for work in (service.attend(stop), follows)}

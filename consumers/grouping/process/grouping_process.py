@@ -7,6 +7,7 @@ protocol, a restart under the same ordinal within kafka.session_timeout_s moves 
 
 import logging
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -38,6 +39,7 @@ from rollstream.topics.paused_partitions import PauseWatch
 from rollstream.topics.signatures import MarkSigner
 
 logger = logging.getLogger(__name__)
+_REPORT_EVERY_S = 5.0
 
 
 def run_grouping(
@@ -48,8 +50,10 @@ def run_grouping(
     ordinal: int,
     stop: threading.Event,
     on_ready: Callable[[], None] = lambda: None,
+    on_progress: Callable[[str], object] = lambda _progress: None,
 ) -> None:
-    """Group rollouts until `stop` is set; `on_ready` is called once the tasks of the first assignment are restored.
+    """Group rollouts until `stop` is set; `on_ready` is called once the tasks of the first assignment are restored, and
+    before that `on_progress` receives the progress of the restores every few seconds.
 
     Raises Fenced if another process runs under the same ordinal, StateRefused if stored state and log disagree,
     TopicError if a topic is missing, BrokerUnavailable if no broker answers, and ConfigurationError for an estimator or
@@ -63,7 +67,7 @@ def run_grouping(
             f"{LEAST_RECORD_BYTES}"
         )
     clients.check_broker(kafka)
-    GroupingProcess(kafka, run, grouping, grouper, ordinal, on_ready).run(stop)
+    GroupingProcess(kafka, run, grouping, grouper, ordinal, on_ready, on_progress).run(stop)
 
 
 class GroupingProcess:
@@ -77,6 +81,7 @@ class GroupingProcess:
         grouper: GrouperConfig,
         ordinal: int,
         on_ready: Callable[[], None],
+        on_progress: Callable[[str], object] = lambda _progress: None,
     ) -> None:
         self._kafka, self._run, self._grouper = kafka, run, grouper
         self._name = grouper.member(run, ordinal)
@@ -100,6 +105,7 @@ class GroupingProcess:
         self._committer = Committer(run, self._group, self._publisher, self._figures)
         self._manager = self._new_manager()
         self._on_ready: Callable[[], None] | None = on_ready
+        self._on_progress, self._report_at = on_progress, 0.0
 
     def run(self, stop: threading.Event) -> None:
         """Run until `stop` is set, then commit and close the consumer."""
@@ -113,6 +119,7 @@ class GroupingProcess:
                 polled = self._poll()
                 if self._manager.restore():
                     self._ready()
+                self._report()
                 self._manager.approach()
                 self._punctuator.passed(polled.records)
                 self._manager.take_in(polled)
@@ -208,6 +215,19 @@ class GroupingProcess:
         self._manager = self._new_manager()
         self._publisher.assert_ours(self._member)
         self._join()
+
+    def _report(self) -> None:
+        """Report the restore in progress before this process is ready; a restore that stands still ends by itself."""
+        now = time.monotonic()
+        if self._on_ready is None or now < self._report_at:
+            return
+        for partition, done in self._restorer.progress.items():
+            self._report_at = now + _REPORT_EVERY_S
+            self._on_progress(
+                f"restoring partition {partition}, one of {len(self._restorer.waiting)} to restore: "
+                f"{done.journal_read} of {done.journal_to_read} records of the journal, "
+                f"{done.records_read} of {done.records_to_read} rollouts"
+            )
 
     def _ready(self) -> None:
         if self._on_ready is not None:

@@ -1,5 +1,6 @@
-"""A grouping process over a model of Kafka: what its metrics say about the records that it has yet to read."""
+"""A grouping process over a model of Kafka: the lag in its metrics, and the progress of its start."""
 
+import itertools
 import threading
 from collections.abc import Iterator
 
@@ -7,7 +8,7 @@ import pytest
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.process.bootstrap import initialise
-from rollstream.consumers.grouping.process.grouping_process import GroupingProcess
+from rollstream.consumers.grouping.process.grouping_process import GroupingProcess, run_grouping
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig
@@ -28,10 +29,53 @@ def world() -> Iterator[World]:
         yield world
 
 
+TOPICS = ("rollouts", "batches", "batch-index", "journal", "dead-letters", "policies", "control", "metrics")
+
+
+def test_a_restore_that_takes_long_is_reported_until_the_process_is_ready(world: World) -> None:
+    cluster, stop, said = world.begin(), threading.Event(), list[str]()
+    for name in TOPICS:
+        cluster.create(f"run.{name}", 1)
+    [journal] = cluster.topics["run.journal"]
+    # The transaction of another program hides the journal, so the restore waits until it ends.
+    journal.append(cluster.now_ms, encode_key(0), b"?", [], (7, 0), 0, transactional=True)
+    world.result_of(lambda: initialise(KAFKA, "run", GROUPING, GROUPER))
+
+    def work() -> None:
+        run_grouping(
+            KAFKA,
+            "run",
+            GROUPING,
+            GROUPER,
+            0,
+            stop,
+            on_ready=lambda: said.append("ready"),
+            on_progress=lambda progress: said.append(f"{progress} at {world.scheduler.now_s}"),
+        )
+
+    process = world.scheduler.spawn(Process("group-0"), "group-0", work)
+    try:
+        world.scheduler.run(lambda: len(said) >= 3)
+        journal.mark(cluster.now_ms, 7, commit=False)
+        world.scheduler.run(lambda: "ready" in said)
+        reports = said[: said.index("ready")]
+        due_s = world.scheduler.now_s + 20
+        world.scheduler.run(lambda: world.scheduler.now_s > due_s)
+        assert said == [*reports, "ready"], "nothing is reported afterwards"
+        begin = "restoring partition 0, one of 1 to restore: 0 of 1 records of the journal, 0 of 0 rollouts at "
+        assert all(report.startswith(begin) for report in reports[1:])
+        times = [float(report.rpartition(" ")[2]) for report in reports]
+        assert all(5 <= later - earlier < 7 for earlier, later in itertools.pairwise(times))
+        stop.set()
+        world.scheduler.run(lambda: process.done)
+        assert process.error is None
+    finally:
+        world.scheduler.end()
+
+
 def test_the_marker_of_a_transaction_is_no_lag(world: World) -> None:
     cluster, stop = world.begin(), threading.Event()
-    names = ("rollouts", "batches", "batch-index", "journal", "dead-letters", "policies", "control", "metrics")
-    for name in names:
+    for name in TOPICS:
         cluster.create(f"run.{name}", 1)
     world.result_of(lambda: initialise(KAFKA, "run", GROUPING, GROUPER))
     [rollouts], [metrics] = cluster.topics["run.rollouts"], cluster.topics["run.metrics"]
