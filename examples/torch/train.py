@@ -45,6 +45,7 @@ with StepWriter(kafka, run, after_step=saved["step"]) as steps:
     if steps.version < 0:
         steps.publish_version(published(), version=0)
     print(f"continues after step {steps.step}, at offset {saved['position']} of the index", flush=True)
+    checkpoint = saved["step"]
     with BatchReader(kafka, run, start=saved["position"]) as reader:
         while steps.step < last:
             read = reader.poll(timeout_s=60)
@@ -61,9 +62,10 @@ with StepWriter(kafka, run, after_step=saved["step"]) as steps:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            # Write the record before the checkpoint, so that a step in a checkpoint is always on record.
-            checkpoint = steps.step + 1 - (steps.step + 1) % 2
+            # Write the record before the checkpoint, so that a step in a checkpoint is always on record. Until the save
+            # is complete, the program may have to resume from the checkpoint before it.
             steps.record([read], published(), metrics={"loss": float(loss.detach())}, oldest_checkpoint=checkpoint)
             if steps.step % 2 == 0:
                 save(steps.step, read.position)
+                checkpoint = steps.step
             print(f"step {steps.step}: batch {read.entry.batch_id}, loss {float(loss.detach()):.4f}", flush=True)

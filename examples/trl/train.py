@@ -65,8 +65,9 @@ class Batches(TrainerCallback):
 
     def on_step_end(self, args, state, _control, model, **_kwargs):
         """Put the step on record before TRL saves it; return nothing, so that TRL's control flow stays as it is."""
-        checkpoint = state.global_step - state.global_step % args.save_steps
-        self.steps.record([self.read], published(model), oldest_checkpoint=checkpoint)
+        # If TRL saves this step, the program may have to resume from the checkpoint before it until that is complete.
+        complete = state.global_step - 1 - (state.global_step - 1) % args.save_steps
+        self.steps.record([self.read], published(model), oldest_checkpoint=complete)
         print(f"step {self.steps.step}: batch {self.read.entry.batch_id}", flush=True)
 
 
