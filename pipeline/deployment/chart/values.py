@@ -21,6 +21,8 @@ _SIZES = {LEARN: "100Gi", FILL: "100Gi", ARCHIVE: "500Gi", SERVE_WEIGHTS: "100Gi
 _MEMORY = {LEARN: "16Gi", INFER: "8Gi", GROUP: "2Gi"}
 _CPU = {LEARN: "4", INFER: "2"}
 _SCHEDULE = "17 3 * * *"
+_CRON = r"^(@(yearly|annually|monthly|weekly|daily|midnight|hourly)|@every \S+|(\S+\s+){4}\S+)$"
+"""Schedules that Kubernetes accepts have five fields or one of these names; it checks the fields itself."""
 
 
 def values(chart: RunChart) -> Values:
@@ -128,6 +130,9 @@ def schema(chart: RunChart) -> dict[str, Any]:
     scaling["lagPerReplica"] = {"type": "string", "pattern": "^[1-9][0-9]*$"}
     if GROUP not in chart.processes:
         scaling["enabled"] = {"const": False}
+    for role in known["roles"]["properties"].values():
+        if "schedule" in role["properties"]:
+            role["properties"]["schedule"] = {"type": "string", "pattern": _CRON}
     known["global"] = {"type": "object"}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

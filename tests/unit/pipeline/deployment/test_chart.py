@@ -96,6 +96,8 @@ def test_every_object_is_valid_in_old_and_new_clusters_and_by_its_operator(
         {"roles": {"grouping": {}}},
         {"netwrokPolicies": {"enabled": False}},
         {"roles": {"infer": {"replicas": 3}}},
+        {"roles": {"prune": {"schedule": "daily"}}},
+        {"roles": {"prune": {"schedule": "17 3 * *"}}},
     ],
     ids=str,
 )
@@ -103,6 +105,12 @@ def test_values_out_of_the_settings_bounds_are_refused(change: Mapping[str, Any]
     schema = json.loads((chart / "values.schema.json").read_text())
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate(chart_values(chart, over=change), schema)
+
+
+@pytest.mark.parametrize("schedule", ["@daily", "@every 6h", "*/15 1-5,20 1 JAN mon"])
+def test_every_form_of_a_schedule_that_kubernetes_accepts_is_a_value(schedule: str, chart: Path) -> None:
+    schema = json.loads((chart / "values.schema.json").read_text())
+    jsonschema.validate(chart_values(chart, over={"roles": {"prune": {"schedule": schedule}}}), schema)
 
 
 def test_the_values_of_the_chart_keep_their_own_schema(releases: dict[str, Release], chart: Path) -> None:
