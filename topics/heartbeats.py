@@ -4,8 +4,10 @@ There is one object per process, as with logs, and every loop calls its `beat`. 
 """
 
 import asyncio
+import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -29,6 +31,24 @@ class Heartbeats:
         elif START in self._newest:
             self._newest[START] = self._clock()
 
+    @contextmanager
+    def during(self, loop: str) -> Iterator[None]:
+        """Return a context for a blocking call that may take long, with beats of a loop meanwhile; with beats of the
+        start if the loop has not begun."""
+        over = threading.Event()
+
+        def repeat() -> None:
+            while not over.wait(_BEAT_S):
+                self.beat(loop if loop in self._newest else START)
+
+        thread = threading.Thread(target=repeat, name="heartbeats", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
     @property
     def ages(self) -> Mapping[str, float]:
         """Seconds since the newest beat of each loop."""
@@ -44,6 +64,7 @@ class Heartbeats:
 HEARTBEATS = Heartbeats()
 """The heartbeats of this process."""
 beat = HEARTBEATS.beat
+beating_during = HEARTBEATS.during
 
 
 async def beating(loop: str, work: Awaitable[T]) -> T:

@@ -26,6 +26,7 @@ from rollstream.consumers.learner.reproducibility import differences
 from rollstream.consumers.learner.training.train_step import TrainState
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.errors import RollstreamError, StateRefused, brief
+from rollstream.topics.heartbeats import beating_during
 from rollstream.topics.records import LearnerStep
 
 _MOST_NAMED = 5
@@ -130,7 +131,8 @@ class Checkpoints:
     @contextmanager
     def _writing(self) -> Iterator[None]:
         try:
-            yield
+            with beating_during("training"):  # a large checkpoint may take many minutes
+                yield
         except TimeoutError as error:  # an OSError
             raise CheckpointFailed(
                 f"no checkpoint could be written to {self.directory} within {_SAVE_TIMEOUT_S / 3600:g} h "
@@ -163,7 +165,8 @@ class Checkpoints:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like._asdict())
         args = ocp.args.Composite(state=ocp.args.StandardRestore(abstract), meta=ocp.args.JsonRestore())
         try:
-            saved: Any = self._manager.restore(step, args=args)
+            with beating_during("training"):
+                saved: Any = self._manager.restore(step, args=args)
         except (ValueError, KeyError, TypeError) as error:  # orbax raises any of them for a tree of other arrays
             # The error, too: a file that cannot be read has nothing to do with settings that happen to differ.
             causes = (self._changed_since(step, fingerprint), " ".join(brief(error).split()))

@@ -1,6 +1,9 @@
 """Heartbeats: a loop that turns is alive however often it turns, and one that does not is named with its age."""
 
+import pytest
+
 from rollstream.topics.heartbeats import START, Heartbeats
+from tests.support.waiting import eventually
 
 
 class Clock:
@@ -43,3 +46,16 @@ def test_a_start_without_progress_is_stuck_too_and_ends_with_the_first_turn_of_a
     clock.now_s += 20
     heartbeats.beat()
     assert heartbeats.ages == {"training": 20.0}, "progress of the start does not count after it"
+
+
+@pytest.mark.parametrize("loop", [START, "training"])
+def test_a_call_that_blocks_for_long_is_no_stuck_loop_and_begins_none(loop: str) -> None:
+    clock = Clock()
+    heartbeats = Heartbeats(clock)
+    heartbeats.beat(loop)
+    with heartbeats.during("training"):
+        clock.now_s += 400
+        eventually(lambda: heartbeats.stuck(300) == "", 60, "a beat")
+    assert list(heartbeats.ages) == [loop]
+    clock.now_s += 400
+    assert heartbeats.stuck(300) == f"{loop}: no progress for 400 s", "nothing beats afterwards"

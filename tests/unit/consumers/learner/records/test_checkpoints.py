@@ -24,6 +24,7 @@ from rollstream.consumers.learner.training.objective import OptimizerConfig
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
+from rollstream.topics.heartbeats import HEARTBEATS
 from rollstream.topics.records import BatchUse, LearnerStep, same
 from tests.support.waiting import eventually
 
@@ -74,6 +75,24 @@ def test_a_checkpoint_gives_back_what_was_saved(fresh: TrainState, tmp_path: Pat
         assert same(np.asarray(actual), np.asarray(expected))
     assert restored.position == learner_position(3)
     assert restored.fingerprint == {"jax": "1"}
+
+
+def test_who_waits_for_a_slow_disk_shows_that_the_learner_is_alive(
+    fresh: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HEARTBEATS, "_newest", {"training": -1e6})
+    with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
+        checkpoints.save(fresh, learner_position(0), {})
+        manager, finish = checkpoints._manager, checkpoints._manager.wait_until_finished
+
+        def slow() -> None:
+            monkeypatch.setattr(manager, "wait_until_finished", finish)
+            eventually(lambda: not HEARTBEATS.stuck(1e5), 60, "a beat")
+            finish()
+
+        monkeypatch.setattr(manager, "wait_until_finished", slow)
+        checkpoints.wait()
+        assert checkpoints.steps == [0]
 
 
 def test_the_newest_of_the_checkpoints_kept_is_restored(fresh: TrainState, tmp_path: Path) -> None:
