@@ -1,10 +1,11 @@
 """CheckpointOwnership: the right of one process to write a learner's checkpoints to a file system.
 
-A new owner waits for a save in progress; after that, the process before it saves no more. Without locks, as at a URL,
-nothing is promised.
+A new owner waits for a save in progress, though not for ever; after that, the process before it saves no more. Without
+locks, as at a URL, nothing is promised.
 """
 
 import logging
+import time
 import uuid
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from rollstream.topics.errors import Fenced
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
+_PATIENCE_S = 90.0
+"""Less than supervisor.ready_timeout_s, because the learner reports no progress meanwhile."""
+_POLL_S = 0.1
 
 
 class CheckpointOwnership:
@@ -25,22 +29,22 @@ class CheckpointOwnership:
         self._id = uuid.uuid4().hex
 
     def take(self) -> DirectoryLock | None:
-        """Become the owner once no process is saving; return the lock, None if the file system has no locks. Raises
+        """Become the owner once no process is saving, or after `_PATIENCE_S`; return the lock, None without one. Raises
         StoreError if the file cannot be written."""
         lock = self._lock()
-        if lock is not None:
-            try:
-                self._file.write_text(self._id)
-            except OSError as error:
+        try:
+            self._file.write_text(self._id)
+        except OSError as error:
+            if lock is not None:
                 lock.release()
-                raise StoreError(
-                    f"{self._file} cannot be written ({error.strerror or error}); check the free space and the "
-                    "permissions there, or set learner.checkpoint.directory to another disk"
-                ) from error
+            raise StoreError(
+                f"{self._file} cannot be written ({error.strerror or error}); check the free space and the permissions "
+                "there, or set learner.checkpoint.directory to another disk"
+            ) from error
         return lock
 
     def lock(self) -> DirectoryLock | None:
-        """Return the lock to hold during a save, as `take` does. Raises Fenced if another process is the owner now."""
+        """Return the lock to hold during a save, None without one. Raises Fenced if another process is the owner."""
         lock = self._lock()
         if lock is not None and self._file.read_text() != self._id:
             lock.release()
@@ -51,13 +55,17 @@ class CheckpointOwnership:
         return lock
 
     def _lock(self) -> DirectoryLock | None:
-        place = (self._file.parent, self._file.name)
-        try:
-            return lock_directory(*place)
-        except StoreError:
-            event(logger, "checkpoints_locked", directory=str(self._directory))
-        try:
-            return lock_directory(*place, wait=True)
-        except StoreError as error:
-            event(logger, "checkpoints_without_lock", level=logging.WARNING, error=str(error))
-        return None
+        """Take the lock once it is free. A process that was suspended during a save may hold it for ever, so after
+        `_PATIENCE_S` this process goes on without it, as on a file system without locks."""
+        deadline, waits = time.monotonic() + _PATIENCE_S, False
+        while True:
+            try:
+                return lock_directory(self._file.parent, self._file.name)
+            except StoreError as error:
+                if not isinstance(error.__cause__, BlockingIOError) or time.monotonic() > deadline:
+                    event(logger, "checkpoints_without_lock", level=logging.WARNING, error=str(error))
+                    return None
+            if not waits:
+                event(logger, "checkpoints_locked", directory=str(self._directory))
+                waits = True
+            time.sleep(_POLL_S)

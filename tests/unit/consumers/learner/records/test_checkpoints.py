@@ -4,6 +4,7 @@ import multiprocessing
 import resource
 import shutil
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +14,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from rollstream.consumers.files.atomic_files import lock_directory
+from rollstream.consumers.files.atomic_files import DirectoryLock, StoreError, lock_directory
 from rollstream.consumers.learner.config import CheckpointConfig, LearnerConfig
+from rollstream.consumers.learner.records import checkpoint_ownership
 from rollstream.consumers.learner.records import checkpoints as checkpoints_module
 from rollstream.consumers.learner.records.checkpoint_paths import first_needed, learner_directory
 from rollstream.consumers.learner.records.checkpoints import CheckpointFailed, Checkpoints
@@ -134,6 +136,17 @@ def test_only_the_learner_itself_deletes_remains_of_interrupted_saves(fresh: Tra
     assert [path.name for path in directory.iterdir()] == ["20"]
 
 
+def locked(directory: Path) -> DirectoryLock:
+    """Return the lock of a learner's checkpoints, once it is free."""
+
+    def attempt() -> DirectoryLock | None:
+        with suppress(StoreError):
+            return lock_directory(directory, ".default.lock")
+        return None
+
+    return eventually(attempt, 60, "the lock")
+
+
 def test_a_learner_waits_for_the_save_of_the_one_before_it_which_saves_no_more(
     fresh: TrainState, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -145,7 +158,7 @@ def test_a_learner_waits_for_the_save_of_the_one_before_it_which_saves_no_more(
         before.save(at(fresh, 30), learner_position(30), {})
         before.wait()
         unfinished.mkdir()
-        saving = lock_directory(tmp_path / "run", ".default.lock", wait=True)
+        saving = locked(tmp_path / "run")
         opened: list[Checkpoints] = []
         opening = threading.Thread(
             target=lambda: opened.append(Checkpoints(config, "run", "default", owner=True)), daemon=True
@@ -162,6 +175,20 @@ def test_a_learner_waits_for_the_save_of_the_one_before_it_which_saves_no_more(
             after.save(at(fresh, 40), learner_position(40), {})
             after.wait()
             assert after.steps == [20, 30, 40]
+
+
+def test_a_save_that_never_ends_holds_up_no_learner_for_ever(
+    fresh: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_ownership, "_PATIENCE_S", 0.2)
+    config = CheckpointConfig(directory=str(tmp_path))
+    unfinished = tmp_path / "run" / "default" / "40.orbax-checkpoint-tmp"
+    unfinished.mkdir(parents=True)
+    with locked(tmp_path / "run"), Checkpoints(config, "run", "default", owner=True) as checkpoints:
+        checkpoints.save(at(fresh, 20), learner_position(20), {})
+        checkpoints.wait()
+        assert checkpoints.steps == [20]
+        assert unfinished.exists(), "it may be written still"
 
 
 def test_a_save_that_takes_too_long_is_no_full_disk(tmp_path: Path) -> None:
@@ -245,7 +272,7 @@ def save_with_a_full_disk(directory: Path) -> None:
             resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
             checkpoints.save(at(fresh, 40), learner_position(40), {})
             # The failed save keeps no other learner of the name waiting.
-            lock_directory(directory / "run", ".default.lock", wait=True).release()
+            locked(directory / "run").release()
             checkpoints.wait()
 
 
