@@ -6,9 +6,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from confluent_kafka import KafkaError
+from confluent_kafka import IsolationLevel, KafkaError, TopicPartition
+from confluent_kafka.admin._listoffsets import OffsetSpec
 
 from tests.simulation.cluster import Cluster
+
+_EARLIEST = type(OffsetSpec.earliest())  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,50 @@ class ModelAdmin:
     def describe_topics(self, topics: Any) -> dict[str, "Future[Description]"]:
         return {name: _done(Description(f"id-of-{name}")) for name in topics.topic_names}
 
+    def list_offsets(
+        self,
+        places: Mapping[TopicPartition, Any],
+        isolation_level: IsolationLevel = IsolationLevel.READ_UNCOMMITTED,
+        request_timeout: float = -1,
+    ) -> dict[TopicPartition, "Future[ListedOffset]"]:
+        """Return beginnings and ends; no other offsets are asked for."""
+        committed = isolation_level == IsolationLevel.READ_COMMITTED
+        answers = {}
+        for place, spec in places.items():
+            log = self._cluster.log((place.topic, place.partition))
+            end = log.stable if committed else log.end
+            answers[place] = _done(ListedOffset(log.begin if isinstance(spec, _EARLIEST) else end))
+        return answers
+
+    def list_consumer_groups(self, *, request_timeout: float) -> "Future[GroupList]":
+        return _done(GroupList([GroupListing(name) for name in self._cluster.groups]))
+
     def describe_configs(self, resources: Iterable[Any], *, request_timeout: float) -> dict[Any, "Future[Any]"]:
         return {resource: _done({}) for resource in resources}
 
     def describe_consumer_groups(self, names: Iterable[str], *, request_timeout: float) -> dict[str, "Future[Any]"]:
         assert request_timeout > 0
         return {name: _done(GroupDescription(tuple(self._cluster.groups[name].members))) for name in names}
+
+
+class ListedOffset(NamedTuple):
+    """An offset, without the time of its record."""
+
+    offset: int
+    timestamp: int = -1
+
+
+class GroupListing(NamedTuple):
+    """One group in a list."""
+
+    group_id: str
+
+
+class GroupList(NamedTuple):
+    """All groups, and the errors of brokers that listed none."""
+
+    valid: list[GroupListing]
+    errors: tuple[Any, ...] = ()
 
 
 class GroupDescription(NamedTuple):

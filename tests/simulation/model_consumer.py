@@ -179,7 +179,7 @@ class ModelConsumer:
 
     def _resolve(self, place: Place, messages: list[ModelMessage]) -> bool:
         if self._positions[place] == OFFSET_BEGINNING:
-            self._positions[place] = 0
+            self._positions[place] = self._cluster.log(place).begin
             return True
         assert self._positions[place] == OFFSET_INVALID
         committed = self._cluster.groups[self._group_name].fetch(place)
@@ -197,9 +197,10 @@ class ModelConsumer:
     ) -> tuple[int, int]:
         self._link.check()
         at = place.topic, place.partition
+        begin = self._cluster.log(at).begin
         if cached:
-            return 0, self._stop(at)
-        return 0, self._bounded(lambda: self._stop(at), timeout)
+            return begin, self._stop(at)
+        return begin, self._bounded(lambda: self._stop(at), timeout)
 
     # ------------------------------------------------------------------ offsets
 
@@ -207,13 +208,12 @@ class ModelConsumer:
         """Return beginnings and ends; no other times are asked for."""
         self._link.check()
 
+        def offset(p: TopicPartition) -> int:
+            place = p.topic, p.partition
+            return self._cluster.log(place).begin if p.offset == OFFSET_BEGINNING else self._stop(place)
+
         def answer() -> list[TopicPartition]:
-            return [
-                TopicPartition(
-                    p.topic, p.partition, 0 if p.offset == OFFSET_BEGINNING else self._stop((p.topic, p.partition))
-                )
-                for p in places
-            ]
+            return [TopicPartition(p.topic, p.partition, offset(p)) for p in places]
 
         return self._bounded(answer, timeout)
 

@@ -38,6 +38,8 @@ class PartitionLog:
     """Offsets of a partition, from 0 on."""
 
     entries: list[Entry] = field(default_factory=list)
+    begin: int = 0
+    """First offset that has not been deleted."""
     open: dict[int, int] = field(default_factory=dict)
     """First offset of each open transaction, by producer id."""
     aborted: set[int] = field(default_factory=set)
@@ -94,7 +96,7 @@ class PartitionLog:
         """Return records from an offset on, and the offset after what was looked at."""
         stop = self.stable if committed else self.end
         collected: list[Entry] = []
-        at = start
+        at = max(start, self.begin)
         while at < stop and len(collected) < most:
             entry = self.entries[at]
             at += 1

@@ -43,6 +43,8 @@ _NEWER = ("control", "calls")
 """Topics that runs of early releases do not have."""
 _READ_AGAIN = ("calls", "unlabelled", "trajectories")
 """Topics that are read again if their first records were deleted."""
+_READINGS = 4
+"""Most readings in a row, each because records were deleted during the one before it."""
 
 
 def ledger(kafka: KafkaConfig, run: str, group: str | None = None, labeling_group: str | None = None) -> Ledger:
@@ -140,9 +142,17 @@ class Books:
     def read(self) -> Ledger:
         """Read the records since the last call; the first call reads all records.
 
-        Raises Outdated if the topics no longer hold what was read before; then, and after any other error, the caller
-        must discard this object and create another.
+        A prune during a reading deletes records that topics read before it name, so then this reads again. Raises
+        Outdated if the topics no longer hold what was read before; then, and after any other error, the caller must
+        discard this object and create another.
         """
+        for _ in range(_READINGS - 1):
+            result = self._read()
+            if not self._pruned_meanwhile():
+                return result
+        return self._read()
+
+    def _read(self) -> Ledger:
         kafka, run, (group, labeling_group) = self._kafka, self._run, self._groups
         result, hidden = Ledger(), HiddenRecords(kafka, run)
         bounds = self._look()
@@ -183,6 +193,19 @@ class Books:
         for tail in self._others:
             result.note_skipped(tail.skipped)
         return result
+
+    def _pruned_meanwhile(self) -> bool:
+        """Whether first records were deleted since `_look`; if nothing was read before them, reading continues there."""
+        names = {topic_name(self._run, name): name for name in (*_PRUNED, *_READ_AGAIN) if name in self._tails}
+        moved = False
+        for name, limits in bounds_of(self._kafka, names).items():
+            follows = self._tails[name].follows
+            for partition, (begin, _end) in limits.items():
+                known = self._begins[name].get(partition, begin)
+                moved = moved or begin > known
+                if follows.get(partition, known) == known:
+                    follows[partition] = begin
+        return moved
 
     def _look(self) -> dict[str, dict[int, tuple[int, int]]]:
         """Return the bounds of each topic's partitions, and forget records deleted since the last call.
