@@ -55,15 +55,16 @@ class ModelledRun:
                 self.write("rollouts", encode_key("env", example), encode(made))
         self._sent += 1
 
-    def group(self) -> None:
-        """Group the rollouts in a process of its own, until every batch is there."""
+    def group(self, batches: int | None = None) -> None:
+        """Group the rollouts in a process of its own, until all are read and there are so many batches, by default one
+        for each `send`."""
         stop = threading.Event()
 
         def work() -> None:
             GroupingProcess(KAFKA, RUN, _GROUPING, _GROUPER, 0, lambda: None).run(stop)
 
         actor = self._world.scheduler.spawn(Process("group-0"), "group-0", work)
-        self._world.scheduler.run(lambda: len(list(self._visible("batches"))) == self._sent)
+        self._world.scheduler.run(lambda: self._is_grouped(self._sent if batches is None else batches))
         stop.set()
         self._world.scheduler.run(lambda: actor.done)
         assert actor.error is None
@@ -81,6 +82,13 @@ class ModelledRun:
         self.log("rollouts").begin = snapshot.position
         for name in ("batches", "batch-index"):
             self.log(name).begin = [offset for offset, _value in self._visible(name)][batches]
+
+    def _is_grouped(self, batches: int) -> bool:
+        read = self.cluster.groups[f"{RUN}.grouper"].offsets.get((f"{RUN}.rollouts", 0))
+        return read is not None and read.offset == self.log("rollouts").end and self._count("batches") == batches
+
+    def _count(self, name: str) -> int:
+        return sum(1 for _ in self._visible(name))
 
     def _visible(self, name: str) -> Iterator[tuple[int, bytes]]:
         log = self.log(name)

@@ -85,6 +85,20 @@ def records_around(
                 yield record
 
 
+def records_at(
+    kafka: KafkaConfig, topic: str, partition: int, offsets: Collection[int], left_out: Collection[int] = ()
+) -> Iterator[KafkaRecord]:
+    """Yield the records at these offsets of a partition that the log still holds, without fetching those in `left_out`.
+
+    Raises as `read_to_end` and `records_between` do.
+    """
+    begin, end = topic_admin.bounds(kafka, topic, [partition])[partition] if offsets else (0, 0)
+    for first, stop in _runs(offset for offset in offsets if begin <= offset < end):
+        for record in records_between(kafka, topic, partition, first, stop, left_out, wait=False):
+            if record is not None:
+                yield record
+
+
 def _runs(offsets: Iterable[int]) -> list[tuple[int, int]]:
     """Consecutive offsets as (first, one past the last)."""
     runs: list[tuple[int, int]] = []

@@ -29,7 +29,7 @@ from rollstream.topics.kafka import clients
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-VERSION = 4
+VERSION = 5
 """Version of the file, raised with every change of its content or format."""
 _MARK = b"rollstream books "
 _DIGEST_BYTES = 32

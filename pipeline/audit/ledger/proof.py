@@ -195,7 +195,7 @@ class Books:
         return result
 
     def _pruned_meanwhile(self) -> bool:
-        """Whether first records were deleted since `_look`; if nothing was read before them, reading continues there."""
+        """Whether first records were deleted since `_look`. If nothing was read before them, reading goes on there."""
         names = {topic_name(self._run, name): name for name in (*_PRUNED, *_READ_AGAIN) if name in self._tails}
         moved = False
         for name, limits in bounds_of(self._kafka, names).items():

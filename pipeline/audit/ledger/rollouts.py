@@ -18,6 +18,9 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
 from rollstream.topics.fates import DEAD_LETTERED
 from rollstream.topics.kafka.open_transactions import await_decided
+from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.skipping_reader import records_at
+from rollstream.topics.offset_ranges import from_ranges, to_ranges
 
 _END = 1 << 62
 _IN_FLIGHT = code_of("in_flight")
@@ -58,11 +61,14 @@ class RolloutRecords:
         self.tail = TopicTail(kafka, run, "rollouts")
         self._kafka = kafka
         self._epochs = {number: _LeaderEpochs([], []) for number in range(partitions)}
+        self._passed: dict[int, set[int]] = {number: set() for number in range(partitions)}
+        """By partition, the offsets left out because of a request that grouping has neither followed nor missed yet."""
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values, except for what the journals' tables hold."""
         epochs = [[number, kept.runs, kept.written_again] for number, kept in self._epochs.items()]
-        return {"tail": self.tail.state(), "epochs": epochs}
+        passed = [[number, to_ranges(offsets).tolist()] for number, offsets in self._passed.items()]
+        return {"tail": self.tail.state(), "epochs": epochs, "passed": passed}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state."""
@@ -70,6 +76,7 @@ class RolloutRecords:
         for number, runs, written_again in state["epochs"]:
             kept = [(first, epoch) for first, epoch in runs]
             self._epochs[number] = _LeaderEpochs(kept, [(e, first, last) for e, first, last in written_again])
+        self._passed = {number: set(from_ranges(ranges)) for number, ranges in state["passed"]}
 
     def read(
         self, journals: Mapping[int, PartitionJournal], requested: Mapping[int, set[int]], topic_id: str
@@ -93,12 +100,21 @@ class RolloutRecords:
         run = _Run(journals)
         for message in self.tail.messages_around(left_out):
             self._epochs[message.partition].see(message.offset, message.leader_epoch)
-            run.add(message.partition, message.offset, SEEN | ROLLOUT * (codec.kind_of(message.value) == "Rollout"))
+            run.add(message.partition, message.offset, _facts(message))
         run.write()
         for number, journal in journals.items():
             # Compare only within the same topic, because a topic that was created again counts epochs from 0.
             if journal.topic_id == topic_id:
                 self._epochs[number].compare(journal, follows.get(number, 0))
+            # A task reads requests only when it starts, so it may have read the record nevertheless.
+            hopped = journal.hopped_from(0) if self._passed[number] else set()
+            read = {offset for offset in self._passed[number] if offset < journal.position} - hopped
+            around = hopped | waiting[number]
+            for message in records_at(self._kafka, self.tail.topic, number, read, around):
+                run.add(number, message.offset, _facts(message))
+            passed = {offset for offset in waiting[number] if offset < follows.get(number, 0)}
+            self._passed[number] = {offset for offset in passed if not journal.table[offset] & SEEN}
+        run.write()
         return waiting
 
     def judge(
@@ -134,6 +150,10 @@ class RolloutRecords:
         except DeadlineExceeded:
             result.undecide("records that nobody has read yet", hidden.places("rollouts"))
         return in_flight
+
+
+def _facts(message: KafkaRecord) -> int:
+    return SEEN | ROLLOUT * (codec.kind_of(message.value) == "Rollout")
 
 
 class _Run:

@@ -3,6 +3,7 @@
 An index polls `rollouts` separately and reads it first, because records of the other topics refer to rollouts.
 """
 
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from itertools import chain
@@ -35,6 +36,8 @@ OTHERS = (
     "calls",
 )
 """Topics that an index reads besides `rollouts`."""
+DECISION_EVERY_S = 10.0
+"""Time between two looks at whether grouping has skipped or read the offsets that it was asked to skip."""
 POLL_BYTES = 16 * 1024 * 1024
 """Bytes of values at which a poll of an archive ends, whatever number of records was asked for."""
 Positions = Mapping[Place, int]
@@ -83,7 +86,11 @@ class IndexSource(Protocol):
 
 
 class TopicSource:
-    """The topics of a run on its brokers."""
+    """The topics of a run on its brokers.
+
+    A task reads requests to skip an offset only when it starts, so it may read the offset nevertheless. Until that is
+    decided, the source ends before the offset.
+    """
 
     kind = "topics"
 
@@ -97,6 +104,11 @@ class TopicSource:
         # A run of an early release lacks some topics.
         self._names = [name for name in (ROLLOUTS, *OTHERS) if topic_name(run, name) in existing]
         self._followers: dict[bool, TopicFollower] = {}
+        self._undecided: dict[int, int] = {}
+        """By partition of `rollouts`, the first offset that grouping may skip or read."""
+        self._at: dict[Place, int] = {}
+        """By full name and number, the next offset of each partition."""
+        self._decisions_due_s = 0.0
 
     def identity(self) -> dict[str, str]:
         ids = topic_admin.topic_ids(self._kafka, [topic_name(self.run, name) for name in self._names])
@@ -111,19 +123,39 @@ class TopicSource:
 
     def begin(self, positions: Positions) -> None:
         self.close()
-        starts: dict[bool, dict[Place, int]] = {True: {}, False: {}}
-        for (name, partition), (low, _end) in self.bounds().items():
-            at = max(low, positions.get((name, partition), low))
-            starts[name == ROLLOUTS][topic_name(self.run, name), partition] = at
-        left_out = {
-            (topic_name(self.run, ROLLOUTS), partition): offsets
-            for partition, offsets in never_fetched(self._kafka, self.run).items()
+        self._at = {
+            (topic_name(self.run, name), partition): max(low, positions.get((name, partition), low))
+            for (name, partition), (low, _end) in self.bounds().items()
         }
-        self._followers[True] = TopicFollower(self._kafka, starts[True], left_out=left_out)
-        self._followers[False] = TopicFollower(self._kafka, starts[False])
+        others = {place: at for place, at in self._at.items() if place[0] != topic_name(self.run, ROLLOUTS)}
+        self._follow_rollouts()
+        self._followers[False] = TopicFollower(self._kafka, others)
+
+    def _follow_rollouts(self) -> None:
+        """Read `rollouts` from the next offset of each partition on."""
+        topic = topic_name(self.run, ROLLOUTS)
+        starts = {place: at for place, at in self._at.items() if place[0] == topic}
+        left_out = never_fetched(self._kafka, self.run)
+        skipped = never_fetched(self._kafka, self.run, ahead=False) if left_out else {}
+        undecided = {}
+        for partition, offsets in left_out.items():
+            open_ones = [o for o in offsets - skipped.get(partition, set()) if o >= starts[topic, partition]]
+            undecided.update({partition: min(open_ones)} if open_ones else {})
+        around = {(topic, partition): offsets for partition, offsets in left_out.items()}
+        self._followers[True] = TopicFollower(self._kafka, starts, left_out=around)
+        self._undecided, self._decisions_due_s = undecided, time.monotonic() + DECISION_EVERY_S
 
     def poll(self, rollouts: bool, most: int, wait_s: float) -> list[KafkaRecord]:
-        return self._followers[rollouts].poll(most, wait_s)
+        if rollouts and self._undecided and time.monotonic() > self._decisions_due_s:
+            before = self._followers[True]
+            self._follow_rollouts()
+            before.close()
+        records = self._followers[rollouts].poll(most, wait_s)
+        if rollouts and self._undecided:
+            records = [r for r in records if r.offset < self._undecided.get(r.partition, r.offset + 1)]
+        for record in records:
+            self._at[record.topic, record.partition] = record.offset + 1
+        return records
 
     def ends(self) -> Positions:
         prefix = len(topic_name(self.run, ROLLOUTS)) - len(ROLLOUTS)
@@ -131,6 +163,7 @@ class TopicSource:
             (topic[prefix:], partition): end
             for follower in self._followers.values()
             for (topic, partition), end in follower.ends.items()
+            if topic[prefix:] != ROLLOUTS or partition not in self._undecided
         }
 
     def close(self) -> None:
