@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from rollstream.consumers.archive.completeness import check_complete
 from rollstream.consumers.archive.manifest import ArchiveManifest
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import TopicPartitionKey, records
@@ -62,9 +63,10 @@ def restore(
 ) -> int:
     """Create the topics of run `into`, fill them, and return the number of records.
 
-    Raises StateRefused if a topic of the run exists, or another process writes to it.
+    Raises StateRefused if the archive is incomplete, a topic of the run exists, or another process writes to it.
     """
     clients.check_broker(kafka)
+    check_complete(store, manifest)
     partitions = len(manifest.topics["rollouts"].position)
     shape = replace(topics, partitions=partitions)
     existing = [description.topic for description in provisioning.describe(kafka, into)]
