@@ -78,7 +78,7 @@ def restore(
     provisioning.apply(kafka, shape, into, _WHILE_RESTORING)
     with_steps = _renamed(manifest.run, into)
     cursors = [
-        _Cursor(into, name, p, topic.begin[p], end, (with_steps(e) for e in records(store, manifest, name, p)))
+        PartitionCursor(into, name, p, topic.begin[p], end, (with_steps(e) for e in records(store, manifest, name, p)))
         for name, topic in manifest.topics.items()
         for p, end in topic.position.items()
     ]
@@ -128,7 +128,7 @@ def _check(kafka: KafkaConfig, manifest: ArchiveManifest, into: str) -> None:
                 )
 
 
-class _Cursor:
+class PartitionCursor:
     """Progress of one partition, and its next records with the gap after them."""
 
     def __init__(
@@ -159,7 +159,7 @@ class _Cursor:
         size, at = 0, self.at
         while self._next is not None and self._next.offset == at and len(entries) < _AT_ONCE and size < _AT_ONCE_BYTES:
             entries.append(self._next)
-            size += len(self._next.value or b"")
+            size += self._next.size_bytes
             at += 1
             self._next = next(self._entries, None)
         gap = (self._end if self._next is None else self._next.offset) - at
@@ -179,7 +179,7 @@ class _TopicFiller:
         )
         self._watching = Reader(kafka, isolation="read_uncommitted")
         self._wrong: list[str] = []
-        self._unplaced: dict[tuple[str, int], _Cursor] = {}
+        self._unplaced: dict[tuple[str, int], PartitionCursor] = {}
         """Partitions that acknowledged a record without its offset; their ends show whether it has the right offset."""
         self._prefixes: dict[TopicPartitionKey, int] = {}
         with _restoring():
@@ -190,14 +190,14 @@ class _TopicFiller:
         self._watching.close()
         self._transactional.close()
 
-    def round(self, cursors: list[_Cursor]) -> int:
+    def round(self, cursors: list[PartitionCursor]) -> int:
         """Write the next records of each partition and the gaps after them; return the number of records.
 
         A gap of one offset is filled by the end of the transaction that writes the record before it. A longer gap is
         filled by an aborted transaction: records that no reader sees, and its end.
         """
-        committed: list[tuple[_Cursor, list[ArchivedRecord]]] = []
-        aborted: list[tuple[_Cursor, int]] = []
+        committed: list[tuple[PartitionCursor, list[ArchivedRecord]]] = []
+        aborted: list[tuple[PartitionCursor, int]] = []
         count = 0
         for cursor in cursors:
             if cursor.at < cursor.prefix:
@@ -236,7 +236,7 @@ class _TopicFiller:
             self._note_transaction_end([cursor for cursor, _gap in aborted])
         return count
 
-    def _fill(self, cursor: _Cursor) -> None:
+    def _fill(self, cursor: PartitionCursor) -> None:
         """Fill a partition up to its first archived offset with records that are deleted at the end."""
         self._prefixes[cursor.topic, cursor.partition] = cursor.prefix
         while cursor.at < cursor.prefix:
@@ -253,7 +253,7 @@ class _TopicFiller:
         except BrokerUnavailable as error:
             raise BrokerUnavailable(f"{error}; delete the topics and restore again") from error
 
-    def _send(self, send: Callable[..., None], cursor: _Cursor, entry: ArchivedRecord | None) -> None:
+    def _send(self, send: Callable[..., None], cursor: PartitionCursor, entry: ArchivedRecord | None) -> None:
         expected, cursor.at = cursor.at, cursor.at + 1
 
         def delivered(delivery: Delivery) -> None:
@@ -302,12 +302,12 @@ class _TopicFiller:
                 f"restore again"
             )
 
-    def _note_transaction_end(self, cursors: list[_Cursor]) -> None:
+    def _note_transaction_end(self, cursors: list[PartitionCursor]) -> None:
         for cursor in cursors:
             cursor.at += 1
             cursor.ends_transaction = True
 
-    def _await_transaction_end(self, cursor: _Cursor) -> None:
+    def _await_transaction_end(self, cursor: PartitionCursor) -> None:
         """Wait until the end of the last transaction is written, which may be after the response to its commit.
 
         The broker makes the transactional producer itself wait, but not the other producer.

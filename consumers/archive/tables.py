@@ -16,7 +16,7 @@ from rollstream.consumers.archive.manifest import LOG
 from rollstream.topics import codec
 from rollstream.topics.catalogue import spec_of, topic_name
 from rollstream.topics.errors import RecordError, StateRefused
-from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.records import KafkaRecord, size_of
 from rollstream.topics.records import JournalRecord, LearnerStep, RescoredRollout, Rollout, TrainingBatch
 from rollstream.topics.validation import batch_problems
 
@@ -35,6 +35,11 @@ class ArchivedRecord(NamedTuple):
     key: bytes | None
     value: bytes | None
     headers: tuple[tuple[str, bytes | None], ...] | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Number of bytes of key, value and headers."""
+        return size_of(self.key, self.value, self.headers)
 
     def message(self, run: str) -> KafkaRecord:
         """Return the record as a reader of the run's topic gets it."""

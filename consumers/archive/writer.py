@@ -126,7 +126,7 @@ class ArchiveWriter:
     def add(self, entry: ArchivedRecord) -> None:
         """Add a record; records of a partition must be added in order."""
         self._entries.setdefault((entry.topic, entry.partition), []).append(entry)
-        self.buffered_bytes += len(entry.value or b"") + len(entry.key or b"") + 64
+        self.buffered_bytes += entry.size_bytes + 64
 
     def commit(self, positions: Mapping[TopicPartitionKey, int]) -> ArchiveManifest:
         """Commit all added records; the archive then reaches up to `positions`.

@@ -163,7 +163,7 @@ class PlaceIndex(Closing):
                 continue
             around = {partition: left_out.get(partition, set()) for partition in new}
             messages = records_around(self._kafka, topic_name(self.run, name), around, new)
-            for portion in _portions(messages, self._commit_records):
+            for portion in portions(messages, self._commit_records):
                 self._write(name, portion)
                 done += len(portion)
                 show(done, total)
@@ -186,7 +186,7 @@ class PlaceIndex(Closing):
         for partition, offsets in read.items():
             topic, around = topic_name(self.run, "rollouts"), left_out.get(partition, ())
             messages = records_at(self._kafka, topic, partition, offsets, around)
-            for portion in _portions(messages, self._commit_records):
+            for portion in portions(messages, self._commit_records):
                 with self._transaction():
                     self._rollouts(portion)
         reached = dict(self.db.execute("select partition, position from journals"))
@@ -338,13 +338,13 @@ class PlaceIndex(Closing):
             self.db.execute("insert or replace into policies values (?, ?, ?)", row)
 
 
-def _portions(messages: Iterable[KafkaRecord], most: int) -> Iterator[list[KafkaRecord]]:
+def portions(messages: Iterable[KafkaRecord], most: int) -> Iterator[list[KafkaRecord]]:
     """Yield records in portions of at most `most` records and little more than `_HELD_BYTES`."""
     portion: list[KafkaRecord] = []
     held = 0
     for message in messages:
         portion.append(message)
-        held += len(message.value or b"")
+        held += message.size_bytes
         if len(portion) == most or held > _HELD_BYTES:
             yield portion
             portion, held = [], 0

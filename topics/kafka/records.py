@@ -24,6 +24,12 @@ Headers = tuple[tuple[str, bytes | None], ...]
 """Names and values in order; names may repeat."""
 
 
+def size_of(key: bytes | None, value: bytes | None, headers: Headers | None) -> int:
+    """Number of bytes of a record: its key, its value, and the names and values of its headers."""
+    of_headers = sum(len(name.encode()) + len(header or b"") for name, header in headers or ())
+    return len(key or b"") + len(value or b"") + of_headers
+
+
 @dataclass(frozen=True, slots=True)
 class KafkaRecord:
     """One record of a partition."""
@@ -42,6 +48,11 @@ class KafkaRecord:
     """Leader epoch of the batch the record is in."""
     readable: bool = True
     """False if its batch cannot be decompressed within the client's limit; it has no key and no value then."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Number of bytes of key, value and headers."""
+        return size_of(self.key, self.value, self.headers)
 
     def header_pairs(self) -> Headers:
         """Headers as they were sent. Raises RecordError if a header's name is not UTF-8."""

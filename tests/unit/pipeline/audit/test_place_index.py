@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.testing import example_rollout
-from rollstream.pipeline.audit.place_index import finished_spans
+from rollstream.pipeline.audit.place_index import finished_spans, portions
 from rollstream.topics.codec import decode, encode, framed_for_registry, leading_text, schemas
 from rollstream.topics.errors import RecordError
 from rollstream.topics.fates import BATCHED, CONTROL, DROPPED
+from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import FinishedOffsets
 
@@ -53,3 +54,9 @@ def test_spans_hold_each_finished_offset_once_whatever_its_fate(fates: dict[int,
     spans = finished_spans(finished)
     assert [offset for first, last in spans for offset in range(first, last + 1)] == sorted(fates)
     assert all(last + 1 < first for (_, last), (first, _) in itertools.pairwise(spans))
+
+
+def test_a_portion_counts_all_bytes_of_the_records_that_it_holds() -> None:
+    large = b"v" * 24 * 1024 * 1024
+    messages = [KafkaRecord("main.rollouts", 0, n, 0, large, None, (("name", large),)) for n in range(4)]
+    assert [len(portion) for portion in portions(messages, 100)] == [2, 2]
