@@ -20,7 +20,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
+from rollstream.topics.kafka.records import UNREADABLE, GroupPosition, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.kafka.skipping_reader import records_between
 from rollstream.topics.logs import event
@@ -217,6 +217,8 @@ def archived_record(message: KafkaRecord, topic: str, skipped: SkippedRecords) -
     `skipped` then names it.
     """
     headers: tuple[tuple[str, bytes | None], ...] = ()
+    if not message.readable:
+        skipped.skip(message, UNREADABLE)
     with skipped.passing(message):
         headers = message.header_pairs()
     return ArchivedRecord(

@@ -25,7 +25,7 @@ from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefuse
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.kafka.sender import Delivery, Failure, Sender
+from rollstream.topics.kafka.sender import Delivery, Failure, Sender, SendFailed
 from rollstream.topics.kafka.topic_admin import delete_records
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
@@ -82,7 +82,7 @@ def restore(
         for name, topic in manifest.topics.items()
         for p, end in topic.position.items()
     ]
-    filling = _TopicFiller(kafka, into)
+    filling = TopicFiller(kafka, into)
     try:
         done = 0
         everything = manifest.rows("log")
@@ -168,7 +168,7 @@ class PartitionCursor:
         return entries, gap
 
 
-class _TopicFiller:
+class TopicFiller:
     """Writes records and the gaps between them, and checks the offset of each record."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
@@ -179,6 +179,8 @@ class _TopicFiller:
         )
         self._watching = Reader(kafka, isolation="read_uncommitted")
         self._wrong: list[str] = []
+        self._refused: StateRefused | None = None
+        """The error of a record that the brokers find too large."""
         self._unplaced: dict[tuple[str, int], PartitionCursor] = {}
         """Partitions that acknowledged a record without its offset; their ends show whether it has the right offset."""
         self._prefixes: dict[TopicPartitionKey, int] = {}
@@ -269,19 +271,35 @@ class _TopicFiller:
         if entry is None:
             send(cursor.topic, _FILLER, partition=cursor.partition, on_delivery=delivered)
             return
-        send(
-            cursor.topic,
-            entry.value,
-            entry.key,
-            partition=cursor.partition,
-            headers=entry.headers,
-            # Unreadable records have no timestamp; 0 would mean the present time.
-            timestamp_ms=max(entry.timestamp_ms, 1),
-            on_delivery=delivered,
-        )
+        name = f"the record of offset {expected}"
+        try:
+            send(
+                cursor.topic,
+                entry.value,
+                entry.key,
+                partition=cursor.partition,
+                headers=entry.headers,
+                # Unreadable records have no timestamp; 0 would mean the present time.
+                timestamp_ms=max(entry.timestamp_ms, 1),
+                name=name,
+                on_delivery=delivered,
+            )
+        except (SendFailed, TransactionFailed) as failed:
+            if failed.failure.too_large if isinstance(failed, SendFailed) else failed.too_large:
+                raise self._too_large(name, cursor.topic, cursor.partition, entry.size_bytes) from failed
+            raise
 
     def _failed(self, failure: Failure) -> None:
+        if failure.too_large:
+            self._refused = self._too_large(failure.name, failure.topic, failure.partition, failure.size_bytes)
         self._wrong.append(str(failure))
+
+    def _too_large(self, name: str, topic: str, partition: int, size_bytes: int) -> StateRefused:
+        return StateRefused(
+            f"{name} of {topic}[{partition}] has {size_bytes} bytes, more than kafka.max_record_bytes "
+            f"({self._kafka.max_record_bytes}) has room for: raise it to at least what the archived run had, delete "
+            f"the topics and restore again"
+        )
 
     def _flush(self) -> None:
         left = self._plain.waiting(_TIMEOUT_S)
@@ -296,6 +314,8 @@ class _TopicFiller:
             if end != cursor.at:
                 self._wrong.append(f"{topic}[{partition}] ends at {end}, but {cursor.at} was expected")
         self._unplaced.clear()
+        if self._refused is not None:
+            raise self._refused
         if self._wrong:
             raise StateRefused(
                 f"{self._wrong[0]}; something else writes there, or a record was refused: delete the topics and "

@@ -79,7 +79,7 @@ class ArchiveWriter:
         self.swept = manifests.sweep(store, self.manifest)
         """Number of deleted files that no manifest named."""
         self.skipped = SkippedRecords("archive", logged=False)
-        """Records whose headers are not in the archive, or that have no row in a table other than `log`."""
+        """Records whose value or headers are not in the archive, or that have no row in a table other than `log`."""
         self.buffered_bytes = 0
         self._entries: dict[TopicPartitionKey, list[ArchivedRecord]] = {}
         self._reached: dict[TopicPartitionKey, int] = {}

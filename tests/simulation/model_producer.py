@@ -10,6 +10,7 @@ from typing import Any
 
 from confluent_kafka import TIMESTAMP_LOG_APPEND_TIME, KafkaError, KafkaException, TopicPartition
 
+from rollstream.topics.kafka.records import size_of
 from tests.simulation.cluster import Cluster, Link, TimedOut
 from tests.simulation.group_coordinator import Committed, MemberMetadata
 from tests.simulation.model_admin import Metadata, metadata_of
@@ -58,6 +59,7 @@ class ModelProducer:
         self._cluster, self._scheduler, self._link = cluster, cluster.scheduler, Link(cluster)
         self._identity = str(settings.get("transactional.id", ""))
         self._timeout_s = float(settings.get("transaction.timeout.ms", 60_000)) / 1000
+        self._most_bytes = int(settings.get("message.max.bytes", 1_000_000))
         self._delivery_s = float(settings.get("delivery.timeout.ms", 120_000)) / 1000
         self._queue: list[_Queued] = []
         cluster.producers += 1
@@ -95,6 +97,8 @@ class ModelProducer:
         pairs = list(headers.items()) if isinstance(headers, Mapping) else list(headers or ())
         encoded = [(name, each.encode() if isinstance(each, str) else each) for name, each in pairs]
         place = topic, max(partition, 0)
+        if size_of(key, value, tuple(encoded)) > self._most_bytes:
+            raise KafkaException(KafkaError(KafkaError.MSG_SIZE_TOO_LARGE))
         self._queue.append(_Queued(place, key, value, encoded, on_delivery, self._scheduler.now_s))
 
     def poll(self, timeout: float = 0) -> int:

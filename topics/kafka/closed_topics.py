@@ -6,7 +6,7 @@ our records, which are larger, and still accepts transaction markers, which are 
 
 import time
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaException
 from confluent_kafka.admin._config import AlterConfigOpType, ConfigEntry, ConfigResource
 from confluent_kafka.admin._resource import ResourceType
 
@@ -36,7 +36,7 @@ def close(kafka: KafkaConfig, topic: str, probe: bytes, key: bytes, partitions: 
         refused: set[int] = set()
 
         def failed(failure: Failure, refused: set[int] = refused) -> None:
-            if failure.error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+            if failure.too_large:
                 refused.add(failure.partition)
 
         with Sender(clients.producer(kafka, **{"linger.ms": "0"}), on_failure=failed) as sender:

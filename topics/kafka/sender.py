@@ -65,6 +65,11 @@ class Failure(NamedTuple):
         return refusal(self.error, self.user, self.topic)
 
     @property
+    def too_large(self) -> bool:
+        """Whether the record exceeds the limit of the client or of the brokers, so that sending it again is useless."""
+        return self.error.code() == KafkaError.MSG_SIZE_TOO_LARGE
+
+    @property
     def reason(self) -> str:
         """Text of the client's error, or of the missing permission."""
         return self.refusal or self.error.str()

@@ -1,11 +1,29 @@
 """Parts of archiving and restoring that hold or send records."""
 
-from rollstream.consumers.archive.restorer import PartitionCursor
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from rollstream.consumers.archive.archiver import archived_record
+from rollstream.consumers.archive.restorer import PartitionCursor, TopicFiller
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
+from rollstream.topics.errors import StateRefused
+from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
+from rollstream.topics.kafka.skipped_records import SkippedRecords
+from tests.simulation.installation import World, installed
 from tests.support.archiving import StoppingStore
+from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 
 MIB = 1024 * 1024
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    with installed(world):
+        yield world
 
 
 def in_headers(offset: int) -> ArchivedRecord:
@@ -25,3 +43,39 @@ def test_a_restore_counts_all_bytes_of_the_records_that_it_holds() -> None:
     cursor = PartitionCursor("again", "rollouts", 0, 0, 6, map(in_headers, range(6)))
     entries, gap = cursor.next_records()
     assert (len(entries), gap) == (2, 0)
+
+
+def test_a_record_that_cannot_be_decompressed_is_counted_as_one_that_the_archive_lacks() -> None:
+    skipped = SkippedRecords(logged=False)
+    archived = archived_record(KafkaRecord("main.rollouts", 0, 7, readable=False), "rollouts", skipped)
+    assert (archived.key, archived.value) == (None, None)
+    assert skipped.as_dict()["main.rollouts"] | {"error": ""} == {
+        "records": 1,
+        "topic": "main.rollouts",
+        "partition": 0,
+        "offset": 7,
+        "error": "",
+    }
+    assert skipped.first[0].error == UNREADABLE
+    archived_record(KafkaRecord("main.rollouts", 0, 8, 1), "rollouts", skipped)  # A tombstone is archived as it is.
+    assert skipped.total == 1
+
+
+@pytest.mark.parametrize("end", [1, 2], ids=["alone", "in a transaction"])
+def test_a_record_that_is_too_large_for_the_settings_is_named_with_the_setting(world: World, end: int) -> None:
+    ModelledRun(world)
+    kafka = replace(KAFKA, max_record_bytes=2 * MIB)
+
+    def fill() -> None:
+        filler = TopicFiller(kafka, RUN)
+        try:
+            filler.round([PartitionCursor(RUN, "rollouts", 0, 0, end, iter([in_headers(0)]))])
+        finally:
+            filler.close()
+
+    with pytest.raises(StateRefused) as refused:
+        world.result_of(fill)
+    assert str(refused.value) == (
+        f"the record of offset 0 of {RUN}.rollouts[0] has {3 * MIB} bytes, more than kafka.max_record_bytes "
+        f"({2 * MIB}) has room for: raise it to at least what the archived run had, delete the topics and restore again"
+    )
