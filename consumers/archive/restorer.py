@@ -20,7 +20,7 @@ from rollstream.consumers.archive.writer import TopicPartitionKey, records
 from rollstream.consumers.files.stores import Store
 from rollstream.topics import codec
 from rollstream.topics.catalogue import topic_name
-from rollstream.topics.config import KafkaConfig, TopicsConfig
+from rollstream.topics.config import KafkaConfig, RegistryConfig, TopicsConfig
 from rollstream.topics.errors import BrokerUnavailable, RecordError, StateRefused
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
@@ -172,6 +172,8 @@ class TopicFiller:
     """Writes records and the gaps between them, and checks the offset of each record."""
 
     def __init__(self, kafka: KafkaConfig, run: str) -> None:
+        # A registry would give the values other ids of schemas than the archived ones, or refuse them.
+        kafka = replace(kafka, registry=RegistryConfig())
         self._kafka = kafka
         self._plain = Sender(clients.producer(kafka), on_failure=self._failed)
         self._transactional = TransactionalProducer(

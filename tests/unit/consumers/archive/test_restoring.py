@@ -9,6 +9,9 @@ from rollstream.consumers.archive.archiver import archived_record
 from rollstream.consumers.archive.restorer import PartitionCursor, TopicFiller
 from rollstream.consumers.archive.tables import ArchivedRecord
 from rollstream.consumers.archive.writer import ArchiveWriter
+from rollstream.consumers.grouping.testing import example_rollout
+from rollstream.topics.codec import encode
+from rollstream.topics.config import RegistryConfig
 from rollstream.topics.errors import StateRefused
 from rollstream.topics.kafka.records import UNREADABLE, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -79,3 +82,23 @@ def test_a_record_that_is_too_large_for_the_settings_is_named_with_the_setting(w
         f"the record of offset 0 of {RUN}.rollouts[0] has {3 * MIB} bytes, more than kafka.max_record_bytes "
         f"({2 * MIB}) has room for: raise it to at least what the archived run had, delete the topics and restore again"
     )
+
+
+def test_values_are_restored_as_they_were_archived_although_the_settings_name_a_schema_registry(world: World) -> None:
+    run = ModelledRun(world)
+    kafka = replace(KAFKA, registry=RegistryConfig(url="http://127.0.0.1:9"))
+    value = encode(example_rollout("a", 1.0))
+
+    def fill() -> None:
+        filler = TopicFiller(kafka, RUN)
+        try:
+            filler.round(
+                [PartitionCursor(RUN, "evals", 0, 0, 1, iter([ArchivedRecord("evals", 0, 0, 1, None, value)]))]
+            )
+            filler.finish()
+        finally:
+            filler.close()
+
+    with pytest.raises(StateRefused, match="stamps records"):  # The brokers of the model do, whatever the topic.
+        world.result_of(fill)
+    assert [entry.value for entry in run.log("evals").entries] == [value]
