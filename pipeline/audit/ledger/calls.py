@@ -147,7 +147,7 @@ class CallRecords:
         if any(begins.values()) or not (self._unseen or self._open_episodes()):
             self._follows = {p: max(end, self._follows.get(p, 0)) for p, end in ends.items()}
         else:
-            self._look_up()
+            self._look_up(ends)
 
     def sum_up(self, result: Ledger) -> None:
         """Add the calls, and contradictions about them, to a ledger."""
@@ -197,14 +197,18 @@ class CallRecords:
     def _open_episodes(self) -> set[str]:
         return {session.episode for fold in self._book.folds.values() for session in fold.open.values()}
 
-    def _look_up(self) -> None:
-        """Look for the rollouts that sessions name; remember rollouts of open episodes that no session names yet."""
+    def _look_up(self, ends: Mapping[int, int]) -> None:
+        """Look for the rollouts that sessions name; remember rollouts of open episodes that no session names yet.
+
+        Rollouts from `ends` on are looked at again by the next call, which knows the sessions that began meanwhile.
+        """
         episodes = self._open_episodes()
         messages = read_to_end(self._kafka, self._rollouts, start=dict(self._follows), isolation="read_uncommitted")
         for message in messages:
             if message.offset < self._follows.get(message.partition, 0):
                 continue
-            self._follows[message.partition] = message.offset + 1
+            if message.offset < ends[message.partition]:
+                self._follows[message.partition] = message.offset + 1
             if codec.kind_of(message.value) != "Rollout":
                 continue
             with suppress(RecordError):  # Grouping reports invalid records.

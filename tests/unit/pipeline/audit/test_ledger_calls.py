@@ -1,21 +1,36 @@
 """The ledger's book of calls: each call has one fate."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.calls import FATES, CallBook
+from rollstream.pipeline.audit.ledger.calls import FATES, CallBook, CallRecords
 from rollstream.pipeline.tools.ledger import calls_text
+from rollstream.topics.codec import encode
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.keys import encode_key
 from rollstream.topics.records import ModelCall, SessionEvent
+from tests.simulation.installation import World, installed
+from tests.simulation.partition_log import Entry
+from tests.support.modelled_run import KAFKA, RUN, ModelledRun
 from tests.unit.producers.gateway.test_sessions import START, call, event
 
 RECORDS = st.lists(
     st.sampled_from(["start", "reward", "end", "failed", "mark", "finished", "cancelled", "call", "again", "unfit"]),
     max_size=12,
 )
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    with installed(world):
+        yield world
 
 
 def record(kind: str, number: int, session: str) -> ModelCall | SessionEvent:
@@ -61,3 +76,32 @@ def test_people_read_fates_and_reasons() -> None:
     assert "dropped: retried" in text
     assert "cancelled: no model call was made" in text
     assert "late" not in text
+
+
+def test_a_session_that_begins_and_ends_between_the_readings_of_calls_and_rollouts_is_not_accused(
+    world: World,
+) -> None:
+    run, session = ModelledRun(world), "g.1"
+
+    def write(kind: str, name: str) -> None:
+        run.write("calls", encode_key("env", name), encode(record(kind, 0, name)))
+
+    write("start", "g.0")  # It is open, so the rollouts are read, too.
+    log = run.log("rollouts")
+    visible = log.visible
+
+    def live_first(start: int, most: int, committed: bool) -> tuple[list[Entry], int]:
+        log.visible = visible  # type: ignore[method-assign]
+        write("start", session)
+        run.write("rollouts", encode_key("env", session), encode(example_rollout(session)))
+        write("finished", session)
+        return visible(start, most, committed)
+
+    records = CallRecords(KAFKA, RUN)
+    log.visible = live_first  # type: ignore[method-assign]
+    for _ in range(3):
+        ends, book = {0: log.end}, Ledger()
+        world.result_of(lambda ends=ends: records.read(ends))
+        world.result_of(lambda book=book: records.sum_up(book))
+        assert book.problems == []
+    assert book.calls["sessions"] == 2
