@@ -127,10 +127,9 @@ class UnlabelledPartition:
                 for (kind, o), times in sorted(self.times.items())
                 if kind == fact and (self.position is None or o < self.position)
             ]
-        if self.position is None and (labeled.total or lettered.total):
-            problems.append(
-                " was labeled, but no position is committed: commit it again with `rollstream label recover`"
-            )
+        if self.position is None and (labeled.total or lettered.total or self.begin):
+            why = "was labeled" if labeled.total or lettered.total else f"begins at offset {self.begin}"
+            problems.append(f" {why}, but no position is committed: commit it again with `rollstream label recover`")
         return problems
 
 
@@ -246,8 +245,8 @@ def _positions(
             places = hidden.places("trajectories") or f"the offsets of group {labeling_group}"
             result.undecide("how far labeling has read unlabelled", places)
     for number, (begin, _end) in bounds.items():
-        read = max(0, committed[number].offset) if number in committed else 0
-        if committed and begin > read:
+        read = committed[number].offset if number in committed else -1
+        if 0 <= read < begin:
             result.problem(
                 f"unlabelled[{number}] begins at offset {begin}, and group {labeling_group} has read up to "
                 f"{read}: {begin - read} offsets were deleted unread"

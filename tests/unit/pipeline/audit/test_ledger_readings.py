@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from rollstream.pipeline.audit.ledger.proof import Books, ledger
+from tests.simulation.group_coordinator import Committed
 from tests.simulation.installation import World, installed
 from tests.simulation.partition_log import Entry
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
@@ -47,3 +48,25 @@ def test_a_prune_while_the_ledger_reads_is_no_loss(world: World, after: str, rea
     assert (book.batches, book.batched) == ((5, 20) if read_before else (4, 16))
     whole = world.result_of(lambda: ledger(KAFKA, RUN))
     assert (whole.problems, whole.batched, whole.pruned) == ([], book.batched, book.pruned)
+
+
+@pytest.mark.parametrize(
+    ("position", "problem"),
+    [
+        (-1001, "begins at offset 2, but no position is committed: commit it again with `rollstream label recover`"),
+        (0, "begins at offset 2, and group modelled.labeller has read up to 0: 2 offsets were deleted unread"),
+        (2, None),
+    ],
+)
+def test_labels_that_were_pruned_count_as_lost_only_if_a_position_on_record_says_so(
+    world: World, position: int, problem: str | None
+) -> None:
+    run = ModelledRun(world)
+    for _ in range(3):
+        run.write("unlabelled", b"[]", b"value")
+    run.log("unlabelled").begin = 2
+    if position >= 0:
+        place = f"{RUN}.unlabelled", 0
+        run.cluster.groups[f"{RUN}.labeller"].offsets[place] = Committed(position, f"id {position} 0 0 0 0")
+    book = world.result_of(lambda: ledger(KAFKA, RUN))
+    assert [text.partition(" ")[2] for text in book.problems] == ([problem] if problem else [])
