@@ -19,14 +19,17 @@ from rollstream.topics.keys import decode_key
 from rollstream.topics.records import JournalRecord, batch_numbers
 
 
-def check_complete(store: Store, manifest: ArchiveManifest) -> None:
-    """Raise StateRefused unless the archive reaches as far in `rollouts` and `batches` as its journals say.
+def check_complete(store: Store, manifest: ArchiveManifest, *, incomplete: bool = False) -> None:
+    """Raise StateRefused unless the archive reaches as far in `rollouts` and `batches` as its journals say, or, if
+    `incomplete` is permitted, unless it holds topics.
 
     Reads the last files of these topics. Raises as `records` does.
     """
     topics, remedy = manifest.topics, f"run `rollstream archive --run {manifest.run}` to complete it, then restore it"
     if "rollouts" not in topics:
         raise StateRefused(f"the archive of run {manifest.run} in {store.url} holds no topics yet; {remedy}")
+    if incomplete:
+        return
     for p in sorted(topics["journal"].position) if {"journal", "batches"} <= topics.keys() else ():
         journal = _last_record(store, manifest, p)
         if journal is None:
@@ -41,7 +44,7 @@ def check_complete(store: Store, manifest: ArchiveManifest) -> None:
             continue
         raise StateRefused(
             f"the archive of run {manifest.run} in {store.url} is incomplete: when the last record of journal[{p}] was "
-            f"written, {lacking}; {remedy}"
+            f"written, {lacking}; {remedy}, or, if its brokers are gone for good, restore what it has with --incomplete"
         )
 
 

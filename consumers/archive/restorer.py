@@ -60,13 +60,15 @@ def restore(
     manifest: ArchiveManifest,
     into: str,
     progress: Callable[[int, int], None] = lambda _done, _all: None,
+    *,
+    incomplete: bool = False,
 ) -> int:
     """Create the topics of run `into`, fill them, and return the number of records.
 
-    Raises StateRefused if the archive is incomplete, a topic of the run exists, or another process writes to it.
+    Raises StateRefused if the archive is incomplete, unless `incomplete` permits that, a topic of the run exists, or another process writes to it.
     """
     clients.check_broker(kafka)
-    check_complete(store, manifest)
+    check_complete(store, manifest, incomplete=incomplete)
     partitions = len(manifest.topics["rollouts"].position)
     shape = replace(topics, partitions=partitions)
     existing = [description.topic for description in provisioning.describe(kafka, into)]

@@ -20,6 +20,11 @@ def register(parser: argparse.ArgumentParser) -> None:
         parser, show_restore, example="rollstream restore .rollstream/archive --run main --into again", json=True
     )
     parser.add_argument("archive", metavar="ARCHIVE", help="path or URL of the archive; --run names a run in it")
+    parser.add_argument(
+        "--incomplete",
+        action="store_true",
+        help="restore an archive whose last pass was cut short; the ledger of the run then names what it lacks",
+    )
     parser.add_argument("--into", required=True, metavar="RUN", help="the run whose topics are created")
 
 
@@ -29,7 +34,7 @@ def show_restore(config: RunConfig, args: argparse.Namespace) -> int:
     current = current_manifest(store, config.run)
     began = time.monotonic()
     with progress("records") as show:
-        records = restore(config.kafka, config.topics, store, current, args.into, show)
+        records = restore(config.kafka, config.topics, store, current, args.into, show, incomplete=args.incomplete)
     result: Mapping[str, Any] = {
         "archive": store.url,
         "run": args.into,
