@@ -33,7 +33,7 @@ TOPICS = ("rollouts", "batches", "batch-index", "journal", "dead-letters", "poli
 
 
 def test_a_restore_that_takes_long_is_reported_until_the_process_is_ready(world: World) -> None:
-    cluster, stop, said = world.begin(), threading.Event(), list[str]()
+    cluster, stop, lines = world.begin(), threading.Event(), list[str]()
     for name in TOPICS:
         cluster.create(f"run.{name}", 1)
     [journal] = cluster.topics["run.journal"]
@@ -49,19 +49,19 @@ def test_a_restore_that_takes_long_is_reported_until_the_process_is_ready(world:
             GROUPER,
             0,
             stop,
-            on_ready=lambda: said.append("ready"),
-            on_progress=lambda progress: said.append(f"{progress} at {world.scheduler.now_s}"),
+            on_ready=lambda: lines.append("ready"),
+            on_progress=lambda progress: lines.append(f"{progress} at {world.scheduler.now_s}"),
         )
 
     process = world.scheduler.spawn(Process("group-0"), "group-0", work)
     try:
-        world.scheduler.run(lambda: len(said) >= 3)
+        world.scheduler.run(lambda: len(lines) >= 3)
         journal.mark(cluster.now_ms, 7, commit=False)
-        world.scheduler.run(lambda: "ready" in said)
-        reports = said[: said.index("ready")]
+        world.scheduler.run(lambda: "ready" in lines)
+        reports = lines[: lines.index("ready")]
         due_s = world.scheduler.now_s + 20
         world.scheduler.run(lambda: world.scheduler.now_s > due_s)
-        assert said == [*reports, "ready"], "nothing is reported afterwards"
+        assert lines == [*reports, "ready"], "nothing is reported afterwards"
         begin = "restoring partition 0, one of 1 to restore: 0 of 1 records of the journal, 0 of 0 rollouts at "
         assert all(report.startswith(begin) for report in reports[1:])
         times = [float(report.rpartition(" ")[2]) for report in reports]
