@@ -65,8 +65,8 @@ def restore(
 ) -> int:
     """Create the topics of run `into`, fill them, and return the number of records.
 
-    Raises StateRefused if the archive is incomplete, unless `incomplete` permits that, if a topic of the run exists, or if
-    another process writes to it.
+    Raises StateRefused if the archive is incomplete, unless `incomplete` permits that, if a topic of the run exists, or
+    if another process writes to it.
     """
     clients.check_broker(kafka)
     check_complete(store, manifest, incomplete=incomplete)

@@ -70,6 +70,8 @@ class SupervisedRole:
         """Identity of its process, or None if it no longer runs."""
         if isinstance(self.process, AdoptedProcess):
             return self.process.identity if is_running(self.process.identity) else None
+        if isinstance(self.process, Unstarted):
+            return None
         return identify(self.process.pid)
 
     def kill_group(self) -> None:
@@ -77,6 +79,8 @@ class SupervisedRole:
         if isinstance(self.process, AdoptedProcess):
             kill_group(self.process.identity)
             return
+        if isinstance(self.process, Unstarted):
+            return  # Its id, 0, would name the group of this process.
         # Nobody else can have the id, because this process has not been reaped.
         with suppress(ProcessLookupError, PermissionError):  # macOS answers EPERM for a group of zombies
             os.killpg(self.process.pid, signal.SIGKILL)
