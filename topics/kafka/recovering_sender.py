@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _SLICE_S = 1.0
 """Longest time for which a flush does not look whether the producer is stranded."""
 _REPORTS_S = 5.0
-_LEAST_LIFE_S = 5.0
+LEAST_LIFE_S = 5.0
 """Least time for which a producer is kept after a fatal error, so that a cause that lasts costs few connections."""
 _PURGED = KafkaError._PURGE_QUEUE, KafkaError._PURGE_INFLIGHT
 
@@ -53,7 +53,7 @@ class RecoveringSender(Sender):
         """Producers that were replaced and have reports left."""
         self._examination: threading.Thread | None = None
         self._heard, self._failing = time.monotonic(), False
-        self._renew_s = time.monotonic() + _LEAST_LIFE_S
+        self._renew_s = time.monotonic() + LEAST_LIFE_S
         super().__init__(self._new_producer(), remedy=remedy, on_failure=on_failure)
 
     def _enqueue(self, *record: Any, **options: Any) -> None:
@@ -124,7 +124,7 @@ class RecoveringSender(Sender):
         self._producer = self._new_producer()
         self._fatal, self._acknowledged = None, False
         self._heard = time.monotonic()
-        self._renew_s = self._heard + _LEAST_LIFE_S
+        self._renew_s = self._heard + LEAST_LIFE_S
         self._check.clear()
 
     def _reports_left(self, timeout_s: float = 0.0) -> int:

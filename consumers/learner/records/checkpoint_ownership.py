@@ -14,7 +14,7 @@ from rollstream.topics.errors import Fenced
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-_PATIENCE_S = 90.0
+PATIENCE_S = 90.0
 """Less than supervisor.ready_timeout_s, because the learner reports no progress meanwhile."""
 _POLL_S = 0.1
 
@@ -29,7 +29,7 @@ class CheckpointOwnership:
         self._id = uuid.uuid4().hex
 
     def take(self) -> DirectoryLock | None:
-        """Become the owner once no process is saving, or after `_PATIENCE_S`; return the lock, None without one. Raises
+        """Become the owner once no process is saving, or after `PATIENCE_S`; return the lock, None without one. Raises
         StoreError if the file cannot be written."""
         lock = self._lock()
         try:
@@ -56,8 +56,8 @@ class CheckpointOwnership:
 
     def _lock(self) -> DirectoryLock | None:
         """Take the lock once it is free. A process that was suspended during a save may hold it for ever, so after
-        `_PATIENCE_S` this process goes on without it, as on a file system without locks."""
-        deadline, waits = time.monotonic() + _PATIENCE_S, False
+        `PATIENCE_S` this process goes on without it, as on a file system without locks."""
+        deadline, waits = time.monotonic() + PATIENCE_S, False
         while True:
             try:
                 return lock_directory(self._file.parent, self._file.name)

@@ -30,7 +30,7 @@ from rollstream.topics.heartbeats import beating_during
 from rollstream.topics.records import LearnerStep
 
 _MOST_NAMED = 5
-_SAVE_TIMEOUT_S = 24 * 3600
+SAVE_TIMEOUT_S = 24 * 3600
 """Seconds after which a save fails: far more than a slow store needs for a large model."""
 
 for _noisy in ("absl", "orbax"):
@@ -65,7 +65,7 @@ class Checkpoints:
         self._ownership = CheckpointOwnership(self.directory) if owner and local_lead else None
         self._releasing: threading.Thread | None = None
         lock = None if self._ownership is None else self._ownership.take()
-        self._async = ocp.AsyncOptions(timeout_secs=_SAVE_TIMEOUT_S)
+        self._async = ocp.AsyncOptions(timeout_secs=SAVE_TIMEOUT_S)
         self._manager = ocp.CheckpointManager(
             self.directory,
             options=ocp.CheckpointManagerOptions(
@@ -135,7 +135,7 @@ class Checkpoints:
                 yield
         except TimeoutError as error:  # an OSError
             raise CheckpointFailed(
-                f"no checkpoint could be written to {self.directory} within {_SAVE_TIMEOUT_S / 3600:g} h "
+                f"no checkpoint could be written to {self.directory} within {SAVE_TIMEOUT_S / 3600:g} h "
                 f"({brief(error)}); set learner.checkpoint.directory to a faster store; a restarted learner resumes "
                 f"from the newest checkpoint"
             ) from error

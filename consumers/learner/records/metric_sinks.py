@@ -128,7 +128,7 @@ class TopicSink:
 
     def __init__(self, kafka: KafkaConfig, run: str, learner: str, last_recorded_step: int) -> None:
         component = f"learn-{learner}"
-        self.last = _last_on_topic(kafka, run, component) if last_recorded_step >= 0 else -1
+        self.last = last_on_topic(kafka, run, component) if last_recorded_step >= 0 else -1
         self._writer = MetricsWriter(kafka, run, component, "learn")
 
     def write(self, step: LearnerStep) -> None:
@@ -143,7 +143,7 @@ class TopicSink:
         self._writer.close()
 
 
-def _last_on_topic(kafka: KafkaConfig, run: str, component: str) -> int:
+def last_on_topic(kafka: KafkaConfig, run: str, component: str) -> int:
     """Step of the component's newest record, -1 if there is none.
 
     Searches back from the end over growing distances: the topic holds the metrics of every process, and may be long.

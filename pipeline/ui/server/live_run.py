@@ -23,13 +23,13 @@ from rollstream.topics.kafka import topic_admin
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-_EVERY_S = 1.0
+EVERY_S = 1.0
 _CALLS_S = 5.0
 """Time between checks of the number of records of sessions."""
 _POLL_S = 0.2
 _LOOK_S = 10.0
 """Time between checks of whether an archive has grown."""
-_AGAIN_S = 5.0
+AGAIN_S = 5.0
 """Pause after an error of the brokers."""
 
 
@@ -116,7 +116,7 @@ class LiveRun:
                 event(logger, "run_not_read", level=logging.WARNING, run=self.name, error=str(error))
                 self._problem = str(error)
                 self._publish()
-                self._stop.wait(_AGAIN_S)
+                self._stop.wait(AGAIN_S)
 
     def _observer(self, log: ArchivedLog | None) -> RunObserver:
         config = self._config
@@ -144,7 +144,7 @@ class LiveRun:
                         return
             if time.monotonic() < due:
                 continue
-            due = time.monotonic() + _EVERY_S
+            due = time.monotonic() + EVERY_S
             if log is None:
                 self._count_calls()
             snapshot, before = observer.snapshot(NEWEST), self._snapshot

@@ -218,7 +218,7 @@ def test_the_error_of_a_producer_that_was_replaced_meanwhile_is_not_the_next_pro
 ) -> None:
     """One thread waits in a poll of the producer that gives up, while another thread replaces it."""
     brokers = Brokers(monkeypatch, silent_s=1000.0)
-    monkeypatch.setattr("rollstream.topics.kafka.recovering_sender._LEAST_LIFE_S", 0.0)
+    monkeypatch.setattr("rollstream.topics.kafka.recovering_sender.LEAST_LIFE_S", 0.0)
     brokers.sender = RecoveringSender(KafkaConfig(), on_failure=brokers.failures.append)
     gave_up, waits, replaced = brokers.producers[-1], threading.Event(), threading.Event()
     gave_up.reaches = False

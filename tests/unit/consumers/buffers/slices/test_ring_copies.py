@@ -4,7 +4,7 @@ import os
 import threading
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import pytest
@@ -86,11 +86,20 @@ def test_a_reader_on_another_machine_has_what_was_flushed_and_draws_no_other_row
             assert reader.size() > writer.size() * 15 // 16, "without the steps that are overwritten next"
 
 
-def test_a_reader_of_a_journal_does_not_depend_on_the_position_that_forked_processes_share(tmp_path: Path) -> None:
+def test_a_reader_of_a_journal_does_not_depend_on_the_position_that_forked_processes_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_file, opened = Path.open, list[IO[bytes]]()
+
+    def noted(path: Path, *args: Any, **options: Any) -> IO[bytes]:
+        opened.append(open_file(path, *args, **options))
+        return opened[-1]
+
     with ring(tmp_path) as writer:
         feed(writer, 0)
+        monkeypatch.setattr(Path, "open", noted)
         with closing(JournalFollower(journal_of(tmp_path))) as follower:
-            shared = follower._file.fileno()
+            shared = opened[-1].fileno()
             assert follower.read().records
             assert os.lseek(shared, 0, os.SEEK_CUR) == 0, "it does not move it either"
             os.lseek(shared, 5, os.SEEK_SET)

@@ -26,7 +26,7 @@ from rollstream.consumers.learner.training.objective import OptimizerConfig
 from rollstream.consumers.learner.training.train_step import TrainState, TrainStep
 from rollstream.consumers.models.config import DecoderConfig
 from rollstream.topics.errors import ConfigurationError, Fenced, StateRefused
-from rollstream.topics.heartbeats import HEARTBEATS
+from rollstream.topics.heartbeats import Heartbeats
 from rollstream.topics.records import BatchUse, LearnerStep, same
 from tests.support.waiting import eventually
 
@@ -82,17 +82,20 @@ def test_a_checkpoint_gives_back_what_was_saved(fresh: TrainState, tmp_path: Pat
 def test_who_waits_for_a_slow_disk_shows_that_the_learner_is_alive(
     fresh: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(HEARTBEATS, "_newest", {"training": -1e6})
+    now_s, finish = [0.0], ocp.CheckpointManager.wait_until_finished
+    heartbeats = Heartbeats(lambda: now_s[0])
+    heartbeats.beat("training")
+
+    def slow(manager: ocp.CheckpointManager) -> None:
+        eventually(lambda: not heartbeats.stuck(1e5), 60, "a beat")
+        finish(manager)
+
     with Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints:
         checkpoints.save(fresh, learner_position(0), {})
-        manager, finish = checkpoints._manager, checkpoints._manager.wait_until_finished
-
-        def slow() -> None:
-            monkeypatch.setattr(manager, "wait_until_finished", finish)
-            eventually(lambda: not HEARTBEATS.stuck(1e5), 60, "a beat")
-            finish()
-
-        monkeypatch.setattr(manager, "wait_until_finished", slow)
+        monkeypatch.setattr(checkpoints_module, "beating_during", heartbeats.during)
+        monkeypatch.setattr(ocp.CheckpointManager, "wait_until_finished", slow)
+        now_s[0] = 1e6
+        assert heartbeats.stuck(1e5)
         checkpoints.wait()
         assert checkpoints.steps == [0]
 
@@ -180,7 +183,7 @@ def test_a_learner_waits_for_the_save_of_the_one_before_it_which_saves_no_more(
 def test_a_save_that_never_ends_holds_up_no_learner_for_ever(
     fresh: TrainState, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_ownership, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(checkpoint_ownership, "PATIENCE_S", 0.2)
     config = CheckpointConfig(directory=str(tmp_path))
     unfinished = tmp_path / "run" / "default" / "40.orbax-checkpoint-tmp"
     unfinished.mkdir(parents=True)
@@ -191,15 +194,19 @@ def test_a_save_that_never_ends_holds_up_no_learner_for_ever(
         assert unfinished.exists(), "it may be written still"
 
 
-def test_a_save_that_takes_too_long_is_no_full_disk(tmp_path: Path) -> None:
-    assert ocp.AsyncOptions().timeout_secs < checkpoints_module._SAVE_TIMEOUT_S
+def test_a_save_that_takes_too_long_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def given_up(_manager: ocp.CheckpointManager) -> None:
+        raise TimeoutError("0 of 4")
+
+    assert ocp.AsyncOptions().timeout_secs < checkpoints_module.SAVE_TIMEOUT_S
     # Given up for real, a save would go on writing while the next tests run.
     with (
         Checkpoints(CheckpointConfig(directory=str(tmp_path)), "run", "default") as checkpoints,
-        pytest.raises(CheckpointFailed, match=r"within 24 h \(TimeoutError: 0 of 4\); .* faster store"),
-        checkpoints._writing(),
+        monkeypatch.context() as patched,
     ):
-        raise TimeoutError("0 of 4")
+        patched.setattr(ocp.CheckpointManager, "wait_until_finished", given_up)
+        with pytest.raises(CheckpointFailed, match=r"within 24 h \(TimeoutError: 0 of 4\); .* faster store"):
+            checkpoints.wait()
 
 
 def test_what_the_oldest_complete_checkpoint_needs_is_the_oldest_offset_of_its_buffer_or_its_position(

@@ -290,7 +290,7 @@ def test_the_last_step_on_metrics_is_searched_from_its_end(
         cluster = world.begin()
         cluster.create(topic, 1)
         log = cluster.topics[topic][0]
-        assert world.result_of(lambda: metric_sinks._last_on_topic(kafka, "main", "learn-a")) == -1
+        assert world.result_of(lambda: metric_sinks.last_on_topic(kafka, "main", "learn-a")) == -1
         for component, step in [
             *(("infer-0", 9),) * before,
             ("learn-a", 4),
@@ -299,5 +299,5 @@ def test_the_last_step_on_metrics_is_searched_from_its_end(
         ]:
             value = encode(Metrics(component=component, timestamp=0.0, step=step))
             log.append(0, encode_key(component), value, [], (7, log.end), 0, transactional=False)
-        assert world.result_of(lambda: metric_sinks._last_on_topic(kafka, "main", "learn-a")) == 5
+        assert world.result_of(lambda: metric_sinks.last_on_topic(kafka, "main", "learn-a")) == 5
     assert len(records) == read

@@ -50,8 +50,8 @@ def test_a_run_that_is_read_again_keeps_its_figures_meanwhile(monkeypatch: pytes
         assert await asyncio.to_thread(ended.wait, 60)
         live.close()
 
-    for name in ("_EVERY_S", "_AGAIN_S"):
-        monkeypatch.setattr(live_run, name, 0.0)
+    monkeypatch.setattr(live_run, "EVERY_S", 0.0)
+    monkeypatch.setattr(live_run, "AGAIN_S", 0.0)
     monkeypatch.setattr(live_run, "RunObserver", observer)
     monkeypatch.setattr(live_run.topic_admin, "bounds", lambda *_: {})
     asyncio.run(follow())
