@@ -151,7 +151,7 @@ def test_what_is_excluded_by_environment_worker_or_offset_leaves_and_stays_out(r
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     done = ran(run, "exclude", "--worker", "w0", "--timeout", "0.2")
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "run this again: until then, learners may train on excluded rollouts" in done.stderr
     assert {cast(ExcludedBatch, record).batch_id for record in run.read("control")} == {"0-0", "0-1"}
 
