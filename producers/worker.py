@@ -35,6 +35,7 @@ from rollstream.producers.rollout_outlet import RolloutOutlet
 from rollstream.producers.sampling import GroupSampling
 from rollstream.producers.worker_steering import WorkerSteering
 from rollstream.topics.errors import DeadlineExceeded, RecordError, RollstreamError
+from rollstream.topics.fates import clip
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata
@@ -432,7 +433,7 @@ class Worker:
             uids=tuple(uids),
             group_id=stamp.group_id,
             # An environment's error may be longer than a record.
-            reason=reason[:_REASON_LIMIT],
+            reason=clip(reason, _REASON_LIMIT),
             metadata=RolloutMetadata(worker_id=stamp.worker_id, timestamp=time.time()),
         )
         await _with_room(lambda: self._outlet.cancel(cancelled, timeout_s=0.0, on_delivery=on_delivery), timeout_s)
