@@ -9,8 +9,9 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
-from rollstream.topics.records import BatchIndexEntry, BatchUse
+from rollstream.topics.records import BatchUse
 from tests.simulation.installation import World, installed
+from tests.support.batches import index_entry
 from tests.support.waiting import eventually
 
 
@@ -74,18 +75,7 @@ def test_a_process_that_is_told_that_no_step_follows_ends() -> None:
 
 
 def test_a_record_that_is_no_entry_does_not_keep_the_index_of_a_drained_run_from_ending() -> None:
-    entry = BatchIndexEntry(
-        batch_id="0-0",
-        partition=0,
-        offset=0,
-        rollouts=1,
-        tokens=1,
-        trained_tokens=1,
-        lowest_version=0,
-        highest_version=0,
-        size_bytes=1,
-        digest="",
-    )
+    entry = index_entry(0)
     world = World()
     with installed(world):
         topic = topic_name("main", "batch-index")
