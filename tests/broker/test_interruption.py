@@ -20,6 +20,7 @@ from rollstream.pipeline.tools.top import follow
 from rollstream.topics.config import KafkaConfig
 from tests.support.interrupting import LIMIT_S, FairTime, assert_ends_at_once, await_listening
 from tests.support.producing import SortingGenerator, serving
+from tests.support.rounds import rounds
 from tests.support.runs import RealRun, rollout, with_batches
 from tests.support.waiting import eventually
 
@@ -63,8 +64,8 @@ def recorded(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def moments(few: int) -> list[object]:
-    """`few` moments in each run of the tests, and twenty in the long form."""
-    return [pytest.param(few, id="some"), pytest.param(20, id="20", marks=pytest.mark.long)]
+    """`few` moments in each run of the tests, and more in the long form."""
+    return [pytest.param(few, id="some"), pytest.param(rounds(6), id="more", marks=pytest.mark.long)]
 
 
 SEED = 7 if os.environ.get("CI") else random.SystemRandom().randrange(1_000_000)

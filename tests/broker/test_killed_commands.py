@@ -24,7 +24,7 @@ from tests.support.gateways import post
 from tests.support.steered_run import SteeredRun
 from tests.support.waiting import eventually
 
-OVERSEER, ALL = "overseer", "all"
+OVERSEER, SCALED, ALL = "overseer", "scaled", "all"
 GAME = '''
 """The more letters a reply has, the better."""
 
@@ -144,12 +144,15 @@ Proof = Callable[[], None]
 Strike = Callable[[], None]
 
 
+SCALES = ("env", "group", "infer", "gateway", "eval")
+
+
 def scale(run: CommandedRun, strike: Strike) -> Proof:
-    run.say("scale", "env=2", "group=2", "infer=2", "gateway=2", "eval=2")
+    run.say("scale", *(f"{role}=2" for role in SCALES))
     strike()
 
     def there() -> None:
-        run.await_processes(env=2, group=2, infer=2, gateway=2, eval=2)
+        run.await_processes(**dict.fromkeys(SCALES, 2))
         second = f"http://127.0.0.1:{run.values['gateway.port'] + 1}/rl/start_session"
         eventually(lambda: post(second, {"task_id": "t"})[0] in (200, 201), 300, "the second gateway answers")
 
@@ -297,7 +300,7 @@ CASES = [
     *((command, OVERSEER) for command in (scale, pause, resume, weigh, stop_at_step, drain, evaluate, roll_back)),
     (exclude, OVERSEER),
     *((command, ALL) for command in (scale, pause, stop_at_step, drain)),
-    *((scale, role) for role in ("env", "group", "infer", "gateway", "eval")),
+    (scale, SCALED),
     *((command, "env") for command in (pause, resume, weigh, drain)),
     *((command, "learn") for command in (stop_at_step, drain, roll_back, exclude)),
     *((command, "group") for command in (drain, exclude)),
@@ -336,7 +339,8 @@ def test_a_command_holds_over_a_kill_at_its_moment(
             run.kill() if victim == OVERSEER else run.kill_all()
             run.start()
         else:
-            run.kill_role(victim)
+            for role in SCALES if victim == SCALED else (victim,):
+                run.kill_role(role)
 
     command(run, strike)()
     if command not in ENDING:

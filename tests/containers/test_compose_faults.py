@@ -80,34 +80,36 @@ def test_faults_of_every_container_lose_and_repeat_nothing(local_images: str, ru
             await_work(run, agent, f"after round {number}")
 
 
-def test_a_broker_whose_disk_was_full_goes_on_once_there_is_room(
-    local_images: str, run_name: str, tmp_path: Path
-) -> None:
-    assert local_images
-    with small_disk(tmp_path, 256) as disk:
-        bound = {"driver": "local", "driver_opts": {"type": "none", "o": "bind", "device": str(disk)}}
-        with played(tmp_path, run_name, override={"volumes": {"broker": bound}}) as (run, agent):
-            with full(disk):
-                eventually(
-                    lambda: run.inspect("broker")["RestartCount"] >= 2, 600, "the broker to give up twice", every_s=1.0
-                )
-                assert "No space left on device" in run.log("broker")
-            await_work(run, agent, "with room again")
+def small_volume(stack: ExitStack, folder: Path) -> tuple[Path, dict[str, object]]:
+    """A disk of 256 MiB, and the volume of a compose file that is on it."""
+    folder.mkdir()
+    disk = stack.enter_context(small_disk(folder, 256))
+    return disk, {"driver": "local", "driver_opts": {"type": "none", "o": "bind", "device": str(disk)}}
 
 
-def test_a_learner_whose_disk_was_full_goes_on_once_there_is_room(
+def test_a_broker_and_a_learner_whose_disks_were_full_go_on_once_there_is_room(
     local_images: str, run_name: str, tmp_path: Path
 ) -> None:
-    """All roles share the volume that is filled; it holds the learner's checkpoints and the archive."""
+    """All roles share the second volume; it holds the learner's checkpoints and the archive."""
     assert local_images
-    with small_disk(tmp_path, 256) as disk:
-        bound = {"driver": "local", "driver_opts": {"type": "none", "o": "bind", "device": str(disk)}}
-        with played(
-            tmp_path, run_name, "--set=learner.checkpoint.every_steps=2", override={"volumes": {"run": bound}}
-        ) as (run, agent):
+    with ExitStack() as stack:
+        of_broker, broker_volume = small_volume(stack, tmp_path / "broker")
+        of_run, run_volume = small_volume(stack, tmp_path / "run")
+        volumes = {"volumes": {"broker": broker_volume, "run": run_volume}}
+        run, agent = stack.enter_context(
+            played(tmp_path, run_name, "--set=learner.checkpoint.every_steps=2", override=volumes)
+        )
+        for disk, role, reason in (
+            (of_broker, "broker", "No space left on device"),
+            (of_run, "learn", "rollstream: no checkpoint could be written to"),
+        ):
+            before = run.inspect(role)["RestartCount"]
             with full(disk):
                 eventually(
-                    lambda: run.inspect("learn")["RestartCount"] >= 2, 600, "the learner to give up twice", every_s=1.0
+                    lambda role=role, before=before: run.inspect(role)["RestartCount"] >= before + 2,
+                    600,
+                    f"{role} to give up twice",
+                    every_s=1.0,
                 )
-                assert "rollstream: no checkpoint could be written to" in run.log("learn")
-            await_work(run, agent, "with room again")
+                assert reason in run.log(role)
+            await_work(run, agent, f"with room again for {role}")

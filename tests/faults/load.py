@@ -39,7 +39,7 @@ class Load:
         self._run, self._rng, self._rate, self._window = run, random.Random(seed), rollouts_per_s, window
         self._stop = threading.Event()
         self._failures: list[str] = []
-        # Under thirty kills on a busy machine a record waits for minutes, which is no loss.
+        # Under repeated kills on a busy machine a record waits for minutes, which is no loss.
         self._producer = clients.producer(run.kafka, **{"delivery.timeout.ms": 900_000})
         self._thread = threading.Thread(target=self._send_all, name="load")
 

@@ -28,6 +28,7 @@ from tests.faults.conftest import SESSION_S, make_run
 from tests.faults.groupers import TRANSACTION_S, Supervised, await_logged, await_restored, grouper
 from tests.faults.load import Load
 from tests.faults.promises import assert_promises, settle, stop
+from tests.support.rounds import rounds
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -68,15 +69,14 @@ def kill_at_random(run: RealRun, kills: int, seed: int, protocol: str) -> None:
     assert_promises(run, load)
 
 
-@pytest.mark.parametrize("protocol", ["classic", pytest.param("consumer", marks=pytest.mark.long)])
-def test_killing_groupers_at_random_moments_loses_and_repeats_nothing(fault_run: RealRun, protocol: str) -> None:
-    kill_at_random(fault_run, 4, SEED, protocol)
+def test_killing_groupers_at_random_moments_loses_and_repeats_nothing(fault_run: RealRun) -> None:
+    kill_at_random(fault_run, 4, SEED, "classic")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
-def test_killing_groupers_twenty_times_loses_and_repeats_nothing(fault_run: RealRun, protocol: str) -> None:
-    kill_at_random(fault_run, 20, random.randrange(2**32), protocol)
+def test_killing_groupers_again_and_again_loses_and_repeats_nothing(fault_run: RealRun, protocol: str) -> None:
+    kill_at_random(fault_run, rounds(7), random.randrange(2**32), protocol)
 
 
 @pytest.mark.long
@@ -359,8 +359,10 @@ def test_killing_the_broker_under_load_loses_and_repeats_nothing(fault_run: Real
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_killing_the_broker_thirty_times_loses_and_repeats_nothing(fault_run: RealRun, breakable: LocalBroker) -> None:
-    kill_the_broker(fault_run, breakable, 30)
+def test_killing_the_broker_again_and_again_loses_and_repeats_nothing(
+    fault_run: RealRun, breakable: LocalBroker
+) -> None:
+    kill_the_broker(fault_run, breakable, rounds(8))
 
 
 @pytest.fixture

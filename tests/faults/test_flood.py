@@ -18,7 +18,7 @@ from tests.support.flood import GROUP_SIZE, Flood
 from tests.support.runs import RealRun
 
 SEED = int(os.environ.get("FLOOD_SEED", "1"))
-RECORDS = int(os.environ.get("FLOOD_RECORDS", "300000"))
+RECORDS = int(os.environ.get("FLOOD_RECORDS", "100000"))
 MOST_MIB = 300
 """Most memory of a grouping process, however far behind it is: one of four partitions had 184 MiB at 500,000."""
 

@@ -26,6 +26,7 @@ from tests.faults.promises import assert_promises, settle
 from tests.support.faulty_network import DOWN, FINE, UP, Weather
 from tests.support.linked_broker import LinkedBroker, linked_broker
 from tests.support.own_network import dropping, own_network
+from tests.support.rounds import rounds
 from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
 from tests.support.shifted_clock import ShiftedClock
 from tests.support.waiting import eventually
@@ -142,7 +143,7 @@ def test_grouping_that_hears_nothing_of_the_broker_loses_and_repeats_nothing(
     linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
 ) -> None:
     with behind_links(linked, run_name, tmp_path, kafka__transaction_timeout_s=TRANSACTION_S) as (run, groupers, load):
-        for _ in range(2):
+        for _ in range(rounds(1)):
             load.await_more(100)
             with linked.links["grouping"].during(SILENT[weather]):
                 # Sessions end, and then transactions time out, in the middle of which some of the processes are.
@@ -164,7 +165,7 @@ def test_grouping_whose_packets_are_dropped_below_tcp_loses_and_repeats_nothing(
 ) -> None:
     settings = {"kafka__transaction_timeout_s": TRANSACTION_S}
     with behind_links(filtered, run_name, tmp_path, **settings) as (run, groupers, load):
-        for _ in range(2):
+        for _ in range(rounds(1)):
             load.await_more(100)
             with dropping(filtered.links["grouping"].port):
                 eventually(lambda: members(run) == 0, 60, "every session ended", every_s=0.2)
@@ -201,7 +202,7 @@ def test_workers_that_cannot_reach_the_broker_lose_and_repeat_nothing(
     linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
 ) -> None:
     with behind_links(linked, run_name, tmp_path) as (_, _, load):
-        for _ in range(3):
+        for _ in range(rounds(1)):
             load.await_more(100)
             with linked.links["workers"].during(SILENT[weather]):
                 eventually(passed(5.0), 60, "producers' requests wait", every_s=0.2)
