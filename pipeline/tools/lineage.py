@@ -12,6 +12,7 @@ from typing import Any
 
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
+from rollstream.pipeline.text_tables import printable
 from rollstream.pipeline.tools.looked_up_run import add_index_flag, view_of
 from rollstream.pipeline.tools.plain_values import compact, decoded, tell, time_text
 from rollstream.pipeline.tools.run_view import SETTLED, Fate, RecordedRun, RolloutPlace, SearchableRun, StepUse
@@ -37,9 +38,9 @@ class LineageNode:
         return {"kind": self.kind, "name": self.name, **self.facts, **children}
 
     def lines(self, first: str = "", rest: str = "") -> Iterable[str]:
-        """Yield the tree as lines of text."""
+        """Yield the tree as lines of text, one for each node; what a terminal would obey is escaped."""
         facts = ", ".join(f"{name.replace('_', ' ')} {_text(value)}" for name, value in self.facts.items())
-        yield f"{first}{self.kind.replace('_', ' ')} {self.name}{': ' if facts else ''}{facts}"
+        yield first + printable(f"{self.kind.replace('_', ' ')} {self.name}{': ' if facts else ''}{facts}", keep="")
         for i, child in enumerate(self.children):
             last = i == len(self.children) - 1
             yield from child.lines(rest + ("└─ " if last else "├─ "), rest + ("   " if last else "│  "))

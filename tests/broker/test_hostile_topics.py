@@ -194,6 +194,8 @@ def test_an_export_names_the_versions_that_cannot_be_had_and_ends(
     [
         *("show hostile8-0", "show hostile11-0", "dlq ls", "dlq show", "top --once", "ledger --by env"),
         *("cat rollouts", "cat rollouts --json", "cat dead-letters -f %k:%h:%s\\n", "cat metrics"),
+        *("lineage --rollout hostile8-0", f"lineage --step {hostile.HUGE}", f"lineage --policy {hostile.HUGE}"),
+        "prune --dry-run --keep-batches 0",
     ],
 )
 def test_nothing_in_a_record_is_obeyed_by_a_terminal(run: Planted, words: str) -> None:
@@ -210,7 +212,7 @@ def test_nothing_in_a_record_is_obeyed_by_a_terminal(run: Planted, words: str) -
     obeyed = [c for c in text + errors if c not in "\r\n\t" and unicodedata.category(c) in ("Cc", "Cf")]
     assert obeyed == []
     assert "\x1b[31m" not in shown.decode()
-    if words.startswith(("show hostile", "cat rollouts", "cat metrics")):
+    if words.startswith(("show hostile", "lineage", "cat rollouts", "cat metrics")):
         assert r"\u001b[31m\u202e" in text, "it is spelt out"
 
 

@@ -105,6 +105,14 @@ def test_a_tree_is_drawn_with_each_branch_under_its_own() -> None:
     assert tree.as_dict()["children"][0]["children"] == [{"kind": "c", "name": "3"}]
 
 
+def test_a_name_in_a_tree_is_not_obeyed_by_a_terminal_and_adds_no_line() -> None:
+    tree = LineageNode("rollout", "a\x1b[31m\u202e", {"environment": "e\nstep main/7"}, [LineageNode("drop", "\x07")])
+    assert list(tree.lines()) == [
+        r"rollout a\u001b[31m\u202e: environment e\u000astep main/7",
+        r"└─ drop \u0007",
+    ]
+
+
 @given(st.lists(st.tuples(st.floats(-3, 3), st.floats(-1, 1)), min_size=1), st.integers(0, 100))
 def test_advantages_of_partitions_add_up(values: list[tuple[float, float]], cut: int) -> None:
     whole, first, second = AdvantageStatistics(), AdvantageStatistics(), AdvantageStatistics()
