@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from rollstream.consumers.grouping.config import EXCLUSIONS, GroupingConfig
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import command_text, table
+from rollstream.pipeline.text_tables import command_text, printable, table
 from rollstream.pipeline.tools.exclusion_marks import (
     Exclusion,
     check_environments,
@@ -168,7 +168,7 @@ def _print(
             "no policy version is affected yet" if first is None else f"policy versions {first} and later are affected"
         )
         steps = "1 step" if len(learner["steps"]) == 1 else f"{len(learner['steps'])} steps"
-        print(f"\nlearner {learner['learner']} trained on them in {steps}; {since}")
+        print(f"\nlearner {printable(learner['learner'])} trained on them in {steps}; {since}")
     flags = " ".join(f"--set '{name}={json.dumps(value)}'" for name, value in settings.items())
     print(f"\na replay without them:\n{command_text(f'rollstream replay --run {config.run} {flags}')}")
     if not args.dry_run:

@@ -236,7 +236,7 @@ def plan_text(
     last_steps: Mapping[str, LastStep] | None = None,
     skipped: Sequence[str] = (),
 ) -> str:
-    """Return a table of deletions and of reasons to keep later records.
+    """Return a table of deletions and of reasons to keep later records; what a terminal would obey is escaped.
 
     `last_steps` and `skipped` are those of `Positions`.
     """
@@ -264,7 +264,7 @@ def plan_text(
     if skipped:
         lines.append(f"{len(skipped)} records could not be read and were ignored, the first: {skipped[0]}")
     total = sum(row["offsets"] for row in rows)
-    return "\n".join([*lines, f"{total:,} offsets {'would be' if dry_run else 'were'} deleted"])
+    return printable("\n".join([*lines, f"{total:,} offsets {'would be' if dry_run else 'were'} deleted"]))
 
 
 def delete(kafka: KafkaConfig, run: str, deletions: Sequence[Deletion]) -> None:

@@ -26,7 +26,7 @@ from rollstream.pipeline.rescoring.corrected_fold import (
 )
 from rollstream.pipeline.rescoring.rescorer import ScoredRun, rescore
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
-from rollstream.pipeline.text_tables import command_text, table
+from rollstream.pipeline.text_tables import command_text, printable, table
 from rollstream.pipeline.tools.plain_values import compact, tell
 from rollstream.pipeline.tools.run_view import RunView
 from rollstream.producers.verifier_pool import VerifierPool
@@ -197,7 +197,10 @@ def _fork_command(config: RunConfig, args: argparse.Namespace, step: int) -> tup
 
 
 def rescoring_text(report: RescoringReport, run: str) -> str:
-    """Return tables of rewards, groups and steps, and how to continue from the last clean step."""
+    """Return tables of rewards, groups and steps, and how to continue from the last clean step.
+
+    Names from records are escaped where a terminal would obey them.
+    """
     corrected = report.corrected
     rows = [(name, *changes.as_dict().values()) for name, changes in sorted(corrected.rewards.environments.items())]
     columns = ("environment", "rescored", "changed", "failed", "reward before", "after", "largest difference")
@@ -215,7 +218,7 @@ def rescoring_text(report: RescoringReport, run: str) -> str:
         table(("groups", ""), groups),
     ]
     for learner in report.learners:
-        lines += ["", *_learner_lines(learner)]
+        lines += ["", *map(printable, _learner_lines(learner))]
     return "\n".join([*lines, *_way_on(report)])
 
 

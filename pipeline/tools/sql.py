@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import io
 import json
 import sys
 from collections import Counter
@@ -16,7 +17,7 @@ from rollstream.consumers.archive.tables import SCHEMAS
 from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.command_parser import set_handler
 from rollstream.pipeline.config import RunConfig
-from rollstream.pipeline.text_tables import table
+from rollstream.pipeline.text_tables import printable, table
 from rollstream.pipeline.tools.archive import place_of
 from rollstream.pipeline.tools.plain_values import compact
 from rollstream.topics.errors import ConfigurationError
@@ -52,9 +53,11 @@ def show_sql(config: RunConfig, args: argparse.Namespace) -> int:
     if args.json:
         print(compact([dict(zip(answer.columns, map(_plain, row), strict=True)) for row in answer.rows]))
     elif args.csv:
-        writer = csv.writer(sys.stdout, lineterminator="\n")
+        text = io.StringIO()
+        writer = csv.writer(text, lineterminator="\n")
         writer.writerow(answer.columns)
         writer.writerows(answer.rows)
+        sys.stdout.write(printable(text.getvalue()) if sys.stdout.isatty() else text.getvalue())
     else:
         print(table(answer.columns, [tuple(map(_shown, row)) for row in answer.rows]))
     return 0

@@ -172,7 +172,7 @@ def frame(s: RunSnapshot, width: int, height: int = LINES) -> Group:
     bottom.add_row(_panel(books, _books(s, half - 4)), _panel("dropped", _drops(s, width - half - 4)))
     tables = component_lines(s.components, height - LINES)
     components = [Text("\n".join(line.ljust(width) for line in tables), no_wrap=True)] if tables else []
-    stalled = f"stalled at {s.stalled_stage}: {s.stalled}"[:inner] if s.stalled else ""
+    stalled = printable(f"stalled at {s.stalled_stage}: {s.stalled}", keep="")[:inner] if s.stalled else ""
     return Group(
         _header(s, width),
         _panel(stalled, _flow(s, inner), width, below=_configuration(s)[:inner]),

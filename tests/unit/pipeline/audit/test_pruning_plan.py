@@ -30,6 +30,7 @@ from rollstream.pipeline.audit.pruning_plan import (
 )
 from rollstream.pipeline.audit.refold import beginnings
 from rollstream.pipeline.cli import main
+from rollstream.pipeline.text_tables import printable
 from rollstream.pipeline.tools.prune import plan_text, rows_of
 from rollstream.topics.catalogue import PRUNED
 from rollstream.topics.records import JournalRecord, SessionEvent
@@ -239,6 +240,14 @@ def test_the_plan_fits_80_columns_and_says_what_it_stops_at(monkeypatch: pytest.
     assert max(map(len, text[: 1 + len(rows)])) <= 80
     assert "learner of-a-run-with-a-long-name/and-a-long-name-itself: may still have to read these records" in text
     assert text[-1] == f"{60 + 55 + 5 + 6} offsets would be deleted"
+
+
+def test_no_name_in_the_plan_is_obeyed_by_a_terminal() -> None:
+    rows = rows_of(plan(one_partition(learners={"learner a\x1b[2J": 5}), keep_batches=3))
+    text = plan_text(rows, dry_run=True, skipped=("a record of b\u202e",))
+    assert r"learner a\u001b[2J: may still have to read these records" in text
+    assert r"the first: a record of b\u202e" in text
+    assert text == printable(text)
 
 
 @pytest.mark.parametrize("words", [["prune"], ["prune", "--keep-batches", "-1", "--yes"]])

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.pipeline.rescoring.consequences import LearnerConsequences
+from rollstream.pipeline.rescoring.corrected_fold import CorrectedPartition
 from rollstream.pipeline.rescoring.rescoring import Rescoring, rescoring_of
 from rollstream.pipeline.rescoring.reward_changes import RewardChanges
+from rollstream.pipeline.tools.rescore import RescoringReport, rescoring_text
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import RescoredRollout
@@ -91,3 +94,12 @@ def test_a_failure_keeps_the_reward_and_is_named_with_its_reason() -> None:
         {"uid": "u3", "at": "1:3", "before": 0.0, "after": 2.0},
     ]
     assert report["failures"] == [{"uid": "u2", "at": "1:2", "reason": "it hung"}]
+
+
+@pytest.mark.parametrize("unknown", [0, 1])
+def test_the_name_of_a_learner_in_the_report_is_not_obeyed_by_a_terminal(unknown: int) -> None:
+    learner = LearnerConsequences(
+        learner="a\x1b[2J", steps=3, unknown_steps=unknown, last_clean_step=3, last_clean_version=3
+    )
+    text = rescoring_text(RescoringReport(Rescoring("m:f", ""), 0, CorrectedPartition(), [learner]), "main")
+    assert r"learner a\u001b[2J: no step of 3" in text

@@ -168,6 +168,15 @@ def test_an_answer_is_a_table_or_csv(archive: Path, capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == "x,x\n1,2\n"
 
 
+@pytest.mark.parametrize(("terminal", "text"), [(True, r"a\u001b[2J"), (False, "a\x1b[2J")])
+def test_csv_is_not_obeyed_by_a_terminal_and_is_kept_as_it_is_in_a_file(
+    archive: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool, text: str
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    assert rollstream(archive, "select 'a' || chr(27) || '[2J' as x", "--csv") == 0
+    assert capsys.readouterr().out == f"x\n{text}\n"
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

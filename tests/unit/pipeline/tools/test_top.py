@@ -139,6 +139,11 @@ def test_names_in_titles_are_no_markup() -> None:
     assert any("paused: [/], [red]" in row for row in paused)
 
 
+def test_the_reason_of_drops_in_a_title_is_not_obeyed_by_a_terminal() -> None:
+    stalled = replace(MIDDLE, stalled_stage="grouping", stalled="all are dropped: late\x1b]0;x\x07")
+    assert r"─ stalled at grouping: all are dropped: late\u001b]0;x\u0007 ─" in shown(stalled, 120)[1]
+
+
 @pytest.mark.parametrize("snapshot", [MIDDLE, LARGE, RunSnapshot(run="x")], ids=["middle", "large", "nothing"])
 @pytest.mark.parametrize("width", [80, 97, 200])
 def test_a_frame_is_as_high_as_any_other_and_never_too_wide(snapshot: RunSnapshot, width: int) -> None:
