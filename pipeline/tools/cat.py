@@ -24,8 +24,8 @@ from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.kafka import clients
-from rollstream.topics.kafka.reader import Reader
-from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.kafka.reader import Reader, silence
+from rollstream.topics.kafka.records import KafkaRecord, Place
 from rollstream.topics.kafka.skipping_reader import records_around, records_between
 from rollstream.topics.records import GroupCancelled, JournalRecord, PolicyManifest, Rollout, TrainingBatch
 
@@ -131,7 +131,9 @@ def resolve(run: str, name: str) -> str:
 def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRecord]:
     """Yield the records of a span, in offset order within each partition.
 
-    Raises TopicError if the topic or position is missing, ConfigurationError for an invalid start.
+    Without `follow`, this ends at the ends that the partitions had at their first records, even while producers go on
+    writing. Raises TopicError if the topic or position is missing, ConfigurationError for an invalid start, and
+    BrokerUnavailable if a partition returns neither a record nor its end for kafka.patience_s, unless it is followed.
     """
     clients.check_broker(kafka)
     with Reader(kafka, fetch_wait_ms=50, isolation=span.isolation) as reader:
@@ -152,8 +154,12 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
                 starts[partition] = end
         reader.assign({(topic, p): starts[p] for p in numbers})
         pending = {(topic, p) for p in numbers}
+        first_ends: dict[Place, int] = {}
+        deadline = time.monotonic() + kafka.patience_s
         while pending:
-            records, ends = reader.poll(500, _POLL_S)
+            polled, ends = reader.poll(500, _POLL_S)
+            records = [record for record in polled if (topic, record.partition) in pending]
+            partitions_left = len(pending)
             for record in records:
                 if span.holds(record):
                     yield record
@@ -163,6 +169,13 @@ def messages(kafka: KafkaConfig, topic: str, span: ReadSpan) -> Iterator[KafkaRe
                 # The last offsets may hold no record: transaction markers and compaction leave gaps.
                 if not span.follow or (span.stop is not None and end >= span.stop):
                     pending.discard(place)
+            if not span.follow:
+                pending.difference_update(reader.passed_ends(pending, first_ends, records))
+                # Set after the records were yielded, because whoever prints them may pause for long.
+                if records or len(pending) < partitions_left:
+                    deadline = time.monotonic() + kafka.patience_s
+                elif time.monotonic() > deadline:
+                    raise silence(kafka, topic, pending, kafka.patience_s)
 
 
 def _left_out(kafka: KafkaConfig, topic: str, bounds: Mapping[int, tuple[int, int]]) -> dict[int, set[int]]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 
 from rollstream.pipeline.run.observer import RunObserver
+from rollstream.pipeline.tools.cat import ReadSpan, messages
 from rollstream.pipeline.tools.top import NEWEST
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients
@@ -65,6 +66,15 @@ def test_a_topic_that_is_written_to_all_the_time_is_read_to_its_end(run: RealRun
                 assert count < MOST
             assert before <= count
             assert before >= BEFORE
+
+
+def test_cat_prints_a_topic_that_is_written_to_all_the_time_to_its_end(run: RealRun) -> None:
+    with written_steadily(run) as topic:
+        count = 0
+        for _record in messages(run.kafka, topic, ReadSpan()):
+            count += 1
+            assert count < MOST
+        assert count >= BEFORE
 
 
 def test_a_follower_catches_up_with_a_topic_that_is_written_to_all_the_time(run: RealRun) -> None:

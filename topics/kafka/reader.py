@@ -400,15 +400,20 @@ def read_to_end(
             if polled.records or polled.ends:
                 deadline = time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
-                raise BrokerUnavailable(
-                    f"{topic} partitions {sorted(p for _topic, p in pending)} returned nothing for {timeout_s:g} s; "
-                    f"check that the broker at {config.bootstrap_servers} is up"
-                )
+                raise silence(config, topic, pending, timeout_s)
     finally:
         if reader is None:
             source.close()
         else:
             source.unassign()
+
+
+def silence(config: KafkaConfig, topic: str, places: Collection[Place], timeout_s: float) -> BrokerUnavailable:
+    """Return the error for partitions of a topic that returned neither a record nor their end for `timeout_s`."""
+    return BrokerUnavailable(
+        f"{topic} partitions {sorted(p for _topic, p in places)} returned nothing for {timeout_s:g} s; "
+        f"check that the broker at {config.bootstrap_servers} is up"
+    )
 
 
 def ends_of_records(
