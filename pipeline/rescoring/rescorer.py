@@ -24,6 +24,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeliveryError, RecordError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -62,8 +63,9 @@ def rescore(
 ) -> ScoredRun:
     """Score every rollout, up to the present end of the log, that the rescoring has not scored.
 
-    Raises ConfigurationError if the verifier cannot be imported, and DeliveryError if rewards could not be written.
-    Records already written stay, and another call continues after them.
+    All rewards are visible when this returns. Raises ConfigurationError if the verifier cannot be imported,
+    DeliveryError if rewards could not be written, and DeadlineExceeded if another transaction hides them for
+    kafka.patience_s. Records already written stay, and another call continues after them.
     """
     clients.check_broker(kafka)
     topic = topic_name(run, "rollouts")
@@ -88,6 +90,8 @@ def rescore(
             f"rewards of rescoring {rescoring.id} were not written ({error}); if no other rescoring of run {run} has "
             f"started, run it again: it goes on after the last reward on record"
         ) from error
+    # Markers of the last transaction may come late; until then its rewards would count as missing.
+    await_decided(kafka, topic_name(run, "rescores"), f"rewards of rescoring {rescoring.id} were written, but not used")
     progress(ends, ends)
     return ScoredRun(scored, {partition: end for partition, (_begin, end) in bounds.items()})
 

@@ -416,6 +416,8 @@ class _RunTarget:
     def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
         self._commit(report)
         self._producer.close()
+        # Markers of the last transaction may come late, and an open transaction of another writer hides our rollouts.
+        await_decided(self._kafka, self._topic, "the rollouts were written, but not counted")
         uids = Counter(rollout.uid for rollout in _migrated(self._kafka, self._topic))
         _count(uids, report, expected)
 

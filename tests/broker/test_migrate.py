@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections import Counter
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,12 @@ from confluent_kafka.admin import NewTopic
 
 from rollstream.consumers.buffers.groups.view import GroupStore
 from rollstream.pipeline.cli import main
+from rollstream.pipeline.tools import migrate as migrate_tool
 from rollstream.topics.avro_files import read_rollouts, write_rollouts
 from rollstream.topics.codec import encode, schemas, values_of
+from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin
+from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.records import Mark, OldMetadata, Rollout, RolloutBatch, TrainingBatch
 from rollstream.topics.rollout_batch_upcast import downcast, upcast
 from tests.support.runs import RealRun, rollout
@@ -205,3 +208,22 @@ def test_a_migration_that_is_killed_is_finished_by_the_next_and_doubles_nothing(
     assert report["total"]["read"] == report["total"]["in_target"] == 3840
     assert report["total"]["there_before"] >= 960
     assert len(uids(real_run)) == len(set(uids(real_run))) == 3840
+
+
+def test_rollouts_that_another_transaction_hides_at_first_are_counted(
+    real_run: RealRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_run.topics = TopicsConfig(partitions=1)
+    real_run.prepare()
+    write(real_run.directory / "old.avro", old_batch("a"))
+    with ExitStack() as foreign:
+
+        def decided(kafka: KafkaConfig, topic: str, doing: str) -> None:
+            foreign.close()
+            await_decided(kafka, topic, doing)
+            foreign.enter_context(real_run.open_transaction("rollouts"))
+
+        monkeypatch.setattr(migrate_tool, "await_decided", decided)
+        report = migrate(real_run, str(real_run.directory / "old.avro"))
+    assert report["complete"]
+    assert (report["total"]["written"], report["total"]["in_target"]) == (16, 16)

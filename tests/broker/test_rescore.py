@@ -10,8 +10,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +24,15 @@ from confluent_kafka import TopicPartition
 from rollstream.consumers.step_log import read_steps
 from rollstream.pipeline.rescoring.consequences import errors_of
 from rollstream.pipeline.rescoring.corrected_fold import CorrectionJob, correct_partition
-from rollstream.pipeline.rescoring.rescorer import rescore
+from rollstream.pipeline.rescoring.rescorer import rescore, rescored
 from rollstream.pipeline.rescoring.rescoring import rescoring_of
 from rollstream.producers.verifier_pool import VerifierPool
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import decode, encode
-from rollstream.topics.config import KafkaConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
+from rollstream.topics.kafka.skipped_records import SkippedRecords
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import (
     ExcludedBatch,
@@ -428,6 +431,33 @@ def test_rollouts_that_arrive_after_the_scoring_are_not_taken_for_right(real_run
     batches = [batch for job in jobs for batch in correct_partition(job).batches.values()]
     errors = errors_of((batch, ()) for batch in batches)
     assert (errors.rollouts, errors.wrong, errors.unknown) == (64, 32, 32)
+
+
+def test_rewards_are_used_once_no_other_transaction_hides_them(
+    real_run: RealRun, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_run.topics = TopicsConfig(partitions=1)
+    run = real_run.prepare()
+    (run.directory / "judge.py").write_text("def doubled(rollout):\n    return 2 * rollout.reward\n")
+    run.send(rollout("x", member) for member in range(4))
+    rescoring = rescoring_of(f"{run.directory / 'judge.py'}:doubled")
+    begun = threading.Event()
+    with VerifierPool(rescoring.verifier, processes=1) as pool, ExitStack() as foreign:
+
+        def opening(_done: int, _all: int) -> None:
+            if not begun.is_set():  # before any reward is written
+                foreign.enter_context(run.open_transaction("rescores"))
+                begun.set()
+
+        scoring = threading.Thread(target=rescore, args=(run.kafka, run.name, rescoring, pool, opening))
+        scoring.start()
+        eventually(lambda: "transaction_open" in caplog.text or not scoring.is_alive(), 120, "it waits or ends")
+        assert scoring.is_alive()
+        foreign.close()
+        scoring.join(300)
+        assert not scoring.is_alive()
+    skipped = SkippedRecords(logged=False)
+    assert len(list(rescored(run.kafka, run.name, rescoring.id, 0, skipped))) == 4
 
 
 def batches_of(run: RealRun, rollouts: int) -> list[TrainingBatch]:
