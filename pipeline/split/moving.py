@@ -19,6 +19,7 @@ from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import DeliveryError, RecordError
 from rollstream.topics.kafka import clients, provisioning, topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
+from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.sender import Delivery, Sender
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -97,15 +98,18 @@ def exclude_copies(config: RunConfig, after: RunConfig) -> GroupingConfig:
     return newest(partition_configurations(after.kafka, after.run, after.grouper))
 
 
-def carry_batches(config: RunConfig, after: RunConfig, split: RunSplit, start: int) -> RunSplit:
+def carry_batches(config: RunConfig, after: RunConfig, split: RunSplit, start: int, wait_s: float) -> RunSplit:
     """Copy the index entries at offset `start` and later to the index of the successor, exactly once.
 
     The batches stay where they are; each entry names the run of its batch. Returns the split with the entries' offsets.
+    Raises DeadlineExceeded if a transaction hides entries for longer than `wait_s`.
     """
     kafka = config.kafka
     known = splits_of(kafka, after.run).predecessor
     if known is not None and known.carried_from >= 0:
         return known
+    # No later call carries more over, so an entry that is hidden now would stay behind for good.
+    await_decided(kafka, topic_name(config.run, "batch-index"), "no batch was carried over", wait_s)
     entries = list(_entries(config, start))
     places: list[int] = []
 

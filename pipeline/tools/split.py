@@ -125,7 +125,7 @@ def split_run(
     moving.create(config, after, split)
     moved = moving.move_rollouts(config, after)
     after = replace(after, grouping=moving.exclude_copies(config, after))
-    placed = moving.carry_batches(config, after, split, learners.first_needed(config, carried))
+    placed = moving.carry_batches(config, after, split, learners.first_needed(config, carried), wait_s)
     positions = learners.carry_checkpoints(config, after, placed, carried)
     version = learners.carry_weights(config, after)
     moving.copy_decisions(config, after)

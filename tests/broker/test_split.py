@@ -344,6 +344,27 @@ def test_a_learner_goes_on_with_the_same_parameters_and_the_batches_it_had_yet_t
     assert old.balanced, old.problems
 
 
+def test_batches_behind_an_open_transaction_are_carried_over_once_it_ends(real_run: RealRun) -> None:
+    run = real_run
+    run.grouping = replace(run.grouping, batch_rollouts=4)
+    run.topics = TopicsConfig(partitions=1)
+    run.prepare()
+    run.start("group")
+    run.send(rollout("before", member) for member in range(4))
+    eventually(lambda: len(batched(run)) == 4, 60, "a batch")
+    into = f"{run.name}-2"
+    with run.open_transaction("batch-index"):
+        run.send(rollout("behind", member) for member in range(4))
+        eventually(lambda: len(batched(run)) == 8, 60, "a batch whose entry is hidden")
+        process = run.start("split", "--into", into, "--partitions", "2")
+        waits = f"{run.topic('batch-index')}[0] from offset"
+        eventually(lambda: waits in run.log_of(process) or process.poll() is not None, 120, "it waits or ends")
+    assert process.wait(120) == 0, run.log_of(process)
+    predecessor = splits_of(run.kafka, into).predecessor
+    assert predecessor is not None
+    assert predecessor.carried == 2
+
+
 def record(run: RealRun, step: int, position: int = 0, digest: str = "d", **fields: Any) -> None:
     """Write a step of learner `main`."""
     made = LearnerStep(
