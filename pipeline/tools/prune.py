@@ -9,7 +9,8 @@ import argparse
 import math
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -54,7 +55,7 @@ from rollstream.pipeline.tools.plain_values import compact, time_text
 from rollstream.topics.catalogue import PRUNED, name_in_run, topic_name
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, ConfigurationError, StateRefused
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable, ConfigurationError, StateRefused
 from rollstream.topics.forked_learners import forked_learners
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.groups import group_positions
@@ -409,15 +410,16 @@ def _learners(
     forked: dict[tuple[str, str], int] = {}
     for topic in (name for name in topic_names(kafka) if name.endswith(".steps")):
         owner = topic.removesuffix(".steps")
-        # Forks are read before steps, so that a learner that starts in the meantime is in one of the two.
-        forks = forked_learners(kafka, owner).items()
-        forked |= {(owner, name): fork.position for name, fork in forks if fork.input_run == run}
-        for _message, step in skipped.records(LearnerStep, read_to_end(kafka, topic)):
-            if owner not in publishers or publishers[owner].timestamp <= step.timestamp:
-                publishers[owner] = step
-            before = newest.get((owner, step.learner))
-            if step.input_run == run and (before is None or before.step <= step.step):
-                newest[owner, step.learner] = step
+        with _readable(owner, run):
+            # Forks are read before steps, so that a learner that starts in the meantime is in one of the two.
+            forks = forked_learners(kafka, owner).items()
+            forked |= {(owner, name): fork.position for name, fork in forks if fork.input_run == run}
+            for _message, step in skipped.records(LearnerStep, read_to_end(kafka, topic)):
+                if owner not in publishers or publishers[owner].timestamp <= step.timestamp:
+                    publishers[owner] = step
+                before = newest.get((owner, step.learner))
+                if step.input_run == run and (before is None or before.step <= step.step):
+                    newest[owner, step.learner] = step
     known = newest.keys() | forked.keys()
     retired = {owner: retired_learners(kafka, owner) for owner, _learner in known}
     gone = {(owner, learner) for owner, learner in known if learner in retired[owner]}
@@ -443,6 +445,22 @@ def _learners(
             step=step.step, time=step.timestamp, run=owner, replaced_by="" if publisher == learner else publisher
         )
     return positions, last_steps
+
+
+@contextmanager
+def _readable(owner: str, run: str) -> Iterator[None]:
+    """Name the remedy if another run's learners cannot be read: no rule of `run` grants that."""
+    try:
+        yield
+    except AccessDenied as error:
+        if owner == run:
+            raise
+        raise AccessDenied(
+            f"learners of run {owner} may still read batches of run {run}, but this client's user lacks a permission "
+            f"on {owner}.steps, which it sees, or on {owner}.control; grant it READ on both by hand, because no rule "
+            f"of run {run} does, or take away DESCRIBE on {owner}.steps if no learner of run {owner} trains on run "
+            f"{run}"
+        ) from error
 
 
 def _oldest_needed(folders: Iterable[Path]) -> int | None:

@@ -26,7 +26,7 @@ from tests.support.secured_broker import SecuredBroker, secured_broker
 from tests.support.waiting import eventually
 
 RUN, NEIGHBOUR = "governed", "neighbour"
-USERS = ("audit", "operate", "group")
+USERS = ("audit", "operate", "group", "prune")
 JUDGE = """
 def judge(rollout):
     return 1.0 - rollout.reward
@@ -277,3 +277,25 @@ def test_a_grouping_process_has_all_rights_that_a_drain_needs(governed: Governed
 def test_operators_of_one_run_see_and_change_nothing_of_another(governed: Governed) -> None:
     for words in ("ledger", "cat rollouts", "stop --at-step 7", "topics apply", "exclude --env env"):
         refusal(governed.said("operate", *words.split(), run=NEIGHBOUR), words)
+
+
+@pytest.mark.long
+def test_prune_needs_the_steps_and_the_control_of_another_run_whose_steps_it_sees(governed: Governed) -> None:
+    def grant(topic: str) -> None:
+        resource = {"type": "topic", "name": f"{NEIGHBOUR}.{topic}", "patternType": "literal"}
+        rule = {"resource": resource, "operations": ["Read"]}
+        governed.broker.admit({f"{RUN}-prune": "the password"}, [(f"{RUN}-prune", rule)])
+
+    def ends_with(code: int) -> "subprocess.CompletedProcess[str] | None":
+        answer = governed.said("prune", "prune", "--dry-run", "--keep-batches", "0")
+        return answer if answer.returncode == code else None
+
+    eventually(lambda: ends_with(0), 60, "a plan without the neighbour")
+    grant("steps")
+    answer = eventually(lambda: ends_with(2), 60, "a refusal")
+    assert answer is not None
+    refusal(answer, "prune")
+    assert f"grant it READ on both by hand, because no rule of run {RUN} does" in answer.stderr
+    assert "acls apply" not in answer.stderr
+    grant("control")
+    eventually(lambda: ends_with(0), 60, "a plan with the neighbour")
