@@ -58,7 +58,7 @@ class RunFacts:
     configuration: str
     """SHA-256 of the configuration that the processes of the run used; empty if this machine lacks its file."""
     model: Mapping[str, Any]
-    """Shape of the model, according to the newest manifest."""
+    """Shape of the model, according to the newest manifest; empty if its description is no JSON object."""
     parameters: int
     curves: Mapping[str, Curve]
     """Curves by their names on the page of a run."""
@@ -111,7 +111,7 @@ def facts_of(config: RunConfig, archive: str = "") -> RunFacts:
         learners=figures["learners"],
         environments=facets["environments"],
         configuration=_digest(config.run_dir / "run.toml"),
-        model=msgspec.json.decode(manifest.model) if manifest else {},
+        model=_shape(manifest.model) if manifest else {},
         parameters=sum(math.prod(tensor.shape) for tensor in manifest.tensors) if manifest else 0,
         curves={s["name"]: Curve(s["name"], s["x"], s["y"]) for s in figures["series"] if s["x"]},
         fates=facets["fates"],
@@ -176,6 +176,15 @@ def _newest_versions(db: sqlite3.Connection) -> list[VersionFacts]:
 def _newest_manifest(db: sqlite3.Connection) -> PolicyManifest | None:
     row = db.execute("select value from policies order by version desc limit 1").fetchone()
     return decode_as(PolicyManifest, row[0]) if row else None
+
+
+def _shape(text: str) -> Mapping[str, Any]:
+    """Return the description of a model; trainers may put any text there."""
+    with suppress(msgspec.DecodeError, RecursionError):
+        model = msgspec.json.decode(text)
+        if isinstance(model, dict):
+            return model
+    return {}
 
 
 def _spread(db: sqlite3.Connection) -> list[tuple[int, int, int]]:

@@ -189,6 +189,15 @@ def test_an_export_names_the_versions_that_cannot_be_had_and_ends(
     assert "Traceback" not in err
 
 
+def test_a_report_is_written_although_the_newest_manifest_describes_no_model(
+    run: Planted, capfd: pytest.CaptureFixture[str]
+) -> None:
+    page = run.run.directory / "report.html"
+    assert call(run, "report", "-o", str(page)) == 0, capfd.readouterr().err
+    assert capfd.readouterr().out.splitlines()[-1] == str(page)
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
+
+
 @pytest.mark.parametrize(
     "words",
     [

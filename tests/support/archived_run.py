@@ -17,6 +17,7 @@ from rollstream.topics.records import (
     InferenceMetadata,
     LearnerStep,
     Metrics,
+    PolicyManifest,
     Rollout,
     Turn,
 )
@@ -66,7 +67,14 @@ def step_of(number: int, learner: str = LEARNER, loss: float | None = None) -> L
     )
 
 
-def archive_run(root: Path, steps: int, extra_steps: Sequence[LearnerStep] = (), *, run: str = "main") -> None:
+def archive_run(
+    root: Path,
+    steps: int,
+    extra_steps: Sequence[LearnerStep] = (),
+    *,
+    run: str = "main",
+    policies: Sequence[PolicyManifest] = (),
+) -> None:
     """Archive what the run has appended since the last call, up to so many steps of its learner."""
     batches = []
     for number in range(steps):
@@ -85,6 +93,8 @@ def archive_run(root: Path, steps: int, extra_steps: Sequence[LearnerStep] = (),
         "steps": [(n * STEP_MS + 9000, step_of(n)) for n in range(steps)],
         "metrics": [(0, learn), *((3000 * n, record) for n, record in enumerate(infer) if 3000 * n < steps * STEP_MS)],
     }
+    if policies:
+        topics["policies"] = [(manifest.version * STEP_MS, manifest) for manifest in policies]
     topics["steps"] += [(steps * STEP_MS, step) for step in extra_steps]
     writer = ArchiveWriter(open_store(str(root)), run)
     for topic, records in topics.items():

@@ -232,7 +232,7 @@ def _steps() -> tuple[object, ...]:
 def _policies() -> tuple[object, ...]:
     odd = PolicyManifest(version=HUGE, learner=ODD, step=HUGE, epoch="", tensors=(), chunks=(), digest="")
     return (
-        replace(odd, created=math.nan),
+        replace(odd, created=math.nan, model="{"),
         replace(odd, version=-HUGE, created=math.inf, model="{"),
         replace(odd, version=7, created=-1e300),
     )

@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from rollstream.topics.records import LearnerStep
+from rollstream.pipeline.config import load
+from rollstream.pipeline.report.document import document
+from rollstream.pipeline.report.run_facts import facts_of
+from rollstream.topics.records import LearnerStep, PolicyManifest, Tensor
 from tests.support import archived_run
 from tests.support.archived_run import ROWS, archive_run
 from tests.support.command_line import answer_of
@@ -92,6 +95,20 @@ def test_hostile_texts_are_shown_and_do_nothing(tmp_path: Path, monkeypatch: pyt
     assert policy.startswith("default-src 'none'; style-src 'sha256-")
     assert "\x1b" not in raw
     assert "\N{RIGHT-TO-LEFT OVERRIDE}" not in raw
+
+
+@pytest.mark.parametrize(
+    ("model", "shape"),
+    [('{"layers": 2}', "; layers 2"), ("", ""), ("my-net-v2", ""), ("[1]", ""), ("null", ""), ("[" * 100_000, "")],
+)
+def test_a_model_described_by_any_text_has_a_report(tmp_path: Path, model: str, shape: str) -> None:
+    tensor = Tensor(name="kernel", dtype="<f4", shape=(2, 3), start=0, size_bytes=24, digest="")
+    manifest = PolicyManifest(
+        version=1, learner="default", step=0, epoch="", tensors=(tensor,), chunks=(), digest="", model=model
+    )
+    archive_run(tmp_path / "archive", 2, policies=[manifest])
+    facts = facts_of(load(flags=["run=main", f"data_dir={tmp_path}"]), str(tmp_path / "archive"))
+    assert f"<dd>6 parameters{shape}</dd>" in document(facts)
 
 
 def test_a_page_needs_nothing_from_elsewhere_and_names_what_verifies_it(tmp_path: Path) -> None:
