@@ -37,12 +37,14 @@ def read_index(kafka: KafkaConfig, run: str, skipped: SkippedRecords) -> Index:
     return index
 
 
-def read_carried_entries(kafka: KafkaConfig, run: str) -> list[BatchIndexEntry]:
+def read_carried_entries(kafka: KafkaConfig, run: str) -> Index:
     """Read the index entries of batches that a split carried over to a run; `entry.run` names the run that holds each
     batch. Entries that cannot be read are left to `read_index`, which counts them."""
-    skipped = SkippedRecords(logged=False)
-    entries = skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index")))
-    return [entry for _message, entry in entries if entry.run and not entry_problems(entry)]
+    skipped, carried = SkippedRecords(logged=False), Index()
+    for message, entry in skipped.records(BatchIndexEntry, read_to_end(kafka, topic_name(run, "batch-index"))):
+        if entry.run and not entry_problems(entry):
+            carried.setdefault(entry.batch_id, (message.offset, entry))
+    return carried
 
 
 def read_batches(

@@ -150,7 +150,7 @@ def carried_batches(view: RunView, exclusion: Exclusion) -> list[dict[str, Any]]
     if not (config.exclude_environments or config.exclude_workers):
         return []
     by_run: dict[str, list[BatchIndexEntry]] = {}
-    for entry in read_carried_entries(view.kafka, view.run):
+    for _offset, entry in read_carried_entries(view.kafka, view.run).values():
         by_run.setdefault(entry.run, []).append(entry)
     held = []
     for run, entries in by_run.items():

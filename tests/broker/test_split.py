@@ -343,6 +343,14 @@ def test_a_learner_goes_on_with_the_same_parameters_and_the_batches_it_had_yet_t
     old = ledger(run.kafka, run.name)
     assert old.balanced, old.problems
 
+    carried = after[2].uses[0].batch_id
+    report = ran(run, "lineage", "--batch", carried).stdout
+    assert f"carried over to run {three.name}" in report
+    assert f"step {after[2].learner}/2: " in report
+    assert f"of run {run.name}: offsets " in ran(three, "lineage", "--step", "2").stdout
+    refused = ran(three, "lineage", "--batch", carried)
+    assert (refused.returncode, f"look it up with --run {run.name}" in refused.stderr) == (2, True)
+
 
 def test_batches_behind_an_open_transaction_are_carried_over_once_it_ends(real_run: RealRun) -> None:
     run = real_run
