@@ -23,12 +23,15 @@ from rollstream.pipeline.tools.run_view import (
     RunView,
     SearchableRun,
     StepUse,
+    batch_on_log,
 )
 from rollstream.topics.errors import AccessDenied, ConfigurationError, RecordError, TopicError
 from rollstream.topics.fates import BATCHED, DROPPED, MOVED
 from rollstream.topics.offset_ranges import to_ranges
 from rollstream.topics.records import GroupCancelled, LearnerStep, Mark, PolicyManifest, Rollout, TrainingBatch
 from rollstream.topics.run_splits import moved_from
+
+_LOST = "a batch that the log does not hold where the index says"
 
 
 @dataclass
@@ -237,7 +240,8 @@ def step_lineage(view: SearchableRun, step: LearnerStep) -> LineageNode:
         code = {"code": use.code} if use.code else {}
         child = LineageNode("batch", use.batch_id, {"rows": use.rows, use.use: use.reason or "yes", **code})
         if step.input_run == view.run and view.entry(use.batch_id) is not None:
-            child.children.append(_sources(view.batch(use.batch_id)))
+            batch = batch_on_log(view, use.batch_id)
+            child.children.append(LineageNode("cut_from", _LOST) if batch is None else _sources(batch))
         elif step.input_run == view.run and use.batch_id in view.carried:
             child.children.append(_carried_sources(view, use.batch_id))
         node.children.insert(-1 if node.children else 0, child)
@@ -249,8 +253,12 @@ def policy_lineage(view: SearchableRun, manifest: PolicyManifest) -> LineageNode
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
     node.children += [step_lineage(view, step) for step in view.steps_before(manifest.version)]
     rollouts: Counter[str] = Counter()
+    lost = []
     for entry in view.entries_with(manifest.version):
-        batch = view.batch(entry.batch_id)
+        batch = batch_on_log(view, entry.batch_id)
+        if batch is None:
+            lost.append(entry.batch_id)
+            continue
         for group, count in Counter(batch.group_index.tolist()).items():
             if batch.groups[group].policy_version == manifest.version:
                 rollouts[entry.batch_id] += count
@@ -258,6 +266,8 @@ def policy_lineage(view: SearchableRun, manifest: PolicyManifest) -> LineageNode
         node.children.append(
             LineageNode("batched_rollouts", f"{sum(rollouts.values()):,}", {"sampled_by_it_in_batches": dict(rollouts)})
         )
+    if lost:
+        node.children.append(LineageNode("not_counted", _LOST, {"batches": lost}))
     return node
 
 

@@ -401,11 +401,19 @@ def carrying_batch(
     """Find the batch that carries a batched record, among the batches of the record's transaction, then among
     `batch_ids`, which the caller gives newest first."""
     for batch_id in itertools.chain(fate.batch_ids, (name for name in batch_ids if name not in fate.batch_ids)):
-        if view.entry(batch_id) is not None:
-            try:
-                batch = view.batch(batch_id)
-            except (TopicError, RecordError):
-                continue  # The batch was pruned, or the record at the entry's offset is not a valid batch.
-            if batch.batch_id == batch_id and place.offset in batch.source_offsets:
-                return batch
+        batch = batch_on_log(view, batch_id)
+        if batch is not None and place.offset in batch.source_offsets:
+            return batch
     return None
+
+
+def batch_on_log(view: RecordedRun, batch_id: str) -> TrainingBatch | None:
+    """Fetch a batch; None if the index does not name it, if it was pruned or lost, or if the record at the entry's
+    offset is not this batch."""
+    if view.entry(batch_id) is None:
+        return None
+    try:
+        batch = view.batch(batch_id)
+    except (TopicError, RecordError):
+        return None
+    return batch if batch.batch_id == batch_id else None

@@ -1,4 +1,4 @@
-"""Lineage of batches: across a split of the run, on topics in memory."""
+"""Lineage of batches across a split of the run, and of batches that were lost, on topics in memory."""
 
 from argparse import Namespace
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import AccessDenied, TopicError
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, RunSplit
+from rollstream.topics.records import BatchIndexEntry, BatchUse, LearnerStep, PolicyManifest, RunSplit
 from rollstream.topics.run_splits import SUCCESSOR_KEY
 from tests.support.batches import random_batch
 
@@ -156,3 +156,19 @@ def test_a_run_that_was_deleted_or_may_not_be_read_hides_only_its_own_part(
     assert f"carried over to run narrow: its steps cannot be read: {fault}" in drawn("main", batch="0-2")
     monkeypatch.setattr(RunView, "record", lost)
     assert f"cut from run main: its batch cannot be read: {fault}" in drawn("wide", step=2)
+
+
+def test_a_batch_that_the_log_does_not_hold_where_the_index_says_is_named_and_not_counted(log: Log) -> None:
+    create(log, "main")
+    entry = put_batch(log, "main", 0)
+    append(log, "main.batch-index", replace(entry, batch_id="0-901"))
+    append(log, "main.batch-index", replace(entry, batch_id="0-902", offset=7))
+    put_step(log, "main", 1, "0-0", "0-901", "0-902")
+    manifest = PolicyManifest(version=0, learner="main", step=0, epoch="", tensors=(), chunks=(), digest="")
+    append(log, "main.policies", manifest)
+    sampled = drawn("main", policy=0)
+    assert "batched rollouts 4: sampled by it in batches 0-0 (4)" in sampled
+    assert "not counted a batch that the log does not hold where the index says: batches 0-901 0-902" in sampled
+    step = drawn("main", step=1)
+    assert step.count("cut from rollouts[0]: offsets 0-3") == 1
+    assert step.count("cut from a batch that the log does not hold where the index says") == 2
