@@ -7,6 +7,7 @@ on `control`, so that learners leave them out, and in the report, with the steps
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -169,12 +170,20 @@ def _print(
         )
         steps = "1 step" if len(learner["steps"]) == 1 else f"{len(learner['steps'])} steps"
         print(f"\nlearner {printable(learner['learner'])} trained on them in {steps}; {since}")
-    flags = " ".join(f"--set '{name}={json.dumps(value)}'" for name, value in settings.items())
-    print(f"\na replay without them:\n{command_text(f'rollstream replay --run {config.run} {flags}')}")
+    flags = [word for name, values in settings.items() for word in ("--set", f"{name}={_toml_text(values)}")]
+    replay = shlex.join(["rollstream", "replay", "--run", config.run, *flags])
+    print(f"\na replay without them:\n{command_text(replay)}")
     if not args.dry_run:
         print(
             f"keep these settings in any configuration of a generation above {current.generation}: it replaces this one"
         )
+
+
+def _toml_text(values: list[str]) -> str:
+    """Return a list as TOML that can be copied from a terminal: characters that would affect it are escaped."""
+    # JSON would write a character above U+FFFF as two surrogates, which TOML refuses.
+    text = json.dumps(values, ensure_ascii=False)
+    return "".join(c if printable(c) == c else f"\\U{ord(c):08x}" for c in text)
 
 
 def _rows(batches: Iterable[Mapping[str, Any]]) -> list[tuple[object, ...]]:
