@@ -19,6 +19,7 @@ from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import clipped, printable, table
 from rollstream.pipeline.tools.exclusion_marks import newest, partition_configurations
 from rollstream.pipeline.tools.plain_values import compact, decoded, key_text, plain, tell, time_text
+from rollstream.producers.record_sender import limit_bytes_of
 from rollstream.topics.catalogue import name_in_run, topic_name
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.config import KafkaConfig
@@ -278,8 +279,15 @@ def resend(
     refused: list[tuple[Letter, str]] = []
     # Unchanged letters are not signed, so that the page, which does not have the key, can send them.
     signer = None if fix is None else signer_of(config.kafka.signing_key, "kafka.signing_key")
+    limit = limit_bytes_of(config.kafka)
     for letter in letters:
         why, key, value = _mended(letter, fix, signer)
+        if not why and len(key) + len(value) > limit:
+            # The client would refuse it, and with it all other letters of its transaction, each time.
+            why = (
+                f"the record has {len(key) + len(value)} bytes and the limit is {limit}; let a script (--fix) shorten "
+                "it, or raise kafka.max_record_bytes and run `rollstream topics apply`"
+            )
         if why:
             refused.append((letter, why))
         else:

@@ -1,6 +1,7 @@
 """Dead letters of megabytes are listed in little memory, and only letters that are shown or sent keep their values."""
 
 import json
+import re
 import sys
 import tracemalloc
 from argparse import Namespace
@@ -17,6 +18,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.records import KafkaRecord
+from rollstream.topics.records import Rollout
 from tests.support.runs import rollout
 
 MIB = 1 << 20
@@ -110,6 +112,21 @@ def test_a_letter_without_a_value_is_left_with_the_reason_until_a_script_creates
     script = tmp_path / "mend.py"
     script.write_text("import created_rollout\ndef fix(value, key, headers):\n    return created_rollout.VALUE\n")
     assert redrive(script, capsys) == {"redriven": ["0:0"], "left": {}}
+
+
+def test_a_record_that_is_too_large_is_left_and_does_not_hold_back_other_letters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dlq, "read_to_end", lambda *_, **__: iter([letter(0, b"0"), letter(1, b"1")]))
+    config = RunConfig(run="main")
+
+    def fix(value: bytes | None, _key: bytes | None, _headers: dict[str, str]) -> Rollout:
+        return rollout(extra={"note": "x" * config.kafka.max_record_bytes if value == b"0" else "x"})
+
+    large, small = dlq.read(config.kafka, "main")
+    sent, [(left, why)] = dlq.resend(config, [large, small], fix, dry_run=True)
+    assert (sent, left) == ([small], large)
+    assert re.search(r"the record has 8\d{6} bytes and the limit is 8387584; let a script \(--fix\) shorten it", why)
 
 
 @pytest.mark.parametrize(
