@@ -122,6 +122,11 @@ class DecoderConfig:
                 f"moe_intermediate_size {self.moe_intermediate_size}; give 1 to {self.num_experts} experts per token, "
                 "and a width above 0"
             )
+        if min(self.num_attention_heads, self.num_key_value_heads) < 1:
+            raise ConfigurationError(
+                f"num_attention_heads is {self.num_attention_heads} and num_key_value_heads "
+                f"{self.num_key_value_heads}; both must be at least 1"
+            )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigurationError(
                 f"num_attention_heads {self.num_attention_heads} is not a multiple of "

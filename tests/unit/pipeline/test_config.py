@@ -86,6 +86,10 @@ def test_clients_keys_of_several_origins_are_merged(tmp_path: Path) -> None:
         ({"flags": ["learner.model.tie_word_embeddings=perhaps"]}, "expects true or false"),
         ({"flags": ["worker.logprobs_mode=cooked"]}, "expects one of 'raw', 'processed', got 'cooked'"),
         ({"flags": ["worker.inference_urls=http://x"]}, "expects a list, each item a string as in TOML"),
+        (
+            {"flags": ["learner.model.num_key_value_heads=0"]},
+            "num_attention_heads is 2 and num_key_value_heads 0; both must be at least 1",
+        ),
         ({"flags": ["learner.model.head_dim=3"]}, "--set learner.model.head_dim: [learner.model] head_dim 3 is odd"),
         ({"flags": ["run=a/b"]}, "run name 'a/b' cannot be part of a topic name"),
         ({"flags": ["grouping.batch_bytes=9000000"]}, "leaves no room in kafka.max_record_bytes"),
