@@ -208,6 +208,10 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
         origins.pop(path, None)  # also moves the key to the end of the order
         origins[path] = layer
 
+    def forget_below(path: Keys) -> None:
+        for key in [key for key in origins if key[: len(path)] == path]:
+            del origins[key]
+
     def walk(cls: type, parent: Keys, values: Mapping[str, Any], into: dict[str, Any]) -> None:
         for name, value in values.items():
             path = (*parent, name)
@@ -241,8 +245,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
         dotted = ".".join(path)
         if isinstance(value, list):
             into.clear()
-            for key in [key for key in origins if key[: len(path)] == path]:
-                del origins[key]
+            forget_below(path)
             tables = {str(number): table for number, table in enumerate(value)}
         elif isinstance(value, dict):
             tables = {_entry_number(cls, layer, dotted, label, into): table for label, table in value.items()}
@@ -268,6 +271,7 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
             else:
                 guarded = _guarded(guard, layer, ".".join(here), value)
                 into[name] = _free_value(guarded) if layer.textual and isinstance(guarded, str) else guarded
+                forget_below(here)  # It may replace a table of an earlier layer.
                 set_by_layer(here)
 
     nested: Any = layer.value

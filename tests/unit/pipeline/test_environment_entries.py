@@ -225,3 +225,10 @@ def test_a_configured_name_of_a_worker_is_kept(flags: tuple[str, ...], names: li
 def test_a_worker_without_anything_to_play_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="the last worker has nothing to play"):
         load(flags=["environments.0.use=add", "environments.0.workers=1"])
+
+
+def test_a_value_that_replaces_a_table_of_an_earlier_layer_leaves_the_fault_of_another_setting_named() -> None:
+    options = ["environments.0.use=dsort3", "environments.0.options.a.b=1", "environments.0.options.a=3"]
+    assert load(flags=options).environments[0].options == {"a": 3}
+    with pytest.raises(ConfigurationError, match=r"^--set service\.port: .*service\.port is -1; it must be a port"):
+        load(flags=["service.port=-1", *options])
