@@ -4,6 +4,7 @@ Every package owns the settings of its own parts; this module composes them. An 
 or settings that contradict each other are errors that name the place of the setting.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -93,6 +94,21 @@ class SupervisorConfig:
     step_patience_s: float = 600.0
     """Time without a step, or five times the median step if that is longer, after which a run counts as stalled;
     `rollstream top` and the page then name the stage that blocks it."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "ready_timeout_s",
+            "stop_timeout_s",
+            "restarts",
+            "restart_window_s",
+            "backoff_s",
+            "adoption_s",
+            "step_patience_s",
+        ):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigurationError(
+                    f"supervisor.{name} is {getattr(self, name)}; it must be a finite number, at least 0"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,6 +68,10 @@ class WorkerConfig:
                 raise ConfigurationError(f"worker.{name} is {getattr(self, name)}; it must be at least 1")
         if not self.episode_timeout_s > 0:
             raise ConfigurationError(f"worker.episode_timeout_s is {self.episode_timeout_s}; it must be above 0")
+        if not 0 <= self.drain_timeout_s < math.inf:
+            raise ConfigurationError(
+                f"worker.drain_timeout_s is {self.drain_timeout_s}; it must be a finite number, at least 0"
+            )
         if not self.inference_urls:
             raise ConfigurationError(
                 "worker.inference_urls is empty; name at least one server, e.g. http://host:8000/v1"

@@ -1,5 +1,6 @@
 """Settings of the connection to Kafka and of a run's topics, common to every role."""
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -88,6 +89,10 @@ class KafkaConfig:
     def __post_init__(self) -> None:
         if not -1 <= self.compression_level <= 12:
             raise ConfigurationError(f"kafka.compression_level is {self.compression_level}; it must be -1 to 12")
+        if not math.isfinite(self.transaction_timeout_s):
+            raise ConfigurationError(
+                f"kafka.transaction_timeout_s is {self.transaction_timeout_s}; it must be a finite number of seconds"
+            )
 
     @property
     def patience_s(self) -> float:

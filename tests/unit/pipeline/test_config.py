@@ -90,6 +90,17 @@ def test_clients_keys_of_several_origins_are_merged(tmp_path: Path) -> None:
             {"flags": ["learner.model.num_key_value_heads=0"]},
             "num_attention_heads is 2 and num_key_value_heads 0; both must be at least 1",
         ),
+        *(
+            ({"flags": [f"{setting}={value}"]}, f"{setting} is {value}; it must be a finite number")
+            for setting, value in (
+                ("supervisor.restarts", -1),
+                ("supervisor.stop_timeout_s", "nan"),
+                ("supervisor.backoff_s", -1.0),
+                ("supervisor.adoption_s", "inf"),
+                ("worker.drain_timeout_s", "nan"),
+                ("kafka.transaction_timeout_s", "nan"),
+            )
+        ),
         ({"flags": ["learner.model.head_dim=3"]}, "--set learner.model.head_dim: [learner.model] head_dim 3 is odd"),
         ({"flags": ["run=a/b"]}, "run name 'a/b' cannot be part of a topic name"),
         ({"flags": ["grouping.batch_bytes=9000000"]}, "leaves no room in kafka.max_record_bytes"),
