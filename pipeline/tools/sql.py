@@ -115,7 +115,8 @@ def _shown(value: Any) -> Any:
 
 
 def plot(answer: QueryResult, path: Path) -> None:
-    """Draw two columns: bars if the first column is text, a line if it has numbers or times.
+    """Draw two columns: bars if the first column is text, a line if it has numbers or times; rows without a value in it
+    are no points of a line. Rows that are not drawn are counted on stderr.
 
     Raises ConfigurationError if matplotlib is missing or the columns cannot be drawn.
     """
@@ -127,6 +128,13 @@ def plot(answer: QueryResult, path: Path) -> None:
     ys = [_plain(row[1]) for row in answer.rows]
     if not all(isinstance(y, int | float) or y is None for y in ys):
         raise ConfigurationError(f"--plot needs numbers in the second column; {answer.columns[1]} has other values")
+    bars = any(isinstance(x, str) for x in xs)
+    points = [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None]
+    if not bars and not (points and all(isinstance(x, int | float | Decimal | date) for x, _y in points)):
+        raise ConfigurationError(
+            f"--plot needs text, numbers or times in the first column; {answer.columns[0]} has other values, or none; "
+            "convert it, e.g. with cast(... as text)"
+        )
     if path.suffix.lower() != ".png":
         raise ConfigurationError(f"--plot writes PNG; the name of {path} must end in .png")
     try:
@@ -137,14 +145,19 @@ def plot(answer: QueryResult, path: Path) -> None:
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    if any(isinstance(x, str) or x is None for x in xs):
-        xs, ys = ["" if x is None else str(x) for x in xs[:_MOST_BARS]], ys[:_MOST_BARS]
+    if bars:
+        xs, ys = ["" if x is None else x for x in xs[:_MOST_BARS]], ys[:_MOST_BARS]
         axes.bar(range(len(xs)), [0 if y is None else y for y in ys])
         axes.set_xticks(range(len(xs)), xs, rotation=30, ha="right")
+        drawn = len(xs)
     else:
-        ordered = sorted(zip(xs, ys, strict=True), key=lambda point: point[0])
-        axes.plot([x for x, _y in ordered], [float("nan") if y is None else y for _x, y in ordered], marker=".")
+        points.sort(key=lambda point: point[0])
+        axes.plot([x for x, _y in points], [float("nan") if y is None else y for _x, y in points], marker=".")
+        drawn = len(points)
     axes.set_xlabel(answer.columns[0])
     axes.set_ylabel(answer.columns[1])
     axes.grid(alpha=0.3)
     figure.savefig(path, format="png")
+    if drawn < len(answer.rows):
+        reason = f"at most {_MOST_BARS} bars are drawn" if bars else f"the others have no {answer.columns[0]}"
+        print(f"{path} shows {drawn:,} of {len(answer.rows):,} rows: {reason}", file=sys.stderr)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from matplotlib.axes import Axes
 
 from rollstream.consumers.archive import manifest as manifests
 from rollstream.consumers.archive.sql import VIEWS, query
@@ -191,6 +192,8 @@ def test_csv_is_not_obeyed_by_a_terminal_and_is_kept_as_it_is_in_a_file(
         (("select uid, reward as x, extra as x from rollouts", "--json"), "the name x; give each"),
         (("select uid from rollouts", "--plot", "x.png"), "two columns"),
         (("select reward, uid from rollouts", "--plot", "x.png"), "numbers in the second column"),
+        (("select {'a': step}, step from steps", "--plot", "x.png"), "text, numbers or times in the first column"),
+        (("select null, step from steps", "--plot", "x.png"), "text, numbers or times in the first column"),
         (("select uid, reward from rollouts", "--plot", "x.svg"), "writes PNG"),
     ],
 )
@@ -210,6 +213,37 @@ def test_two_columns_are_drawn(archive: Path, statement: str, tmp_path: Path) ->
     picture = tmp_path / "picture.png"
     assert rollstream(archive, statement, "--plot", str(picture)) == 0
     assert picture.read_bytes().startswith(b"\x89PNG\r\n")
+
+
+@pytest.mark.parametrize(
+    ("column", "kind", "drawn", "why"),
+    [
+        ("case when i < 99 then i end", "plot", 99, "the others have no x"),
+        ("'text ' || i", "bar", 40, "at most 40 bars are drawn"),
+    ],
+)
+def test_rows_that_are_not_drawn_are_counted(
+    column: str,
+    kind: str,
+    drawn: int,
+    why: str,
+    archive: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    counts: list[int] = []
+    draw = getattr(Axes, kind)
+
+    def counted(axes: Axes, xs: Sequence[object], *more: object, **settings: object) -> object:
+        counts.append(len(xs))
+        return draw(axes, xs, *more, **settings)
+
+    monkeypatch.setattr(Axes, kind, counted)
+    picture = tmp_path / "picture.png"
+    assert rollstream(archive, f"select {column} as x, i as y from range(100) t(i)", "--plot", str(picture)) == 0
+    assert counts == [drawn]
+    assert f"{picture} shows {drawn} of 100 rows: {why}" in capsys.readouterr().err
 
 
 def test_without_a_query_tables_and_views_are_listed(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
