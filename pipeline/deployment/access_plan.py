@@ -1,7 +1,7 @@
 """Compares the access rules that a run needs with the rules on the brokers. It connects to no broker.
 
 Only rules of the run's own principals about the run's own names are ever removed. Other rules that reach the run are
-only shown.
+only shown, and so are rules that let `prune` and `operate` see a group of the user's own.
 """
 
 import re
@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rollstream.pipeline.deployment.access_rules import USERS, access_rules, users_of
+from rollstream.pipeline.deployment.access_rules import OPERATE, USERS, access_rules, users_of
+from rollstream.pipeline.deployment.description import PRUNE
 from rollstream.topics.catalogue import CATALOGUE, topic_name
 from rollstream.topics.kafka.access_control import AccessEntry
 
@@ -28,7 +29,8 @@ class AccessPlan:
     present: tuple[AccessEntry, ...]
     """Rules that are needed and present."""
     others: tuple[AccessEntry, ...]
-    """Other rules that reach the run's topics: rules of other principals, rules about every topic, and denials."""
+    """Rules to leave: those of other principals, rules about every topic and denials that reach the run's topics, and
+    rules that let pruning see a consumer group of the user's own."""
 
 
 def principal(config: "RunConfig", user: str) -> str:
@@ -69,22 +71,28 @@ def compare(
     """
     there, needed = frozenset(there), wanted(config, users)
     ours = {principal(config, user) for user in among}
-    surplus = {
-        entry
-        for entry in there - needed - wanted(config, users_of(config))
-        if entry.principal in ours and entry.allow and names_something_of(config.run, entry)
-    }
-    topics = [topic_name(config.run, spec.name) for spec in CATALOGUE]
     of_run = {principal(config, user) for user in USERS}
-    others = {
-        entry
-        for entry in there - needed - surplus
-        if any(entry.covers("topic", topic) for topic in topics)
-        and not (entry.principal in of_run and entry.allow and names_something_of(config.run, entry))
+    own = {
+        entry for entry in there if entry.principal in of_run and entry.allow and names_something_of(config.run, entry)
     }
+    unneeded = own - needed - wanted(config, users_of(config))
+    kept = {entry for entry in unneeded if _shows_a_group_to_pruning(config, entry)}
+    surplus = {entry for entry in unneeded - kept if entry.principal in ours}
+    topics = [topic_name(config.run, spec.name) for spec in CATALOGUE]
+    others = kept | {entry for entry in there - needed - own if any(entry.covers("topic", topic) for topic in topics)}
     return AccessPlan(
         *(tuple(sorted(entries)) for entries in (needed - there, surplus, needed & there, others)),
     )
+
+
+def _shows_a_group_to_pruning(config: "RunConfig", entry: AccessEntry) -> bool:
+    """Whether a rule lets `prune` or `operate` see a consumer group.
+
+    The user grants such rules for groups of their own. Without them, pruning deletes records that these groups have not
+    read.
+    """
+    pruning = (principal(config, user) for user in (PRUNE, OPERATE))
+    return entry.resource == "group" and entry.operation == "Describe" and entry.principal in pruning
 
 
 def names_something_of(run: str, entry: AccessEntry) -> bool:

@@ -22,7 +22,7 @@ def register(parser: argparse.ArgumentParser) -> None:
     """Add the commands of `rollstream topics acls`."""
     actions = parser.add_subparsers(dest="acls_command", metavar="COMMAND", required=True)
     for name, handler, summary in (
-        ("plan", plan, "show missing and surplus access rules of the run's users, and rules of other users"),
+        ("plan", plan, "show missing and surplus access rules of the run's users, and other rules"),
         ("apply", apply, "add access rules that are missing, and remove surplus ones; safe to repeat"),
     ):
         action = add_command(actions, name, summary)
@@ -69,7 +69,7 @@ def _show(plan: AccessPlan, args: argparse.Namespace, words: tuple[str, str]) ->
         print(table(("action", "principal", "resource", "name", "operations"), rows))
     print(f"{len(plan.present)} rules correct, {len(plan.missing)} to add, {len(plan.surplus)} surplus")
     if plan.others:
-        print("\nrules of other users, left as they are:")
+        print("\nother rules, left as they are:")
         print(table(("principal", "resource", "name", "operations"), _rows(plan.others)))
 
 

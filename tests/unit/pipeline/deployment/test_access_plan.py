@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from rollstream.pipeline.config import RunConfig, load
-from rollstream.pipeline.deployment.access_plan import compare, wanted
+from rollstream.pipeline.deployment.access_plan import compare, principal, wanted
 from rollstream.pipeline.deployment.access_rules import users_of
 from rollstream.topics.kafka.access_control import AccessEntry
 
@@ -33,3 +33,24 @@ def test_a_role_with_a_principal_of_its_own_keeps_only_its_rules() -> None:
     plan = compare(config, ["env"], there, among=["env"])
     assert set(plan.surplus) == {stale, *of_learner} - wanted(config, ["env"])
     assert (plan.missing, plan.others) == ((), ())
+
+
+@pytest.mark.parametrize("user", ["prune", "operate"])
+@pytest.mark.parametrize("template", ["User:{run}-{role}", "User:{run}"])
+def test_rules_that_show_a_group_of_the_user_to_pruning_stay(user: str, template: str) -> None:
+    config = load(flags=[f"topics.principal={template}"])
+    shown = replace(stale_rule(principal(config, user)), name="main.mytrainer", operation="Describe")
+    there = [*wanted(config, users_of(config)), shown]
+    for users in (users_of(config), [user]):
+        plan = compare(config, users, there)
+        assert (plan.missing, plan.surplus, plan.others) == ((), (), (shown,))
+
+
+def test_rules_of_other_roles_and_further_rights_on_a_group_are_surplus() -> None:
+    config = RunConfig()
+    stale = {
+        replace(stale_rule("User:main-env"), operation="Describe"),
+        replace(stale_rule("User:main-prune"), operation="Delete"),
+    }
+    plan = compare(config, users_of(config), [*wanted(config, users_of(config)), *stale])
+    assert (set(plan.surplus), plan.others) == (stale, ())
