@@ -1,7 +1,7 @@
 """Compares the access rules that a run needs with the rules on the brokers. It connects to no broker.
 
 Only rules of the run's own principals about the run's own names are ever removed. Other rules that reach the run are
-only shown, and so are rules that let `prune` and `operate` see a group of the user's own.
+only shown. So are rules of roles that the run does not have, and rules that let pruning see a group of the user's own.
 """
 
 import re
@@ -29,8 +29,8 @@ class AccessPlan:
     present: tuple[AccessEntry, ...]
     """Rules that are needed and present."""
     others: tuple[AccessEntry, ...]
-    """Rules to leave: those of other principals, rules about every topic and denials that reach the run's topics, and
-    rules that let pruning see a consumer group of the user's own."""
+    """Rules to leave: those of other principals, rules about every topic and denials that reach the run's topics; rules
+    of roles that the run does not have; and rules that let pruning see a consumer group of the user's own."""
 
 
 def principal(config: "RunConfig", user: str) -> str:
@@ -61,23 +61,24 @@ def wanted(config: "RunConfig", users: Iterable[str]) -> frozenset[AccessEntry]:
     )
 
 
-def compare(
-    config: "RunConfig", users: Iterable[str], there: Iterable[AccessEntry], among: Iterable[str] = USERS
-) -> AccessPlan:
+def compare(config: "RunConfig", users: Iterable[str], there: Iterable[AccessEntry]) -> AccessPlan:
     """Return the differences for these users of a run, given every rule on the brokers.
 
-    Rules of users in `among` are surplus if neither `users` nor other users of the run with the same principal need
-    them.
+    Rules of `users` are surplus if no user with the same principal could need them. Rules of roles that the run does
+    not have are never surplus, unless `users` names the role: such a role may have been started by itself.
     """
-    there, needed = frozenset(there), wanted(config, users)
-    ours = {principal(config, user) for user in among}
+    users, there = frozenset(users), frozenset(there)
+    needed, of_users = wanted(config, users), wanted(config, users_of(config))
+    of_absent = wanted(config, USERS) - needed - of_users
+    ours, running = ({principal(config, user) for user in some} for some in (users, users_of(config)))
     of_run = {principal(config, user) for user in USERS}
     own = {
         entry for entry in there if entry.principal in of_run and entry.allow and names_something_of(config.run, entry)
     }
-    unneeded = own - needed - wanted(config, users_of(config))
-    kept = {entry for entry in unneeded if _shows_a_group_to_pruning(config, entry)}
+    unneeded = own - needed - of_users
+    kept = {entry for entry in unneeded if entry in of_absent or _shows_a_group_to_pruning(config, entry)}
     surplus = {entry for entry in unneeded - kept if entry.principal in ours}
+    kept |= {entry for entry in unneeded - surplus if entry.principal not in running}
     topics = [topic_name(config.run, spec.name) for spec in CATALOGUE]
     others = kept | {entry for entry in there - needed - own if any(entry.covers("topic", topic) for topic in topics)}
     return AccessPlan(

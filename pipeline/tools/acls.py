@@ -53,9 +53,7 @@ def apply(config: RunConfig, args: argparse.Namespace) -> int:
 
 
 def _compared(config: RunConfig, args: argparse.Namespace) -> AccessPlan:
-    # Rules of roles that the run does not have are surplus, unless roles are named.
-    there = access_control.entries(config.kafka)
-    return compare(config, args.role or users_of(config), there, among=args.role or USERS)
+    return compare(config, args.role or users_of(config), access_control.entries(config.kafka))
 
 
 def _show(plan: AccessPlan, args: argparse.Namespace, words: tuple[str, str]) -> None:

@@ -20,7 +20,7 @@ def test_rules_of_roles_that_share_a_principal_stay_when_one_of_them_is_compared
     config = load(flags=["topics.principal=User:main"])
     there = wanted(config, (*users_of(config), role))
     stale = stale_rule("User:main")
-    plan = compare(config, [role], [*there, stale], among=[role])
+    plan = compare(config, [role], [*there, stale])
     assert (plan.missing, plan.surplus, plan.others) == ((), (stale,), ())
     assert set(plan.present) == wanted(config, [role])
 
@@ -30,7 +30,7 @@ def test_a_role_with_a_principal_of_its_own_keeps_only_its_rules() -> None:
     stale = stale_rule("User:main-env")
     of_learner = [replace(rule, principal="User:main-env") for rule in wanted(config, ["learn"])]
     there = {*wanted(config, users_of(config)), *of_learner, stale}
-    plan = compare(config, ["env"], there, among=["env"])
+    plan = compare(config, ["env"], there)
     assert set(plan.surplus) == {stale, *of_learner} - wanted(config, ["env"])
     assert (plan.missing, plan.others) == ((), ())
 
@@ -54,3 +54,22 @@ def test_rules_of_other_roles_and_further_rights_on_a_group_are_surplus() -> Non
     }
     plan = compare(config, users_of(config), [*wanted(config, users_of(config)), *stale])
     assert (set(plan.surplus), plan.others) == (stale, ())
+
+
+@pytest.mark.parametrize("template", ["User:{run}-{role}", "User:{run}"])
+def test_rules_of_roles_that_were_started_by_themselves_stay(template: str) -> None:
+    config = load(flags=[f"topics.principal={template}"])
+    of_run, alone = wanted(config, users_of(config)), wanted(config, ["gateway", "eval", "collect"])
+    plan = compare(config, users_of(config), of_run | alone)
+    assert (plan.missing, plan.surplus) == ((), ())
+    # Every user has the rules for the group of readers and for producers' topic, which name nothing of the run.
+    assert set(plan.others) == {entry for entry in alone - of_run if entry.name.startswith("main")}
+    assert compare(config, ["env"], of_run | alone).surplus == ()
+
+
+def test_surplus_rules_of_a_role_that_the_run_does_not_have_are_removed_if_it_is_named() -> None:
+    config, stale = RunConfig(), stale_rule("User:main-gateway")
+    there = {*wanted(config, [*users_of(config), "gateway"]), stale}
+    unnamed, named = compare(config, users_of(config), there), compare(config, ["gateway"], there)
+    assert (unnamed.surplus, stale in unnamed.others) == ((), True)
+    assert (named.surplus, named.others) == ((stale,), ())
