@@ -101,11 +101,21 @@ def _of_brokers(chart: RunChart) -> dict[str, Any]:
     return {
         BOOTSTRAP: Raw(f"{{{{ {address} | toJson }}}}"),
         **{
-            name: when(IN_CHART, Raw(f'"{{{{ .Values.brokers.{path} }}}}"'))
-            for name, path in ((REPLICAS, "replicationFactor"), (IN_SYNC, "minInSyncReplicas"))
+            name: _of_own_brokers(f".Values.brokers.{path}", setting if name in chart.variables else None)
+            for name, path, setting in (
+                (REPLICAS, "replicationFactor", chart.config.topics.replication_factor),
+                (IN_SYNC, "minInSyncReplicas", chart.config.topics.min_insync_replicas),
+            )
         },
         **{variable_of(f"kafka.client.{key}"): when(WITH_USERS, text) for key, text in client.items()},
     }
+
+
+def _of_own_brokers(path: str, given: int | None) -> Any:
+    """Return the text of a value if the chart runs the brokers, else that of a setting given beside the file."""
+    if given is None:
+        return when(IN_CHART, Raw(f'"{{{{ {path} }}}}"'))
+    return Raw(f'"{{{{ {IN_CHART} | ternary {path} {_text(str(given))} }}}}"')
 
 
 def _text(text: str) -> str:

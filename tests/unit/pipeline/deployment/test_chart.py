@@ -208,6 +208,15 @@ def test_addresses_of_brokers_are_those_of_the_listener_or_of_the_values(release
         assert nodes["spec"]["replicas"] == replicas[0]
 
 
+def test_replicas_given_by_flags_are_those_of_brokers_that_the_chart_does_not_run(tmp_path: Path) -> None:
+    flags = ["--set=topics.replication_factor=-1", "--set=topics.min_insync_replicas=2"]
+    chart = write_chart(tmp_path, "", *flags)
+    one_replica = {"brokers": {"replicationFactor": 1, "minInSyncReplicas": 1}}
+    for over, replicas in ((THEIR_BROKERS, (-1, 2)), (one_replica, (1, 1))):
+        topics = Release(chart, over=over).settings("topics").topics
+        assert (topics.replication_factor, topics.min_insync_replicas) == replicas
+
+
 def test_topics_are_those_that_topics_apply_would_create(releases: dict[str, Release]) -> None:
     for case in ("development", "production"):
         release = releases[case]
