@@ -66,6 +66,13 @@ def check_containers(config: RunConfig) -> None:
                 raise ConfigurationError(
                     f"{key} has {url}, which inside a container is the container itself; name the host that serves it"
                 )
+    for key, (kind, name) in secret_references(config).items():
+        # A file has another path in containers, which a variable tells them.
+        if kind == "file" and not _has_variable(key):
+            raise ConfigurationError(
+                f"{key} is file:{name}, but no variable can tell containers where the file is, because the key is in a "
+                "list or has upper-case letters; refer to an environment variable, env:NAME, in place of the file"
+            )
 
 
 def check_brokers(config: RunConfig) -> None:
@@ -116,21 +123,26 @@ def container_settings(config: RunConfig, host_of: HostOf, brokers: Sequence[str
 
 
 def container_secrets(references: Mapping[str, tuple[str, str]]) -> tuple[ContainerSecrets, dict[str, str]]:
-    """Return secrets as containers get them, and the settings that refer to them.
+    """Return secrets as containers get them, and the settings by which containers find those in files.
 
-    `references` has the kind (env or file) and name of each secret, by dotted key.
+    `references` has the kind (env or file) and name of each secret, by dotted key. References to variables need no
+    setting, because a variable has the same name in containers.
     """
     variables, files, settings = [], {}, {}
     for key, (kind, name) in sorted(references.items()):
         if kind == "env":
             variables.append(name)
-            if name != variable_of(key):
-                settings[key] = f"env:{name}"
         else:
             mounted = key.replace(".", "-").replace("_", "-")
             files[mounted] = name
             settings[key] = f"file:{SECRETS / mounted}"
     return ContainerSecrets(tuple(variables), files), settings
+
+
+def _has_variable(key: str) -> bool:
+    """Whether a variable can set a key: variables express neither upper-case letters nor places in lists of options."""
+    options = key.partition(".options.")[2]
+    return key == key.lower() and not any(part.isdecimal() for part in options.split("."))
 
 
 def variables_of(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -163,7 +163,8 @@ def _beside(path: Path, folder: Path) -> str:
 
 
 def given_variables(config: RunConfig, args: argparse.Namespace, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return, as variables, the settings given by variables and flags, not by the file; secrets are left out.
+    """Return, as variables, the settings given by variables and flags, not by the file; variables that hold a secret
+    itself are left out.
 
     Raises ConfigurationError for a key that no variable can name.
     """
@@ -182,8 +183,8 @@ def given_variables(config: RunConfig, args: argparse.Namespace, environment: Ma
             raise ConfigurationError(
                 f"{key} has upper-case letters, which a variable cannot express; set it in the configuration file"
             )
-        if not is_secret(key):
-            given[variable_of(re.sub(r"[^\w.]", "_", key.strip()))] = value
+        # A flag holds a reference in place of a secret.
+        given[variable_of(re.sub(r"[^\w.]", "_", key.strip()))] = value
     return given
 
 

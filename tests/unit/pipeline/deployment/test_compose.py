@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,64 @@ def test_secrets_are_handed_on_and_written_nowhere(tmp_path: Path, monkeypatch: 
     assert config.kafka.bootstrap_servers == "kafka:9092"
     assert not any(name.startswith("broker") for name in document["services"])
     assert "depends_on" not in document["services"]["topics"] or document["services"]["topics"]["depends_on"] == {}
+
+
+NESTED_SECRETS = """
+[[environments]]
+name = "judged"
+use = "verifiers"
+load_in = "workers"
+options.OpenAI_api_key = "env:OPENAI"
+options.env = { judges = [ { model = "m", api_key = "env:JUDGE" } ] }
+options.grader = { api_key = "env:GRADER" }
+"""
+
+
+def test_options_that_hold_references_to_variables_are_the_same_in_containers(tmp_path: Path) -> None:
+    env = rendered(tmp_path, NESTED_SECRETS, "--set=environments.0.options.grader.api_key=env:OTHER")["services"][
+        "env-0"
+    ]
+    [entry] = load(tmp_path / "run.toml").environments
+    [contained] = settings_of(env, tmp_path).environments
+    assert contained == replace(entry, options={**entry.options, "grader": {"api_key": "env:OTHER"}})
+    assert {name for name, value in env["environment"].items() if value is None} == {"OPENAI", "JUDGE", "OTHER"}
+
+
+@pytest.mark.parametrize(
+    ("key", "options"),
+    [("judges.0.api_key", '{ judges = [ { api_key = "file:k" } ] }'), ("My_api_key", '{ My_api_key = "file:k" }')],
+)
+def test_files_of_secrets_that_no_variable_can_name_are_refused(key: str, options: str, tmp_path: Path) -> None:
+    text = f'[[environments]]\nname = "judged"\nuse = "verifiers"\nload_in = "workers"\noptions = {options}\n'
+    with pytest.raises(ConfigurationError, match=rf"environments\.0\.options\.{key} is file:.*; refer to .*env:NAME"):
+        rendered(tmp_path, text)
+
+
+GATEWAY_KEY = "ROLLSTREAM_GATEWAY__API_KEY"
+
+
+@pytest.mark.parametrize(
+    ("value", "flags", "setting", "passed"),
+    [
+        ("canary", [], f"env:{GATEWAY_KEY}", {GATEWAY_KEY}),
+        ("env:OTHER", [], "env:OTHER", {"OTHER"}),
+        ("file:key", [], "file:/run/secrets/gateway-api-key", set()),
+        ("canary", ["--set=gateway.api_key=env:OTHER"], "env:OTHER", {"OTHER"}),
+        ("canary", ["--set=gateway.api_key=file:key"], "file:/run/secrets/gateway-api-key", set()),
+        ("canary", ["--set=gateway.api_key="], "", set()),
+    ],
+)
+def test_secrets_given_by_flags_and_variables_reach_their_roles(
+    value: str, flags: list[str], setting: str, passed: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GATEWAY_KEY, value)
+    document = rendered(tmp_path, '[gateway]\nport = 8100\napi_key = "env:OF_FILE"\n', *flags)
+    gateway = document["services"]["gateway"]
+    variables = gateway["environment"]
+    assert {name for name, text in variables.items() if text is None} == passed
+    config = settings_of({"environment": variables | dict.fromkeys(passed, "a secret")}, tmp_path)
+    assert config.gateway.api_key == setting
+    assert ("secrets" in gateway) == setting.startswith("file:")
 
 
 def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
