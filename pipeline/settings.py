@@ -158,7 +158,8 @@ def _setting_of_variable(cls: type, name: str) -> Keys:
 
 
 def variable_of(key: str) -> str:
-    """Return the variable of a setting, given its dotted key."""
+    """Return the variable of a setting, given its dotted key; in Kafka's own keys, `_` stands for a dot."""
+    key = re.sub(rf"^({'|'.join(_KAFKA_KEYS)})\.(.+)", lambda kafka: f"{kafka[1]}.{kafka[2].replace('.', '_')}", key)
     return ENVIRONMENT_PREFIX + key.upper().replace(".", "__")
 
 

@@ -170,8 +170,9 @@ def given_variables(config: RunConfig, args: argparse.Namespace, environment: Ma
     """
     secrets = secret_variables(config)
     given = {
-        name: value
-        for name, value in environment.items()
+        # A variable of Kafka's own keys has two forms. Only one is written, so that a flag replaces it.
+        variable_of(_key_of(name)): value
+        for name, value in sorted(environment.items())
         if name.startswith("ROLLSTREAM_") and is_setting_variable(RunConfig, name) and name not in secrets
         # A secret that a flag overrides is not among those of the configuration.
         if not _holds_secret(name, value)
@@ -190,5 +191,9 @@ def given_variables(config: RunConfig, args: argparse.Namespace, environment: Ma
 
 def _holds_secret(variable: str, value: str) -> bool:
     """Whether a variable holds a secret itself, not a reference to one. Its underscores may stand for dots."""
-    key = variable.removeprefix("ROLLSTREAM_").lower().replace("__", ".")
+    key = _key_of(variable)
     return any(map(is_secret, (key, key.replace("_", ".")))) and reference(value) is None
+
+
+def _key_of(variable: str) -> str:
+    return variable.removeprefix("ROLLSTREAM_").lower().replace("__", ".")

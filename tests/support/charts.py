@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rollstream.pipeline.cli import build_parser
@@ -63,14 +64,17 @@ class Release:
             templates[template["metadata"]["labels"]["app.kubernetes.io/component"]] = template
         return templates
 
-    def settings(self, role: str) -> RunConfig:
-        """The settings of a pod of a role: those of its file, overridden by its variables."""
+    def settings(self, role: str, secrets: Mapping[str, Mapping[str, str]] = MappingProxyType({})) -> RunConfig:
+        """The settings of a pod of a role: those of its file, overridden by its variables. `secrets` are the variables
+        in the Secrets that the values name."""
         pod = self.pods()[role]["spec"]
         [container] = pod["containers"]
         maps = self.of("ConfigMap")
         variables: dict[str, str] = {}
         for source in container["envFrom"]:
-            variables |= maps[source["configMapRef"]["name"]]["data"]
+            [(kind, reference)] = source.items()
+            named = reference["name"]
+            variables |= maps[named]["data"] if kind == "configMapRef" else secrets[named]
         for variable in container.get("env", ()):
             variables[variable["name"]] = variable.get("value", "a secret")
         assert all(isinstance(value, str) for value in variables.values())

@@ -18,7 +18,7 @@ from rollstream.pipeline.deployment.container_settings import (
 )
 from rollstream.pipeline.deployment.description import ARCHIVE, LEARN, PRUNE, RoleDescription, counts, role_of
 from rollstream.pipeline.deployment.role_secrets import secrets_of
-from rollstream.pipeline.settings import variable_of
+from rollstream.pipeline.settings import is_setting_variable, variable_of
 from rollstream.topics.errors import ConfigurationError
 
 _LONGEST_NAME = 30
@@ -94,10 +94,26 @@ class RunChart:
         return container_secrets(secrets_of(self.config, used))[0]
 
     @cached_property
+    def connection_variables(self) -> dict[str, str]:
+        """Variables of pods, by their keys in the Secret, for secrets of the connection that are given by variables.
+
+        Kubernetes prefers a pod's own variables to those of the Secrets that it names. Under its own name, the run's
+        password would therefore override that of a role's own user. So the setting refers to it under another name.
+        """
+        return {
+            name: f"SECRET_{name}"
+            for kind, name in secrets_of(self.config).values()
+            if kind == "env" and is_setting_variable(RunConfig, name)
+        }
+
+    @cached_property
     def settings(self) -> dict[str, object]:
         """Settings of all pods in addition to the run's configuration file, whoever runs the brokers, by dotted key."""
         _secrets, references = container_secrets(secret_references(self.config))
         settings = {**container_settings(self.config, self.host), **references}
+        for key, (_kind, name) in secrets_of(self.config).items():
+            if name in self.connection_variables:
+                settings[key] = f"env:{self.connection_variables[name]}"
         for key in ("kafka.bootstrap_servers", "learner.coordinator"):
             settings.pop(key, None)
         return settings

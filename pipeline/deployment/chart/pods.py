@@ -129,7 +129,10 @@ def _variables(chart: RunChart, role: str) -> list[Any] | Enclosed:
     """Return the variables that only a role's pods have: secrets, its user, and the address of the first learner
     process."""
     variables: list[Any] = [
-        {"name": name, "valueFrom": {"secretKeyRef": {"name": value("secretName"), "key": name}}}
+        {
+            "name": chart.connection_variables.get(name, name),
+            "valueFrom": {"secretKeyRef": {"name": value("secretName"), "key": name}},
+        }
         for name in chart.secrets_of(role).variables
     ]
     if role == LEARN and chart.team:

@@ -528,35 +528,6 @@ def test_what_no_pod_can_have_is_refused_with_the_remedy(
     assert says in str(refused.value)
 
 
-def test_brokers_whose_connection_the_settings_secure_are_not_of_the_chart(tmp_path: Path) -> None:
-    flags = ["-X", "security.protocol=SASL_SSL", "-X", "sasl.password=env:SASL", "-b", "kafka:9093"]
-    chart = write_chart(tmp_path, "", *flags)
-    release = Release(chart, PRODUCTION)
-    assert not release.of("Kafka")
-    config = release.settings("env")
-    assert config.kafka.bootstrap_servers == "kafka:9093"
-    assert config.kafka.client["sasl.password"] == "env:SASL"
-    schema = json.loads((chart / "values.schema.json").read_text())
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(chart_values(chart, over={"brokers": {"enabled": True}}), schema)
-
-
-def test_values_give_a_role_its_own_user_and_every_pod_further_files(tmp_path: Path) -> None:
-    chart = write_chart(tmp_path, "", "-X", "security.protocol=SASL_SSL", "-b", "kafka:9093")
-    authority = {"name": "ca", "secret": {"secretName": "kafka-ca"}}
-    mount = {"name": "ca", "mountPath": "/etc/ca", "readOnly": True}
-    user = {"secretRef": {"name": "main-env"}}
-    over = {"extraVolumes": [authority], "extraVolumeMounts": [mount], "roles": {"env": {"extraEnvFrom": [user]}}}
-    jsonschema.validate(chart_values(chart, over=over), json.loads((chart / "values.schema.json").read_text()))
-    pods = Release(chart, over=over).pods()
-    assert {"env", "group", "learn", "topics"} <= pods.keys()
-    for role, pod in pods.items():
-        assert authority in pod["spec"]["volumes"]
-        for container in (*pod["spec"]["containers"], *pod["spec"].get("initContainers", ())):
-            assert mount in container["volumeMounts"]
-            assert container["envFrom"][1:] == ([user] if role == "env" else [])
-
-
 def test_a_chart_written_again_loses_our_templates_of_before_and_nobody_elses(tmp_path: Path) -> None:
     chart = write_chart(tmp_path)
     (chart / "templates" / "mine.yaml").write_text("# mine\n")
