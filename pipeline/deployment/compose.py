@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rollstream.infra.config import BrokerConfig, ClusterNode, image_environment, server_properties
@@ -151,6 +152,7 @@ def _role(config: RunConfig, options: ComposeOptions) -> dict[str, Any]:
     mounts = [f"run:{HOME}"]
     mounts += [f"{options.config_file}:{CONFIG}:ro"] if options.config_file else []
     mounts += [f"{options.code}:{CODE}:ro"] if options.code else []
+    mounts += [f"{path}:{path}:ro" for path in _files_of_connection(config)]
     secrets, _settings = container_secrets(secrets_of(config))
     return {
         "image": options.image,
@@ -166,6 +168,16 @@ def _role(config: RunConfig, options: ComposeOptions) -> dict[str, Any]:
         "environment": {MERGE: "environment"},
         **_secrets(secrets),
     }
+
+
+def _files_of_connection(config: RunConfig) -> list[str]:
+    """Return the absolute paths by which settings of the connection to Kafka name files here, such as certificates.
+
+    A path that does not exist here is taken for one of the image.
+    """
+    named = [value for key, value in config.kafka.client.items() if key.endswith(".location")]
+    paths = map(Path, dict.fromkeys((*named, config.kafka.registry.ca)))
+    return [str(path) for path in paths if path.is_absolute() and path.exists()]
 
 
 def _secrets(secrets: ContainerSecrets) -> dict[str, Any]:

@@ -59,13 +59,25 @@ def check_containers(config: RunConfig) -> None:
         )
     urls = {"worker.inference_urls": () if config.inference.replicas else config.worker.inference_urls}
     urls |= {"serving.urls": config.serving.urls, "labeling.judge.url": (config.labeling.judge.url,)}
-    urls |= {"traces.endpoint": (config.traces.endpoint,)}
+    urls |= {"traces.endpoint": (config.traces.endpoint,), "kafka.registry.url": (config.kafka.registry.url,)}
     for key, values in urls.items():
         for url in values:
             if _is_loopback(urlsplit(url).hostname or ""):
                 raise ConfigurationError(
                     f"{key} has {url}, which inside a container is the container itself; name the host that serves it"
                 )
+    service_port = config.service.port or SERVICE_PORT
+    first = config.inference.port or INFERENCE_PORT
+    served = {
+        "inference.port": range(first, first + counts(config).get(INFER, 0)),
+        "gateway.port": [config.gateway.port],
+    }
+    for key, ports in served.items():
+        if service_port in ports:
+            raise ConfigurationError(
+                f"{key} makes a server listen on port {service_port}, at which every container answers probes and "
+                "scrapers (service.port); set one of them to another port"
+            )
     for key, (kind, name) in secret_references(config).items():
         # A file has another path in containers, which a variable tells them.
         if kind == "file" and not _has_variable(key):

@@ -254,6 +254,18 @@ def test_files_of_secrets_that_no_variable_can_name_are_refused(key: str, option
         rendered(tmp_path, text)
 
 
+def test_certificates_of_this_machine_are_where_the_settings_name_them(tmp_path: Path) -> None:
+    client, registry = tmp_path / "client.crt", tmp_path / "registry.crt"
+    for file in (client, registry):
+        file.write_text("a certificate")
+    flags = [f"--set=kafka.registry.ca={registry}", "-X", "security.protocol=SSL", "--brokers=0", "-b", "kafka:9093"]
+    flags += ["-X", f"ssl.certificate.location={client}", "-X", "ssl.ca.location=/no/file/of/this/machine.crt"]
+    for service in roles_of(rendered(tmp_path, "", *flags)).values():
+        assert settings_of(service, tmp_path).kafka.client["ssl.certificate.location"] == str(client)
+        mounted = [volume for volume in service["volumes"] if ".crt" in volume]
+        assert mounted == [f"{file}:{file}:ro" for file in (client, registry)]
+
+
 GATEWAY_KEY = "ROLLSTREAM_GATEWAY__API_KEY"
 
 
@@ -302,6 +314,13 @@ def test_what_flags_and_variables_set_beside_the_file_is_set_in_the_containers(
         (["--set=serving.python=python"], "serving.python names a Python of this machine"),
         (['--set=worker.inference_urls=["http://127.0.0.1:8000/v1"]'], "worker.inference_urls has http://127.0.0.1"),
         (["--set=labeling.judge.url=http://localhost:1/v1"], "labeling.judge.url has http://localhost:1/v1"),
+        (["--set=kafka.registry.url=http://127.0.0.1:8081"], "kafka.registry.url has http://127.0.0.1:8081"),
+        (["--set=gateway.port=8081"], "gateway.port makes a server listen on port 8081, at which every container"),
+        (
+            ["--set=inference.port=8080", "--set=inference.replicas=2"],
+            "inference.port makes a server listen on port 8081",
+        ),
+        (["--set=service.port=8000"], "inference.port makes a server listen on port 8000"),
         (["--brokers=0"], "kafka.bootstrap_servers has 127.0.0.1:9092, which inside a container is the container"),
         (["-X", "security.protocol=SASL_SSL"], "the brokers of the compose file are plaintext"),
         (["--set=topics.replication_factor=3"], "there is one broker; give --brokers 3"),
