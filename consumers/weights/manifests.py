@@ -88,6 +88,23 @@ def params_digest_of(manifest: PolicyManifest) -> str:
     return manifest.params_digest or manifest.digest
 
 
+def published_after(
+    manifests: Iterable[PolicyManifest], learner: str, step: int, digest: str, recorded: int = -1
+) -> PolicyManifest | None:
+    """Return the manifest that a learner published after a step with these parameters; None if it published none.
+
+    `digest` is the digest of the learner's parameters before any conversion. A rollback publishes the parameters of a
+    step again: then the version is `recorded`, which the record of the step names, or the newest one if that is not a
+    version of the step or has another digest.
+    """
+    of_step = {m.version: m for m in manifests if m.learner == learner and m.step == step}
+    for version in (recorded, max(of_step, default=-1)):
+        manifest = of_step.get(version)
+        if manifest is not None and params_digest_of(manifest) == digest:
+            return manifest
+    return None
+
+
 def versions_of(keys: Iterable[bytes]) -> set[int]:
     """Versions in the keys of chunks or manifests; other programs may have written any key."""
     versions = set()

@@ -18,7 +18,7 @@ from rollstream.consumers.weights.content import Arrays
 from rollstream.consumers.weights.file_names import root_of
 from rollstream.consumers.weights.file_publisher import FilePublisher, FileWriter
 from rollstream.consumers.weights.file_retention import remove_expired
-from rollstream.consumers.weights.manifests import params_digest_of, read_policies, shortened, versions_of
+from rollstream.consumers.weights.manifests import published_after, read_policies, shortened, versions_of
 from rollstream.consumers.weights.shard_barrier import Channel, LeadBarrier
 from rollstream.consumers.weights.shard_writer import ShardWriter, draft
 from rollstream.consumers.weights.shards import Shard, joined, planned
@@ -106,17 +106,15 @@ class WeightsPublisher:
         missing."""
         return self.latest_version in self._lost
 
-    def published(self, step: int, digest: str) -> PolicyManifest | None:
+    def published(self, step: int, digest: str, recorded: int = -1) -> PolicyManifest | None:
         """Return the manifest of the version that this learner published after `step`, if `digest` matches.
 
-        `digest` is the digest of the learner's parameters before any conversion. A version does not count if nobody can
-        fetch it or a later one, so that it is published again.
+        `digest` is the digest of the learner's parameters before any conversion, and `recorded` the version in the
+        record of the step, which the step keeps if a rollback has published its parameters again. A version does not
+        count if nobody can fetch it or a later one, so that it is published again.
         """
-        of_step = [m for m in self._manifests.values() if m.learner == self._learner and m.step == step]
-        newest = max(of_step, key=lambda manifest: manifest.version, default=None)
-        if newest is None or newest.version in self._lost:
-            return None
-        return newest if params_digest_of(newest) == digest else None
+        manifest = published_after(self._manifests.values(), self._learner, step, digest, recorded)
+        return None if manifest is None or manifest.version in self._lost else manifest
 
     def stage(
         self,

@@ -23,6 +23,7 @@ from rollstream.consumers.weights.fetcher import ChunkFetcher
 from rollstream.consumers.weights.follower import WeightsFollower
 from rollstream.consumers.weights.manifests import read_manifests
 from rollstream.consumers.weights.publisher import WeightsPublisher
+from rollstream.consumers.weights.rollback import roll_back
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.run.role_process import TERMINATED
@@ -205,6 +206,19 @@ def test_a_learner_that_starts_again_publishes_the_versions_that_nobody_can_fetc
         recorder.compare(14, after(14), ())
         assert record(recorder, 15) == 18
     assert max(read_manifests(run.kafka, run.name)) == 18, "nothing is lost any more"
+
+
+def test_a_step_that_is_executed_again_after_a_rollback_to_it_keeps_its_version(run: RealRun) -> None:
+    def record(recorder: StepRecorder, step: int) -> int:
+        return recorder.record(step, (), 0, {}, after(step), LearnerPosition()).policy_version
+
+    with StepRecorder(LearnerConfig(), run.kafka, run.name, "{}") as recorder:
+        assert [record(recorder, step) for step in range(3)] == [0, 1, 2]
+    visible_manifests(run, 2)
+    roll_back(run.kafka, run.name, 1, reason="reward hacking", take_over=True)
+    visible_manifests(run, 3)
+    with StepRecorder(LearnerConfig(), run.kafka, run.name, "{}") as recorder:
+        assert [record(recorder, step) for step in (1, 2, 3)] == [1, 2, 4]
 
 
 @pytest.mark.long

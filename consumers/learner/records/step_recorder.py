@@ -218,7 +218,8 @@ class StepRecorder(Closing):
         difference = self._compare(step, digest, uses, metrics)
         if difference:
             metrics = {**metrics, "replay/difference": difference}
-        manifest = self._publisher.published(step, digest)
+        recorded = self._recorded.get(step)
+        manifest = self._publisher.published(step, digest, -1 if recorded is None else recorded.policy_version)
         staged: PolicyManifest | None = None
         if manifest is not None:
             self._skip(step)

@@ -1,6 +1,7 @@
 """Manifests read from a long log: only chosen ones stay whole, whatever the order of the log."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.weights.chains import needed, with_bases
-from rollstream.consumers.weights.manifests import Manifests, manifests_in, none_whole
+from rollstream.consumers.weights.manifests import Manifests, manifests_in, none_whole, published_after
 from rollstream.topics.codec import encode
 from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.keys import encode_key
@@ -96,3 +97,21 @@ def test_versions_whose_manifests_are_unreadable_are_told_by_their_keys(
     manifests = Log([*map(record, (v for v in versions if v != 2)), damaged, foreign]).manifests()
     assert manifests.unreadable == unreadable
     assert manifests.skipped.total == 2
+
+
+def test_a_step_keeps_the_version_of_its_record_after_a_rollback_to_it() -> None:
+    manifests = [replace(one_chunk_manifest(version, CHUNK), digest=f"d{version}") for version in (50, 51)]
+    rollback = replace(manifests[0], version=56)
+    log = [*manifests, rollback]
+    assert published_after(log, "default", 50, "d50", 50) == manifests[0]
+    assert published_after(log, "default", 50, "d50", 56) == rollback
+
+
+def test_a_step_without_a_version_on_record_has_the_newest_version_with_its_parameters() -> None:
+    first = replace(one_chunk_manifest(3, CHUNK), digest="old")
+    again = replace(first, version=4, digest="new")
+    assert published_after([first, again], "default", 3, "new") == again
+    assert published_after([first, again], "default", 3, "new", 3) == again
+    assert published_after([first, again], "default", 3, "other", 3) is None
+    assert published_after([first, again], "other", 3, "new", 4) is None
+    assert published_after([first, again], "default", 4, "new", 4) is None
