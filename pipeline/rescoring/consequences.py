@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.pipeline.rescoring.corrected_fold import CorrectedBatch, TakenRows
-from rollstream.topics.records import BatchUse, LearnerStep
+from rollstream.topics.records import BatchUse, LearnerStep, PolicyManifest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +105,10 @@ class LearnerConsequences:
     last_clean_step: int | None
     """The last step before the first wrong or unknown step; None if the first step on record is such a step."""
     last_clean_version: int | None
-    """The newest policy version published by the last clean step or an earlier step; None if there is none."""
+    """The newest policy version published after the last clean step or an earlier step; None if there is none."""
     touched_versions: tuple[int, ...] = ()
-    """Policy versions published by the first wrong step or a later step; all of them contain the errors."""
+    """Policy versions published after the first wrong step or a later step, in order; all of them contain the errors.
+    A rollback has the parameters of an earlier version, and counts as published after the step of that version."""
 
     def as_dict(self) -> dict[str, Any]:
         """Convert to plain values for JSON."""
@@ -115,25 +116,42 @@ class LearnerConsequences:
 
 
 def consequences(
-    steps: Iterable[LearnerStep], run: str, corrected: Mapping[str, CorrectedBatch]
+    steps: Iterable[LearnerStep],
+    manifests: Iterable[PolicyManifest],
+    run: str,
+    corrected: Mapping[str, CorrectedBatch],
 ) -> list[LearnerConsequences]:
-    """Return the consequences for each learner on record that trained on batches of `run`."""
+    """Return the consequences for each learner on record that trained on batches of `run`.
+
+    `manifests` are those of the run to which the steps belong.
+    """
     by_learner: dict[str, list[LearnerStep]] = {}
     for step in steps:
         if step.input_run == run:
             by_learner.setdefault(step.learner, []).append(step)
-    return [_of_learner(name, sorted(own, key=_number), corrected) for name, own in sorted(by_learner.items())]
+    # The manifest of a version may be unreadable, and no step names the version of a rollback.
+    published = {
+        name: {s.policy_version: s.step for s in own if s.policy_version >= 0} for name, own in by_learner.items()
+    }
+    for manifest in manifests:
+        if manifest.learner in published:
+            published[manifest.learner][manifest.version] = manifest.step
+    return [
+        _of_learner(name, sorted(own, key=_number), published[name], corrected)
+        for name, own in sorted(by_learner.items())
+    ]
 
 
 def _of_learner(
-    learner: str, steps: Sequence[LearnerStep], corrected: Mapping[str, CorrectedBatch]
+    learner: str, steps: Sequence[LearnerStep], published: Mapping[int, int], corrected: Mapping[str, CorrectedBatch]
 ) -> LearnerConsequences:
+    """Return the consequences for a learner; `published` has the step of each of its policy versions."""
     wrong = tuple(step for step in (_wrong_step(step, corrected) for step in steps) if step is not None)
     unknown = {step.step: rollouts for step in steps if (rollouts := _unknown_rollouts(step, corrected))}
     first = wrong[0].step if wrong else None
     not_clean = min((*unknown, *(() if first is None else (first,))), default=None)
     clean = [step for step in steps if not_clean is None or step.step < not_clean]
-    touched = [step.policy_version for step in steps if first is not None and step.step >= first]
+    last_clean = clean[-1].step if clean else None
     return LearnerConsequences(
         learner=learner,
         steps=sum(any(use.use == "trained" for use in step.uses) for step in steps),
@@ -141,9 +159,14 @@ def _of_learner(
         unknown_steps=len(unknown),
         unknown_rollouts=sum(unknown.values()),
         first_unknown_step=min(unknown, default=None),
-        last_clean_step=clean[-1].step if clean else None,
-        last_clean_version=max((s.policy_version for s in clean if s.policy_version >= 0), default=None),
-        touched_versions=tuple(version for version in touched if version >= 0),
+        last_clean_step=last_clean,
+        last_clean_version=max(
+            (version for version, step in published.items() if last_clean is not None and step <= last_clean),
+            default=None,
+        ),
+        touched_versions=tuple(
+            version for version, step in sorted(published.items()) if first is not None and step >= first
+        ),
     )
 
 

@@ -7,11 +7,13 @@ written to another run, for a fork from the last clean step.
 import argparse
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from rollstream.consumers.learner.records.checkpoint_paths import checkpoint_steps, learner_directory
+from rollstream.consumers.weights.manifests import none_whole, read_policies
 from rollstream.pipeline.audit.process_pool import spread
 from rollstream.pipeline.batch_run import prepare, write_index
 from rollstream.pipeline.command_parser import set_handler
@@ -125,7 +127,8 @@ def show_rescoring(config: RunConfig, args: argparse.Namespace) -> int:
 def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, scored: ScoredRun) -> RescoringReport:
     corrected = _corrected(config, rescoring, scored)
     with RunView(config.kafka, config.run) as view:
-        learners = consequences(view.steps, config.run, corrected.batches)
+        policies = read_policies(config.kafka, config.run, none_whole, logged=False)
+        learners = consequences(view.steps, policies.by_version.values(), config.run, corrected.batches)
         report = RescoringReport(rescoring, scored.rollouts, corrected, learners, into=args.into)
         name = args.learner or config.learner.name
         report.fork_step = _fork_step(config, name, learners)
@@ -141,6 +144,7 @@ def _report(config: RunConfig, args: argparse.Namespace, rescoring: Rescoring, s
             write_index(config.kafka, args.into, entries)
             report.batches_written = len(entries)
         corrected.skipped.merge(view.skipped)
+        corrected.skipped.merge(policies.skipped)
     return report
 
 
@@ -257,9 +261,14 @@ def _learner_lines(learner: LearnerConsequences) -> list[str]:
         else f"last clean step: {clean}; last clean policy version: {'none' if version is None else version}"
     )
     if learner.touched_versions:
-        first, last = min(learner.touched_versions), max(learner.touched_versions)
-        lines.append(f"policy versions {first} to {last} were trained on wrong advantages")
+        lines.append(f"policy versions trained on wrong advantages: {_spans(learner.touched_versions)}")
     return lines
+
+
+def _spans(versions: Iterable[int]) -> str:
+    """Return versions as text, with one span for consecutive numbers; a rollback to a clean version leaves a gap."""
+    spans = [[v for _, v in span] for _, span in groupby(enumerate(sorted(versions)), lambda item: item[1] - item[0])]
+    return ", ".join(f"{span[0]}" if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in spans)
 
 
 def _unknown_lines(learner: LearnerConsequences) -> list[str]:

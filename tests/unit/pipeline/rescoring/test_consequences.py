@@ -1,11 +1,14 @@
 """From wrong advantages to the steps that trained on them, the versions after, and the last clean step."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from rollstream.pipeline.rescoring.consequences import consequences, errors_of, taken_until
 from rollstream.pipeline.rescoring.corrected_fold import CorrectedBatch
-from rollstream.topics.records import BatchUse, LearnerStep
+from rollstream.topics.records import BatchUse, Chunk, LearnerStep
+from tests.support.manifests import one_chunk_manifest
 
 
 def batch(before: list[float], after: list[float], known: list[bool] | None = None) -> CorrectedBatch:
@@ -22,6 +25,7 @@ BATCHES = {
     "0-1": batch([1.0, -1.0, 0.5, -0.5], [-1.0, 1.0, 0.5, -0.5]),
     "0-2": batch([1.0, -1.0], [0.0, 0.0], [False, False]),
 }
+CHUNK = Chunk(index=0, partition=0, offset=0, size_bytes=1, digest="")
 
 
 def use(name: str, rows: tuple[int, ...] = (), kind: str = "trained") -> BatchUse:
@@ -69,7 +73,7 @@ def test_the_last_clean_step_is_the_one_before_the_first_that_trained_on_wrong_r
         step(6, use("0-0"), version=4),
         step(1, use("0-1"), version=9, learner="other", run="elsewhere"),
     ]
-    [consequence] = consequences(steps, "main", BATCHES)
+    [consequence] = consequences(steps, [], "main", BATCHES)
     assert (consequence.learner, consequence.steps) == ("default", 6)
     assert (consequence.last_clean_step, consequence.last_clean_version, consequence.touched_versions) == (3, 2, (3, 4))
     [wrong] = consequence.wrong
@@ -80,20 +84,34 @@ def test_the_last_clean_step_is_the_one_before_the_first_that_trained_on_wrong_r
 def test_a_step_whose_advantages_cannot_be_computed_again_is_not_clean() -> None:
     gone = BatchUse(batch_id="0-9", index_offset=0, rows=5, use="trained")
     steps = [step(1, use("0-0"), version=0), step(2, use("0-2"), version=1), step(3, gone), step(4, use("0-1"))]
-    [consequence] = consequences(steps, "main", BATCHES)
+    [consequence] = consequences(steps, [], "main", BATCHES)
     assert [wrong.step for wrong in consequence.wrong] == [4]
     assert (consequence.last_clean_step, consequence.last_clean_version) == (1, 0)
     assert (consequence.unknown_steps, consequence.unknown_rollouts, consequence.first_unknown_step) == (2, 7, 2)
-    [pruned] = consequences(steps[2:3], "main", BATCHES)
+    [pruned] = consequences(steps[2:3], [], "main", BATCHES)
     assert (pruned.wrong, pruned.last_clean_step, pruned.unknown_rollouts) == ((), None, 5)
 
 
 def test_without_wrong_steps_every_step_is_clean_and_with_wrong_ones_only_none_is() -> None:
-    [clean] = consequences([step(1, use("0-0"), version=0)], "main", BATCHES)
+    [clean] = consequences([step(1, use("0-0"), version=0)], [], "main", BATCHES)
     assert (clean.wrong, clean.last_clean_step, clean.last_clean_version, clean.touched_versions) == ((), 1, 0, ())
-    [dirty] = consequences([step(1, use("0-1"), version=0)], "main", BATCHES)
+    [dirty] = consequences([step(1, use("0-1"), version=0)], [], "main", BATCHES)
     assert (dirty.last_clean_step, dirty.last_clean_version, dirty.touched_versions) == (None, None, (0,))
-    assert consequences([], "main", BATCHES) == []
+    assert consequences([], [], "main", BATCHES) == []
+
+
+def test_a_rollback_has_the_errors_of_the_version_whose_parameters_it_repeats() -> None:
+    steps = [step(number, use("0-1" if number == 2 else "0-0"), version=number) for number in (1, 2, 3)]
+    other = replace(one_chunk_manifest(9, CHUNK, learner="other"), step=3)
+
+    def versions(rollback_to: int) -> tuple[int | None, tuple[int, ...]]:
+        log = [*(one_chunk_manifest(number, CHUNK) for number in (1, 2, 3)), other]
+        log.append(replace(one_chunk_manifest(4, CHUNK), step=rollback_to))
+        [consequence] = consequences(steps, log, "main", BATCHES)
+        return consequence.last_clean_version, consequence.touched_versions
+
+    assert versions(2) == (1, (2, 3, 4))
+    assert versions(1) == (4, (2, 3))
 
 
 def test_what_a_learner_used_or_skipped_up_to_a_step_is_taken() -> None:
