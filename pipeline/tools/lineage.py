@@ -251,7 +251,7 @@ def step_lineage(view: SearchableRun, step: LearnerStep) -> LineageNode:
 def policy_lineage(view: SearchableRun, manifest: PolicyManifest) -> LineageNode:
     """Return the lineage of a policy version: the step that made it, and the batches with rollouts that it sampled."""
     node = LineageNode("policy", str(manifest.version), _made_by(manifest))
-    node.children += [step_lineage(view, step) for step in view.steps_before(manifest.version)]
+    node.children += [step_lineage(view, step) for step in view.steps_before(manifest)]
     rollouts: Counter[str] = Counter()
     lost = []
     for entry in view.entries_with(manifest.version):

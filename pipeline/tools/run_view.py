@@ -102,8 +102,8 @@ class RecordedRun(Protocol):
         """Steps with this number, one for each learner that has such a step, in order."""
         ...
 
-    def steps_before(self, version: int) -> list[LearnerStep]:
-        """Steps after which a policy version was published, in order."""
+    def steps_before(self, manifest: PolicyManifest) -> list[LearnerStep]:
+        """Steps that made the parameters of a policy version, in order; for a rollback, the step of its source."""
         ...
 
     def entries_with(self, version: int) -> list[BatchIndexEntry]:
@@ -227,9 +227,14 @@ class RunView(Closing):
         """Steps with this number, one for each learner that has such a step, in order."""
         return [step for step in self.steps if step.step == number]
 
-    def steps_before(self, version: int) -> list[LearnerStep]:
-        """Steps after which a policy version was published, in order."""
-        return [step for step in self.steps if step.policy_version == version]
+    def steps_before(self, manifest: PolicyManifest) -> list[LearnerStep]:
+        """Steps that made the parameters of a policy version, in order; for a rollback, the step of its source."""
+        source = manifest.learner, manifest.step
+        return [
+            step
+            for step in self.steps
+            if step.policy_version == manifest.version or (step.learner, step.step) == source
+        ]
 
     def entries_with(self, version: int) -> list[BatchIndexEntry]:
         """Entries of the batches that may hold rollouts of a policy version, in the order that learners follow."""

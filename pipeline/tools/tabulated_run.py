@@ -13,7 +13,7 @@ from rollstream.pipeline.tools.run_view import IndexedEntry, StepUse
 from rollstream.topics.codec import decode_as
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.records import BatchIndexEntry, LearnerStep, TrainingBatch
+from rollstream.topics.records import BatchIndexEntry, LearnerStep, PolicyManifest, TrainingBatch
 
 
 class TabulatedRun:
@@ -55,9 +55,10 @@ class TabulatedRun:
         """Steps with this number, one for each learner that has such a step, in order."""
         return self._steps("step = ?", number)
 
-    def steps_before(self, version: int) -> list[LearnerStep]:
-        """Steps after which a policy version was published, in order."""
-        return self._steps("version = ?", version)
+    def steps_before(self, manifest: PolicyManifest) -> list[LearnerStep]:
+        """Steps that made the parameters of a policy version, in order; for a rollback, the step of its source."""
+        condition = "version = ? or (learner = ? and step = ?)"
+        return self._steps(condition, manifest.version, manifest.learner, manifest.step)
 
     def _steps(self, condition: str, *values: str | int) -> list[LearnerStep]:
         answer: Iterable[tuple[bytes]] = self._db.execute(

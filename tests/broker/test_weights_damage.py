@@ -27,6 +27,7 @@ from rollstream.consumers.weights.rollback import roll_back
 from rollstream.infra.broker import LocalBroker
 from rollstream.infra.config import BrokerConfig
 from rollstream.pipeline.run.role_process import TERMINATED
+from rollstream.pipeline.tools.run_view import RunView
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.reader import read_to_end
@@ -219,6 +220,9 @@ def test_a_step_that_is_executed_again_after_a_rollback_to_it_keeps_its_version(
     visible_manifests(run, 3)
     with StepRecorder(LearnerConfig(), run.kafka, run.name, "{}") as recorder:
         assert [record(recorder, step) for step in (1, 2, 3)] == [1, 2, 4]
+    with RunView(run.kafka, run.name) as view:
+        sources = {version: [step.step for step in view.steps_before(view.policies[version])] for version in (1, 3, 4)}
+        assert sources == {1: [1], 3: [1], 4: [3]}
 
 
 @pytest.mark.long
