@@ -11,6 +11,7 @@ from typing import NamedTuple
 from rollstream.consumers.files.atomic_files import UNFINISHED
 from rollstream.consumers.weights.config import WeightsConfig
 
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _NAME = re.compile(rf"(\d{{8,}})/(\d{{6,}})-([0-9a-f]{{64}})(\..*{re.escape(UNFINISHED)})?")
 
 
@@ -53,3 +54,11 @@ def root_of(run: str, url: str) -> str | None:
     """Return the URL of the store in which a file lies; None unless `file_name` makes the file's name for the run."""
     root, name = place_of(url)
     return None if parsed(run, name) is None else root
+
+
+def folder_of(url: str) -> tuple[str, str] | None:
+    """Return the URL of the store in which a file lies, and the run for which `file_name` makes the file's name; None
+    if it makes the name for no run."""
+    root, name = place_of(url)
+    run = name.split("/")[0]
+    return (root, run) if _RUN.fullmatch(run) and parsed(run, name) is not None else None

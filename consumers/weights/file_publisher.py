@@ -131,12 +131,12 @@ class FilePublisher(FileWriter):
     def _find_left_behind(self, manifests: Mapping[int, PolicyManifest], unreadable: Collection[int]) -> None:
         """Remove the files that earlier publishers left, except files that this publisher may reuse."""
         url, timeout_s = self._store.url, self._config.store_timeout_s
-        in_use = [url] if names_store(url, manifests, self._config.keep_versions) else []
+        in_use = [url] if names_store(self._run, url, manifests, self._config.keep_versions) else []
         listed = listed_files(self._run, [url], timeout_s=timeout_s, in_use=in_use)[url]
         if isinstance(listed, str):
             event(logger, "weight_files_left", level=logging.WARNING, reason=f"{shown(url)}: not listed: {listed}")
             return
-        self.incomplete = frozenset(incomplete(url, listed, manifests, self._config.keep_versions))
+        self.incomplete = frozenset(incomplete(self._run, url, listed, manifests, self._config.keep_versions))
         left = left_behind(self._run, listed, manifests, self._config.keep_versions, unreadable=unreadable)
         for name in left:
             file = parsed(self._run, name)

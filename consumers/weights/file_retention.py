@@ -73,31 +73,35 @@ def left_behind(
 
 
 def incomplete(
-    url: str, listed: Mapping[str, StoredFile], manifests: Mapping[int, PolicyManifest], keep_versions: int
+    run: str, url: str, listed: Mapping[str, StoredFile], manifests: Mapping[int, PolicyManifest], keep_versions: int
 ) -> set[int]:
-    """Return the versions that are still needed, and of which a file at `url` is not listed or has another size.
+    """Return the versions that are still needed, and of which a file of the run at `url` is not listed or has another
+    size.
 
-    Files at other URLs are not judged, because they are not listed.
+    Files at other URLs, and those of the run from which this one was restored, are not judged, because they are not
+    listed.
     """
     return {
         version
-        for version, size_bytes, name in _files_at(url, manifests, keep_versions)
+        for version, size_bytes, name in _files_at(run, url, manifests, keep_versions)
         if name not in listed or listed[name].size_bytes != size_bytes
     }
 
 
-def names_store(url: str, manifests: Mapping[int, PolicyManifest], keep_versions: int) -> bool:
-    """Whether a version that is still needed has files at `url`."""
-    return bool(_files_at(url, manifests, keep_versions))
+def names_store(run: str, url: str, manifests: Mapping[int, PolicyManifest], keep_versions: int) -> bool:
+    """Whether a version that is still needed has files of the run at `url`."""
+    return bool(_files_at(run, url, manifests, keep_versions))
 
 
-def _files_at(url: str, manifests: Mapping[int, PolicyManifest], keep_versions: int) -> list[tuple[int, int, str]]:
-    """Return version, size in bytes and name of the files at `url` that are still needed."""
+def _files_at(
+    run: str, url: str, manifests: Mapping[int, PolicyManifest], keep_versions: int
+) -> list[tuple[int, int, str]]:
+    """Return version, size in bytes and name of the files of the run at `url` that are still needed."""
     files = [
         (version, chunk.size_bytes, *place_of(chunk.url))
         for version in needed(manifests, keep_versions)
         for chunk in manifests[version].chunks
-        if chunk.url
+        if chunk.url and root_of(run, chunk.url) is not None
     ]
     # Stores are opened to compare their URLs: once for each, because a version may have thousands of files.
     here = {root for root in {root for *_, root, _ in files} if _normal(root) == _normal(url)}

@@ -4,14 +4,14 @@ A manifest lists all tensors and chunks of its version, and those of a long run 
 manifests are read one after the other, and once more to find their chunks.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from rollstream.consumers.weights.chains import needed
 from rollstream.consumers.weights.config import CHUNKS_AT_ONCE
-from rollstream.consumers.weights.file_names import place_of
-from rollstream.consumers.weights.file_retention import listed_files, roots
+from rollstream.consumers.weights.file_names import folder_of, place_of
+from rollstream.consumers.weights.file_retention import listed_files
 from rollstream.consumers.weights.manifests import shortened
 from rollstream.consumers.weights.rollback import RollbackNote, note_of
 from rollstream.pipeline.config import RunConfig
@@ -42,6 +42,9 @@ class PublishedVersion:
     """Names of its tensors' dtypes, joined by +."""
     stores: frozenset[str]
     """URLs of the stores that have chunks of it."""
+    folders: frozenset[tuple[str, str]]
+    """Folders of its files: URLs of stores and names of runs. A restored run names files of the run it was copied
+    from."""
 
 
 class PublishedVersions:
@@ -56,14 +59,15 @@ class PublishedVersions:
         self.skipped = SkippedRecords(logged=False)
         """Unreadable records of `policies`."""
         self._config, self._whole = config, whole
-        self._urls = roots(config.run, config.learner.weights, self._read())
+        self._read()
 
     def chunk_states(self) -> dict[int, str]:
         """Return the state of each version's chunks, one of this module's constants or, for example, `3 gone`.
 
         Reads `weights` without keeping values, and lists the files in stores.
         """
-        stored, on_log = self._files(), self._chunks_on_log()
+        stored = files_in_stores(self.by_number, self._config.learner.weights.store_timeout_s)
+        on_log = self._chunks_on_log()
         states = dict.fromkeys(self.by_number, GONE)
         for _message, manifest in SkippedRecords(logged=False).records(PolicyManifest, self._messages()):
             if manifest.version in states:
@@ -73,8 +77,8 @@ class PublishedVersions:
     def _messages(self) -> Iterator[KafkaRecord]:
         return read_to_end(self._config.kafka, topic_name(self._config.run, "policies"))
 
-    def _read(self) -> Iterator[PolicyManifest]:
-        """Yield each manifest, and keep what a list of versions shows."""
+    def _read(self) -> None:
+        """Read each manifest, and keep what a list of versions shows."""
         for message, manifest in self.skipped.records(PolicyManifest, self._messages()):
             self.by_number[manifest.version] = PublishedVersion(
                 manifest if manifest.version in self._whole else shortened(manifest),
@@ -83,22 +87,8 @@ class PublishedVersions:
                 len(manifest.chunks),
                 "+".join(sorted({tensor.dtype for tensor in manifest.tensors})),
                 frozenset(place_of(chunk.url)[0] for chunk in manifest.chunks if chunk.url),
+                frozenset(folder for chunk in manifest.chunks if (folder := folder_of(chunk.url)) is not None),
             )
-            yield manifest
-
-    def _files(self) -> "_Files":
-        timeout_s = self._config.learner.weights.store_timeout_s
-        # A learner keeps the newest version and those that it builds on, whatever its settings are.
-        newest = needed({number: version.manifest for number, version in self.by_number.items()}, 1)
-        in_use = {url for number in newest for url in self.by_number[number].stores}
-        stores = listed_files(self._config.run, self._urls, timeout_s=timeout_s, in_use=in_use)
-        sizes = {
-            f"{url}/{name}": file.size_bytes
-            for url, files in stores.items()
-            if not isinstance(files, str)
-            for name, file in files.items()
-        }
-        return _Files(sizes, {url for url, files in stores.items() if isinstance(files, str)})
 
     def _chunks_on_log(self) -> "_ChunksOnLog":
         chunks = _ChunksOnLog({}, set())
@@ -113,11 +103,29 @@ class PublishedVersions:
         return chunks
 
 
-class _Files(NamedTuple):
+class FilesInStores(NamedTuple):
+    """The files in the folders that the manifests of a run name."""
+
     sizes: dict[str, int]
     """Size in bytes by URL."""
-    unlisted: set[str]
-    """URLs of stores that did not answer or are not mounted."""
+    unlisted: set[tuple[str, str]]
+    """Folders of stores that did not answer or are not mounted: URLs of stores and names of runs."""
+
+
+def files_in_stores(versions: Mapping[int, PublishedVersion], timeout_s: float) -> FilesInStores:
+    """List the files in the folders of versions, each within `timeout_s`."""
+    # A learner keeps the newest version and those that it builds on, whatever its settings are.
+    newest = needed({number: version.manifest for number, version in versions.items()}, 1)
+    in_use = {folder for number in newest for folder in versions[number].folders}
+    files = FilesInStores({}, set())
+    for url, run in sorted({folder for version in versions.values() for folder in version.folders}):
+        used = [url] if (url, run) in in_use else []
+        listed = listed_files(run, [url], timeout_s=timeout_s, in_use=used)[url]
+        if isinstance(listed, str):
+            files.unlisted.add((url, run))
+        else:
+            files.sizes.update({f"{url.rstrip('/')}/{name}": file.size_bytes for name, file in listed.items()})
+    return files
 
 
 class _ChunksOnLog(NamedTuple):
@@ -127,11 +135,11 @@ class _ChunksOnLog(NamedTuple):
     """Keys of tombstones."""
 
 
-def _state(manifest: PolicyManifest, stored: _Files, on_log: _ChunksOnLog) -> str:
+def _state(manifest: PolicyManifest, stored: FilesInStores, on_log: _ChunksOnLog) -> str:
     there, expiring = 0, False
     for chunk in manifest.chunks:
         if chunk.url:
-            if place_of(chunk.url)[0] in stored.unlisted:
+            if folder_of(chunk.url) in stored.unlisted:
                 return UNLISTED
             there += stored.sizes.get(chunk.url) == chunk.size_bytes
         else:

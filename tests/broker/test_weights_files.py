@@ -114,6 +114,8 @@ def test_a_run_restored_under_another_name_removes_no_files_of_the_first(run: Re
     provisioning.apply(again.kafka, again.topics, again.name)
     for record in read_to_end(run.kafka, run.topic("policies")):
         again.send_bytes("policies", record.value or b"", record.key or b"", 0)
+    listed = answer(again, url, "weights", "ls")
+    assert [entry["chunks_state"] for entry in listed] == ["gone", "there"]  # type: ignore[attr-defined]
     with writer(again, url, keep_versions=1, anchor_every=1) as source:
         for version in range(2, 5):
             source.publish_version(params_of(version))

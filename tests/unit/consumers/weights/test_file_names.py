@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.weights.config import WeightsConfig
-from rollstream.consumers.weights.file_names import ChunkFile, file_name, in_files, parsed, place_of, root_of
+from rollstream.consumers.weights.file_names import ChunkFile, file_name, folder_of, in_files, parsed, place_of, root_of
 from rollstream.topics.errors import ConfigurationError
 
 RUNS = st.from_regex(r"[A-Za-z0-9._-]{1,20}", fullmatch=True)
@@ -36,6 +36,14 @@ def test_names_of_different_bytes_differ(a: tuple[int, int, str], b: tuple[int, 
 def test_files_of_others_are_not_ours(name: str) -> None:
     assert parsed("main", name) is None
     assert root_of("main", f"/weights/{name}") is None
+    assert folder_of(f"/weights/{name}") is None
+
+
+@pytest.mark.parametrize(("run", "folder"), [("main", ("/w", "main")), ("..", None), ("", None), (".hidden", None)])
+def test_the_folder_of_a_file_is_that_of_a_run_and_leads_out_of_no_store(
+    run: str, folder: tuple[str, str] | None
+) -> None:
+    assert folder_of(f"/w/{run}/00000001/000000-{'0' * 64}") == folder
 
 
 @given(size=st.integers(0, 10**12), limit=st.integers(0, 10**12))

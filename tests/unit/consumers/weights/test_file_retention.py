@@ -77,14 +77,17 @@ def test_files_stay_if_their_store_has_another_url_now() -> None:
 def test_versions_whose_files_are_missing_or_cut_short_are_incomplete_while_they_are_needed() -> None:
     manifests = published({4}, 7)
     files = {name(version): StoredFile(5, NOW) for version in range(7)}
-    assert incomplete("/w", files, manifests, 2) == set()
+    assert incomplete("main", "/w", files, manifests, 2) == set()
     del files[name(4)], files[name(1)]
     files[name(6)] = StoredFile(4, NOW)
-    assert incomplete("/w", files, manifests, 2) == {4, 6}
-    assert incomplete("/w", files, manifests, 4) == {1, 4, 6}
-    assert incomplete("/elsewhere", {}, manifests, 4) == set(), "files at another URL are not listed"
+    assert incomplete("main", "/w", files, manifests, 2) == {4, 6}
+    assert incomplete("main", "/w", files, manifests, 4) == {1, 4, 6}
+    assert incomplete("main", "/elsewhere", {}, manifests, 4) == set(), "files at another URL are not listed"
+    assert incomplete("again", "/w", {}, manifests, 4) == set(), (
+        "nor are those of the run that was restored as this one"
+    )
     on_log = Chunk(index=0, partition=0, offset=0, size_bytes=5, digest="")
-    assert incomplete("/w", {}, {0: one_chunk_manifest(0, on_log)}, 2) == set()
+    assert incomplete("main", "/w", {}, {0: one_chunk_manifest(0, on_log)}, 2) == set()
 
 
 def test_files_of_a_version_whose_manifest_is_unreadable_stay() -> None:
