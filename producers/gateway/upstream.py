@@ -218,7 +218,7 @@ class Upstream:
         self.newest_version = max(self.newest_version, version)
         for replica in self._replicas.replicas:
             if replica.url == url:
-                self._replicas.answered(replica, version)
+                self._replicas.answered(replica, version, time.monotonic())
 
     async def call(
         self, session: str, path: str, body: dict[str, Any], turn: PreviousTurn = lambda: None
@@ -239,7 +239,7 @@ class Upstream:
             if not isinstance(answer, dict):
                 raise InferenceUnavailable(f"{url} answered with a JSON {type(answer).__name__} instead of an object")
             if not has_aborted_choice(answer):
-                self._replicas.answered(replica, UNKNOWN)
+                self._replicas.answered(replica, UNKNOWN, time.monotonic())
                 return UpstreamAnswer(url, labelled(answer, label))
             cause = f"{url} aborted the request"
             self._replicas.failed(replica, time.monotonic())
@@ -250,7 +250,7 @@ class Upstream:
         """Yield each event of a streamed answer. Raises as `call` does."""
         deadline = time.monotonic() + self._timeout_s
         async with self._response(session, path, body, turn, deadline) as (replica, label, response):
-            self._replicas.answered(replica, UNKNOWN)
+            self._replicas.answered(replica, UNKNOWN, time.monotonic())
             url, lines = replica.url, EventLines()
             try:
                 async for data in response.content.iter_any():

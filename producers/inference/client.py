@@ -170,7 +170,8 @@ class CompletionsClient:
         elapsed_s = time.monotonic() - began
         known = await self._known_versions({span.label for sample in samples for span in sample.spans})
         completions = [_completion(sample, replica.url, request, known, elapsed_s) for sample in samples]
-        self._replicas.answered(replica, max(completion.highest_version for completion in completions))
+        highest = max(completion.highest_version for completion in completions)
+        self._replicas.answered(replica, highest, time.monotonic())
         return completions
 
     async def tokenize(self, text: str, *, session: str = "") -> list[int]:
@@ -212,7 +213,7 @@ class CompletionsClient:
             try:
                 async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
                     answer = await call(replica)
-                self._replicas.answered(replica, UNKNOWN)
+                self._replicas.answered(replica, UNKNOWN, time.monotonic())
                 return answer, replica
             except Busy as error:
                 cause, asked_s = error, error.retry_after_s

@@ -40,6 +40,8 @@ class Replica:
     """Failures since the last answer."""
     ready_at: float = 0.0
     """Time until which the server is avoided after a failure."""
+    asked_until: float = 0.0
+    """Time until which the server has asked to be left alone."""
     looked_at: float = 0.0
     """Time of the last probe of the server."""
 
@@ -88,9 +90,11 @@ class ReplicaSet:
             replica.looked_at = now
         return due
 
-    def answered(self, replica: Replica, version: int) -> None:
-        """Note an answer and the newest version in it, -1 for none."""
-        replica.failures, replica.ready_at = 0, 0.0
+    def answered(self, replica: Replica, version: int, now: float) -> None:
+        """Note an answer and the newest version in it, -1 for none. A pause that the server asked for stays: a full
+        server goes on answering the requests that it admitted before."""
+        if replica.asked_until <= now:
+            replica.failures, replica.ready_at = 0, 0.0
         replica.version = max(replica.version, version)
         if version >= 0:
             replica.lost_version = False
@@ -117,6 +121,8 @@ class ReplicaSet:
         bound_s = min(_LONGEST_REST_S, _FIRST_REST_S * 2.0 ** min(replica.failures, 16))
         asked_s = None if retry_after_s is None else min(retry_after_s, _LONGEST_ASKED_S)
         rest_s = self._random.uniform(bound_s / 2, bound_s) if asked_s is None else asked_s
+        if asked_s is not None:
+            replica.asked_until = max(replica.asked_until, now + asked_s)
         replica.ready_at = max(replica.ready_at, now + rest_s)
 
 

@@ -39,23 +39,23 @@ def test_only_sessions_of_a_failed_server_move_and_they_return_after_a_look() ->
     assert chosen(replicas, rested) == chosen(replicas, 10.0), "it gets no requests before it has answered a look"
     assert replicas.to_look_at(rested) == [lost]
     assert replicas.to_look_at(rested + 0.5) == [], "looks are a second apart"
-    replicas.answered(lost, -1)
+    replicas.answered(lost, -1, rested)
     assert chosen(replicas, rested) == before
 
 
 def test_a_lagging_server_is_passed_over_until_it_has_caught_up() -> None:
     replicas = servers(max_version_skew=2)
     for replica in replicas.replicas:
-        replicas.answered(replica, 7)
+        replicas.answered(replica, 7, 0.0)
     slow, *others = replicas.replicas
     before = chosen(replicas)
-    replicas.answered(others[0], 9)
+    replicas.answered(others[0], 9, 0.0)
     assert chosen(replicas) == before, "two behind is allowed"
     for replica in others:
-        replicas.answered(replica, 10)
+        replicas.answered(replica, 10, 0.0)
     assert slow.url not in chosen(replicas).values()
     assert replicas.to_look_at(0.0 + 5.0) == [slow]
-    replicas.answered(slow, 8)
+    replicas.answered(slow, 8, 0.0)
     assert chosen(replicas) == before
     assert replicas.newest_version == 10
 
@@ -63,20 +63,20 @@ def test_a_lagging_server_is_passed_over_until_it_has_caught_up() -> None:
 def test_a_lagging_server_serves_where_no_other_is_up_and_no_skew_is_no_limit() -> None:
     replicas = servers(max_version_skew=0)
     slow, *others = replicas.replicas
-    replicas.answered(slow, 1)
+    replicas.answered(slow, 1, 0.0)
     for replica in others:
-        replicas.answered(replica, 9)
+        replicas.answered(replica, 9, 0.0)
         replicas.failed(replica, 5.0)
     assert set(chosen(replicas, 5.0).values()) == {slow.url}
     unlimited = servers(max_version_skew=-1)
-    unlimited.answered(unlimited.replicas[0], 1)
-    unlimited.answered(unlimited.replicas[1], 100)
+    unlimited.answered(unlimited.replicas[0], 1, 0.0)
+    unlimited.answered(unlimited.replicas[1], 100, 0.0)
     assert not any(map(unlimited.lags, unlimited.replicas))
 
 
 def test_servers_that_name_no_version_never_lag() -> None:
     replicas = servers(max_version_skew=0)
-    replicas.answered(replicas.replicas[0], 12)
+    replicas.answered(replicas.replicas[0], 12, 0.0)
     assert set(chosen(replicas).values()) == set(URLS)
 
 
@@ -88,6 +88,19 @@ def test_a_server_rests_as_long_as_it_asks_and_requests_that_fail_together_count
     for _ in range(64):
         replicas.failed(only, 2.0)
     assert (only.failures, only.ready_at) == (1, 8.5)
+
+
+def test_answers_to_earlier_requests_do_not_end_the_rest_that_a_server_asks_for() -> None:
+    replicas = ReplicaSet(URLS[:2], max_version_skew=2)
+    full, other = replicas.replicas
+    replicas.failed(full, 100.0, retry_after_s=30.0)
+    replicas.answered(full, 5, 101.0)
+    assert (full.version, full.ready_at, replicas.choose("s", 101.0)) == (5, 130.0, other)
+    replicas.answered(full, 5, 130.0)
+    assert (full.failures, full.ready_at) == (0, 0.0)
+    replicas.failed(full, 200.0)
+    replicas.answered(full, 5, 200.0)
+    assert full.ready_at == 0.0, "it did not ask"
 
 
 def test_a_probe_tells_the_version_and_ends_no_rest() -> None:
@@ -118,7 +131,7 @@ def test_a_server_that_names_versions_only_in_answers_does_not_lag() -> None:
     replicas = ReplicaSet(URLS[:2], max_version_skew=2)
     only_answers, _other = replicas.replicas
     replicas.looked(only_answers, -1, 1.0)
-    replicas.answered(only_answers, 7)
+    replicas.answered(only_answers, 7, 0.0)
     replicas.looked(only_answers, -1, 2.0)
     assert (only_answers.version, replicas.lags(only_answers)) == (7, False)
 
