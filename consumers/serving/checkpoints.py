@@ -32,6 +32,11 @@ from rollstream.topics.records import PolicyManifest
 
 _NAME = re.compile(r"version-\d+")
 _LOCK = ".serving.lock"
+_REMEDY = "set serving.template to a checkpoint of the same model"
+_ADAPTERS_REMEDY = (
+    "a template does not describe adapters: give StepWriter the model, or set serving.engine to vllm and "
+    "serving.template to a checkpoint of the same model"
+)
 
 
 class CheckpointDirectory(ServedVersions, Closing):
@@ -56,7 +61,14 @@ class CheckpointDirectory(ServedVersions, Closing):
         self._directory = directory.resolve()
         self._template, self._tokenizer, self._dtype = template, tokenizer, dtype or None
         self._adapters = adapters
-        self._lock = lock_directory(self._directory, _LOCK)
+        try:
+            self._lock = lock_directory(self._directory, _LOCK)
+        except StoreError as error:
+            if not isinstance(error.__cause__, BlockingIOError):
+                raise
+            raise StoreError(
+                f"another serve-weights writes to {self._directory}; end it, or set serving.directory to another one"
+            ) from error
         remove_unfinished(self._directory)
         for path in self._directory.iterdir():
             if _NAME.fullmatch(path.name):
@@ -85,11 +97,12 @@ class CheckpointDirectory(ServedVersions, Closing):
         unfinished = self._directory / f"{directory.name}.{os.getpid()}-{uuid.uuid4().hex}{UNFINISHED}"
         try:
             if self._adapters:
-                save_peft(unfinished, _model_of(manifest), arrays, base=self._tokenizer, dtype=self._dtype)
+                model = _model_of(manifest, _ADAPTERS_REMEDY)
+                save_peft(unfinished, model, arrays, base=self._tokenizer, dtype=self._dtype)
             elif self._template:
                 huggingface.save_like(self._template, unfinished, arrays, dtype=self._dtype)
             else:
-                model = _model_of(manifest)
+                model = _model_of(manifest, _REMEDY)
                 save_merged(unfinished, model, arrays, companions=self._tokenizer, dtype=self._dtype)
             sync_directory(unfinished)
             unfinished.rename(directory)
@@ -102,11 +115,8 @@ class CheckpointDirectory(ServedVersions, Closing):
         return ServedCheckpoint(manifest.version, directory)
 
 
-def _model_of(manifest: PolicyManifest) -> DecoderConfig:
+def _model_of(manifest: PolicyManifest, remedy: str) -> DecoderConfig:
     try:
         return decoder_config(manifest.model)
     except ConfigurationError as error:
-        raise ConfigurationError(
-            f"the manifest of policy version {manifest.version}: {error}; set serving.template to a checkpoint of the "
-            "same model"
-        ) from error
+        raise ConfigurationError(f"the manifest of policy version {manifest.version}: {error}; {remedy}") from error

@@ -109,7 +109,7 @@ def test_the_directory_begins_empty_and_other_files_in_it_stay(tmp_path: Path) -
     async def test(checkpoints: CheckpointDirectory) -> None:
         assert checkpoints.newest is None
         assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["version-notes"]
-        with pytest.raises(StoreError, match="being written"):
+        with pytest.raises(StoreError, match=rf"another serve-weights writes to {tmp_path}; .*serving\.directory"):
             CheckpointDirectory(tmp_path, keep_versions=2)
 
     run(tmp_path, test)
@@ -125,6 +125,14 @@ def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
         assert checkpoints.newest is None
 
     run(tmp_path, test)
+
+
+def test_adapters_of_an_unknown_model_are_refused_with_a_remedy_that_works(tmp_path: Path) -> None:
+    async def test(checkpoints: CheckpointDirectory) -> None:
+        with pytest.raises(ConfigurationError, match=r"give StepWriter the model, or set serving\.engine to vllm"):
+            await checkpoints.add(manifest(0, model="{}"), ARRAYS)
+
+    run(tmp_path, test, adapters=True, template="/models/same")
 
 
 def test_parameters_of_another_trainer_are_written_like_a_checkpoint_of_its_model(tmp_path: Path) -> None:
