@@ -145,10 +145,7 @@ async def _serve(serving: ServingConfig, process: subprocess.Popen[bytes], versi
         if not await _until_healthy(http.url, process, stop):
             return
         try:
-            # The engine's answers must name their version from the first answer on. `serve-weights` may have given it
-            # a later version already.
-            if not (await VllmEngine(http).label()).isdecimal():
-                await http.post("/update_weight_version", {"new_version": str(version)})
+            await label_weights(http, version)
         except EngineFailed as error:
             raise EngineEnded(f"the engine serves, but rejects the version label of its weights: {error}") from error
         announce_ready()
@@ -156,6 +153,20 @@ async def _serve(serving: ServingConfig, process: subprocess.Popen[bytes], versi
             beat("engine")
             _check(process)
             await _pause(stop)
+
+
+async def label_weights(http: EngineHttp, version: int) -> None:
+    """Label the weights that vLLM was started with, so that its answers name their version from the first one on.
+
+    A label that `serve-weights` has given stays, and an engine that it has paused gets its label from it. Raises
+    EngineFailed.
+    """
+    # vLLM answers one question after another, and none during a load. So `default` may be the label of weights that
+    # were loaded before the answer; then the engine is still paused, because it resumes only with its new label.
+    if (await VllmEngine(http).label()).isdecimal():
+        return
+    if (await http.get("/is_paused")).get("is_paused") is not True:
+        await http.post("/update_weight_version", {"new_version": str(version)})
 
 
 async def _until_healthy(url: str, process: subprocess.Popen[bytes], stop: asyncio.Event) -> bool:

@@ -139,6 +139,8 @@ class VllmStandIn(EngineStandIn):
                     return web.json_response({"status": "resumed"})
                 case "GET", "/weight_info":
                     return web.json_response({"weight_version": await self.label()})
+                case "GET", "/is_paused":
+                    return web.json_response({"is_paused": self.paused})
         except RuntimeError as error:
             return web.json_response({"error": str(error)}, status=500)
         return web.Response(status=404)

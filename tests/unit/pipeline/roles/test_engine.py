@@ -1,5 +1,6 @@
 """The command line and the variables of the vLLM that a run starts."""
 
+import asyncio
 import os
 import re
 import socket
@@ -8,9 +9,19 @@ from pathlib import Path
 
 import pytest
 
+from rollstream.consumers.serving.config import ServingConfig
+from rollstream.consumers.serving.engines import EngineHttp
 from rollstream.pipeline.config import load
-from rollstream.pipeline.roles.engine import check_engine_python, check_nobody_answers, command_of, environment_of
+from rollstream.pipeline.roles.engine import (
+    check_engine_python,
+    check_nobody_answers,
+    command_of,
+    environment_of,
+    label_weights,
+)
 from rollstream.topics.errors import ConfigurationError
+from tests.support.producing import serving_http
+from tests.support.serving_engines import VllmStandIn
 
 FLAGS = ['serving.urls=["http://127.0.0.1:8123"]', f"serving.python={sys.executable}"]
 
@@ -49,3 +60,22 @@ def test_an_address_where_another_server_answers_is_refused() -> None:
         with pytest.raises(ConfigurationError, match=re.escape(f"already answers at {url}: end it")):
             check_nobody_answers(url)
     check_nobody_answers(url)
+
+
+@pytest.mark.parametrize(
+    ("label", "paused", "expected"),
+    [("default", False, "20"), ("22", False, "22"), ("22", True, "22"), ("default", True, "default")],
+)
+def test_an_engine_is_labelled_once_and_not_amid_the_update_that_gives_it_another_label(
+    label: str, paused: bool, expected: str
+) -> None:
+    engine = VllmStandIn()
+    engine.reported, engine.paused = label, paused
+
+    async def main() -> None:
+        async with EngineHttp(url, ServingConfig()) as http:
+            await label_weights(http, 20)
+
+    with serving_http(engine.answer) as url:
+        asyncio.run(main())
+    assert engine.reported == expected
