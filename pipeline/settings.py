@@ -92,7 +92,8 @@ def _place_of_fault(cls: type, tree: dict[str, Any], origins: Mapping[Keys, Laye
 
 def _without(tree: dict[str, Any], path: Keys) -> dict[str, Any]:
     first, *rest = path
-    if not rest:
+    # A value of a later layer may have replaced the table that held the key.
+    if not rest or not isinstance(tree[first], dict):
         return {key: value for key, value in tree.items() if key != first}
     return {**tree, first: _without(tree[first], tuple(rest))}
 
@@ -209,10 +210,6 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
         origins.pop(path, None)  # also moves the key to the end of the order
         origins[path] = layer
 
-    def forget_below(path: Keys) -> None:
-        for key in [key for key in origins if key[: len(path)] == path]:
-            del origins[key]
-
     def walk(cls: type, parent: Keys, values: Mapping[str, Any], into: dict[str, Any]) -> None:
         for name, value in values.items():
             path = (*parent, name)
@@ -246,7 +243,8 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
         dotted = ".".join(path)
         if isinstance(value, list):
             into.clear()
-            forget_below(path)
+            for key in [key for key in origins if key[: len(path)] == path]:
+                del origins[key]
             tables = {str(number): table for number, table in enumerate(value)}
         elif isinstance(value, dict):
             tables = {_entry_number(cls, layer, dotted, label, into): table for label, table in value.items()}
@@ -272,7 +270,6 @@ def _place(root: type, tree: dict[str, Any], origins: dict[Keys, Layer], layer: 
             else:
                 guarded = _guarded(guard, layer, ".".join(here), value)
                 into[name] = _free_value(guarded) if layer.textual and isinstance(guarded, str) else guarded
-                forget_below(here)  # It may replace a table of an earlier layer.
                 set_by_layer(here)
 
     nested: Any = layer.value
