@@ -310,9 +310,13 @@ class CallLog:
         with self.skipped.passing(message):
             if message.value is None:
                 raise RecordError("a tombstone instead of a record" if message.readable else UNREADABLE)
-            record = codec.decode(message.value)
-            if not isinstance(record, CallRecord):
-                raise RecordError(f"a {type(record).__name__} instead of a call or session event")
+            decoded = codec.decode(message.value)
+            if not isinstance(decoded, CallRecord):
+                raise RecordError(f"a {type(decoded).__name__} instead of a call or session event")
+            # A gateway could not end a session that is elsewhere, because its own records go to the right partition.
+            if (partition := self.writer.partition_of(decoded.session)) != message.partition:
+                raise RecordError(f"a record of session {decoded.session[:64]}, which belongs to partition {partition}")
+            record = decoded
         return _Read(message.partition, message.offset, message.timestamp_ms, record)
 
     def _apply(self, messages: list[_Read], ends: dict[int, int]) -> None:
