@@ -76,7 +76,7 @@ def distinct(calls: Sequence[ModelCall]) -> list[ModelCall]:
 def branches_of(calls: Sequence[ModelCall]) -> list[Branch]:
     """Return the branches of an episode from its calls in the order of the log, retries included.
 
-    Raises RecordError if a prompt cannot be rebuilt.
+    Raises RecordError if a prompt cannot be rebuilt, or an answer has not one log-probability for each token.
     """
     everything = CallSequences(calls)
     known = CallSequences()

@@ -107,9 +107,16 @@ class CallSequences:
             self.add(call)
 
     def add(self, call: ModelCall) -> CallSequence:
-        """Rebuild a call. Raises RecordError if its parent is missing or its prompt does not match the digest."""
+        """Rebuild a call. Raises RecordError if its parent is missing, its prompt does not match the digest, or an
+        answer has not one log-probability for each token."""
         if call.uid in self.by_uid:
             return self.by_uid[call.uid]
+        for index, answer in enumerate(call.answers):
+            if len(answer.tokens) != len(answer.logprobs):
+                raise RecordError(
+                    f"answer {index} of call {call.uid} of session {call.session} has {len(answer.tokens)} tokens but "
+                    f"{len(answer.logprobs)} log-probabilities"
+                )
         parent = self.by_uid.get(call.parent)
         if call.parent and (parent is None or not 0 <= call.parent_answer < len(parent.call.answers)):
             raise RecordError(

@@ -135,7 +135,8 @@ class CapturedSession:
         return list(self._answered.get(request, {}).values())
 
     def add_call(self, call: ModelCall, append_ms: int) -> None:
-        """Add a call; after the session's end, count it as late. Raises RecordError if its prompt cannot be rebuilt."""
+        """Add a call; after the session's end, count it as late. Raises RecordError, and fails the session, if the call
+        cannot be trained on."""
         if self.closed or self.finished or self.ended:
             self.late_calls += 1
             return

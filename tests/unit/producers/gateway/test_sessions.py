@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.episodes.call_sequences import token_digest
 from rollstream.producers.gateway.episode_rollouts import RolloutForm, cancellation_of, rollouts_of
 from rollstream.producers.gateway.session_names import (
@@ -225,6 +226,19 @@ def test_records_of_no_session_and_records_that_do_not_fit_end_nothing() -> None
     closed = fold.sessions["g.0"].closed
     assert closed
     assert "does not match its digest" in closed.reason
+
+
+@pytest.mark.parametrize("logprobs", [[], [-0.5], [-0.5, -0.25, -0.125]])
+def test_a_call_without_one_log_probability_for_each_token_cancels_its_episode(logprobs: list[float]) -> None:
+    answer = CallAnswer(tokens=np.array([1, 2], "<i4"), logprobs=np.array(logprobs, "<f4"))
+    unfit = call(0, answers=(answer,))
+    session = folded((1, unfit), (2, event("reward", scored=True, reward=0.5)), (3, event("end")))
+    assert session.closed
+    assert session.closed.reason == (
+        f"answer 0 of call c0 of session g.0 has 2 tokens but {len(logprobs)} log-probabilities"
+    )
+    with pytest.raises(RecordError, match="has 2 tokens"):
+        branches_of([unfit])
 
 
 KINDS = st.sampled_from(["reward", "failed", "end", "mark", "truncated"])
