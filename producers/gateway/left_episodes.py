@@ -17,8 +17,9 @@ from typing import NamedTuple
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.gateway.call_log import CallWriter
-from rollstream.producers.gateway.episode_rollouts import cancellation_of, rollout_uids
-from rollstream.producers.gateway.session_names import partition_of_group
+from rollstream.producers.gateway.episode_rollouts import rollout_uids
+from rollstream.producers.gateway.rollout_writing import cancel_episode
+from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics import codec
@@ -64,7 +65,7 @@ async def end_left_episodes(
         cancelled = {session.episode: session for session, uids in left if not uids}
         for name, session in cancelled.items():
             if name not in finished:
-                producer.cancel(cancellation_of(session, LEFT))
+                cancel_episode(producer, session, LEFT)
         await asyncio.to_thread(producer.flush, _FLUSH_S)
         for session, uids in left:
             end = SessionEvent(
@@ -111,7 +112,9 @@ def _read_left(kafka: KafkaConfig, run: str, config: WorkerConfig, author: str) 
 def _open_sessions(kafka: KafkaConfig, run: str) -> list[CapturedSession]:
     """Return the workers' unfinished sessions, without their calls, which are most of the topic."""
     folds: dict[int, PartitionSessions] = {}
-    for message in read_to_end(kafka, topic_name(run, "calls")):
+    topic = topic_name(run, "calls")
+    partitions = topic_admin.partitions_of(kafka, topic)
+    for message in read_to_end(kafka, topic):
         fold = folds.setdefault(message.partition, PartitionSessions(keep_finished=0))
         with contextlib.suppress(RecordError):  # gateways and the ledger report bad records
             if codec.kind_of(message.value) == "ModelCall":
@@ -119,10 +122,16 @@ def _open_sessions(kafka: KafkaConfig, run: str) -> list[CapturedSession]:
                     session.last_ms = message.timestamp_ms
                 continue
             record = codec.decode(message.value)
-            if isinstance(record, SessionEvent):
+            # The end of a session that is on another partition than its name says would never reach it.
+            if isinstance(record, SessionEvent) and _partition_of(record, partitions) == message.partition:
                 fold.apply(message.offset, message.timestamp_ms, record)
     sessions = (session for fold in folds.values() for session in fold.open.values())
     return [session for session in sessions if session.start.owner == "worker"]
+
+
+def _partition_of(record: SessionEvent, partitions: int) -> int:
+    """Return the partition on which a session's records belong. Raises RecordError if its name is invalid."""
+    return partition_of_group(group_of(record.session), partitions)
 
 
 def _with_calls(kafka: KafkaConfig, run: str, sessions: Sequence[CapturedSession]) -> list[CapturedSession]:

@@ -146,7 +146,7 @@ class RolloutWriter:
         except RecordError as error:
             # The cancellation also drops rollouts of the episode that were already sent.
             reason = str(error)
-            self._producer.cancel(cancellation_of(session, reason))
+            cancel_episode(self._producer, session, reason)
         self._producer.flush(_FLUSH_S)
         return reason
 
@@ -173,6 +173,17 @@ class RolloutWriter:
         await asyncio.gather(*self._under_way.values(), return_exceptions=True)
         await asyncio.to_thread(self._producer.close)
         self._ends.close()
+
+
+def cancel_episode(producer: RolloutProducer, session: CapturedSession, reason: str) -> None:
+    """Queue the cancellation of a session's episode; only log it if it is no valid record, as for a group of size 0.
+
+    Grouping has no group that could wait for such a cancellation. Raises DeliveryError, DeadlineExceeded.
+    """
+    try:
+        producer.cancel(cancellation_of(session, reason))
+    except RecordError as error:
+        event(logger, "cancellation_refused", level=logging.WARNING, session=session.name, error=str(error))
 
 
 def _uids(record: Rollout | GroupCancelled) -> tuple[str, ...]:

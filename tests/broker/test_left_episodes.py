@@ -6,23 +6,30 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Score
+from rollstream.producers.episodes.call_sequences import token_digest
 from rollstream.producers.gateway.left_episodes import LEFT, end_left_episodes
+from rollstream.producers.gateway.session_names import partition_of_group
 from rollstream.producers.gateway.worker_capture import EpisodeCapture, EpisodeStamp, WorkerCapture
 from rollstream.producers.policy_versions import PolicyFollower
 from rollstream.producers.rollout_producer import RolloutProducer
+from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.records import GroupCancelled, ModelCall
+from rollstream.topics.keys import encode_key
+from rollstream.topics.records import CallAnswer, GroupCancelled, ModelCall, SessionEvent
 from tests.support.gateways import records
 from tests.support.producing import ScriptedGenerator, serving
+from tests.support.runs import RealRun
 from tests.support.waiting import eventually
 
 WAITS = '''
@@ -125,6 +132,14 @@ async def episode_of(
     yield episode
 
 
+async def take_over(kafka: KafkaConfig, run: str, author: str) -> dict[str, tuple[str, ...]]:
+    """End the episodes that a worker finds when it starts; return their sessions and the uids of their rollouts."""
+    config = WorkerConfig(worker_id=author.partition(".")[0])
+    with RolloutProducer(kafka, run) as producer:
+        ended = await end_left_episodes(kafka, run, config, author=author, producer=producer)
+    return {session.name: uids for session, uids in ended}
+
+
 def test_episodes_whose_rollouts_are_all_on_the_log_are_finished(
     kafka: KafkaConfig, run_name: str, server: str
 ) -> None:
@@ -148,20 +163,49 @@ def test_episodes_whose_rollouts_are_all_on_the_log_are_finished(
                 async with episode_of(capture, 4, (), attempt=2):
                     pass
 
-    async def take_over(author: str) -> dict[str, tuple[str, ...]]:
-        config = WorkerConfig(worker_id=author.partition(".")[0], inference_urls=(server,))
-        with RolloutProducer(kafka, run_name) as producer:
-            ended = await end_left_episodes(kafka, run_name, config, author=author, producer=producer)
-        return {session.name: uids for session, uids in ended}
-
     asyncio.run(leave())
-    assert asyncio.run(take_over("other.1")) == {}, "the worker may still be playing them"
+    assert asyncio.run(take_over(kafka, run_name, "other.1")) == {}, "the worker may still be playing them"
     uids = ("w.1.0.0.0", "w.1.0.0.1")
     cancelled_sessions = ("w.1.0.1", "w.1.0.2", "w.1.0.3", "w.1.0.4", "w.1.0.4-2")
-    assert asyncio.run(take_over("w.2")) == {"w.1.0.0-2": uids, **dict.fromkeys(cancelled_sessions, ())}
-    assert asyncio.run(take_over("w.3")) == {}, "each is ended once"
+    assert asyncio.run(take_over(kafka, run_name, "w.2")) == {
+        "w.1.0.0-2": uids,
+        **dict.fromkeys(cancelled_sessions, ()),
+    }
+    assert asyncio.run(take_over(kafka, run_name, "w.3")) == {}, "each is ended once"
     cancelled = [record for record in records(kafka, run_name) if isinstance(record, GroupCancelled)]
     assert sorted(uid for record in cancelled for uid in record.uids) == [*cancelled_sessions[:4]]
     book = ledger(kafka, run_name)
     assert book.problems == []
     assert (book.calls["in_rollouts"], book.calls["cancelled"], book.calls["open"]) == (2, 7, 0)
+
+
+def test_malformed_sessions_on_the_log_end_no_worker(kafka: KafkaConfig, run_name: str, tmp_path: Path) -> None:
+    start = SessionEvent(
+        session="x.0",
+        kind="start",
+        author="w.1",
+        owner="worker",
+        environment="e",
+        example_id="t",
+        group_id="x",
+        policy_version=3,
+    )
+    ids = np.array([1, 2], "<i4")
+    unfit = CallAnswer(tokens=ids, logprobs=np.zeros(3, "<f4"))
+    call = ModelCall(session="x.1", uid="c", request="r", prompt=ids, prompt_digest=token_digest(ids), answers=(unfit,))
+    there = partition_of_group("x", 2)
+    foreign = [
+        (there, replace(start, group_size=0)),
+        (there, replace(start, session="no name")),
+        (1 - there, replace(start, session="x.2")),
+        (there, replace(start, session="x.1", member=1, group_size=2)),
+        (there, call),
+        (there, SessionEvent(session="x.1", kind="end", author="w.1")),
+    ]
+    run = RealRun(kafka, run_name, tmp_path)
+    for partition, record in foreign:
+        run.send_bytes("calls", encode(record), encode_key(record.session), partition)
+    assert asyncio.run(take_over(kafka, run_name, "w.2")) == {"x.0": (), "x.1": ()}
+    assert asyncio.run(take_over(kafka, run_name, "w.3")) == {}, "each is ended once"
+    (cancelled,) = records(kafka, run_name)
+    assert cancelled.uids == ("x.1",)

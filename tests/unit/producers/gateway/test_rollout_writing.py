@@ -3,6 +3,7 @@ another gateway replaced, writes nothing of it."""
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -16,7 +17,9 @@ from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.producers.record_sender import RolloutDelivery
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.records import SessionEvent
+from rollstream.topics.errors import RecordError
+from rollstream.topics.records import GroupCancelled, Rollout, SessionEvent
+from rollstream.topics.validation import cancellation_problems, problems
 from tests.unit.producers.gateway.test_sessions import START, call, event
 
 
@@ -28,8 +31,17 @@ class Producer:
 
     def __init__(self, *_arguments: Any, on_delivery: Callable[[RolloutDelivery], None], **_settings: Any) -> None:
         self.sent.clear()
-        self.cancel = self.send = self.sent.append
         self.on_delivery = on_delivery
+
+    def send(self, rollout: Rollout) -> None:
+        if wrong := problems(rollout):
+            raise RecordError(f"rollout {rollout.uid!r} was not sent: {wrong}")
+        self.sent.append(rollout)
+
+    def cancel(self, cancelled: GroupCancelled) -> None:
+        if wrong := cancellation_problems(cancelled):
+            raise RecordError(f"the cancellation was not sent: {wrong}")
+        self.sent.append(cancelled)
 
     def flush(self, _timeout_s: float) -> None:
         for record, offset in zip(self.sent, self.offsets, strict=True):
@@ -61,8 +73,8 @@ class Policies:
         return PolicyVersions()
 
 
-def closed_session(calls: int = 1) -> CapturedSession:
-    session = CapturedSession(START, 0, 0, 0)
+def closed_session(start: SessionEvent = START, calls: int = 1) -> CapturedSession:
+    session = CapturedSession(start, 0, start.policy_version, 0)
     for number in range(calls):
         session.add_call(call(number), 10)
     session.add_event(event("reward", scored=True, reward=1.0), 20)
@@ -97,6 +109,21 @@ def test_an_episode_that_another_gateway_has_written_meanwhile_is_not_cancelled(
     writer = writer_of(monkeypatch, session, Policies(session), author="suspended")
     assert asyncio.run(writer.finish(session)), "it is written"
     assert Producer.sent == []
+
+
+@pytest.mark.parametrize("change", [{"group_size": 0}, {"environment": ""}, {"policy_version": -1}])
+def test_a_session_whose_start_is_invalid_is_finished_without_a_cancellation(
+    monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """Otherwise each gateway would try again for ever, and announce each time that it writes."""
+    session = closed_session(replace(START, **change))
+    policies = SimpleNamespace(read=lambda _wait_s: PolicyVersions())
+    writer = writer_of(monkeypatch, session, policies)
+    assert asyncio.run(writer.finish(session))
+    assert Producer.sent == []
+    assert session.finished is not None
+    assert session.finished.uids == ()
+    assert session.finished.reason.startswith("rollout 'g.0' was not sent: ")
 
 
 @pytest.mark.parametrize(("offsets", "end"), [([15, 19], 20), ([19, -1], 20), ([-1, -1], 9)])
