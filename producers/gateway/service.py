@@ -23,7 +23,7 @@ from rollstream.producers.gateway.session_names import group_of, session_name
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions, reward_problem
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.errors import ContextTooLong
-from rollstream.topics.errors import RecordError, RollstreamError
+from rollstream.topics.errors import RecordError, RollstreamError, brief
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import ModelCall, SessionEvent
@@ -32,6 +32,8 @@ from rollstream.topics.validation import NAME_LIMIT
 logger = logging.getLogger(__name__)
 _JANITOR_S = 0.5
 _MARK_AGAIN_S = 1.0
+_FAULTY_AGAIN_S = 10.0
+"""Time until a session whose own records are at fault, or that met an unexpected error, is attended to again."""
 
 
 class _Written(NamedTuple):
@@ -102,6 +104,8 @@ class SessionService:
         """By session, the rollouts that any gateway has written and that grouping has not read."""
         self._marked: dict[str, float] = {}
         self._seen: dict[str, float] = {}
+        self._faulty: dict[str, float] = {}
+        """By session that could not be attended to, the time of the next attempt."""
 
     # ------------------------------------------------------------------ sessions
 
@@ -110,7 +114,7 @@ class SessionService:
         if session.finished is None:
             self._seen[session.name] = time.monotonic()
         else:
-            for noted in (self._seen, self._marked):
+            for noted in (self._seen, self._marked, self._faulty):
                 noted.pop(session.name, None)
             # Workers count their own rollouts, and without a limit none need to be counted.
             if self._capacity is not None and session.start.owner == "gateway" and session.finished.uids:
@@ -225,6 +229,8 @@ class SessionService:
             begun.setdefault(group, set()).add(name)
         for fold in self._log.folds:
             for group, size in {s.start.group_id: s.start.group_size for s in _of_gateways(fold)}.items():
+                if size > self._config.max_group_size:
+                    continue  # No gateway starts such a group, so its members would hold the capacity for ever.
                 sizes[group] = size
                 begun.setdefault(group, set()).update(fold.names_in(group))
         return sum(max(0, size - len(begun[group])) for group, size in sizes.items())
@@ -383,14 +389,30 @@ class SessionService:
             self._observe()
             for fold in self._log.folds:
                 for session in [*fold.open.values()]:
+                    if time.monotonic() < self._faulty.get(session.name, 0.0):
+                        continue
                     try:
                         await self._attend_to(session)
-                    except RollstreamError as error:
-                        event(logger, "session_left", level=logging.WARNING, session=session.name, error=str(error))
+                    except Exception as error:  # No session may end a gateway, which serves the others, too.
+                        self._leave(session, error)
             try:
                 await asyncio.wait_for(stop.wait(), _JANITOR_S)
             except TimeoutError:
                 continue
+
+    def _leave(self, session: CapturedSession, error: Exception) -> None:
+        """Log why a session is left. An error of the brokers may pass soon, but any other error is likely to return."""
+        expected = isinstance(error, RollstreamError)
+        if not expected or isinstance(error, RecordError):
+            self._faulty[session.name] = time.monotonic() + _FAULTY_AGAIN_S
+        event(
+            logger,
+            "session_left",
+            level=logging.WARNING if expected else logging.ERROR,
+            traceback_of=None if expected else error,
+            session=session.name,
+            error=str(error) if expected else brief(error),
+        )
 
     async def _attend_to(self, session: CapturedSession) -> None:
         now = time.monotonic()

@@ -1,6 +1,7 @@
 """The gateway as users start it, on a real Kafka, in front of a real server whose answers are known."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from aiohttp import web
 
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.producers.episodes.branches import branches_of
+from rollstream.producers.episodes.call_sequences import token_digest
 from rollstream.producers.gateway.session_names import group_of, partition_of_group
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics import codec
@@ -19,10 +21,11 @@ from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
 from rollstream.topics.kafka.sender import Sender
 from rollstream.topics.keys import encode_key
-from rollstream.topics.records import GroupCancelled, ModelCall, Rollout, SessionEvent, same
+from rollstream.topics.records import CallAnswer, GroupCancelled, ModelCall, Rollout, SessionEvent, same
 from rollstream.topics.validation import cancellation_problems, problems
 from tests.support.gateways import await_records, calls_of, gateway, post, records
 from tests.support.producing import TOKENIZER, SortingGenerator, serving, serving_http
+from tests.support.runs import RealRun
 from tests.support.untold_offsets import without_first_offsets
 from tests.support.waiting import eventually
 
@@ -293,3 +296,48 @@ def test_what_a_gateway_refuses_has_a_reason_and_ends_nothing(
         assert code("/rl/end_session", {"status": "great"}, **own) == (400, "invalid_request")
         assert under_test.post(calls, {"prompt": "42>", "seed": 2}, **own)[0] == 200, "the session is as it was"
         assert under_test.process.poll() is None
+
+
+def test_malformed_records_of_others_end_no_gateway_and_take_no_room(
+    kafka: KafkaConfig, run_name: str, server: str, tmp_path: Path
+) -> None:
+    ids, author = np.array([1, 2], "<i4"), "foreign"
+    start = SessionEvent(
+        session="x.0",
+        kind="start",
+        author=author,
+        environment="e",
+        example_id="t",
+        group_id="x",
+        policy_version=3,
+        idle_timeout_ms=1 << 50,
+        reward_timeout_ms=1 << 50,
+    )
+    unfit = CallAnswer(tokens=ids, logprobs=np.zeros(3, "<f4"))
+    foreign = [
+        replace(start, session="no name"),
+        replace(start, group_size=1 << 30),
+        replace(start, session="x.1", group_size=0),
+        SessionEvent(session="x.1", kind="failed", author=author),
+        replace(start, session="x.2"),
+        ModelCall(session="x.2", uid="c", request="r", prompt=ids, prompt_digest=token_digest(ids), answers=(unfit,)),
+        SessionEvent(session="x.2", kind="reward", author=author, scored=True, reward=1.0),
+        SessionEvent(session="x.2", kind="end", author=author),
+    ]
+    run = RealRun(kafka, run_name, tmp_path)
+    with gateway(kafka, run_name, server, tmp_path, **{"gateway.takeover_s": 1.0}) as under_test:
+        for record in foreign:
+            run.send_bytes("calls", codec.encode(record), encode_key(record.session), partition_of_group("x", 2))
+        for name, reason in (("x.1", "group_size is 0"), ("x.2", "has 2 tokens but 3 log-probabilities")):
+            eventually(lambda name=name: calls_of(kafka, run_name, name)[-1].kind == "finished", 60, f"{name} ends")
+            assert reason in calls_of(kafka, run_name, name)[-1].reason
+        session = under_test.start_session(environment="e")
+        complete(session, "42>", seed=2)
+        under_test.post("/rl/set_reward", {"session_id": session["session_id"], "reward": 1})
+        under_test.post("/rl/end_session", {"session_id": session["session_id"]})
+        assert under_test.process.poll() is None
+        log = under_test.log.read_text()
+    cancelled, rollout = records(kafka, run_name)
+    assert isinstance(cancelled, GroupCancelled)
+    assert (cancelled.uids, rollout.uid) == (("x.2",), session["session_id"])
+    assert ("record_skipped" in log, "cancellation_refused" in log) == (True, True)

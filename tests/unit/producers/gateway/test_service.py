@@ -1,7 +1,8 @@
 """Sessions start only within the limits, however many requests come at once, and beside the sessions of workers."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity
 from rollstream.producers.gateway.gateway_steering import GatewaySteering
 from rollstream.producers.gateway.service import SessionRequest, SessionService
-from rollstream.producers.gateway.sessions import PartitionSessions
+from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.policy_versions import PolicyVersions
 from rollstream.topics.errors import DeliveryError, RecordError
+from rollstream.topics.logs import JsonFormatter
 from rollstream.topics.records import DesiredProcesses, SessionEvent
 from rollstream.topics.steering import DesiredState
 
@@ -66,11 +68,12 @@ def service(
     upstream: Any = None,
     capacity: CapacityConfig | None = CAPACITY,
     read_progress: Callable[[], RunProgress] = RunProgress,
+    finish: Callable[[CapturedSession], Awaitable[bool]] | None = None,
     **settings: Any,
 ) -> SessionService:
     return SessionService(
         log,  # type: ignore[arg-type]
-        SimpleNamespace(partition_of=lambda _session: 0),  # type: ignore[arg-type]
+        SimpleNamespace(partition_of=lambda _session: 0, finish=finish),  # type: ignore[arg-type]
         upstream or SimpleNamespace(newest_version=3),
         GatewayConfig(**settings),
         assume_version=-1,
@@ -246,3 +249,43 @@ def test_rollouts_of_workers_take_no_room_of_the_gateways_until_grouping_has_rea
         assert len(await gateway.start(REQUEST)) == 4
 
     asyncio.run(scenario())
+
+
+def test_a_group_larger_than_any_gateway_starts_takes_no_room() -> None:
+    """As of a start that a foreign program wrote: members that nobody begins would hold the capacity for ever."""
+
+    async def scenario() -> None:
+        log = MemoryLog()
+        await log.append(SessionEvent(session="x.0", kind="start", group_id="x", group_size=1 << 30))
+        assert len(await service(log).start(REQUEST)) == 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [ValueError("a shape"), RecordError("a rollout is invalid")])
+def test_a_session_that_cannot_be_attended_to_ends_nothing_and_waits_while_others_are_attended_to(
+    caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    async def scenario() -> list[str]:
+        log, stop, attended = MemoryLog(), asyncio.Event(), list[str]()
+        for group in ("bad", "good"):
+            await log.append(SessionEvent(session=f"{group}.0", kind="start", group_id=group))
+            await log.append(SessionEvent(session=f"{group}.0", kind="failed", author="gateway-0"))
+
+        async def finish(session: CapturedSession) -> bool:
+            attended.append(session.name)
+            if session.name == "bad.0":
+                raise error
+            if attended.count("good.0") == 2:
+                stop.set()
+            return False
+
+        await asyncio.wait_for(service(log, finish=finish).attend(stop), 60)
+        return attended
+
+    assert asyncio.run(scenario()) == ["bad.0", "good.0", "good.0"]
+    (record,) = caplog.records
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["event"], line["session"]) == ("session_left", "bad.0")
+    assert str(error) in line["error"]
+    assert ("traceback" in line) == isinstance(error, ValueError)
