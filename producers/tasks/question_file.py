@@ -37,8 +37,8 @@ class QuestionFile(Task):
         is how a response is compared with the answer: exact (character by character), text (ignoring case and surplus
         spaces), number (by the last number of the response) or contains (the response contains the answer).
         `answer_pattern` is a regular expression whose first group is the part of the response that is compared, e.g.
-        `answer: (.*)`; its last match counts. With `warm_start`, a model starts with examples of the answers' format; a
-        trained model needs none.
+        `answer: (.*)` for the rest of a line, or `(?s)<answer>(.*?)</answer>` for several lines; its last match counts.
+        With `warm_start`, a model starts with examples of the answers' format; a trained model needs none.
         Raises ConfigurationError if a file cannot be read or a line is not a question; the error names the line.
         """
         if "{question}" not in prompt:
@@ -46,7 +46,7 @@ class QuestionFile(Task):
         if match not in ("exact", "text", "number", "contains"):
             raise ConfigurationError(f"match {match!r} is not one of exact, text, number, contains")
         try:
-            self._pattern = re.compile(answer_pattern, re.DOTALL) if answer_pattern else None
+            self._pattern = re.compile(answer_pattern) if answer_pattern else None
         except re.error as error:
             raise ConfigurationError(
                 f"answer_pattern {answer_pattern!r} is not a regular expression: {error}"

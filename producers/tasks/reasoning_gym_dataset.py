@@ -36,8 +36,9 @@ class ReasoningGymDataset(Task):
 
         `prompt` is a template that holds {question}. `question_pattern` and `answer_pattern` are regular expressions,
         e.g. `<answer>(.*?)</answer>`: the first group of a question's first match is shown, and the first group of a
-        response's last match is scored; without a pattern, the whole text is used. `scoring` is exact (1 if the
-        verifier gives 1, else 0) or partial (the verifier's own score, which may reward form without content).
+        response's last match is scored; without a pattern, the whole text is used. In both, `.` also matches the end
+        of a line, because questions have several lines. `scoring` is exact (1 if the verifier gives 1, else 0) or
+        partial (the verifier's own score, which may reward form without content).
         `demonstrated` is as in Task. Raises ConfigurationError for an unknown dataset or configuration, or if
         reasoning-gym is not installed.
         """

@@ -54,6 +54,20 @@ def test_a_pattern_takes_the_last_answer_out_of_a_response(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("pattern", "response"),
+    [
+        ("answer: (.*)", "answer: 4\nDone."),
+        ("answer: (.*)", "answer: 3\nNo, answer: 4"),
+        ("(?s)<answer>(.*?)</answer>", "<answer>\n4\n</answer>"),
+    ],
+)
+def test_a_pattern_ends_with_its_line_unless_it_says_otherwise(tmp_path: Path, pattern: str, response: str) -> None:
+    task = questions(tmp_path, {"question": "?", "answer": "4"}, answer_pattern=pattern)
+    [prompt] = task.prompts("heldout")
+    assert task.score(prompt, response, truncated=False).reward == 1.0
+
+
+@pytest.mark.parametrize(
     ("line", "options", "message"),
     [
         ("{", {}, "capitals.jsonl, line 1: not a JSON object with 'question' and 'answer'"),
