@@ -1,9 +1,12 @@
 """Settings of the gateway."""
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
 from rollstream.topics.errors import ConfigurationError
+
+_ADDRESS = re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,6 +18,9 @@ class GatewayConfig:
     port: int = 0
     """Port to listen on. `rollstream run` starts a gateway only if it is set; `rollstream gateway` chooses a free
     port if it is 0."""
+    public_url: str = ""
+    """Address at which agents reach the gateways, such as https://gateway.example/rl of a proxy with TLS; the base_url
+    of each session begins with it. If empty, it begins with http:// and the host that the request names."""
     processes: int = 1
     """Gateways that `rollstream run` starts, on this port and the following ports; each serves any session."""
     replica_id: str = "gateway-0"
@@ -56,6 +62,11 @@ class GatewayConfig:
             raise ConfigurationError(
                 f"gateway.port is {self.port}; it must be between 0 and 65535, and so must the port of the last of "
                 f"{self.processes} gateway.processes"
+            )
+        if self.public_url and not _ADDRESS.fullmatch(self.public_url):
+            raise ConfigurationError(
+                f"gateway.public_url is {self.public_url!r}; it must begin with http:// or https:// and a host, and "
+                "may end with a path"
             )
         for name in ("idle_timeout_s", "reward_timeout_s", "takeover_s"):
             if not getattr(self, name) > 0:

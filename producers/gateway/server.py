@@ -89,11 +89,13 @@ class GatewayServer:
 
     def _session_fields(self, http: web.Request, session: CapturedSession) -> dict[str, Any]:
         key = session_key(session.name, self._secret)
+        # A proxy terminates TLS, may rewrite the host, and may have a path of its own.
+        address = self._config.public_url.rstrip("/") or http.url.origin()
         return {
             "session_id": session.name,
             "api_key": key,
             "session_api_key": key,
-            "base_url": f"{http.url.origin()}/sessions/{session.name}/v1",
+            "base_url": f"{address}/sessions/{session.name}/v1",
         }
 
     async def _reward(self, http: web.Request) -> web.Response:

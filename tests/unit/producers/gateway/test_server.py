@@ -1,6 +1,7 @@
 """Over real connections, a gateway with a key answers only those who have its key or the key of a session."""
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,28 +10,40 @@ import pytest
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoSuchSession
 from rollstream.producers.gateway.server import GatewayServer
+from rollstream.producers.gateway.service import SessionRequest
 from rollstream.producers.gateway.session_names import session_key
+from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.topics.errors import ConfigurationError
+from tests.unit.producers.gateway.test_sessions import START
 
 SECRET = "s3cret"
 
 
-async def status_of(path: str, authorization: bytes) -> int:
-    """Status of a request to a gateway without sessions."""
+async def answer_of(path: str, authorization: bytes, body: str = "", **settings: Any) -> bytes:
+    """Answer of a gateway that starts one session and knows none."""
 
     async def no_session(name: str) -> Any:
         raise NoSuchSession(f"no session is named {name}")
 
-    service: Any = SimpleNamespace(session=no_session, fail_call=None)
+    async def start(_request: SessionRequest) -> list[CapturedSession]:
+        return [CapturedSession(START, 0, 0, 0)]
+
+    service: Any = SimpleNamespace(session=no_session, start=start, fail_call=None)
     unused: Any = None
-    config = GatewayConfig(api_key="env:GATEWAY_KEY", host="127.0.0.1", port=0)
+    config = GatewayConfig(api_key="env:GATEWAY_KEY", host="127.0.0.1", port=0, **settings)
     async with GatewayServer(service, unused, unused, config) as server:
         host, _, port = server.url.removeprefix("http://").rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\nContent-Length: 0\r\n".encode()
-        writer.write(head + b"Authorization: " + authorization + b"\r\n\r\n")
+        head = f"POST {path} HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\nContent-Length: {len(body)}\r\n".encode()
+        writer.write(head + b"Authorization: " + authorization + b"\r\n\r\n" + body.encode())
         answer = await asyncio.wait_for(reader.read(), 60)
         writer.close()
-    return int(answer.split()[1])
+    return answer
+
+
+async def status_of(path: str, authorization: bytes) -> int:
+    """Status of a request to a gateway without sessions."""
+    return int((await answer_of(path, authorization)).split()[1])
 
 
 @pytest.mark.parametrize(
@@ -46,3 +59,26 @@ def test_the_keys_of_the_gateway_and_of_a_session_are_accepted(monkeypatch: pyte
     monkeypatch.setenv("GATEWAY_KEY", SECRET)
     for key in (SECRET, session_key("g.0", SECRET)):
         assert asyncio.run(status_of("/sessions/g.0/v1/completions", f"Bearer {key}".encode())) == 404
+
+
+@pytest.mark.parametrize(
+    ("public_url", "base_url"),
+    [
+        ("", "http://gateway/sessions/g.0/v1"),
+        ("https://gateway.example", "https://gateway.example/sessions/g.0/v1"),
+        ("https://gateway.example/rl/", "https://gateway.example/rl/sessions/g.0/v1"),
+    ],
+)
+def test_sessions_have_addresses_at_the_public_url(
+    monkeypatch: pytest.MonkeyPatch, public_url: str, base_url: str
+) -> None:
+    monkeypatch.setenv("GATEWAY_KEY", SECRET)
+    asked = answer_of("/rl/start_session", b"Bearer s3cret", '{"task_id": "t"}', public_url=public_url)
+    answer = json.loads(asyncio.run(asked).partition(b"\r\n\r\n")[2])
+    assert answer["base_url"] == answer["sessions"][0]["base_url"] == base_url
+
+
+@pytest.mark.parametrize("public_url", ["gateway.example", "ftp://gateway.example", "https://", "https://g/?a=b"])
+def test_a_public_url_that_is_no_address_is_refused(public_url: str) -> None:
+    with pytest.raises(ConfigurationError, match="must begin with http:// or https://"):
+        GatewayConfig(public_url=public_url)
