@@ -57,14 +57,23 @@ async def evaluation_capture(
     worker: WorkerConfig,
     policies: PolicyFollower,
     *,
+    max_calls: int,
     temperature: float = 0.0,
 ) -> AsyncIterator[WorkerCapture | None]:
-    """Yield the endpoint for environments that call the policy themselves; None if there is no such environment."""
+    """Yield the endpoint for environments that call the policy themselves; None if there is no such environment.
+    `max_calls` limits the calls of an episode, as gateway.max_calls does for workers."""
     if not any(environment.agent for environment in environments):
         yield None
         return
     capture = WorkerCapture(
-        kafka, run, worker, author="eval", policies=policies, temperature=temperature, recorded=False
+        kafka,
+        run,
+        worker,
+        author="eval",
+        policies=policies,
+        temperature=temperature,
+        recorded=False,
+        max_calls=max_calls,
     )
     async with capture:
         yield capture

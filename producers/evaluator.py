@@ -122,6 +122,7 @@ async def run_evaluator(
     config: EvaluationConfig,
     worker: WorkerConfig,
     *,
+    max_calls: int,
     ordinal: int = 0,
     stop: asyncio.Event,
     on_ready: Callable[[], None] = lambda: None,
@@ -130,7 +131,8 @@ async def run_evaluator(
     """Evaluate due versions on each environment until `stop` is set, then finish within worker.drain_timeout_s.
 
     `on_progress` receives the progress of reading earlier evaluations, which may take long. `worker` holds the settings
-    of the servers. Evaluators divide the environments by their ordinals, even when their number changes during the run.
+    of the servers; `max_calls` limits the calls of an agent's episode. Evaluators divide the environments by their
+    ordinals, even when their number changes during the run.
     Raises TopicError, BrokerUnavailable, DeliveryError.
     """
     skipped = SkippedRecords(COMPONENT)
@@ -164,7 +166,9 @@ async def run_evaluator(
         )
         async with (
             client_of(worker, policies) as client,
-            evaluation_capture(environments, kafka, run, worker, policies, temperature=config.temperature) as capture,
+            evaluation_capture(
+                environments, kafka, run, worker, policies, max_calls=max_calls, temperature=config.temperature
+            ) as capture,
             publisher,
         ):
             on_ready()

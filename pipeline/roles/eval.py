@@ -44,6 +44,7 @@ def run(config: RunConfig, args: argparse.Namespace) -> int:
             config.run,
             config.evaluation,
             config.worker,
+            max_calls=config.gateway.max_calls,
             ordinal=args.ordinal,
             stop=stop,
             on_ready=announce_ready,

@@ -26,7 +26,10 @@ async def _evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore
         PolicyFollower(config.kafka, config.run) as policies,
     ):
         environments = [environment for environment in environments_of(config) if environment.evaluated]
-        capture = evaluation.evaluation_capture(environments, config.kafka, config.run, config.worker, policies)
+        max_calls = config.gateway.max_calls
+        capture = evaluation.evaluation_capture(
+            environments, config.kafka, config.run, config.worker, policies, max_calls=max_calls
+        )
         async with client_of(config.worker, policies) as client, capture as endpoint:
             scores = [
                 await evaluation.evaluate(

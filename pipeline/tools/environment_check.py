@@ -141,6 +141,7 @@ async def _check(
                 policies=NoPolicies(),
                 temperature=environment.temperature,
                 recorded=False,
+                max_calls=config.gateway.max_calls,
             )
             await stack.enter_async_context(capture)
             play = partial(_agents_group, environment.agent, capture)

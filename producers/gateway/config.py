@@ -49,7 +49,8 @@ class GatewayConfig:
     """Number of newest finished sessions that a gateway remembers for each partition, about 3 KiB each. Clients may
     repeat a reward or an end of a remembered session; older sessions are unknown to the gateway."""
     max_calls: int = 1_000
-    """Maximum number of calls in one session; a further call is refused, and the episode is cancelled."""
+    """Maximum number of calls in one session; a further call is refused, and the episode is cancelled. It also limits
+    the episodes of agents in workers, evaluators and `rollstream env check`."""
     max_group_size: int = 1_024
     """Maximum number of episodes in one group."""
     max_body_bytes: int = 1024 * 1024

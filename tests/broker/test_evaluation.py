@@ -86,6 +86,7 @@ def evaluating(
         run.name,
         EvaluationConfig(every_versions=2, max_prompts=PROMPTS),
         WorkerConfig(inference_urls=(base_url,), request_timeout_s=20.0, **worker),
+        max_calls=1_000,
         stop=stop,
     )
     failures: list[BaseException] = []

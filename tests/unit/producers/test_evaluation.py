@@ -1,13 +1,20 @@
-"""An evaluation answers the first prompts of a split, whatever class holds them."""
+"""An evaluation answers the first prompts of a split, whatever class holds them, within the limit of calls."""
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
+
+import openai
+import pytest
 
 from rollstream.producers.config import WorkerConfig
-from rollstream.producers.environment import Prompt, Score, SingleTurn, Split
+from rollstream.producers.environment import Endpoint, Prompt, Score, SingleTurn, Split
 from rollstream.producers.environment_loading import with_settings
-from rollstream.producers.evaluation import Evaluation, evaluate
+from rollstream.producers.evaluation import Evaluation, evaluate, evaluation_capture
+from rollstream.producers.group_player import EpisodeFailed
 from rollstream.producers.inference.client import CompletionsClient
+from rollstream.producers.policy_versions import PolicyVersions
+from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Rollout
 from tests.support.producing import SortingGenerator, serving
 
@@ -59,3 +66,42 @@ def test_the_first_prompts_of_a_lazy_list_are_evaluated() -> None:
         evaluation = asyncio.run(evaluated(server.base_url))
     assert (evaluation.prompts, evaluation.exact) == (3, 1.0)
     assert [rollout.example_id for rollout in evals.sent] == ["0", "1", "2"]
+
+
+class TwoCalls:
+    """An agent that makes two calls."""
+
+    name, max_tokens = "two-calls", 8
+
+    def prompts(self, split: Split) -> Sequence[Prompt]:
+        return [Prompt(example_id="t", text="41>")]
+
+    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
+        async with openai.AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0) as agent:
+            for text in (prompt.text, "73>"):
+                await agent.completions.create(model=endpoint.model, prompt=text)
+        return Score(reward=1.0)
+
+
+class NoPolicy:
+    """Policies without a version on record."""
+
+    versions = PolicyVersions()
+
+    def read(self, _wait_s: float) -> PolicyVersions:
+        return self.versions
+
+
+def test_an_agent_that_is_evaluated_makes_as_many_calls_as_the_setting_allows() -> None:
+    async def evaluated(base_url: str, max_calls: int) -> Evaluation:
+        worker = WorkerConfig(inference_urls=(base_url,))
+        environment = with_settings(TwoCalls(), worker)
+        policies: Any = NoPolicy()
+        capture = evaluation_capture([environment], KafkaConfig(), "run", worker, policies, max_calls=max_calls)
+        async with CompletionsClient([base_url]) as client, capture as endpoint:
+            return await evaluate(environment, client, Evals(), version=3, phase="end", capture=endpoint)  # type: ignore[arg-type]
+
+    with serving(SortingGenerator(versions=(3,))) as server:
+        assert asyncio.run(evaluated(server.base_url, 2)).reward == 1.0
+        with pytest.raises(EpisodeFailed, match=r"has made 1 calls, the maximum \(gateway.max_calls\)"):
+            asyncio.run(evaluated(server.base_url, 1))

@@ -331,6 +331,9 @@ def test_an_agent_is_checked_at_an_endpoint_of_its_own(capsys: pytest.CaptureFix
             assert member["reward"] == 1.0
         assert main(["env", "check", *flags]) == 0
         assert "member" in capsys.readouterr().out
+        code, report = checked(capsys, *flags, "--set=gateway.max_calls=1")
+        assert code == 1
+        assert "has made 1 calls, the maximum (gateway.max_calls)" in report["groups"][0]["errors"][0]
     with serving(ScriptedGenerator(["no", "42"]), conversation_cache_tokens=0) as server:
         code, report = checked(capsys, flags[0], f'--set=worker.inference_urls=["{server.base_url}"]', "--members=1")
         assert code == 1
