@@ -66,6 +66,22 @@ def resolve_options(
     return {name: resolved(f"{section}.{name}", value) for name, value in options.items()}
 
 
+def error_text(error: BaseException, options: Mapping[str, Any]) -> str:
+    """Return the text of a library's error about resolved options; only its class if they hold a secret, because
+    libraries quote values."""
+
+    def holds_secret(key: str, value: Any) -> bool:
+        if isinstance(value, Mapping):
+            return any(holds_secret(f"{key}.{name}", inner) for name, inner in value.items())
+        if isinstance(value, list):
+            return any(holds_secret(key, inner) for inner in value)
+        return is_secret(key) and bool(value)
+
+    if holds_secret("", options):
+        return f"{type(error).__name__}, whose text may hold a secret; leave the secrets out to see it"
+    return str(error)
+
+
 def keep_from_programs(variables: Iterable[str]) -> None:
     """Add variables that `program_environment` leaves out: those that hold secrets of this process's configuration."""
     _variables.update(variables)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from rollstream.producers.environment import Prompt, Score
 from rollstream.producers.tasks.task import Task
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.secrets import error_text
 
 
 class ReasoningGymDataset(Task):
@@ -118,4 +119,7 @@ def _create(dataset: str, seed: int, size: int, config: Mapping[str, Any]) -> An
     try:
         return reasoning_gym.create_dataset(dataset, seed=seed, size=size, **config)
     except (ValueError, TypeError, AssertionError) as error:
-        raise ConfigurationError(f"reasoning-gym refuses the dataset {dataset} with {dict(config)}: {error}") from error
+        settings = f"with the settings {', '.join(config)}" if config else "without settings"
+        raise ConfigurationError(
+            f"reasoning-gym refuses the dataset {dataset} {settings}: {error_text(error, config)}"
+        ) from None

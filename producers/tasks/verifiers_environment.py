@@ -13,6 +13,7 @@ from typing import Any
 from rollstream.producers.environment import Endpoint, Prompt, Score, Split
 from rollstream.producers.tasks.splits import split_prompts
 from rollstream.topics.errors import ConfigurationError, RollstreamError
+from rollstream.topics.secrets import error_text
 
 _ID_LENGTH = 32
 """Number of hexadecimal digits, from the beginning of a task's key, that are the id of its prompt."""
@@ -135,4 +136,6 @@ def _load(env: Mapping[str, Any]) -> Any:
     try:
         return load_environment(resolve_env_config(dict(env)))
     except (ValueError, TypeError, ImportError, AttributeError) as error:
-        raise ConfigurationError(f"verifiers refuses the environment {dict(env)}: {error}") from error
+        raise ConfigurationError(
+            f"verifiers refuses the environment with the settings {', '.join(env)}: {error_text(error, env)}"
+        ) from None
