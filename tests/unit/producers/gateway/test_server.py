@@ -73,8 +73,8 @@ def test_sessions_have_addresses_at_the_public_url(
     monkeypatch: pytest.MonkeyPatch, public_url: str, base_url: str
 ) -> None:
     monkeypatch.setenv("GATEWAY_KEY", SECRET)
-    asked = answer_of("/rl/start_session", b"Bearer s3cret", '{"task_id": "t"}', public_url=public_url)
-    answer = json.loads(asyncio.run(asked).partition(b"\r\n\r\n")[2])
+    request = answer_of("/rl/start_session", b"Bearer s3cret", '{"task_id": "t"}', public_url=public_url)
+    answer = json.loads(asyncio.run(request).partition(b"\r\n\r\n")[2])
     assert answer["base_url"] == answer["sessions"][0]["base_url"] == base_url
 
 
