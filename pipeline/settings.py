@@ -28,8 +28,7 @@ _NOT_SETTINGS = re.compile(
     + r"(READY_FD|LIFELINE_FD|REGISTRY|MAVEN_REPOSITORY|KAFKA_IMAGE"
     + r"|QUIXSTREAMS|REVERB|RLINF|EPISODE_[0-9A-Fa-f]*|TEST_\w+)"
 )
-"""Variables with our prefix that are not settings: a supervisor's pipes and registry, mirrors of jars and images, keys
-of episodes, and variables of tests and benchmarks."""
+"""Variables with our prefix that are not settings: a supervisor's, mirrors', keys of episodes, and those of tests."""
 BOOTSTRAP_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
 
 Keys = tuple[str, ...]
