@@ -112,7 +112,7 @@ def _of_brokers(chart: RunChart) -> dict[str, Any]:
 
 
 def _of_own_brokers(path: str, given: int | None) -> Any:
-    """Return the text of a value if the chart runs the brokers, else that of a setting given beside the file."""
+    """Return the text of a value if the chart runs the brokers, else the text of the given setting, if there is one."""
     if given is None:
         return when(IN_CHART, Raw(f'"{{{{ {path} }}}}"'))
     return Raw(f'"{{{{ {IN_CHART} | ternary {path} {_text(str(given))} }}}}"')
