@@ -37,13 +37,6 @@ def setup(level: str = "info") -> None:
     logging.getLogger("rollstream").setLevel(level.upper())
 
 
-def event(
-    logger: logging.Logger,
-    name: str,
-    *,
-    level: int = logging.INFO,
-    traceback_of: BaseException | None = None,
-    **fields: object,
-) -> None:
-    """Log the event `name` with its fields, and with the traceback of an error that nobody expected."""
-    logger.log(level, name, exc_info=traceback_of, extra={_FIELDS: fields}, stacklevel=2)
+def event(logger: logging.Logger, name: str, *, level: int = logging.INFO, **fields: object) -> None:
+    """Log the event `name` with its fields."""
+    logger.log(level, name, extra={_FIELDS: fields}, stacklevel=2)

@@ -7,6 +7,7 @@ All lasting state is on `calls`, so any gateway of a run serves any session, and
 import asyncio
 import logging
 import time
+import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -405,14 +406,9 @@ class SessionService:
         expected = isinstance(error, RollstreamError)
         if not expected or isinstance(error, RecordError):
             self._faulty[session.name] = time.monotonic() + _FAULTY_AGAIN_S
-        event(
-            logger,
-            "session_left",
-            level=logging.WARNING if expected else logging.ERROR,
-            traceback_of=None if expected else error,
-            session=session.name,
-            error=str(error) if expected else brief(error),
-        )
+        level, text = (logging.WARNING, str(error)) if expected else (logging.ERROR, brief(error))
+        trace = {} if expected else {"traceback": "".join(traceback.format_exception(error))}
+        event(logger, "session_left", level=level, session=session.name, error=text, **trace)
 
     async def _attend_to(self, session: CapturedSession) -> None:
         now = time.monotonic()
