@@ -29,6 +29,8 @@ from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+_UNCHANGED_BY = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "Attention"}
+"""Names of vLLM's classes whose `process_weights_after_loading` leaves parameters as they are on CUDA."""
 
 
 class UpdateFailed(RollstreamError):
@@ -105,9 +107,8 @@ class LogTransferEngine:
         self._info, self._loaded, self._previous = info, None, None
         # On other devices, and with quantization, vLLM computes with copies that it packs after loading, so changes in
         # place would not reach them.
-        self._in_place = self.device.type == "cuda" and self.model_config.quantization is None
-        if info.in_place is not None:
-            self._in_place = info.in_place
+        plain = self.device.type == "cuda" and self.model_config.quantization is None
+        self._in_place = plain and keeps_parameters(self.model) if info.in_place is None else info.in_place
 
     def fetch(self, version: int) -> None:
         """Begin to fetch a version, while the engine continues to sample."""
@@ -237,6 +238,16 @@ def _finish_on_device() -> None:
 
     if torch.accelerator.is_available():
         torch.accelerator.synchronize()
+
+
+def keeps_parameters(model: Any) -> bool:
+    """Whether a torch model computes, on CUDA, with its parameters as they are in a checkpoint.
+
+    Some layers that are not quantized do not: fused experts may permute their rows in place, with the same shape, and
+    the layers of latent attention compute with copies. A patch would then change other values, without an error.
+    """
+    parts = (part for module in model.modules() for part in (module, getattr(module, "quant_method", None)))
+    return {type(part).__name__ for part in parts if hasattr(part, "process_weights_after_loading")} <= _UNCHANGED_BY
 
 
 def changed_elements(before: Arrays, after: Arrays) -> dict[str, NDArray[np.int64]] | None:

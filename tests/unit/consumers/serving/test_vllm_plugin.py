@@ -2,14 +2,19 @@
 
 import subprocess
 import sys
-from types import SimpleNamespace
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from rollstream.consumers.serving.vllm_plugin import transfer_engine
 from rollstream.consumers.serving.vllm_plugin.registration import register
-from rollstream.consumers.serving.vllm_plugin.transfer_engine import changed_elements
+from rollstream.consumers.serving.vllm_plugin.requested_versions import HeldVersion
+from rollstream.consumers.serving.vllm_plugin.transfer_engine import LogTransferEngine, changed_elements
 from rollstream.consumers.serving.vllm_plugin.worker_extension import WorkerExtension
 from rollstream.consumers.serving.vllm_plugin_engine import EXTENSION
 
@@ -81,6 +86,84 @@ def test_integers_that_changed_are_loaded_whole_and_others_may_stay() -> None:
     count = np.array([1, 2], np.int64)
     assert changed_elements({"count": count}, {"count": count.copy()}) == {}
     assert changed_elements({"count": count}, {"count": count + 1}) is None
+
+
+class Layer:
+    """A layer of a torch model, whose class or quantization method processes its weights after loading."""
+
+    def __init__(self, *layers: "Layer", quant_method: object = None) -> None:
+        self.layers, self.quant_method = layers, quant_method
+
+    def modules(self) -> Iterator["Layer"]:
+        yield self
+        for layer in self.layers:
+            yield from layer.modules()
+
+    def named_parameters(self) -> tuple[()]:
+        return ()
+
+    def load_weights(self, tensors: Iterator[tuple[str, Any]]) -> None:
+        assert list(tensors)
+
+
+def processing(name: str, *bases: type) -> Any:
+    return type(name, bases, {"process_weights_after_loading": lambda *_: None})()
+
+
+def install_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let functions of torch and vLLM do nothing; tests of the engines call the real ones."""
+    tensor = SimpleNamespace(dtype="float32")
+    tensor.to = lambda _: tensor
+    modules: dict[str, dict[str, Any]] = {
+        "torch": {
+            "no_grad": nullcontext,
+            "from_numpy": lambda _: tensor,
+            "accelerator": SimpleNamespace(is_available=lambda: False),
+        },
+        "vllm": {},
+        "vllm.model_executor": {},
+        "vllm.model_executor.model_loader": {},
+        "vllm.model_executor.model_loader.checkpoint_weight_patch": {
+            "CheckpointWeightPatch": lambda *values: values,
+            "load_checkpoint_weight_patches": lambda *_, **__: None,
+        },
+        "vllm.model_executor.model_loader.reload": {
+            "initialize_layerwise_reload": lambda _: None,
+            "finalize_layerwise_reload": lambda *_: None,
+        },
+    }
+    for name, functions in modules.items():
+        module = ModuleType(name)
+        module.__dict__.update(functions)
+        monkeypatch.setitem(sys.modules, name, module)
+
+
+@pytest.mark.parametrize(
+    ("layer", "how"),
+    [
+        (processing("Attention", Layer), "in place"),
+        (Layer(quant_method=processing("UnquantizedEmbeddingMethod")), "in place"),
+        (Layer(quant_method=processing("UnquantizedFusedMoEMethod")), "whole"),
+        (processing("MLAAttention", Layer), "whole"),
+    ],
+    ids=["attention", "an embedding", "fused experts", "latent attention"],
+)
+def test_only_a_model_without_layers_that_repack_is_changed_in_place(
+    monkeypatch: pytest.MonkeyPatch, layer: Layer, how: str
+) -> None:
+    table = TABLE.astype(np.float32)
+    versions = {0: {"table": table}, 1: {"table": changed(table, 3)}}
+    log = SimpleNamespace(take=lambda version: HeldVersion(version, versions[version]))
+    monkeypatch.setattr(transfer_engine, "RequestedVersions", lambda *_, **__: log)
+    install_vllm(monkeypatch)
+    vllm_config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
+    model = Layer(Layer(quant_method=processing("UnquantizedLinearMethod")), layer)
+    engine = LogTransferEngine(None, vllm_config, SimpleNamespace(type="cuda"), model)
+    engine.init_transfer_engine(engine.parse_init_info({"run": "main"}))
+    engine.update_weights({"version": 0})
+    assert engine.updates == {"whole": 1}
+    engine.update_weights({"version": 1, "onto": 0})
+    assert engine.updates[how] == (1 if how == "in place" else 2)
 
 
 def test_every_process_of_vllm_asks_for_the_tiles_that_its_attention_uses(monkeypatch: pytest.MonkeyPatch) -> None:
