@@ -85,7 +85,7 @@ class EngineFleet:
     async def serve_until(
         self, stop: asyncio.Event, *, on_ready: Callable[[], object], on_wait: Callable[[str], object] = lambda _: None
     ) -> None:
-        """Follow the versions until `stop` is set; then finish updates in progress.
+        """Follow the versions until `stop` is set; then finish updates in progress, and begin none.
 
         `on_ready` is called once the first engine samples with a version of the run, and `on_wait` about every ten
         seconds until then. Raises TopicError or BrokerUnavailable, StoreError if another process writes to the
@@ -108,12 +108,19 @@ class EngineFleet:
             following = asyncio.create_task(follow)
             updating = [asyncio.create_task(updater.run()) for updater in self._updaters]
             announcing = asyncio.create_task(self._announce(on_ready, on_wait))
+            stopping = asyncio.create_task(stop.wait())
             try:
-                ended, _ = await asyncio.wait([following, *updating], return_when=asyncio.FIRST_COMPLETED)
+                ended, _ = await asyncio.wait([following, stopping, *updating], return_when=asyncio.FIRST_COMPLETED)
                 for task in ended:
                     await task  # Raises the error of the task.
+                # Before the version that is being written is announced: an engine that pauses for it would stay paused
+                # if this process were killed during the load.
+                for task in updating:
+                    task.cancel()
+                await asyncio.gather(*updating, return_exceptions=True)
+                await following
             finally:
-                tasks = [following, *updating, announcing]
+                tasks = [following, *updating, announcing, stopping]
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)

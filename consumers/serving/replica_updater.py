@@ -9,10 +9,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from contextlib import suppress
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from rollstream.consumers.serving.config import ServingConfig
 from rollstream.consumers.serving.engines import EngineFailed, PreparedEngine, ServingEngine, VersionLate, VersionUnfit
@@ -60,18 +60,15 @@ class ReplicaUpdater:
         """Number of times that the engine was drained since it last sampled."""
 
     async def run(self) -> None:
-        """Update until cancelled; an update in progress is finished first."""
+        """Update until cancelled; an update in progress is finished first, but a fetch that precedes it is not."""
         while True:
             target = self._checkpoints.newest
             if target is not None and self._is_due(target):
                 # The version is protected from now on, because the update begins only when this coroutine waits.
                 with self._checkpoints.using(target):
-                    update = asyncio.ensure_future(self._update(target))
-                    try:
-                        await asyncio.shield(update)
-                    except asyncio.CancelledError:
-                        await update
-                        raise
+                    checkpoint = await self._prepared(target)
+                    if checkpoint is not None:
+                        await _finished(self._update(checkpoint))
             elif self.state is not ReplicaState.UNKNOWN:
                 await self._check()
             # A version that was announced during the update is loaded at once.
@@ -105,11 +102,8 @@ class ReplicaUpdater:
             )
             self.state, self.version = ReplicaState.UNKNOWN, UNKNOWN
 
-    async def _update(self, target: ServedCheckpoint) -> None:
+    async def _update(self, checkpoint: ServedCheckpoint) -> None:
         """Update the engine to a version, or to an earlier version if that fails."""
-        checkpoint = await self._prepared(target)
-        if checkpoint is None:
-            return
         began = time.monotonic()
         try:
             await self._swap(checkpoint, began)
@@ -262,6 +256,16 @@ class ReplicaUpdater:
             event(logger, "replica_unreachable", level=logging.WARNING, url=self.url, error=str(error))
         # A drained engine that does not answer may come back with torn weights; it is updated before it resumes.
         self.state, self.version = ReplicaState.UNREACHABLE, UNKNOWN
+
+
+async def _finished(update: Coroutine[Any, Any, None]) -> None:
+    """Await an update; after a cancellation, finish it first."""
+    task = asyncio.ensure_future(update)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 async def _ask(call: Awaitable[T]) -> T:

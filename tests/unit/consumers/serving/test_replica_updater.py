@@ -265,6 +265,25 @@ def test_an_engine_that_an_update_leaves_paused_is_named(tmp_path: Path, caplog:
     assert "start it again" in str(left.__dict__)
 
 
+def test_an_updater_that_ends_during_a_fetch_does_not_pause_the_engine() -> None:
+    async def main() -> None:
+        versions, engine = ServedVersions(keep_versions=8), FetchingStandIn()
+        engine.fetched.clear()
+        await versions.announce(ServedCheckpoint(0, Path()))
+        task = asyncio.create_task(ReplicaUpdater("http://engine", engine, versions, CONFIG).run())
+        async with asyncio.timeout(60):
+            while not engine.calls:
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.sleep(0)
+            engine.fetched.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        assert engine.calls == ["prepare 0"]
+
+    asyncio.run(main())
+
+
 class FetchingStandIn(EngineStandIn):
     """An engine that fetches versions itself, as one with our plug-in does."""
 
@@ -273,9 +292,13 @@ class FetchingStandIn(EngineStandIn):
         self.unfit: set[str] = set()
         self.late = 0
         """How many fetches still end too late."""
+        self.fetched = asyncio.Event()
+        """Set when fetches may end."""
+        self.fetched.set()
 
     async def prepare(self, label: str) -> None:
         self.calls.append(f"prepare {label}")
+        await self.fetched.wait()
         if label in self.unfit:
             raise VersionUnfit("damaged, as told")
         if self.late:
