@@ -214,11 +214,25 @@ class ReplicaUpdater:
         fallback = self._checkpoints.fallback(failed, self.url)
         if fallback is not None:
             with self._checkpoints.using(fallback):
-                if await self._load(fallback):
+                if await self._fetch(fallback) and await self._load(fallback):
                     event(logger, "replica_restored", level=logging.WARNING, url=self.url, version=fallback.version)
                     return True
         self._drained(f"neither version {failed} nor an earlier version could be loaded")
         return False
+
+    async def _fetch(self, checkpoint: ServedCheckpoint) -> bool:
+        """Let an engine that fetches versions itself fetch one, unless it holds it; return whether it can be loaded."""
+        if not isinstance(self._engine, PreparedEngine):
+            return True
+        try:
+            await _ask(self._engine.prepare(str(checkpoint.version)))
+        except VersionLate as error:
+            self._late(checkpoint, error)
+            return False
+        except EngineFailed as error:
+            self._failure(checkpoint, error)
+            return False
+        return True
 
     async def _resume(self, began: float) -> None:
         """Let the engine sample with the weights just loaded."""

@@ -190,11 +190,12 @@ class VllmPluginStandIn(EngineStandIn):
 
     def worker(self, method: str, version: str) -> dict[str, Any] | None:
         assert self.versions is not None
+        loaded = self.loaded is not None and self.loaded.version == int(version)
         if method == "rollstream_fetch":
-            return self.versions.request(int(version))
+            return None if loaded else self.versions.request(int(version))
         assert method == "rollstream_status"
         status = self.versions.status()
-        held = int(version) in (status.held, self.loaded.version if self.loaded else None)
+        held = loaded or int(version) == status.held
         return {"held": held, "error": status.error, "final": status.final, "updates": {}}
 
     async def load_held(self, version: int) -> None:

@@ -295,6 +295,8 @@ class FetchingStandIn(EngineStandIn):
         self.fetched = asyncio.Event()
         """Set when fetches may end."""
         self.fetched.set()
+        self.held: set[str] = set()
+        """Labels of the versions in its memory: of the last that it fetched, and of the last that it loaded."""
 
     async def prepare(self, label: str) -> None:
         self.calls.append(f"prepare {label}")
@@ -304,8 +306,10 @@ class FetchingStandIn(EngineStandIn):
         if self.late:
             self.late -= 1
             raise VersionLate("the store does not answer, as told")
+        self.held = {label, self.reported}
 
     async def load(self, directory: Path, label: str) -> None:
+        assert label in self.held, "a version is loaded that is not held"
         await self.call(f"load {label}")
         self.reported = label
 
@@ -368,6 +372,34 @@ def test_a_version_that_comes_late_is_tried_until_it_is_there() -> None:
 
     fetching(test, engine, 0)
     assert "prepare 0" not in engine.calls[4:], "an earlier version would come late, too"
+
+
+def test_an_engine_fetches_the_version_that_another_has_loaded_if_it_cannot_load_the_newest() -> None:
+    engine = FetchingStandIn()
+    engine.refuses["load 6"] = 99
+
+    async def test(updater: ReplicaUpdater, versions: ServedVersions) -> None:
+        versions.note_good(5, "http://other")
+        await serves(updater, 5)
+        assert not engine.paused
+
+    fetching(test, engine, 5, 6)
+    assert engine.calls[:6] == ["prepare 6", "pause", "load 6", "prepare 5", "load 5", "resume"]
+
+
+def test_an_engine_that_can_fetch_no_version_that_it_can_load_stays_paused_until_there_is_one() -> None:
+    engine = FetchingStandIn()
+    engine.refuses["load 6"], engine.unfit = 99, {"5"}
+
+    async def test(updater: ReplicaUpdater, versions: ServedVersions) -> None:
+        versions.note_good(5, "http://other")
+        while updater.state is not ReplicaState.DRAINED:
+            await asyncio.sleep(0.002)
+        assert engine.paused
+        await versions.announce(ServedCheckpoint(7, Path()))
+        await serves(updater, 7)
+
+    fetching(test, engine, 5, 6)
 
 
 def test_a_version_announced_during_an_update_is_loaded_at_once() -> None:
