@@ -58,6 +58,8 @@ class ReplicaUpdater:
         """Number of failed attempts to load each version."""
         self._drains = 0
         """Number of times that the engine was drained since it last sampled."""
+        self._foreign = 0
+        """Number of checks in a row in which the engine reported another label than it was given."""
 
     async def run(self) -> None:
         """Update until cancelled; an update in progress is finished first, but a fetch that precedes it is not."""
@@ -80,17 +82,33 @@ class ReplicaUpdater:
         return self.version != target.version and self._failed[target.version] < self._config.attempts
 
     def _pause_s(self) -> float:
-        """Time to wait for a newer version before the engine is checked again, longer while it is drained."""
-        return float(self._config.retry_s * 2 ** min(self._drains, _MOST_DOUBLINGS))
+        """Time to wait for a newer version before the engine is checked again.
+
+        It grows while the engine is drained, and with each update after which the engine reports a foreign label.
+        """
+        setbacks = self._drains + max(self._foreign - 1, 0)
+        return float(self._config.retry_s * 2 ** min(setbacks, _MOST_DOUBLINGS))
 
     async def _check(self) -> None:
         """Ask the engine for its version, because an engine that was restarted has lost the weights of `version`."""
         try:
-            label = await _ask(self._engine.label())
+            label = str(await _ask(self._engine.label()))
         except EngineFailed as error:
             self._unreachable(error)
             return
-        if label != str(self.version):
+        self._foreign = 0 if label == str(self.version) else self._foreign + 1
+        if self._foreign > self._config.attempts:
+            # An engine that was restarted reports the label again after one update.
+            event(
+                logger,
+                "replica_mislabelled",
+                level=logging.ERROR,
+                url=self.url,
+                version=self.version,
+                label=label,
+                remedy="the engine must report the label that `load` was given; it is updated less often until it does",
+            )
+        if self._foreign:
             event(
                 logger,
                 "replica_changed",
@@ -270,6 +288,7 @@ class ReplicaUpdater:
             event(logger, "replica_unreachable", level=logging.WARNING, url=self.url, error=str(error))
         # A drained engine that does not answer may come back with torn weights; it is updated before it resumes.
         self.state, self.version = ReplicaState.UNREACHABLE, UNKNOWN
+        self._foreign = 0
 
 
 async def _finished(update: Coroutine[Any, Any, None]) -> None:

@@ -402,6 +402,60 @@ def test_an_engine_that_can_fetch_no_version_that_it_can_load_stays_paused_until
     fetching(test, engine, 5, 6)
 
 
+class ImpatientVersions(ServedVersions):
+    """Versions for which nobody waits; `waits` are the times for which updaters would have waited, in seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(keep_versions=8)
+        self.waits: list[float] = []
+
+    async def wait_newer(self, version: int, timeout_s: float) -> None:
+        self.waits.append(timeout_s)
+        await asyncio.sleep(0)
+
+
+def waits_of(engine: FetchingStandIn, number: int) -> list[float]:
+    """The first waits between the attempts to bring an engine to version 0, as multiples of serving.retry_s."""
+
+    async def main() -> list[float]:
+        versions = ImpatientVersions()
+        await versions.announce(ServedCheckpoint(0, Path()))
+        task = asyncio.create_task(ReplicaUpdater("http://engine", engine, versions, CONFIG).run())
+        async with asyncio.timeout(60):
+            while len(versions.waits) < number:
+                await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        return [wait_s / CONFIG.retry_s for wait_s in versions.waits[:number]]
+
+    return asyncio.run(main())
+
+
+def test_a_label_that_an_engine_reports_as_a_number_is_its_label() -> None:
+    class Numbering(FetchingStandIn):
+        async def label(self) -> Any:
+            return int(self.reported)
+
+    engine = Numbering()
+    assert waits_of(engine, 10) == [1] * 10
+    assert engine.calls.count("load 0") == 1
+
+
+def test_an_engine_that_never_reports_its_label_is_named_and_updated_less_and_less_often(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Renaming(FetchingStandIn):
+        async def label(self) -> str:
+            return f"v{self.reported}"
+
+    # An update and a check take turns; an engine that was restarted is updated again after the usual time.
+    assert waits_of(Renaming(), 14) == [1, 1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 16, 16, 16]
+    mislabelled = [record.__dict__ for record in caplog.records if record.message == "replica_mislabelled"]
+    assert "'label': 'v0'" in str(mislabelled[0])
+    checks = 7
+    assert len(mislabelled) == checks - CONFIG.attempts
+
+
 def test_a_version_announced_during_an_update_is_loaded_at_once() -> None:
     engine = FetchingStandIn()
 
