@@ -41,8 +41,8 @@ class ServingConfig:
     """Number of attempts to load a version into an engine that samples with another version; after them the engine
     waits for the next version. For other engines the attempts have no limit."""
     retry_s: float = 5.0
-    """Pause before another attempt, doubled up to four times while the engine stays drained, and the interval at which
-    engines are asked for their version."""
+    """Pause before another attempt, and the interval at which engines are asked for their version. Both are doubled up
+    to four times while an engine stays drained, can fetch no version, or reports another label than it was given."""
     metrics_interval_s: float = 5.0
     """Time between two records of this role on the metrics topic; 0 writes none."""
 

@@ -56,8 +56,8 @@ class ReplicaUpdater:
         self._config = config
         self._failed: Counter[int] = Counter()
         """Number of failed attempts to load each version."""
-        self._drains = 0
-        """Number of times that the engine was drained since it last sampled."""
+        self._setbacks = 0
+        """Number of times, since the engine last resumed, that it was drained, or could fetch none of the versions."""
         self._foreign = 0
         """Number of checks in a row in which the engine reported another label than it was given."""
 
@@ -84,10 +84,11 @@ class ReplicaUpdater:
     def _pause_s(self) -> float:
         """Time to wait for a newer version before the engine is checked again.
 
-        It grows while the engine is drained, and with each update after which the engine reports a foreign label.
+        It grows while the engine is drained or can fetch no version, and with each update after which the engine
+        reports a foreign label.
         """
-        setbacks = self._drains + max(self._foreign - 1, 0)
-        return float(self._config.retry_s * 2 ** min(setbacks, _MOST_DOUBLINGS))
+        doublings = self._setbacks + max(self._foreign - 1, 0)
+        return float(self._config.retry_s * 2 ** min(doublings, _MOST_DOUBLINGS))
 
     async def _check(self) -> None:
         """Ask the engine for its version, because an engine that was restarted has lost the weights of `version`."""
@@ -177,6 +178,8 @@ class ReplicaUpdater:
             except EngineFailed as error:
                 self._unreachable(error)
                 return None
+        # Each fetch may read a whole model from the brokers, in parallel with the training.
+        self._setbacks += 1
         return None
 
     def _late(self, checkpoint: ServedCheckpoint, error: EngineFailed) -> None:
@@ -261,7 +264,7 @@ class ReplicaUpdater:
             self._drained(f"the engine did not resume: {error}")
             return
         self.swaps += 1
-        self._drains = 0
+        self._setbacks = 0
         self.state = ReplicaState.SERVING
         paused_s = round(time.monotonic() - began, 3)
         event(logger, "replica_updated", url=self.url, version=self.version, paused_s=paused_s)
@@ -272,7 +275,7 @@ class ReplicaUpdater:
                 await _ask(self._engine.resume())
 
     def _drained(self, reason: str) -> None:
-        self._drains += 1
+        self._setbacks += 1
         self.state, self.version = ReplicaState.DRAINED, UNKNOWN
         event(
             logger,

@@ -181,6 +181,11 @@ class RequestedVersions(Closing):
             if self._stop.is_set() or time.monotonic() > deadline:
                 topic = topic_name(self._run, "policies")
                 raise VersionNotHeld(f"policy version {version} did not appear on {topic}")
+        if any(is_adapter(tensor.name) for tensor in self._manifests[version].tensors):
+            raise VersionNotMergeable(
+                f"policy version {version} has adapters, which this plug-in does not merge; set serving.engine to "
+                '"vllm-lora" or "vllm"'
+            )
         began = time.monotonic()
         arrays = load_version(
             fetcher,
@@ -191,10 +196,5 @@ class RequestedVersions(Closing):
             stop=self._stop,
             memory=self._memory,
         )
-        if any(is_adapter(name) for name in arrays):
-            raise VersionNotMergeable(
-                f"policy version {version} has adapters, which this plug-in does not merge; set serving.engine to "
-                '"vllm-lora" or "vllm"'
-            )
         event(logger, "version_fetched", version=version, seconds=round(time.monotonic() - began, 3))
         return arrays

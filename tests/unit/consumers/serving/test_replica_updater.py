@@ -431,6 +431,12 @@ def waits_of(engine: FetchingStandIn, number: int) -> list[float]:
     return asyncio.run(main())
 
 
+def test_an_engine_that_can_fetch_no_version_fetches_less_and_less_often() -> None:
+    engine = FetchingStandIn()
+    engine.unfit.add("0")
+    assert waits_of(engine, 6) == [2, 4, 8, 16, 16, 16]
+
+
 def test_a_label_that_an_engine_reports_as_a_number_is_its_label() -> None:
     class Numbering(FetchingStandIn):
         async def label(self) -> Any:

@@ -14,19 +14,21 @@ from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import TopicError
 from rollstream.topics.kafka.records import KafkaRecord
-from rollstream.topics.records import PolicyManifest
+from rollstream.topics.records import PolicyManifest, Tensor
 from tests.support.waiting import eventually
 
 FULL_EVERY = 10
 
 
-def record(version: int) -> KafkaRecord:
+def record(version: int, tensors: tuple[str, ...]) -> KafkaRecord:
     manifest = PolicyManifest(
         version=version,
         learner="l",
         step=version,
         epoch="e",
-        tensors=(),
+        tensors=tuple(
+            Tensor(name=name, dtype="float32", shape=(1,), start=0, size_bytes=4, digest="") for name in tensors
+        ),
         chunks=(),
         digest="",
         kind="delta" if version % FULL_EVERY else "full",
@@ -48,6 +50,8 @@ class Log:
         self.damaged: set[int] = set()
         self.most_known = 0
         """Largest number of manifests among which a version was sought."""
+        self.tensors: tuple[str, ...] = ()
+        """Names of the tensors of each version."""
 
     def load_version(self, _: Any, manifests: Mapping[int, PolicyManifest], version: int, **__: Any) -> dict[str, Any]:
         self.most_known = max(self.most_known, len(manifests))
@@ -73,7 +77,7 @@ class Follower(Closing):
             raise TopicError("the position is no longer in the log")
         begin, end = self._at, min(self._log.versions, self._at + FULL_EVERY)
         self._at = end
-        return [] if self._failed else [record(version) for version in range(begin, end)]
+        return [] if self._failed else [record(n, self._log.tensors) for n in range(begin, end)]
 
     def close(self) -> None:
         self._log.closed += 1
@@ -149,6 +153,15 @@ def test_an_error_says_whether_another_attempt_may_help(monkeypatch: pytest.Monk
         log.damaged.add(2)
         assert (await_error(requested, 1), requested.status().final) == ("version 1 is late", False)
         assert (await_error(requested, 2), requested.status().final) == ("version 2 is damaged", True)
+
+
+def test_a_version_with_adapters_is_refused_before_it_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    with requesting(monkeypatch, 1) as (log, requested):
+        log.tensors = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.lora_A.weight"
+        requested.request(0)
+        status = eventually(lambda: s if (s := requested.status()).error or s.held == 0 else None, 60, "an answer")
+        assert ("policy version 0 has adapters" in status.error, status.final) == (True, True)
+        assert log.most_known == 0, "nothing is fetched"
 
 
 def test_manifests_that_no_requested_version_builds_on_are_not_kept_even_if_no_fetch_succeeds(
