@@ -65,6 +65,8 @@ class EngineFleet:
             self._engine = engine_named(config.engine)
         self._updaters: list[ReplicaUpdater] = []
         self._newest = -1
+        self._unwritten = False
+        """Whether a checkpoint could not be written, and is tried again."""
 
     def metrics(self) -> Mapping[str, float]:
         """Return the state of the engines, and totals since the start."""
@@ -88,9 +90,9 @@ class EngineFleet:
         """Follow the versions until `stop` is set; then finish updates in progress, and begin none.
 
         `on_ready` is called once the first engine samples with a version of the run, and `on_wait` about every ten
-        seconds until then. Raises TopicError or BrokerUnavailable, StoreError if another process writes to the
-        directory, ConfigurationError if the API key cannot be resolved, and StoreError, ConfigurationError or
-        CheckpointRefused if the first version cannot be written as a checkpoint.
+        seconds until then. Raises TopicError or BrokerUnavailable, StoreError if the directory cannot be written at the
+        start or another process writes to it, ConfigurationError if the API key cannot be resolved, and
+        ConfigurationError or CheckpointRefused if the first version is none that a checkpoint can be made of.
         """
         await asyncio.to_thread(check_topics, self._kafka, self._run)
         async with AsyncExitStack() as stack:
@@ -141,8 +143,13 @@ class EngineFleet:
             await asyncio.sleep(_LOOK_S)
             if time.monotonic() - said_at > 10.0:
                 said_at = time.monotonic()
-                on_wait("waiting for a policy version" if self._newest < 0 else "waiting for an engine")
+                on_wait(self._missing())
         on_ready()
+
+    def _missing(self) -> str:
+        if self._newest >= 0:
+            return "waiting for an engine"
+        return "the first checkpoint cannot be written" if self._unwritten else "waiting for a policy version"
 
     async def _follow(self, checkpoints: CheckpointDirectory, stop: asyncio.Event) -> None:
         stopping = threading.Event()
@@ -178,11 +185,12 @@ class EngineFleet:
         try:
             checkpoint = await checkpoints.add(manifest, arrays)
         except (StoreError, CheckpointRefused, ConfigurationError) as error:
-            if self._newest < 0:
+            self._unwritten = isinstance(error, StoreError)
+            if self._newest < 0 and not self._unwritten:
                 raise
             event(logger, "checkpoint_failed", level=logging.ERROR, version=manifest.version, error=str(error))
-            return not isinstance(error, StoreError)
-        self._newest = manifest.version
+            return not self._unwritten
+        self._newest, self._unwritten = manifest.version, False
         event(
             logger,
             "checkpoint_written",

@@ -1,4 +1,4 @@
-"""The fleet of engines: it stops without beginning an update."""
+"""The fleet of engines: it writes the first version once there is room, and begins no update once it is stopped."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.serving import fleet
 from rollstream.consumers.serving.checkpoints import CheckpointDirectory
 from rollstream.consumers.serving.config import ServingConfig
@@ -14,6 +15,7 @@ from rollstream.consumers.serving.fleet import EngineFleet
 from rollstream.consumers.serving.served_versions import ServedCheckpoint
 from rollstream.consumers.weights.version_source import WholeVersion
 from rollstream.topics.config import KafkaConfig
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import PolicyManifest
 from tests.support.serving_engines import ARRAYS, EngineStandIn, manifest
 
@@ -121,3 +123,39 @@ def test_an_update_in_progress_is_finished_after_a_stop_is_requested(
 
     asyncio.run(main())
     assert engine.calls == ["pause", "load 0", "resume"]
+
+
+def test_the_first_version_is_written_once_there_is_room(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: Log
+) -> None:
+    engine, add, refused = EngineStandIn(), CheckpointDirectory.add, list[int]()
+
+    async def short_of_room(self: Any, manifest: PolicyManifest, arrays: Any) -> ServedCheckpoint:
+        if len(refused) < 3:
+            refused.append(manifest.version)
+            raise StoreError("no space left on device")
+        return await add(self, manifest, arrays)
+
+    async def main() -> None:
+        stop = asyncio.Event()
+        serving = asyncio.create_task(
+            engines(monkeypatch, tmp_path, engine, retry_s=0.01).serve_until(stop, on_ready=lambda: None)
+        )
+        async with asyncio.timeout(60):
+            log.publish(0)
+            await until(lambda: serving.done() or engine.calls == ["pause", "load 0", "resume"])
+        stop.set()
+        await serving
+
+    monkeypatch.setattr(CheckpointDirectory, "add", short_of_room)
+    asyncio.run(main())
+    assert (engine.reported, refused) == ("0", [0, 0, 0])
+
+
+def test_a_first_version_that_no_checkpoint_can_be_made_of_ends_the_fleet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, log: Log
+) -> None:
+    log.versions.append(WholeVersion(manifest(0, model="{}"), ARRAYS))
+    serving = engines(monkeypatch, tmp_path, EngineStandIn()).serve_until(asyncio.Event(), on_ready=lambda: None)
+    with pytest.raises(ConfigurationError, match=r"set serving\.template"):
+        asyncio.run(serving)
