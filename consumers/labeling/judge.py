@@ -1,8 +1,9 @@
 """The labeler `judge`: a model behind an OpenAI-compatible URL scores rollouts.
 
 Calls for the rollouts of one poll run concurrently, within limits on concurrent calls and calls per second. If the
-judge refuses a call, or its answer has no readable score, the rollout is refused with the reason, and never gets a
-reward of zero. If the judge cannot be reached, calls are repeated for a while; then labeling ends, and nothing is lost.
+judge refuses a call and answers a short question, or its answer has no readable score, the rollout is refused with the
+reason, and never gets a reward of zero. If the judge refuses the short question as well, labeling ends. If the judge
+cannot be reached, calls are repeated for a while; then labeling ends. Nothing is lost when labeling ends.
 """
 
 import asyncio
@@ -10,7 +11,7 @@ import math
 import random
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import aiohttp
@@ -23,11 +24,14 @@ from rollstream.topics.secrets import resolve
 
 _RETRIED_STATUS = {408, 409, 425, 429, 500, 502, 503, 504}
 _REFUSED_STATUS = {400, 413, 422}
-"""Statuses that refuse one request, e.g. for a prompt that is too long; others, e.g. for a wrong key, apply to all."""
+"""Statuses that refuse one request, e.g. for a prompt that is too long, or all requests, e.g. for a parameter; others,
+e.g. for a wrong key, always apply to all."""
 _BUSY_STATUS = {429, 503}
 """Statuses of a judge without room, which say nothing about the rollout."""
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 10.0
+_SHORT_TEXTS = dict.fromkeys(("prompt", "response", "conversation"), "Hello")
+"""Texts of a question that a judge answers unless it refuses or fails at every request."""
 
 
 class JudgeUnavailable(RollstreamError):
@@ -49,6 +53,10 @@ def judge_prompt(template: str, rollout: Rollout) -> str:
         "response": rollout.turns[replies[-1]].text,
         "conversation": "\n".join(f"{turn.role}: {turn.text}" for turn in rollout.turns),
     }
+    return _filled(template, texts)
+
+
+def _filled(template: str, texts: Mapping[str, str]) -> str:
     # All placeholders are replaced in one pass, because a text may contain another placeholder.
     return re.sub(r"\{(prompt|response|conversation)\}", lambda match: texts[match[1]], template)
 
@@ -118,18 +126,14 @@ class Judge:
 
     async def _answer(self, prompt: str) -> str:
         """Return the text of the judge's answer; repeat calls that failed temporarily."""
-        config = self._config
-        payload = {
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": config.temperature,
-            "max_tokens": config.max_tokens,
-        }
+        config, payload = self._config, self._payload(prompt)
         deadline, pause_s, failure = time.monotonic() + config.patience_s, _FIRST_PAUSE_S, _Failure("it was not called")
         while time.monotonic() < deadline:
             body = await self._ask(payload)
             if not isinstance(body, _Failure):
                 return _text_of(body)
-            failure, pause_s = body, max(pause_s, body.retry_after_s)
+            failure = await self._failure_at_others(body) if body.status in _REFUSED_STATUS else body
+            pause_s = max(pause_s, failure.retry_after_s)
             # Jitter keeps calls that failed together from being repeated together.
             await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
             pause_s *= 2
@@ -147,18 +151,44 @@ class Judge:
             "again once it answers, or raise labeling.judge.patience_s"
         )
 
+    def _payload(self, prompt: str) -> dict[str, Any]:
+        return {
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": self._config.temperature,
+            "max_tokens": self._config.max_tokens,
+        }
+
+    async def _failure_at_others(self, refusal: "_Failure") -> "_Failure":
+        """Return the failure of another question than the refused one, if it may pass.
+
+        Raises RecordError if the judge answers the other question, and JudgeUnavailable if it refuses that one as well.
+        """
+        body = await self._ask_short()
+        if not isinstance(body, _Failure):
+            raise RecordError(f"the judge refused the rollout: {refusal.reason}")
+        if body.status in _REFUSED_STATUS:
+            raise JudgeUnavailable(
+                f"the judge at {self._url} refuses every request: {body.reason}; check model, template, temperature "
+                "and max_tokens of labeling.judge"
+            )
+        return body
+
     async def _answers(self) -> bool:
-        """Whether the judge answers a question of a word."""
+        """Whether the judge answers a short question."""
         try:
-            question = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-            return not isinstance(await self._ask(question), _Failure)
-        except (RecordError, JudgeUnavailable):
+            return not isinstance(await self._ask_short(), _Failure)
+        except JudgeUnavailable:
             return False
 
-    async def _ask(self, payload: dict[str, Any]) -> "Any | _Failure":
-        """Make one call, and return the body of the answer, or a failure after which the call may be repeated.
+    async def _ask_short(self) -> "Any | _Failure":
+        """Ask a short question as any other: a judge may refuse the template, or a parameter, of all questions."""
+        return await self._ask(self._payload(_filled(self._config.template, _SHORT_TEXTS)))
 
-        Raises RecordError if the judge refuses the call, and JudgeUnavailable if it refuses every call.
+    async def _ask(self, payload: dict[str, Any]) -> "Any | _Failure":
+        """Make one call, and return the body of the answer, or a failure: a refusal of this call, or a failure after
+        which it may be repeated.
+
+        Raises JudgeUnavailable if the judge refuses every call.
         """
         if self._session is None:
             self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(limit=0))
@@ -171,9 +201,7 @@ class Judge:
                 if response.status == 200:
                     return await response.json(content_type=None)
                 reason = f"it answered {response.status}: {(await response.text())[:200]}"
-                if response.status in _REFUSED_STATUS:
-                    raise RecordError(f"the judge refused the rollout: {reason}")
-                if response.status not in _RETRIED_STATUS:
+                if response.status not in _RETRIED_STATUS | _REFUSED_STATUS:
                     raise JudgeUnavailable(f"the judge at {self._url} refuses every request: {reason}")
                 return _Failure(reason, response.status, _retry_after_s(response.headers.get("Retry-After", "")))
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
@@ -181,7 +209,7 @@ class Judge:
 
 
 class _Failure(NamedTuple):
-    """A call that may be repeated."""
+    """A call that was refused, or that may be repeated."""
 
     reason: str
     status: int = 0

@@ -84,6 +84,11 @@ def answer(text: object) -> web.Response:
     return web.json_response({"choices": [{"message": {"role": "assistant", "content": text}}]})
 
 
+async def is_short(request: web.Request) -> bool:
+    """Whether this is the question that a judge answers unless it fails at all of them."""
+    return "Hello" in (await request.json())["messages"][0]["content"]
+
+
 def ask(handler: Handler, rollouts: list[Rollout], **settings: Any) -> list[Any]:
     async def judged() -> list[Any]:
         judge = Judge(JudgeConfig(url=url, **settings))
@@ -136,8 +141,8 @@ def test_calls_run_together_within_their_limit_and_what_may_pass_is_repeated(mon
 def test_a_rollout_that_gets_no_score_is_refused_with_the_reason(
     response: Callable[[], web.Response], reason: str
 ) -> None:
-    async def handler(_request: web.Request) -> web.Response:
-        return response()
+    async def handler(request: web.Request) -> web.Response:
+        return answer("Hi") if await is_short(request) else response()
 
     [failure] = ask(handler, [JUDGED])
     assert isinstance(failure, RecordError)
@@ -146,7 +151,11 @@ def test_a_rollout_that_gets_no_score_is_refused_with_the_reason(
 
 @pytest.mark.parametrize(
     ("status", "patience_s", "reason"),
-    [(401, 60.0, "refuses every request"), (503, 0.5, r"did not answer within 0\.5 s")],
+    [
+        (401, 60.0, "refuses every request"),
+        (400, 60.0, r"refuses every request: it answered 400.*; check model, template"),
+        (503, 0.5, r"did not answer within 0\.5 s"),
+    ],
 )
 def test_a_judge_that_answers_nobody_ends_labeling_and_refuses_no_rollout(
     status: int, patience_s: float, reason: str
@@ -159,13 +168,29 @@ def test_a_judge_that_answers_nobody_ends_labeling_and_refuses_no_rollout(
     assert re.search(reason, str(failure))
 
 
+def test_a_refusal_is_judged_by_a_question_with_the_same_template_and_parameters_once_the_judge_has_room() -> None:
+    seen: list[dict[str, Any]] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(await request.json())
+        if not await is_short(request):
+            return web.Response(status=422)
+        return web.Response(status=503) if len(seen) == 2 else answer("Hi")
+
+    [refusal] = ask(handler, [JUDGED], template="Rate {response}", temperature=0.5)
+    assert isinstance(refusal, RecordError)
+    assert "refused the rollout" in str(refusal)
+    assert [body.pop("messages")[0]["content"] for body in seen] == ["Rate A {prompt}.", "Rate Hello"] * 2
+    assert seen == [seen[0]] * 4
+
+
 @pytest.mark.parametrize("failure", ["500", "no answer", "no JSON"])
 def test_a_rollout_at_which_a_judge_fails_that_answers_others_is_refused_alone(failure: str) -> None:
     """Otherwise labeling would end at it at every start, and label nothing after it."""
 
     async def handler(request: web.Request) -> web.Response:
-        if "Hello" in (await request.json())["messages"][0]["content"]:
-            return web.json_response({"choices": [{"message": {"content": "Hi"}}]})
+        if await is_short(request):
+            return answer("Hi")
         if failure == "no answer":
             await asyncio.Event().wait()
         return web.Response(status=500 if failure == "500" else 200, text="<html>")
@@ -177,8 +202,7 @@ def test_a_rollout_at_which_a_judge_fails_that_answers_others_is_refused_alone(f
 
 def test_a_judge_without_room_refuses_no_rollout() -> None:
     async def handler(request: web.Request) -> web.Response:
-        short = "Hello" in (await request.json())["messages"][0]["content"]
-        return answer("Hi") if short else web.Response(status=429)
+        return answer("Hi") if await is_short(request) else web.Response(status=429)
 
     [failure] = ask(handler, [JUDGED], patience_s=0.5)
     assert isinstance(failure, JudgeUnavailable)
@@ -189,7 +213,7 @@ def test_a_judge_that_recovers_at_the_last_moment_scores_the_rollout() -> None:
 
     async def handler(request: web.Request) -> web.Response:
         nonlocal recovered
-        recovered = recovered or "Hello" in (await request.json())["messages"][0]["content"]
+        recovered = recovered or await is_short(request)
         return answer("Score: 7") if recovered else web.Response(status=500)
 
     [label] = ask(handler, [JUDGED], patience_s=0.5)
