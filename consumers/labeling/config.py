@@ -37,9 +37,9 @@ class JudgeConfig:
     highest: float = 10.0
     """Score that becomes a reward of 1."""
     temperature: float = 0.0
-    """Sampling temperature of the judge."""
+    """Sampling temperature of the judge; below 0: none is sent, for models that refuse the parameter."""
     max_tokens: int = 256
-    """Maximum number of tokens of the judge's answer."""
+    """Maximum number of tokens of the judge's answer; 0: none is sent, for models that refuse the parameter."""
     concurrency: int = 16
     """Maximum number of calls at once."""
     requests_per_s: float = 0.0

@@ -152,11 +152,13 @@ class Judge:
         )
 
     def _payload(self, prompt: str) -> dict[str, Any]:
-        return {
-            "messages": [{"role": "user", "content": prompt}],
-            "temperature": self._config.temperature,
-            "max_tokens": self._config.max_tokens,
-        }
+        config = self._config
+        payload: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]}
+        if config.temperature >= 0:
+            payload["temperature"] = config.temperature
+        if config.max_tokens > 0:
+            payload["max_tokens"] = config.max_tokens
+        return payload
 
     async def _failure_at_others(self, refusal: "_Failure") -> "_Failure":
         """Return the failure of another question than the refused one, if it may pass.

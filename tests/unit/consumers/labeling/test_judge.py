@@ -184,6 +184,15 @@ def test_a_refusal_is_judged_by_a_question_with_the_same_template_and_parameters
     assert seen == [seen[0]] * 4
 
 
+def test_parameters_that_a_model_refuses_can_be_left_out() -> None:
+    async def handler(request: web.Request) -> web.Response:
+        refused = {"temperature", "max_tokens"} & (await request.json()).keys()
+        return web.Response(status=400) if refused else answer("Score: 7")
+
+    [label] = ask(handler, [JUDGED], temperature=-1.0, max_tokens=0)
+    assert label.reward == 0.7
+
+
 @pytest.mark.parametrize("failure", ["500", "no answer", "no JSON"])
 def test_a_rollout_at_which_a_judge_fails_that_answers_others_is_refused_alone(failure: str) -> None:
     """Otherwise labeling would end at it at every start, and label nothing after it."""
