@@ -47,8 +47,7 @@ class JudgeConfig:
     timeout_s: float = 60.0
     """Time limit of one call."""
     patience_s: float = 200.0
-    """Time for which a failed call is repeated before labeling ends. All calls of one poll must take less than five
-    minutes."""
+    """Time for which a failed call is repeated before labeling ends."""
 
     def __post_init__(self) -> None:
         if self.concurrency < 1 or self.requests_per_s < 0 or not self.lowest < self.highest:
@@ -80,7 +79,8 @@ class LabelingConfig:
     group: str = "labeller"
     """Consumer group, prefixed with the run's name."""
     max_poll_records: int = 16
-    """Maximum number of records labeled between two polls of Kafka; labeling them must take less than five minutes."""
+    """Maximum number of records labeled between two polls of Kafka; a function must label them in less than five
+    minutes. The judge may take longer."""
     commit_interval_s: float = 0.1
     """Maximum time that labeled records wait for their transaction."""
     metrics_interval_s: float = 5.0

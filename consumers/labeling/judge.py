@@ -19,6 +19,7 @@ import aiohttp
 from rollstream.consumers.labeling.config import JudgeConfig
 from rollstream.consumers.labeling.labeler import RolloutLabel
 from rollstream.topics.errors import ConfigurationError, RecordError, RollstreamError
+from rollstream.topics.heartbeats import beating
 from rollstream.topics.records import Rollout
 from rollstream.topics.secrets import resolve
 
@@ -81,7 +82,7 @@ def parse_score(text: str, config: JudgeConfig) -> float:
 class RateLimit:
     """Spaces calls evenly at `per_s` calls per second; 0 means no limit."""
 
-    def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, per_s: float, clock: Callable[[], float]) -> None:
         self._interval_s = 1 / per_s if per_s else 0.0
         self._clock = clock
         self._next_s = 0.0
@@ -106,7 +107,7 @@ class Judge:
         key = resolve("labeling.judge.api_key", config.api_key)
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._slots = asyncio.Semaphore(config.concurrency)
-        self._rate = RateLimit(config.requests_per_s)
+        self._rate = RateLimit(config.requests_per_s, time.monotonic)
         self._session: aiohttp.ClientSession | None = None
 
     async def __call__(self, rollout: Rollout) -> RolloutLabel:
@@ -116,8 +117,16 @@ class Judge:
         """
         prompt = judge_prompt(self._config.template, rollout)
         async with self._slots:
-            text = await self._answer(prompt)
+            text = await beating("labeling", self._answer(prompt))
         return RolloutLabel(reward=parse_score(text, self._config))
+
+    def longest_s(self, rollouts: int) -> float:
+        """Return an upper bound of the seconds that the labels of so many rollouts take."""
+        config = self._config
+        call_s = config.timeout_s + (config.concurrency / config.requests_per_s if config.requests_per_s else 0.0)
+        # Two calls, for the rollout and a short question, may begin within the patience, and two after it.
+        rollout_s = config.patience_s + _LONGEST_PAUSE_S + 4 * call_s
+        return math.ceil(rollouts / config.concurrency) * rollout_s
 
     async def close(self) -> None:
         """Close the connections."""

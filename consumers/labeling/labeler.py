@@ -36,7 +36,8 @@ class RolloutLabel:
 Labeler = Callable[[Any], Any]
 """Gets a Trajectory and returns it with its rewards, or with any other array that it lacks; or gets a Rollout and
 returns its RolloutLabel or its reward; numbers may be NumPy's. If it returns None, the record is left out. An
-asynchronous labeler gets several records at once. Arrays are read-only.
+asynchronous labeler gets several records at once. Arrays are read-only. An object whose method `longest_s` returns the
+longest time in seconds for a number of records may take more than five minutes for those of a poll.
 
 A record for which it raises RecordError becomes a dead letter. Any other error ends the process before anything is
 written for the record, so that a repaired labeler gets the record again.
@@ -148,6 +149,12 @@ def finish(coroutine: Coroutine[Any, Any, LabelOutcome]) -> LabelOutcome:
 def is_asynchronous(labeler: Labeler) -> bool:
     """Whether the labeler is a coroutine function, or an object whose `__call__` is a coroutine function."""
     return inspect.iscoroutinefunction(labeler) or inspect.iscoroutinefunction(getattr(labeler, "__call__", None))  # noqa: B004
+
+
+def longest_s(labeler: Labeler, records: int) -> float:
+    """Return the longest time in seconds that a labeler says it takes for so many records; 0 if it does not say."""
+    method = getattr(labeler, "longest_s", None)
+    return 0.0 if method is None else float(method(records))
 
 
 def _with_label(rollout: Rollout, label: Any) -> Rollout:

@@ -26,9 +26,10 @@ from rollstream.consumers.labeling.labeler import (
     finish,
     is_asynchronous,
     label,
+    longest_s,
 )
 from rollstream.consumers.labeling.positions import SOURCE, ensure_positions
-from rollstream.consumers.transactions import ExactlyOnce, OwnershipLost, Refused
+from rollstream.consumers.transactions import RETRY_FOR_S, ExactlyOnce, OwnershipLost, Refused
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable, Fenced
@@ -128,7 +129,15 @@ class LabelingProcess:
         group = config.group_id(run)
         self._topic_id = ensure_positions(kafka, run, group)
         topic_admin.partitions_of(kafka, topic_name(run, "trajectories"))
-        self._member = GroupMember(kafka, group, self._name, self._topic, gather_s=config.commit_interval_s)
+        self._member = GroupMember(
+            kafka,
+            group,
+            self._name,
+            self._topic,
+            gather_s=config.commit_interval_s,
+            # The commit of the labels comes before the next poll, too.
+            longest_poll_s=longest_s(labeler, config.max_poll_records) + RETRY_FOR_S,
+        )
         self._progress: dict[int, LabelingProgress] = {}
         """Committed progress, by partition."""
         self._publisher = _Publisher(kafka, run, group, ordinal, self._member, self._topic, self._progress)

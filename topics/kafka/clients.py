@@ -125,6 +125,8 @@ def transactional_producer(config: KafkaConfig, transactional_id: str, **overrid
     )
 
 
+_POLL_S, _LONGEST_POLL_S = 300.0, 86_400.0
+"""Default and maximum of librdkafka's max.poll.interval.ms."""
 _MEMBER_PREFETCH: dict[str, Any] = {"max.partition.fetch.bytes": 256 * 1024, "queued.min.messages": 10_000}
 """Limits on how far a group member reads ahead in each partition; a record above these limits still arrives.
 
@@ -180,8 +182,13 @@ def reader(
     )
 
 
-def group_member(config: KafkaConfig, group: str, instance: str, **overrides: Any) -> Consumer:
-    """A consumer group member, static under the classic protocol; its offsets are committed in transactions only."""
+def group_member(
+    config: KafkaConfig, group: str, instance: str, *, longest_poll_s: float = 0.0, **overrides: Any
+) -> Consumer:
+    """A consumer group member, static under the classic protocol; its offsets are committed in transactions only.
+
+    `longest_poll_s` is the longest time between two polls; its group expels a member that takes longer.
+    """
     settings: dict[str, Any] = {
         "group.id": group,
         "enable.auto.commit": "false",
@@ -195,6 +202,8 @@ def group_member(config: KafkaConfig, group: str, instance: str, **overrides: An
         **_common(config),
         **overrides,
     }
+    if longest_poll_s > _POLL_S:
+        settings.setdefault("max.poll.interval.ms", int(min(longest_poll_s, _LONGEST_POLL_S) * 1000))
     if config.group_protocol == "classic":
         # Under the consumer protocol, a restarted instance gets a fatal error until its earlier session ends.
         settings.setdefault("group.instance.id", instance)

@@ -49,11 +49,14 @@ class GroupMember(Poller):
         topic: str,
         *,
         gather_s: float = 0.0,
+        longest_poll_s: float = 0.0,
         **overrides: Any,
     ) -> None:
         """`instance` is the member's name, `topic` a full name. A poll waits for further records for `gather_s` after
-        its first record."""
-        super().__init__(kafka, clients.group_member(kafka, group, instance, **overrides), "reading")
+        its first record. The group expels a member that does not poll for `longest_poll_s`, at least five minutes,
+        unless kafka.client sets max.poll.interval.ms."""
+        consumer = clients.group_member(kafka, group, instance, longest_poll_s=longest_poll_s, **overrides)
+        super().__init__(kafka, consumer, "reading")
         self._topic, self._gather_s = topic, gather_s
 
     def join(

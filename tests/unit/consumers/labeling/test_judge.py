@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import json
 import re
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -16,9 +18,11 @@ from hypothesis import strategies as st
 from rollstream.consumers.labeling.config import JudgeConfig
 from rollstream.consumers.labeling.judge import Judge, JudgeUnavailable, RateLimit, judge_prompt, parse_score
 from rollstream.topics.errors import ConfigurationError, RecordError
+from rollstream.topics.heartbeats import HEARTBEATS
 from rollstream.topics.records import Rollout, Turn
 from tests.support.producing import serving_http
 from tests.support.runs import rollout
+from tests.support.virtual_time import VirtualClock
 
 TURNS = (
     Turn(role="system", text="Be short.", start=0, stop=1),
@@ -74,7 +78,7 @@ def test_calls_are_spaced_by_the_rate() -> None:
     assert [round(rate.pause_s(), 6) for _ in range(3)] == [0.0, 0.1, 0.2]
     now[0] = 5.0
     assert rate.pause_s() == 0.0
-    assert RateLimit(0.0).pause_s() == 0.0
+    assert RateLimit(0.0, lambda: now[0]).pause_s() == 0.0
 
 
 Handler = Callable[[web.Request], Coroutine[Any, Any, web.Response]]
@@ -227,3 +231,74 @@ def test_a_judge_that_recovers_at_the_last_moment_scores_the_rollout() -> None:
 
     [label] = ask(handler, [JUDGED], patience_s=0.5)
     assert label.reward == 0.7
+
+
+class ScriptedCall:
+    """A call of a judge that has no network: its answer comes from a coroutine."""
+
+    def __init__(self, handler: Callable[[str], Coroutine[Any, Any, tuple[int, str]]], body: dict[str, Any]) -> None:
+        self._handler, self._prompt = handler, body["messages"][0]["content"]
+        self.headers: dict[str, str] = {}
+
+    async def __aenter__(self) -> "ScriptedCall":
+        self.status, self._text = await self._handler(self._prompt)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        pass
+
+    async def text(self) -> str:
+        return self._text
+
+    async def json(self, content_type: str | None) -> Any:
+        return {"choices": [{"message": {"content": self._text}}]}
+
+
+def on_a_virtual_clock(
+    monkeypatch: pytest.MonkeyPatch,
+    handler: Callable[[str], Coroutine[Any, Any, tuple[int, str]]],
+    rollouts: list[Rollout],
+    config: JudgeConfig,
+) -> tuple[list[Any], float, float]:
+    """Return the labels or errors of rollouts, the seconds that passed, and the most that the judge allows for them."""
+
+    class Session:
+        def __init__(self, **_settings: Any) -> None:
+            pass
+
+        def post(self, _url: str, *, json: dict[str, Any]) -> ScriptedCall:
+            return ScriptedCall(handler, json)
+
+        async def close(self) -> None:
+            pass
+
+    clock = VirtualClock()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(aiohttp, "ClientSession", Session)
+    monkeypatch.setattr(aiohttp, "TCPConnector", lambda **_settings: None)
+
+    async def judged() -> tuple[list[Any], float]:
+        judge = Judge(config)
+        return await asyncio.gather(*map(judge, rollouts), return_exceptions=True), judge.longest_s(len(rollouts))
+
+    labels, longest_s = clock.run(judged())
+    return labels, clock.now_s, longest_s
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"requests_per_s": 0.25}, {"concurrency": 3, "patience_s": 10.0, "timeout_s": 5.0}]
+)
+def test_no_poll_takes_longer_than_the_judge_says(monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]) -> None:
+    """Otherwise the group would expel the process, which would ask the judge about the same rollouts for ever."""
+    ages_s: list[float] = []
+
+    async def slow(prompt: str) -> tuple[int, str]:
+        ages_s.append(HEARTBEATS.ages["labeling"])
+        await asyncio.sleep(59.9 if "Hello" in prompt else 3600.0)
+        return 200, "Hi"
+
+    config = JudgeConfig(url="http://judge/v1", **settings)
+    labels, passed_s, longest_s = on_a_virtual_clock(monkeypatch, slow, [JUDGED] * 16, config)
+    assert {type(label) for label in labels} <= {RecordError, JudgeUnavailable}
+    assert config.patience_s < passed_s < longest_s
+    assert max(ages_s) < 2, "a probe of the process sees that it is alive"
