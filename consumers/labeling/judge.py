@@ -125,7 +125,7 @@ class Judge:
         config = self._config
         call_s = config.timeout_s + (config.concurrency / config.requests_per_s if config.requests_per_s else 0.0)
         # Two calls, for the rollout and a short question, may begin within the patience, and two after it.
-        rollout_s = config.patience_s + _LONGEST_PAUSE_S + 4 * call_s
+        rollout_s = config.patience_s + 4 * call_s
         return math.ceil(rollouts / config.concurrency) * rollout_s
 
     async def close(self) -> None:
@@ -142,9 +142,9 @@ class Judge:
             if not isinstance(body, _Failure):
                 return _text_of(body)
             failure = await self._failure_at_others(body) if body.status in _REFUSED_STATUS else body
-            pause_s = max(pause_s, failure.retry_after_s)
-            # Jitter keeps calls that failed together from being repeated together.
-            await asyncio.sleep(min(pause_s, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0))
+            # Jitter keeps calls that failed together from being repeated together, also after Retry-After.
+            wait_s = failure.retry_after_s + min(pause_s, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+            await asyncio.sleep(min(wait_s, max(0.0, deadline - time.monotonic())))
             pause_s *= 2
         if failure.status not in _BUSY_STATUS and await self._answers():
             # Unless the judge has recovered just now, this rollout would hold back all others, at every start again.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import re
 import time
@@ -233,12 +234,16 @@ def test_a_judge_that_recovers_at_the_last_moment_scores_the_rollout() -> None:
     assert label.reward == 0.7
 
 
+Script = Callable[[str], Coroutine[Any, Any, tuple[int, str]]]
+"""Returns the status and the text of the answer to a prompt."""
+
+
 class ScriptedCall:
     """A call of a judge that has no network: its answer comes from a coroutine."""
 
-    def __init__(self, handler: Callable[[str], Coroutine[Any, Any, tuple[int, str]]], body: dict[str, Any]) -> None:
+    def __init__(self, handler: Script, body: dict[str, Any]) -> None:
         self._handler, self._prompt = handler, body["messages"][0]["content"]
-        self.headers: dict[str, str] = {}
+        self.headers = {"Retry-After": "30"}
 
     async def __aenter__(self) -> "ScriptedCall":
         self.status, self._text = await self._handler(self._prompt)
@@ -256,7 +261,7 @@ class ScriptedCall:
 
 def on_a_virtual_clock(
     monkeypatch: pytest.MonkeyPatch,
-    handler: Callable[[str], Coroutine[Any, Any, tuple[int, str]]],
+    handler: Script,
     rollouts: list[Rollout],
     config: JudgeConfig,
 ) -> tuple[list[Any], float, float]:
@@ -283,6 +288,25 @@ def on_a_virtual_clock(
 
     labels, longest_s = clock.run(judged())
     return labels, clock.now_s, longest_s
+
+
+def test_calls_are_repeated_after_the_time_that_a_judge_without_room_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    called_s: list[float] = []
+
+    async def full(_prompt: str) -> tuple[int, str]:
+        called_s.append(time.monotonic())
+        return (429, "") if len(called_s) <= 3 else (200, "Score: 7")
+
+    config = JudgeConfig(url="http://judge/v1")
+    labels, passed_s, _longest_s = on_a_virtual_clock(monkeypatch, full, [JUDGED], config)
+    assert [label.reward for label in labels] == [0.7]
+    pauses_s = [after - before for before, after in itertools.pairwise(called_s)]
+    assert all(30 < pause_s < 31 for pause_s in pauses_s), pauses_s
+    assert passed_s < 93
+    called_s.clear()
+    labels, passed_s, _longest_s = on_a_virtual_clock(monkeypatch, full, [JUDGED], replace(config, patience_s=20.0))
+    assert [type(label) for label in labels] == [JudgeUnavailable]
+    assert (len(called_s), round(passed_s)) == (1, 20)
 
 
 @pytest.mark.parametrize(
