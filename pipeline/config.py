@@ -240,10 +240,6 @@ class RunConfig:
                 )
         if self.log_level not in ("debug", "info", "warning", "error"):
             raise ConfigurationError(f"log_level is {self.log_level!r}; it must be debug, info, warning or error")
-        if self.kafka.client.get("group.id") is not None:
-            raise ConfigurationError(
-                "kafka.client sets group.id, which is derived from the run's name: remove the key, or set run"
-            )
         check_batch_bytes(self.grouping, self.kafka.max_record_bytes)
         chunk_bytes = self.learner.weights.chunk_bytes
         if chunk_bytes + _RECORD_OVERHEAD > self.kafka.max_record_bytes:

@@ -7,6 +7,27 @@ from typing import Literal
 
 from rollstream.topics.errors import ConfigurationError
 
+_NAMED = "which is derived from the run's name: remove the key, or set run"
+_COMMITTED = "but positions are committed in transactions only: remove the key"
+_WRITTEN_ONCE = "without which records could be lost or doubled: remove the key"
+_DECIDED = {
+    "group.id": _NAMED,
+    "group.instance.id": _NAMED,
+    "transactional.id": _NAMED,
+    "group.protocol": "which must be the same for all parts of a process: remove the key, and set kafka.group_protocol",
+    "isolation.level": "which depends on the reader, because grouping must not read aborted records: remove the key",
+    "auto.offset.reset": "but a position that is no longer in the log must be an error: remove the key",
+    "enable.partition.eof": "without which readers do not see the end of a partition: remove the key",
+    "enable.auto.commit": _COMMITTED,
+    "auto.commit.enable": _COMMITTED,
+    "enable.auto.offset.store": _COMMITTED,
+    "partitioner": "but the key of a record gives its partition, as for Java's clients: remove the key",
+    "enable.idempotence": _WRITTEN_ONCE,
+    "acks": _WRITTEN_ONCE,
+    "request.required.acks": _WRITTEN_ONCE,
+}
+"""Keys of librdkafka that cannot be set in kafka.client, with the reason and the remedy."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RegistryConfig:
@@ -65,7 +86,8 @@ class KafkaConfig:
     """host:port list, as in librdkafka's bootstrap.servers."""
     client: dict[str, str] = field(default_factory=dict)
     """librdkafka settings that are passed to every client unchanged (security.protocol, sasl.username, ...); passwords
-    and other secrets are references, env:NAME or file:PATH."""
+    and other secrets are references, env:NAME or file:PATH. Keys on which exactly-once and the partitions of records
+    depend, such as isolation.level and partitioner, are refused."""
     max_record_bytes: int = 8 * 1024 * 1024
     """Largest record of any topic: sets the topics' max.message.bytes, and the clients' limits to match."""
     compression: str = "zstd"
@@ -93,6 +115,8 @@ class KafkaConfig:
             raise ConfigurationError(
                 f"kafka.transaction_timeout_s is {self.transaction_timeout_s}; it must be a finite number of seconds"
             )
+        for key in sorted(_DECIDED.keys() & self.client.keys()):
+            raise ConfigurationError(f"kafka.client sets {key}, {_DECIDED[key]}")
 
     @property
     def patience_s(self) -> float:

@@ -33,9 +33,6 @@ C = TypeVar("C")
 
 
 def _common(config: KafkaConfig) -> dict[str, Any]:
-    if config.client.get("group.id") == "":
-        # librdkafka aborts the whole process on an empty group.id.
-        raise ConfigurationError('kafka.client sets "group.id" to an empty string; remove the key')
     return {
         "bootstrap.servers": config.bootstrap_servers,
         "client.id": "rollstream",

@@ -1,8 +1,8 @@
-"""Settings of topics that contradict each other are refused."""
+"""Settings of topics that contradict each other are refused, and keys of the clients that are not the user's."""
 
 import pytest
 
-from rollstream.topics.config import TopicsConfig
+from rollstream.topics.config import KafkaConfig, TopicsConfig
 from rollstream.topics.errors import ConfigurationError
 
 
@@ -17,3 +17,32 @@ def test_more_replicas_in_sync_than_there_are_is_refused(replicas: int, in_sync:
 def test_as_many_replicas_in_sync_as_there_may_be_are_accepted(replicas: int, in_sync: int) -> None:
     config = TopicsConfig(replication_factor=replicas, min_insync_replicas=in_sync)
     assert (config.replication_factor, config.min_insync_replicas) == (replicas, in_sync)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "reason"),
+    [
+        ("group.id", "", "set run"),
+        ("group.instance.id", "me", "derived from the run's name"),
+        ("transactional.id", "me", "derived from the run's name"),
+        ("group.protocol", "consumer", r"set kafka\.group_protocol"),
+        ("isolation.level", "read_uncommitted", "must not read aborted records"),
+        ("isolation.level", "read_committed", "depends on the reader"),
+        ("auto.offset.reset", "earliest", "must be an error"),
+        ("enable.partition.eof", "false", "the end of a partition"),
+        ("enable.auto.commit", "true", "in transactions only"),
+        ("enable.auto.offset.store", "true", "in transactions only"),
+        ("partitioner", "consistent_random", "gives its partition"),
+        ("enable.idempotence", "false", "lost or doubled"),
+        ("acks", "1", "lost or doubled"),
+        ("request.required.acks", "1", "lost or doubled"),
+    ],
+)
+def test_a_key_of_the_clients_on_which_a_promise_rests_is_refused(key: str, value: str, reason: str) -> None:
+    with pytest.raises(ConfigurationError, match=rf"kafka\.client sets {key}, .*{reason}"):
+        KafkaConfig(client={"security.protocol": "SSL", key: value})
+
+
+def test_other_keys_of_the_clients_are_accepted() -> None:
+    client = {"security.protocol": "SSL", "max.poll.interval.ms": "9000", "partition.assignment.strategy": "range"}
+    assert KafkaConfig(client=client).client == client
