@@ -15,6 +15,7 @@ _DECIDED = {
     "group.instance.id": _NAMED,
     "transactional.id": _NAMED,
     "group.protocol": "which must be the same for all parts of a process: remove the key, and set kafka.group_protocol",
+    "transaction.timeout.ms": "on which other times depend: remove the key, and set kafka.transaction_timeout_s",
     "isolation.level": "which depends on the reader, because grouping must not read aborted records: remove the key",
     "auto.offset.reset": "but a position that is no longer in the log must be an error: remove the key",
     "enable.partition.eof": "without which readers do not see the end of a partition: remove the key",
@@ -85,8 +86,9 @@ class KafkaConfig:
     bootstrap_servers: str = "127.0.0.1:9092"
     """host:port list, as in librdkafka's bootstrap.servers."""
     client: dict[str, str] = field(default_factory=dict)
-    """librdkafka settings that are passed to every client unchanged (security.protocol, sasl.username, ...); passwords
-    and other secrets are references, env:NAME or file:PATH. Keys on which exactly-once and the partitions of records
+    """librdkafka settings that are passed to every client (security.protocol, sasl.username, ...), except that some
+    clients have their own delays and time limits (docs/permissions.md#connecting); passwords and other secrets are
+    references, env:NAME or file:PATH. Keys on which exactly-once and the partitions of records
     depend, such as isolation.level and partitioner, are refused."""
     max_record_bytes: int = 8 * 1024 * 1024
     """Largest record of any topic: sets the topics' max.message.bytes, and the clients' limits to match."""

@@ -116,7 +116,8 @@ def transactional_producer(config: KafkaConfig, transactional_id: str, **overrid
             "transactional.id": transactional_id,
             "transaction.timeout.ms": timeout_ms,
             "delivery.timeout.ms": timeout_ms,
-            "linger.ms": "0",
+            # A flush ends each transaction, so waiting for more records would only delay it.
+            "linger.ms": config.client.get("linger.ms", "0"),
             **overrides,
         },
     )

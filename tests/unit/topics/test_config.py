@@ -26,6 +26,7 @@ def test_as_many_replicas_in_sync_as_there_may_be_are_accepted(replicas: int, in
         ("group.instance.id", "me", "derived from the run's name"),
         ("transactional.id", "me", "derived from the run's name"),
         ("group.protocol", "consumer", r"set kafka\.group_protocol"),
+        ("transaction.timeout.ms", "60000", r"set kafka\.transaction_timeout_s"),
         ("isolation.level", "read_uncommitted", "must not read aborted records"),
         ("isolation.level", "read_committed", "depends on the reader"),
         ("auto.offset.reset", "earliest", "must be an error"),

@@ -11,10 +11,18 @@ from rollstream.topics.kafka.group_member import GroupMember
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of the consumers that were built."""
+    """Settings of the client that was built."""
     built: dict[str, Any] = {}
     monkeypatch.setattr(clients, "Consumer", built.update)
+    monkeypatch.setattr(clients, "NamedProducer", lambda made: built.update(made) or Unconnected())
     return built
+
+
+class Unconnected:
+    """A producer without brokers."""
+
+    def list_topics(self, topic: str, timeout: float) -> None:
+        pass
 
 
 @pytest.mark.parametrize(
@@ -32,3 +40,12 @@ def test_a_member_is_expelled_only_after_the_longest_time_between_its_polls(
 ) -> None:
     GroupMember(KafkaConfig(client=client), "g", "m", "t", longest_poll_s=longest_poll_s)
     assert settings.get("max.poll.interval.ms") == interval
+
+
+@pytest.mark.parametrize(("client", "linger"), [({}, "0"), ({"linger.ms": "50"}, "50")])
+def test_a_delay_that_the_user_sets_applies_in_transactions(
+    settings: dict[str, Any], client: dict[str, str], linger: str
+) -> None:
+    clients.transactional_producer(KafkaConfig(client=client, transaction_timeout_s=20.0), "main/group/0")
+    assert settings["linger.ms"] == linger
+    assert settings["delivery.timeout.ms"] == settings["transaction.timeout.ms"] == 20_000
