@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 
 import numpy as np
 
@@ -156,7 +157,8 @@ class StepWriter(Closing):
         skipped, the step publishes no version. `oldest_checkpoint` is the lowest step after which this trainer may
         resume (0 to the step recorded here): prune keeps everything read after that step, or everything if it is None.
 
-        A step already on record must consist of the same batches, or StateRefused is raised. With the same digest
+        A step already on record must consist of the same batches, of which the same were skipped, for whatever reasons;
+        otherwise StateRefused is raised. With the same digest
         nothing is written; otherwise the new record replaces the old one and its version gets a new number. Raises
         StateRefused if batches lie between the last step and `reads`, Fenced if another process took over, and
         DeliveryError or BrokerUnavailable if the step cannot be written; then no part of it is on the log, except that
@@ -234,7 +236,7 @@ class StepWriter(Closing):
 
     def _is_on_record(self, before: LearnerStep, uses: Sequence[BatchUse], digest: str) -> bool:
         """Whether a step executed again has the digest on record. Raises StateRefused if its batches differ."""
-        if before.uses != tuple(uses):
+        if _without_reasons(before.uses) != _without_reasons(uses):
             raise StateRefused(
                 f"step {before.step} of learner {self._learner!r}, executed again, has batches {names_of(uses)}, but "
                 f"{names_of(before.uses)} are on record. Use the same batches again, or give another learner "
@@ -278,6 +280,12 @@ def _digest(arrays: Arrays | None, digest: str, recorded: str = "") -> str:
             "`digest` is only for parameters that are not given; the digest of `params` is computed"
         )
     return digest_as(recorded, arrays)
+
+
+def _without_reasons(uses: Sequence[BatchUse]) -> list[BatchUse]:
+    """Return the uses without reasons, whose texts may hold numbers that differ when a step is executed again, and
+    without the codes that an upcast of an old record derived from them."""
+    return [replace(use, reason="", code="") for use in uses]
 
 
 def _use(indexed: IndexedBatch, reason: str | None) -> BatchUse:
