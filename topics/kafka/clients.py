@@ -55,15 +55,21 @@ def _built(client: Callable[[dict[str, Any]], C], settings: dict[str, Any]) -> C
 
 
 _REPEAT_AFTER_S = 10.0
-_said: dict[str, float] = {}
+_logged_s: dict[tuple[int, str], float] = {}
+"""Times at which errors were logged, by code and text, as far as they still matter."""
 
 
 def _on_error(error: KafkaError) -> None:
     """Log an error that a client reports, at most every ten seconds if it repeats, as with each connection attempt."""
-    now = time.monotonic()
-    if now - _said.get(error.str(), -_REPEAT_AFTER_S) < _REPEAT_AFTER_S:
+    # The rest of the text has times and counts, which differ between errors with the same cause.
+    now, same = time.monotonic(), (error.code(), error.str().partition(" (after ")[0])
+    # Other threads may log errors of their clients meanwhile.
+    for logged, at_s in list(_logged_s.items()):
+        if now - at_s >= _REPEAT_AFTER_S:
+            _logged_s.pop(logged, None)
+    if same in _logged_s:
         return
-    _said[error.str()] = now
+    _logged_s[same] = now
     hint = {}
     if error.code() == KafkaError._ALL_BROKERS_DOWN:
         hint = {"remedy": "check the address, and security.protocol in kafka.client if the broker needs TLS or SASL"}

@@ -1,8 +1,10 @@
 """Settings of the clients that are built."""
 
+import time
 from typing import Any
 
 import pytest
+from confluent_kafka import KafkaError
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
@@ -49,3 +51,21 @@ def test_a_delay_that_the_user_sets_applies_in_transactions(
     clients.transactional_producer(KafkaConfig(client=client, transaction_timeout_s=20.0), "main/group/0")
     assert settings["linger.ms"] == linger
     assert settings["delivery.timeout.ms"] == settings["transaction.timeout.ms"] == 20_000
+
+
+def test_an_error_that_repeats_is_logged_every_ten_seconds_whatever_its_times_and_counts(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    clients.reader(KafkaConfig())
+    now_s = 1e6
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+
+    def report(address: str, rest: str) -> None:
+        text = f"{address}/bootstrap: Connect to ipv4#10.0.0.1:9092 failed: Connection refused ({rest})"
+        settings["error_cb"](KafkaError(KafkaError._TRANSPORT, text))
+
+    for suppressed in range(20):
+        report("a:9092", f"after {suppressed}ms in state CONNECT, {suppressed} identical error(s) suppressed")
+        report("b:9092", f"after {suppressed}ms in state CONNECT")
+        now_s += 1
+    assert caplog.messages == ["kafka_error"] * 4, "twice of each of the two"
