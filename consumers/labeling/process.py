@@ -196,6 +196,7 @@ class LabelingProcess:
             if time.monotonic() - began > self._config.commit_interval_s:
                 self._commit(waiting)
                 began, waiting = time.monotonic(), _UncommittedOutcomes()
+            self._write_figures()
         self._commit(waiting)
 
     def _outcomes(self, records: Sequence[KafkaRecord]) -> Iterator[tuple[UnlabeledRecord, LabelOutcome]]:
@@ -208,8 +209,17 @@ class LabelingProcess:
             for source, readable in sources:
                 yield source, finish(self._outcome(source, readable))
         elif sources:
-            outcomes = self._loop.run(_all(self._outcome(source, readable) for source, readable in sources))
+            outcomes = self._loop.run(self._all(self._outcome(source, readable) for source, readable in sources))
             yield from zip((source for source, _readable in sources), outcomes, strict=True)
+
+    async def _all(self, outcomes: Iterable[Awaitable[LabelOutcome]]) -> list[LabelOutcome]:
+        """Return all outcomes. Figures are written meanwhile, because a process that writes none for a minute counts as
+        gone."""
+        gathered = asyncio.gather(*outcomes)
+        while not gathered.done():
+            await asyncio.wait({gathered}, timeout=self._config.metrics_interval_s or None)
+            self._write_figures()
+        return gathered.result()
 
     async def _outcome(self, source: UnlabeledRecord, readable: bool) -> LabelOutcome:
         if not readable:
@@ -274,10 +284,6 @@ class LabelingProcess:
         for place in committed:
             self._progress[place.partition] = replace(LabelingProgress.decode(place), topic_id=self._topic_id)
         return {place.partition: place.offset for place in committed}
-
-
-async def _all(outcomes: Iterable[Awaitable[LabelOutcome]]) -> list[LabelOutcome]:
-    return await asyncio.gather(*outcomes)
 
 
 class _UncommittedOutcomes:

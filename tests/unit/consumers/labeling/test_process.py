@@ -1,16 +1,26 @@
 """A labeling process over a model of Kafka."""
 
-from collections.abc import Iterator
+import asyncio
+import selectors
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 
 from rollstream.consumers.labeling.config import LabelingConfig
 from rollstream.consumers.labeling.process import LabelingProcess
+from rollstream.topics.codec import encode
 from rollstream.topics.kafka import clients
+from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
 from tests.simulation.installation import World, installed
+from tests.simulation.scheduler import Process
 from tests.support.modelled_run import KAFKA, RUN, ModelledRun
+from tests.support.runs import rollout
+from tests.support.virtual_time import AdvancingSelector
 
 
 @pytest.fixture
@@ -45,3 +55,40 @@ def test_the_group_waits_for_a_labeler_as_long_as_it_may_take_for_the_records_of
     config = LabelingConfig(max_poll_records=8)
     world.result_of(lambda: LabelingProcess(Slow(), KAFKA, RUN, config, 0, lambda: None))
     assert 800 < built[0]["longest_poll_s"] < 900
+
+
+LABEL_S = 20.0
+
+
+def label_in_place(_rollout: Rollout) -> float:
+    time.sleep(LABEL_S)
+    return 1.0
+
+
+async def label_together(_rollout: Rollout) -> float:
+    await asyncio.sleep(3 * LABEL_S)
+    return 1.0
+
+
+@pytest.mark.parametrize("labeler", [label_in_place, label_together])
+def test_figures_are_written_while_the_records_of_a_poll_are_labeled(
+    world: World, monkeypatch: pytest.MonkeyPatch, labeler: Callable[[Rollout], Any]
+) -> None:
+    """A process without figures for a minute counts as gone."""
+    run = ModelledRun(world)
+    monkeypatch.setattr(selectors, "DefaultSelector", partial(AdvancingSelector, world.scheduler.sleep))
+    for number in range(3):
+        run.write("unlabelled", encode_key("env", str(number)), encode(rollout(str(number), reward=0.0)))
+    stop = threading.Event()
+
+    def work() -> None:
+        LabelingProcess(labeler, KAFKA, RUN, LabelingConfig(commit_interval_s=1e6), 0, lambda: None).run(stop)
+
+    actor = world.scheduler.spawn(Process("label-0"), "label-0", work)
+    before = run.log("rollouts").end
+    world.scheduler.run(lambda: actor.done or run.log("rollouts").end > before)
+    written = run.log("metrics").end
+    stop.set()
+    world.scheduler.run(lambda: actor.done)
+    assert actor.error is None
+    assert written >= 2
