@@ -19,8 +19,8 @@ from rollstream.infra.jars import REPOSITORY_VARIABLE, cache_dir, find_jars
 from rollstream.infra.java import find_java, packaged_java
 from rollstream.infra.process_identity import ProcessIdentity, identify, is_running, send
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable
-from rollstream.topics.kafka import clients
+from rollstream.topics.errors import BrokerUnavailable, TopicError
+from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.reader import read_to_end
 from tests.support.repository import artifact_path, serving
 from tests.support.waiting import eventually
@@ -286,3 +286,13 @@ def test_an_address_in_the_environment_starts_nothing(tmp_path: Path, monkeypatc
         assert isinstance(broker, ExternalBroker)
         assert broker.bootstrap_servers == "kafka.example:9092"
     assert not (tmp_path / "d").exists()
+
+
+def test_a_look_at_a_missing_topic_does_not_create_it_where_brokers_create_topics(tmp_path: Path) -> None:
+    config = BrokerConfig(data_dir=tmp_path, properties={"auto.create.topics.enable": "true"})
+    with LocalBroker.start(config=config, bound_to_parent=True) as broker:
+        kafka = KafkaConfig(bootstrap_servers=broker.bootstrap_servers)
+        for _look in range(2):
+            with pytest.raises(TopicError, match=r"main\.rollouts is missing"):
+                topic_admin.partitions_of(kafka, "main.rollouts")
+        assert "main.rollouts" not in topic_admin.topic_names(kafka)

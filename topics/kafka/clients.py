@@ -26,7 +26,7 @@ _CONNECT_S = 0.25
 """Longest wait for a producer's connection; after it, the connection is made in the background."""
 FIRST_TOPIC = "__transaction_state"
 """Topic whose metadata a producer requests in order to connect: every cluster with transactions has it, and it is
-small. If the request creates it, it gets the brokers' own settings."""
+small. Without it, the answer names the brokers all the same."""
 READERS = "rollstream-reader"
 """Group id of clients that read outside a group; librdkafka requires one, and nothing is committed under it."""
 C = TypeVar("C")
@@ -37,6 +37,9 @@ def _common(config: KafkaConfig) -> dict[str, Any]:
         "bootstrap.servers": config.bootstrap_servers,
         "client.id": "rollstream",
         "log.connection.close": "false",
+        # Brokers create topics by default, and librdkafka's producers and admin clients let them. A topic of a misspelt
+        # run would then exist after the first look at it, and with too few partitions.
+        "allow.auto.create.topics": "false",
         # Half of this is also the pause between a client's connections to the bootstrap address and to the broker.
         # librdkafka's default of 100 costs every new client 50 ms. Each failed attempt doubles it, up to ten seconds.
         "reconnect.backoff.ms": "20",

@@ -1,10 +1,11 @@
 """Settings of the clients that are built."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, admin
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients
@@ -16,7 +17,8 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Settings of the client that was built."""
     built: dict[str, Any] = {}
     monkeypatch.setattr(clients, "Consumer", built.update)
-    monkeypatch.setattr(clients, "NamedProducer", lambda made: built.update(made) or Unconnected())
+    for owner, name in ((clients, "NamedProducer"), (clients, "Producer"), (admin, "AdminClient")):
+        monkeypatch.setattr(owner, name, lambda made: built.update(made) or Unconnected())
     return built
 
 
@@ -69,3 +71,22 @@ def test_an_error_that_repeats_is_logged_every_ten_seconds_whatever_its_times_an
         report("b:9092", f"after {suppressed}ms in state CONNECT")
         now_s += 1
     assert caplog.messages == ["kafka_error"] * 4, "twice of each of the two"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        clients.admin,
+        clients.bare,
+        clients.producer,
+        clients.reader,
+        lambda kafka: clients.transactional_producer(kafka, "main/group/0"),
+        lambda kafka: clients.group_member(kafka, "g", "m"),
+    ],
+    ids=["admin", "bare", "producer", "reader", "transactional", "member"],
+)
+def test_no_client_has_brokers_create_the_topics_that_it_asks_for(
+    settings: dict[str, Any], build: Callable[[KafkaConfig], object]
+) -> None:
+    build(KafkaConfig())
+    assert settings["allow.auto.create.topics"] == "false"
