@@ -51,7 +51,8 @@ class Replay:
         return StateRefused(
             f"re-reading offset {offset} of {self._topic} had an effect that it did not have before: "
             f"the journal does not belong to this log, or core version {CORE_VERSION} folds it differently; "
-            f"start a new run, or go back to the release that wrote it"
+            f"set kafka.max_record_bytes back if it was changed, go back to the release that wrote it, or start a new "
+            f"run"
         )
 
     def end(self, clocks: Clocks) -> int:
@@ -71,7 +72,7 @@ class Replay:
             raise StateRefused(
                 f"re-reading {self._topic} gave stream time, policy version and generation {reached}, "
                 f"but the journal says {recorded}; the records are not the ones that the journal was written for: "
-                f"restore the topic or start a new run"
+                f"restore the topic, set kafka.max_record_bytes back if it was changed, or start a new run"
             )
         self.ended = True
         return state.position
