@@ -308,7 +308,7 @@ def test_a_dead_letter_that_would_not_fit_keeps_headers_digest_and_source_offset
 
 @pytest.mark.long
 def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(real_run: RealRun) -> None:
-    """The record limit is the smallest allowed; one record of ten thousand drops would take twice as much."""
+    """The record limit is the smallest allowed; one record of so many drops would take more."""
     real_run.topics = type(real_run.topics)(partitions=1)
     real_run.kafka = replace(real_run.kafka, max_record_bytes=1024 * 1024)
     real_run.grouping = replace(real_run.grouping, batch_bytes=100_000)
@@ -318,11 +318,11 @@ def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(re
     # These groups are sealed, and wait for the policy clock until their environment is excluded.
     waiting = [
         rollout(f"an example of a name of some length {n}", m, policy_version=1, highest_version=1, lowest_version=1)
-        for n in range(2_500)
+        for n in range(3_500)
         for m in range(4)
     ]
     real_run.send(waiting)
-    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 10_000, 60, "all of them to be waiting")
+    eventually(lambda: ledger(real_run.kafka, real_run.name).in_flight == 14_000, 60, "all of them to be waiting")
     config = replace(real_run.grouping, generation=1, exclude_environments=("env",))
     mark = Mark(kind="configuration", generation=1, configuration=config.to_json())
     real_run.send_bytes("rollouts", encode(mark), encode_key("mark", "configuration"), 0)
@@ -334,11 +334,11 @@ def test_drops_of_one_transaction_that_no_record_holds_are_journaled_in_parts(re
     read_batches(real_run, 16)
     result = ledger(real_run.kafka, real_run.name)
     assert result.balanced, result.problems
-    assert (result.dropped, result.batched) == ({"excluded": 10_000}, 16)
+    assert (result.dropped, result.batched) == ({"excluded": 14_000}, 16)
     journal = [record for record in real_run.read("journal") if isinstance(record, JournalRecord)]
     parted = [record for record in journal if record.parts > 1]
     assert len(parted) == parted[0].parts > 2
-    assert sum(len(record.drops) for record in parted) == 10_000
+    assert sum(len(record.drops) for record in parted) == 14_000
     assert sum(len(encode(record)) for record in parted) > 1024 * 1024
     assert [record.sequence for record in journal] == list(range(len(journal)))
     assert verify(real_run.kafka, real_run.name).mismatches == []

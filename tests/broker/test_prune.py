@@ -62,8 +62,11 @@ def settled(run: RealRun, in_flight: int = 0) -> Ledger:
 
 def learn(run: RealRun, name: str, read: int, at: float = 0.0) -> None:
     """Write a learner's step that trained on the first `read` entries of the index."""
+    # The marker of the last transaction may come after its commit was answered.
+    index = run.topic("batch-index")
+    eventually(lambda: len(list(read_to_end(run.kafka, index))) >= read, 60, f"{read} entries of the index")
     entries = list(index_of(run.kafka, run.name).values())[:read]
-    messages = list(read_to_end(run.kafka, run.topic("batch-index")))[:read]
+    messages = list(read_to_end(run.kafka, index))[:read]
     uses = tuple(
         BatchUse(batch_id=entry.batch_id, index_offset=message.offset, rows=entry.rollouts, use="trained")
         for entry, message in zip(entries, messages, strict=True)
