@@ -216,10 +216,14 @@ class LabelingProcess:
         """Return all outcomes. Figures are written meanwhile, because a process that writes none for a minute counts as
         gone."""
         gathered = asyncio.gather(*outcomes)
-        while not gathered.done():
-            await asyncio.wait({gathered}, timeout=self._config.metrics_interval_s or None)
-            self._write_figures()
-        return gathered.result()
+        try:
+            while not gathered.done():
+                await asyncio.wait({gathered}, timeout=self._config.metrics_interval_s or None)
+                self._write_figures()
+            return gathered.result()
+        finally:
+            # `wait` leaves calls running when Ctrl-C cancels it, and the labeler is closed next.
+            gathered.cancel()
 
     async def _outcome(self, source: UnlabeledRecord, readable: bool) -> LabelOutcome:
         if not readable:

@@ -92,3 +92,43 @@ def test_figures_are_written_while_the_records_of_a_poll_are_labeled(
     world.scheduler.run(lambda: actor.done)
     assert actor.error is None
     assert written >= 2
+
+
+class Hanging:
+    """A labeler whose calls never end; once three have begun, the task that waits for them is cancelled."""
+
+    def __init__(self) -> None:
+        self.calls: set[Any] = set()
+        self.ended: list[str] = []
+
+    async def __call__(self, _rollout: Rollout) -> float:
+        self.calls.add(asyncio.current_task())
+        if len(self.calls) == 3:
+            [waiting] = asyncio.all_tasks() - self.calls
+            waiting.cancel()
+        try:
+            return await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.ended.append("call")
+            raise
+
+    async def close(self) -> None:
+        self.ended.append("labeler")
+
+
+def test_calls_that_are_cancelled_end_before_their_labeler_is_closed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, labeler = ModelledRun(world), Hanging()
+    monkeypatch.setattr(selectors, "DefaultSelector", partial(AdvancingSelector, world.scheduler.sleep))
+    for number in range(3):
+        run.write("unlabelled", encode_key("env", str(number)), encode(rollout(str(number), reward=0.0)))
+
+    def work() -> None:
+        with pytest.raises(asyncio.CancelledError):
+            LabelingProcess(labeler, KAFKA, RUN, LabelingConfig(), 0, lambda: None).run(threading.Event())
+
+    actor = world.scheduler.spawn(Process("label-0"), "label-0", work)
+    world.scheduler.run(lambda: actor.done)
+    assert actor.error is None
+    assert labeler.ended == ["call", "call", "call", "labeler"]
