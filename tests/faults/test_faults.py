@@ -74,6 +74,7 @@ def test_killing_groupers_at_random_moments_loses_and_repeats_nothing(fault_run:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(rounds(1800))
 @pytest.mark.parametrize("protocol", ["classic", "consumer"])
 def test_killing_groupers_again_and_again_loses_and_repeats_nothing(fault_run: RealRun, protocol: str) -> None:
     kill_at_random(fault_run, rounds(7), random.randrange(2**32), protocol)
@@ -358,7 +359,7 @@ def test_killing_the_broker_under_load_loses_and_repeats_nothing(fault_run: Real
 
 
 @pytest.mark.long
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(rounds(1800))
 def test_killing_the_broker_again_and_again_loses_and_repeats_nothing(
     fault_run: RealRun, breakable: LocalBroker
 ) -> None:

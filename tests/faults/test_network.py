@@ -31,7 +31,7 @@ from tests.support.runs import SMALL_LEARNER, RealRun, with_batches
 from tests.support.shifted_clock import ShiftedClock
 from tests.support.waiting import eventually
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(rounds(1800))]
 SEED = 21
 TRANSACTION_S = 8.0
 SILENT = {
@@ -143,7 +143,7 @@ def test_grouping_that_hears_nothing_of_the_broker_loses_and_repeats_nothing(
     linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
 ) -> None:
     with behind_links(linked, run_name, tmp_path, kafka__transaction_timeout_s=TRANSACTION_S) as (run, groupers, load):
-        for _ in range(rounds(1)):
+        for _ in range(rounds(2)):
             load.await_more(100)
             with linked.links["grouping"].during(SILENT[weather]):
                 # Sessions end, and then transactions time out, in the middle of which some of the processes are.
@@ -165,7 +165,7 @@ def test_grouping_whose_packets_are_dropped_below_tcp_loses_and_repeats_nothing(
 ) -> None:
     settings = {"kafka__transaction_timeout_s": TRANSACTION_S}
     with behind_links(filtered, run_name, tmp_path, **settings) as (run, groupers, load):
-        for _ in range(rounds(1)):
+        for _ in range(rounds(2)):
             load.await_more(100)
             with dropping(filtered.links["grouping"].port):
                 eventually(lambda: members(run) == 0, 60, "every session ended", every_s=0.2)
@@ -202,7 +202,7 @@ def test_workers_that_cannot_reach_the_broker_lose_and_repeat_nothing(
     linked: LinkedBroker, run_name: str, tmp_path: Path, weather: str
 ) -> None:
     with behind_links(linked, run_name, tmp_path) as (_, _, load):
-        for _ in range(rounds(1)):
+        for _ in range(rounds(2)):
             load.await_more(100)
             with linked.links["workers"].during(SILENT[weather]):
                 eventually(passed(5.0), 60, "producers' requests wait", every_s=0.2)
