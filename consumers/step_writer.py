@@ -158,11 +158,11 @@ class StepWriter(Closing):
         resume (0 to the step recorded here): prune keeps everything read after that step, or everything if it is None.
 
         A step already on record must consist of the same batches, of which the same were skipped, for whatever reasons;
-        otherwise StateRefused is raised. With the same digest
-        nothing is written; otherwise the new record replaces the old one and its version gets a new number. Raises
-        StateRefused if batches lie between the last step and `reads`, Fenced if another process took over, and
-        DeliveryError or BrokerUnavailable if the step cannot be written; then no part of it is on the log, except that
-        after BrokerUnavailable all of it may be, if the broker's answer to the commit was lost.
+        otherwise StateRefused is raised. With the same digest nothing is written; otherwise the new record replaces the
+        old one and its version gets a new number. Raises StateRefused if batches lie between the last step and `reads`,
+        Fenced if another process took over, and DeliveryError or BrokerUnavailable if the step cannot be written; then
+        no part of it is on the log, except that after BrokerUnavailable all of it may be, if the broker's answer to the
+        commit was lost.
         """
         step = self.step + 1
         uses = self._uses(reads, skipped or {})

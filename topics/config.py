@@ -88,8 +88,8 @@ class KafkaConfig:
     client: dict[str, str] = field(default_factory=dict)
     """librdkafka settings that are passed to every client (security.protocol, sasl.username, ...), except that some
     clients have their own delays and time limits (docs/permissions.md#connecting); passwords and other secrets are
-    references, env:NAME or file:PATH. Keys on which exactly-once and the partitions of records
-    depend, such as isolation.level and partitioner, are refused."""
+    references, env:NAME or file:PATH. Keys on which exactly-once and the partitions of records depend, such as
+    isolation.level and partitioner, are refused."""
     max_record_bytes: int = 8 * 1024 * 1024
     """Largest record of any topic: sets the topics' max.message.bytes, and the clients' limits to match."""
     compression: str = "zstd"

@@ -302,8 +302,9 @@ def _uses(view: RecordedRun, batch_id: str, index_offset: int | None, row: int |
 def _carried_over(successor: RunView, batch_id: str, row: int | None) -> LineageNode:
     node = LineageNode("carried_over", f"to run {successor.run}")
     try:
-        entry = successor.carried.get(batch_id)
-        node.children = _uses(successor, batch_id, None if entry is None else entry[0], row)
+        with successor:
+            entry = successor.carried.get(batch_id)
+            node.children = _uses(successor, batch_id, None if entry is None else entry[0], row)
     except (TopicError, AccessDenied) as error:  # The successor was deleted, or this user may not read it.
         node.facts = {"its_steps": f"cannot be read: {error}"}
     return node
