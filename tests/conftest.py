@@ -21,8 +21,9 @@ MARKED_BY_LOCATION = ("unit", "broker", "containers", "faults", "browser", "benc
 FORKING = ("verifier_pool", "forking", "array_copies", "atomic_files")
 """Files whose tests fork: they begin before any test loads JAX, whose threads may deadlock a forked child."""
 LONGEST = (
-    *("faults", "compose_faults", "demo", "learner", "environment_run", "ledger_losses", "live_ledger", "split"),
-    *("tools", "page", "killed_commands", "compose_run", "network", "stranded_clients", "long_outage", "flood"),
+    *("faults", "network", "compose_faults", "killed_commands", "killed_roles", "demo", "learner", "compose_run"),
+    *("environment_run", "ledger_losses", "live_ledger", "split", "tools", "page", "stranded_clients"),
+    *("long_outage", "flood"),
     *("inference_server", "hostile_topics", "local_broker", "application_image", "hanging", "gateway_chat"),
     *("interruption", "retrain", "replay", "kafka_container", "commands", "foreign_trainer"),
     *("control_run", "rollout_labeling", "grouping", "trajectories", "labeling", "archive", "bad_records", "prune"),
