@@ -302,22 +302,29 @@ def test_commands_are_recorded_as_the_command_line_records_them(run: RealRun, pa
 
 
 def test_a_run_that_moves_tells_its_streams(run: RealRun, page: PageClient) -> None:
-    with page.events(f"/api/runs/{run.name}/events") as events:
+    with page.events(f"/api/events?run=absent&run={run.name}") as events:
+        assert next(events) == ("unknown", {"run": "absent", "value": None})
         name, first = next(events)
-        assert name == "overview"
+        assert (name, first["run"]) == ("overview", run.name)
         run.send([rollout("more", 0)])
         report: dict[str, Any] = {}
-        while "changed" not in report or report["overview"]["top"]["produced"] == first["top"]["produced"]:
+        while "changed" not in report or report["overview"]["top"]["produced"] == first["value"]["top"]["produced"]:
             name, value = next(events)
-            report[name] = value
+            assert value["run"] == run.name
+            report[name] = value["value"]
     assert report["overview"]["live"]
     assert set(report["changed"]) >= {"rollouts", "steps", "versions", "dead_letters"}
+
+
+def test_events_of_no_run_are_refused(page: PageClient) -> None:
+    refused = page.get("/api/events")
+    assert (refused.status, "run=NAME" in refused.json["remedy"]) == (400, True)
 
 
 def test_the_page_ends_at_once_while_browsers_listen(run: RealRun) -> None:
     process = run.start("ui")
     page = PageClient(url_of(run, process))
-    with page.events(f"/api/runs/{run.name}/events") as events:
+    with page.events(f"/api/events?run={run.name}") as events:
         assert next(events)[0] == "overview"
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)

@@ -33,7 +33,7 @@ def address(archive: Path, tmp_path: Path) -> Iterator[str]:
 
 
 def test_any_number_of_open_pages_follow_a_run(address: str, archive: Path, browser: Browser) -> None:
-    """A browser opens six connections to a server, and an event stream occupies one as long as its page is open."""
+    """A browser opens six connections to a server, and an event stream occupies one as long as a page is open."""
     pages = [visit(browser, address).page]
     pages += [pages[0].context.new_page() for _ in range(7)]
     for page in pages:
@@ -47,6 +47,28 @@ def test_any_number_of_open_pages_follow_a_run(address: str, archive: Path, brow
     pages[1].reload()
     expect(pages[1].locator(".state")).to_have_text("Quiet", timeout=PATIENCE_MS)
     pages[1].context.close()
+
+
+def test_pages_of_any_number_of_runs_are_open_together(tmp_path: Path, browser: Browser) -> None:
+    """All runs share one event stream, and a run that the server does not have ends it for no other."""
+    runs = [f"run-{number}" for number in range(7)]
+    for run in runs:
+        archive_run(tmp_path / "archive", 4, run=run)
+    configs = [RunConfig(run=run, data_dir=tmp_path) for run in runs]
+    with page_server(UiConfig(port=0), *configs, archive=str(tmp_path / "archive")) as server:
+        absent = visit(browser, server.url).page
+        absent.goto(f"{server.url}#/absent/run")
+        pages = [absent.context.new_page() for _ in runs]
+        for run, page in zip(runs, pages, strict=True):
+            page.goto(f"{server.url}#/{run}/run")
+            expect(page.locator("nav .nav-note")).to_have_text("32", timeout=PATIENCE_MS)
+            expect(page.locator(".state")).to_have_text("Quiet", timeout=PATIENCE_MS)
+        for run in runs:
+            archive_run(tmp_path / "archive", 5, run=run)
+        for page in pages:
+            expect(page.locator("nav .nav-note")).to_have_text("40", timeout=PATIENCE_MS)
+            expect(page.locator(".state")).to_have_text("Quiet", timeout=PATIENCE_MS)
+        absent.context.close()
 
 
 def test_two_runs_are_compared_curve_by_curve(address: str, archive: Path, browser: Browser) -> None:

@@ -34,8 +34,8 @@ class Api:
         run = "/api/runs/{run}"
         return [
             web.get("/api/runs", self._list),
+            web.get("/api/events", self._events),
             web.get(f"{run}/overview", self._overview),
-            web.get(f"{run}/events", self._events),
             web.get(f"{run}/series", self._series),
             web.get(f"{run}/rollouts", self._rollouts),
             web.get(f"{run}/facets", self._facets),
@@ -79,7 +79,10 @@ class Api:
         return answer(await self._run(request).overview())
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        return await stream(request, self._run(request), self._closing)
+        names = request.query.getall("run", [])
+        if not names:
+            raise UnusableParameter("no run is named", "name at least one, as in /api/events?run=NAME")
+        return await stream(request, {name: self._runs.get(name) for name in names}, self._closing)
 
     async def _series(self, request: web.Request) -> web.Response:
         query = request.query

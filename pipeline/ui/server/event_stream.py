@@ -1,7 +1,8 @@
-"""Server-sent events of a run. The overview is sent when the run has changed, at most once a second and at least every
-14 seconds; a request to update views is sent when the index has changed."""
+"""Server-sent events of runs. The overview is sent when a run has changed, at most once a second and at least every
+14 seconds; a request to update views is sent when its index has changed."""
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import suppress
 
 from aiohttp import web
@@ -13,13 +14,19 @@ LEAST_S, MOST_S = 1.0, 14.0
 """Shortest and longest time between two overviews."""
 
 
-async def stream(request: web.Request, run: PageRun, closing: asyncio.Event) -> web.StreamResponse:
-    """Write events until the browser leaves or the server closes."""
+async def stream(
+    request: web.Request, runs: Mapping[str, PageRun | None], closing: asyncio.Event
+) -> web.StreamResponse:
+    """Write events until the browser leaves or the server closes.
+
+    `runs` are the requested runs by name, None for one that this server does not have. The other runs of a page must
+    not lose their events because of it, so it is an event, too.
+    """
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": NO_STORE, "X-Accel-Buffering": "no"}
     response = web.StreamResponse(headers=headers)
-    moved = asyncio.Event()
-    run.live.add_waiting(moved)
-    writing = asyncio.ensure_future(_write(request, response, run, moved))
+    await response.prepare(request)
+    await response.write(b"retry: 2000\n\n")
+    writing = asyncio.gather(*(_write(response, name, run) for name, run in runs.items()))
     ending = asyncio.ensure_future(closing.wait())
     try:
         await asyncio.wait((writing, ending), return_when=asyncio.FIRST_COMPLETED)
@@ -27,30 +34,39 @@ async def stream(request: web.Request, run: PageRun, closing: asyncio.Event) -> 
             with suppress(ConnectionError):
                 writing.result()
     finally:
-        run.live.remove_waiting(moved)
-        for task in (writing, ending):
-            task.cancel()
+        writing.cancel()
+        ending.cancel()
     return response
 
 
-async def _write(request: web.Request, response: web.StreamResponse, run: PageRun, moved: asyncio.Event) -> None:
-    await response.prepare(request)
-    await response.write(b"retry: 2000\n\n")
+async def _write(response: web.StreamResponse, name: str, run: PageRun | None) -> None:
+    if run is None:
+        await _send(response, "unknown", name, None)
+        return
+    moved = asyncio.Event()
+    run.live.add_waiting(moved)
+    try:
+        await _write_changes(response, name, run, moved)
+    finally:
+        run.live.remove_waiting(moved)
+
+
+async def _write_changes(response: web.StreamResponse, name: str, run: PageRun, moved: asyncio.Event) -> None:
     indexed = run.live.indexed
     while True:
         moved.clear()
         with suppress(TimeoutError):  # the brokers do not answer; answers of the API report it
-            await _send(response, "overview", await run.overview())
+            await _send(response, "overview", name, await run.overview())
         if run.live.indexed != indexed:
             indexed = run.live.indexed
-            await _send(response, "changed", run.live.counts)
+            await _send(response, "changed", name, run.live.counts)
         await asyncio.sleep(LEAST_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(MOST_S - LEAST_S):
                 await moved.wait()
 
 
-async def _send(response: web.StreamResponse, name: str, value: object) -> None:
+async def _send(response: web.StreamResponse, event: str, run: str, value: object) -> None:
     # JSON is on one line, because a line break would end the data field.
-    data = json_text(value).encode("utf-8", errors="replace")
-    await response.write(b"event: " + name.encode() + b"\ndata: " + data + b"\n\n")
+    data = json_text({"run": run, "value": value}).encode("utf-8", errors="replace")
+    await response.write(b"event: " + event.encode() + b"\ndata: " + data + b"\n\n")

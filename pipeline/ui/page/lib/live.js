@@ -3,7 +3,7 @@
 
 import { useEffect, useState } from "../vendor/preact-htm.js";
 import { address, ApiError, getJson } from "./api.js";
-import { openStream } from "./streams.js";
+import { openEvents } from "./streams.js";
 
 /** @typedef {import("../contract").Overview} Overview */
 /** @typedef {"connecting" | "open" | "lost" | "refused"} Connection */
@@ -44,7 +44,7 @@ function follow(run, update) {
   let heardAt = Date.now();
   let lastTick = 0;
   let ended = false;
-  /** @type {ReturnType<typeof openStream> | null} */
+  /** @type {ReturnType<typeof openEvents> | null} */
   let stream = null;
   /** @type {ReturnType<typeof setTimeout> | undefined} */
   let retry;
@@ -58,10 +58,10 @@ function follow(run, update) {
     update((before) => ({ tick: before.tick + 1 }));
   };
   const open = () => {
-    if (!ended) stream = openStream(address(run, "events"), hear);
+    if (!ended) stream = openEvents(run, hear);
   };
-  /** @type {Parameters<typeof openStream>[1]} */
-  const hear = (event, data) => {
+  /** @type {Parameters<typeof openEvents>[1]} */
+  const hear = (event, value) => {
     heardAt = Date.now();
     if (event === "failed") return lost();
     if (event === "opened") {
@@ -70,8 +70,7 @@ function follow(run, update) {
       update(() => ({ connection: "open" }));
       if (again) tick();
     } else if (event === "overview") {
-      const overview = JSON.parse(data);
-      update(() => ({ overview, error: null, connection: "open" }));
+      update(() => ({ overview: value, error: null, connection: "open" }));
     } else if (refresh === undefined) {
       refresh = setTimeout(tick, Math.max(0, lastTick + REFRESH_MS - Date.now()));
     }
