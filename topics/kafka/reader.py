@@ -392,12 +392,13 @@ def read_to_end(
         ends: dict[Place, int] = {}
         while pending:
             polled = source.poll(at_once, 0.05)
-            for record in polled.records:
-                if (topic, record.partition) in pending:
-                    yield record
+            # A partition that has been read goes on getting records, which must not hide the silence of another one.
+            records = [record for record in polled.records if (topic, record.partition) in pending]
+            heard = bool(records) or not pending.isdisjoint(polled.ends)
+            yield from records
             pending.difference_update(polled.ends)
-            pending.difference_update(source.passed_ends(pending, ends, polled.records))
-            if polled.records or polled.ends:
+            pending.difference_update(source.passed_ends(pending, ends, records))
+            if heard:
                 deadline = time.monotonic() + timeout_s
             elif time.monotonic() > deadline:
                 raise silence(config, topic, pending, timeout_s)

@@ -2,7 +2,7 @@
 whose client loses all brokers, which a real client does only by chance.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -10,7 +10,8 @@ from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
 from rollstream.topics.kafka import clients, stranded_clients
-from rollstream.topics.kafka.reader import Reader, ends_of_records
+from rollstream.topics.kafka.reader import Place, Polled, Reader, ends_of_records, read_to_end
+from rollstream.topics.kafka.records import KafkaRecord
 from tests.simulation.installation import World, installed
 from tests.simulation.partition_log import PartitionLog
 
@@ -132,3 +133,38 @@ def test_a_reader_that_gets_an_answer_between_examinations_keeps_its_client(
         consumers[0].reaches = True
         QUESTIONS[question](reader)
     assert len(consumers) == 1
+
+
+class HalfSilentReader(Reader):
+    """A reader of two partitions: producers go on writing to the first, and nothing is heard of the other."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.offset = 0
+
+    def partitions_of(self, topic: str) -> int:
+        return 2
+
+    def assign(self, positions: Mapping[Place, int]) -> None: ...
+
+    def unassign(self) -> None: ...
+
+    def passed_ends(
+        self, places: Collection[Place], ends: dict[Place, int], records: Iterable[KafkaRecord]
+    ) -> list[Place]:
+        return []
+
+    def poll(self, most: int, wait_s: float) -> Polled:
+        assert self.now < 60, "the busy partition puts the error off for ever"
+        self.now += wait_s
+        self.offset += 1
+        return Polled([KafkaRecord("topic", 0, self.offset - 1)], {("topic", 0): self.offset})
+
+
+def test_a_partition_that_goes_on_does_not_hide_that_another_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = HalfSilentReader()
+    monkeypatch.setattr("rollstream.topics.kafka.reader.time.monotonic", lambda: reader.now)
+    read = []
+    with pytest.raises(BrokerUnavailable, match=r"topic partitions \[1\] returned nothing for 2 s"):
+        read.extend(read_to_end(KAFKA, "topic", timeout_s=2.0, reader=reader))
+    assert [record.offset for record in read] == [0], "its end was that of the first poll"
