@@ -334,6 +334,7 @@ _PRODUCING = (
             "requests_total": "Requests for model calls.",
             "calls_total": "Model calls written to the log.",
             "errors_total": "Requests answered with an error.",
+            "records_skipped_total": "Records of `calls` that could not be read.",
             "open_sessions": "Sessions that are open.",
             "policy_version": "Newest policy version that a server reported, -1 before the first.",
         },

@@ -188,6 +188,7 @@ class GatewayServer:
             "requests_total": self._calls.requests,
             "calls_total": self._capture.calls,
             "errors_total": self._listener.errors,
+            "records_skipped_total": self._service.records_skipped,
             "open_sessions": self._service.open_sessions,
             "policy_version": self._service.newest_version,
         }

@@ -136,6 +136,11 @@ class SessionService:
         """Number of sessions whose rollouts are not written, with those of agents in workers."""
         return sum(len(fold.open) for fold in self._log.folds)
 
+    @property
+    def records_skipped(self) -> int:
+        """Number of records of `calls` that could not be read."""
+        return self._log.skipped.total
+
     def share_with(self, workers: int) -> None:
         """Share the capacity among this number of workers from now on; the gateways of a run are one of them. Raises
         ConfigurationError and changes nothing if the pipeline could then stall for ever."""

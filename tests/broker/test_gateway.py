@@ -1,5 +1,6 @@
 """The gateway as users start it, on a real Kafka, in front of a real server whose answers are known."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import CallAnswer, GroupCancelled, ModelCall, Rollout, SessionEvent, same
 from rollstream.topics.validation import cancellation_problems, problems
 from tests.support.gateways import await_records, calls_of, gateway, post, records
+from tests.support.probes import probe
 from tests.support.producing import TOKENIZER, SortingGenerator, serving, serving_http
 from tests.support.runs import RealRun
 from tests.support.untold_offsets import without_first_offsets
@@ -336,6 +338,9 @@ def test_malformed_records_of_others_end_no_gateway_and_take_no_room(
         under_test.post("/rl/set_reward", {"session_id": session["session_id"], "reward": 1})
         under_test.post("/rl/end_session", {"session_id": session["session_id"]})
         assert under_test.process.poll() is None
+        exposed = probe(f"{under_test.url}/metrics")[1]
+        [skipped] = re.findall(r"^rollstream_gateway_records_skipped_total (\S+)", exposed, re.MULTILINE)
+        assert float(skipped) > 0
         log = under_test.log.read_text()
     cancelled, rollout = records(kafka, run_name)
     assert isinstance(cancelled, GroupCancelled)
