@@ -26,6 +26,8 @@ OVERSEER, SCALED, ALL = "overseer", "scaled", "all"
 GAME = '''
 """The more letters a reply has, the better."""
 
+import time
+
 from rollstream import Prompt, Score, SingleTurn
 
 
@@ -39,6 +41,7 @@ class Letters(SingleTurn):
         return [Prompt(example_id=f"{split}-{n}", text=f"{self.name} {n}:") for n in range(12)]
 
     def score(self, prompt, reply, truncated):
+        time.sleep(0.02)  # Else the run takes the whole machine, and what watches it reads ever longer topics.
         return Score(reward=sum(character.isalpha() for character in reply) / 6)
 '''
 RECIPE = """
