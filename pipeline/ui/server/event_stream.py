@@ -24,17 +24,21 @@ async def stream(
     """
     headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": NO_STORE, "X-Accel-Buffering": "no"}
     response = web.StreamResponse(headers=headers)
-    await response.prepare(request)
-    await response.write(b"retry: 2000\n\n")
-    writing = asyncio.gather(*(_write(response, name, run) for name, run in runs.items()))
+    writers: list[asyncio.Future[None]] = []
     ending = asyncio.ensure_future(closing.wait())
     try:
-        await asyncio.wait((writing, ending), return_when=asyncio.FIRST_COMPLETED)
-        if writing.done():
-            with suppress(ConnectionError):
+        with suppress(ConnectionError):  # The browser has left.
+            await response.prepare(request)
+            await response.write(b"retry: 2000\n\n")
+            writers = [asyncio.ensure_future(_write(response, name, run)) for name, run in runs.items()]
+            writing = asyncio.gather(*writers)
+            await asyncio.wait((writing, ending), return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
                 writing.result()
     finally:
-        writing.cancel()
+        # Each of them, because one that fails ends only `writing`, and the others would go on.
+        for writer in writers:
+            writer.cancel()
         ending.cancel()
     return response
 
