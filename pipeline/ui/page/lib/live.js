@@ -10,7 +10,7 @@ import { openEvents } from "./streams.js";
 /** @typedef {{ overview: Overview | null, connection: Connection, tick: number, error: Error | null }} Live */
 
 const RETRY_MS = [500, 1000, 2000, 4000];
-const SILENT_MS = 40_000; // The server sends an overview every 15 s.
+const SILENT_MS = 40_000; // The server sends an overview at least every 14 s.
 const REFRESH_MS = 2000;
 const REFUSED = [401, 403, 404, 421];
 
