@@ -28,6 +28,9 @@ REMEDY = (
     f"{_DESELECT}"
 )
 _PULL_TIMEOUT_S = 300
+_OWN_MOUNTS = ("unshare", "--mount", "--propagation", "slave", "--")
+"""Mounts of the engine, such as that of its network's namespace, end with it, also if these tests are killed. Otherwise
+they would hold the folder, which pytest removes at a later run."""
 _STARTS = 3
 """On a busy machine the engine gives up waiting for its containerd, after 15 s."""
 
@@ -61,7 +64,7 @@ def docker_engine(folder: Path) -> Iterator[None]:
     host = f"unix://{folder}/docker.sock"
     command = ["dockerd", "--host", host, "--data-root", f"{folder}/data", "--exec-root", f"{folder}/exec"]
     task = {
-        "command": [*command, "--pidfile", f"{folder}/dockerd.pid"],
+        "command": [*_OWN_MOUNTS, *command, "--pidfile", f"{folder}/dockerd.pid"],
         "kill_command": [],
         "log": f"{folder}/dockerd.log",
         "cwd": str(folder),
@@ -80,7 +83,6 @@ def docker_engine(folder: Path) -> Iterator[None]:
         assert engine.stdin is not None
         engine.stdin.close()
         engine.wait(300)
-        _unmount_below(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -102,13 +104,6 @@ def _started(task: dict[str, Any], host: str) -> "subprocess.Popen[bytes]":
 
 def _decided(engine: "subprocess.Popen[bytes]", host: str) -> bool:
     return engine.poll() is not None or answers(host)
-
-
-def _unmount_below(folder: Path) -> None:
-    """Unmount what an engine leaves mounted, such as its network's namespace, so that the folder can be removed."""
-    mounted = (line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines())
-    for path in sorted((path for path in mounted if path.startswith(f"{folder}/")), reverse=True):
-        subprocess.run(["umount", "--lazy", path], check=True, timeout=60)
 
 
 def kafka_image() -> str:
