@@ -3,7 +3,7 @@
 import threading
 import time
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from rollstream.producers.rollout_producer import RolloutProducer
 from rollstream.topics.errors import RollstreamError
@@ -60,10 +60,12 @@ class ManyProducers:
             self._written[number] += 1
 
         try:
-            # While a broker is away, records of the partitions that it leads wait.
-            with RolloutProducer(self._run.kafka, self._run.name, on_delivery=count, send_timeout_s=120.0) as producer:
+            # While a broker is away, records of the partitions that it leads wait, and a busy machine may elect another
+            # leader only after minutes.
+            patience: dict[str, Any] = {"send_timeout_s": 600.0, "delivery.timeout.ms": 900_000}
+            with RolloutProducer(self._run.kafka, self._run.name, on_delivery=count, **patience) as producer:
                 self._write(producer, workers)
-                producer.flush(120.0)
+                producer.flush(600.0)
         except RollstreamError as error:
             self._failures.append(error)
 

@@ -5,6 +5,7 @@ transactions commit the offsets.
 """
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,12 +14,16 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RollstreamError
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, groups
 from rollstream.topics.kafka.reader import Poller
 from rollstream.topics.kafka.records import COMMITTED
 from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
+_IDLE_S = 15.0
+"""How long a member is assigned no partition before it examines its group, and between two examinations."""
+_EXAMINATION_S = 5.0
+"""Timeout of an examination; the member does not poll meanwhile."""
 _END_S = 2.0
 """Timeout of the request for a partition's end; a rebalance waits for it."""
 Numbers = list[int]
@@ -58,6 +63,10 @@ class GroupMember(Poller):
         consumer = clients.group_member(kafka, group, instance, longest_poll_s=longest_poll_s, **overrides)
         super().__init__(kafka, consumer, "reading")
         self._topic, self._gather_s = topic, gather_s
+        self._group, self._instance = group, instance
+        self._idle_s: float | None = None
+        """When this member was assigned no partition, or last examined its group since; None if it owns a partition, or
+        has no assignment."""
 
     def join(
         self,
@@ -72,6 +81,7 @@ class GroupMember(Poller):
 
         def assign(_consumer: Consumer, partitions: list[TopicPartition]) -> None:
             self._begin(on_assign(self._forget(partitions)))
+            self._idle_s = None if self.assignment else time.monotonic()
 
         def revoke(_consumer: Consumer, partitions: list[TopicPartition]) -> None:
             on_revoke(self._forget(partitions))
@@ -82,6 +92,7 @@ class GroupMember(Poller):
         self._consumer.subscribe([self._topic], on_assign=assign, on_revoke=revoke, on_lost=lose)
 
     def _forget(self, partitions: list[TopicPartition]) -> Numbers:
+        self._idle_s = None
         self._reassigned.update((place.topic, place.partition) for place in partitions)
         for place in partitions:
             self.positions.pop((place.topic, place.partition), None)
@@ -98,6 +109,37 @@ class GroupMember(Poller):
     def _places(self, offsets: Mapping[int, int]) -> list[TopicPartition]:
         self.positions.update({(self._topic, p): offset for p, offset in offsets.items() if offset >= 0})
         return [TopicPartition(self._topic, p, offset) for p, offset in offsets.items()]
+
+    def _listen(self, messages: list[Message]) -> None:
+        super()._listen(messages)
+        idle = self._idle_s is not None and time.monotonic() - self._idle_s > _IDLE_S
+        if idle and self._kafka.group_protocol == "classic":
+            self._have_unowned_assigned()
+            self._idle_s = time.monotonic()
+
+    def _have_unowned_assigned(self) -> None:
+        """Have the group assign its partitions anew if it left some to nobody and this idle member is to act.
+
+        A coordinator that cannot store the new id of a static member that rejoined, because its replicas are out of
+        reach, returns to the old id. If the group was assigned in between, the member gets an empty assignment, and the
+        same after each restart, because a static member that rejoins a stable group keeps its assignment (KIP-345). The
+        removal of a member begins a rebalance, and the removed one joins again by itself.
+        """
+        try:
+            assignment = groups.group_assignment(self._kafka, self._group, self._topic, _EXAMINATION_S)
+            if assignment is None or not assignment.unowned or assignment.idle[:1] != [self._instance]:
+                return
+            event(
+                logger,
+                "partitions_unowned",
+                level=logging.WARNING,
+                group=self._group,
+                partitions=sorted(assignment.unowned),
+                remedy="this member leaves and joins again, so that the group assigns them",
+            )
+            groups.remove_members(self._kafka, self._group, [self._instance])
+        except RollstreamError as error:
+            event(logger, "group_not_examined", level=logging.WARNING, group=self._group, error=str(error))
 
     def _consume_once(self, most: int, wait_s: float) -> list[Message]:
         try:

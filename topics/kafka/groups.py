@@ -1,12 +1,13 @@
 """Consumer groups as the brokers know them: their members and committed offsets."""
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from confluent_kafka import ConsumerGroupState, KafkaError, KafkaException
 
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import BrokerUnavailable
-from rollstream.topics.kafka import clients
+from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.client_errors import COORDINATOR_REQUEST_S, answer_of, retrying
 from rollstream.topics.kafka.hanging_transactions import admin_client
 from rollstream.topics.kafka.reader import Reader
@@ -29,6 +30,42 @@ def members(kafka: KafkaConfig, group: str) -> int:
         return 0 if idle else len(description.members)
 
     return retrying(count, f"describing group {group}", kafka.patience_s)
+
+
+class GroupAssignment(NamedTuple):
+    """The partitions of a topic as a group has assigned them to its members."""
+
+    unowned: frozenset[int]
+    """Partitions that belong to no member."""
+    idle: list[str]
+    """Names of the static members without a partition, in order."""
+
+
+def group_assignment(kafka: KafkaConfig, group: str, topic: str, timeout_s: float) -> GroupAssignment | None:
+    """Return the assignment of a stable group; None if the group is rebalancing or has no members.
+
+    `timeout_s` limits the description. Raises TopicError if the topic is missing, and BrokerUnavailable if no broker
+    answers.
+    """
+    client = clients.admin(kafka)
+    partitions = range(topic_admin.partitions_of(kafka, topic, client))
+    doing = f"describing group {group}"
+    description = retrying(
+        lambda: answer_of(
+            client.describe_consumer_groups([group], request_timeout=COORDINATOR_REQUEST_S)[group], timeout_s
+        ),
+        doing,
+        timeout_s,
+    )
+    if description.state is not ConsumerGroupState.STABLE:
+        return None
+    owned, idle = set[int](), []
+    for member in description.members:
+        places = {place.partition for place in member.assignment.topic_partitions if place.topic == topic}
+        owned |= places
+        if not places and member.group_instance_id:
+            idle.append(member.group_instance_id)
+    return GroupAssignment(frozenset(partitions) - owned, sorted(idle))
 
 
 def remove_members(kafka: KafkaConfig, group: str, names: Iterable[str]) -> list[str]:
