@@ -64,6 +64,8 @@ class GroupMember(Poller):
         super().__init__(kafka, consumer, "reading")
         self._topic, self._gather_s = topic, gather_s
         self._group, self._instance = group, instance
+        self._owned: set[int] = set()
+        """Partitions assigned to this member; a client that is being closed does not tell them."""
         self._idle_s: float | None = None
         """When this member was assigned no partition, or last examined its group since; None if it owns a partition, or
         has no assignment."""
@@ -80,8 +82,10 @@ class GroupMember(Poller):
         """
 
         def assign(_consumer: Consumer, partitions: list[TopicPartition]) -> None:
-            self._begin(on_assign(self._forget(partitions)))
-            self._idle_s = None if self.assignment else time.monotonic()
+            numbers = self._forget(partitions)
+            self._owned.update(numbers)
+            self._idle_s = None if self._owned else time.monotonic()
+            self._begin(on_assign(numbers))
 
         def revoke(_consumer: Consumer, partitions: list[TopicPartition]) -> None:
             on_revoke(self._forget(partitions))
@@ -96,6 +100,7 @@ class GroupMember(Poller):
         self._reassigned.update((place.topic, place.partition) for place in partitions)
         for place in partitions:
             self.positions.pop((place.topic, place.partition), None)
+            self._owned.discard(place.partition)
         return [place.partition for place in partitions]
 
     def _begin(self, offsets: Mapping[int, int]) -> None:

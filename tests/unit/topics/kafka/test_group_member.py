@@ -56,9 +56,6 @@ class Rebalanced:
     def assign(self, places: list[TopicPartition]) -> None:
         self.assigned += [(place.partition, place.offset) for place in places]
 
-    def assignment(self) -> list[TopicPartition]:
-        return [TopicPartition("t", partition) for partition in {partition for partition, _offset in self.assigned}]
-
     def consume(self, _most: int, _wait_s: float) -> list[Fetched]:
         if len(self.answers) == 1:
             self.on_revoke(self, [TopicPartition("t", 0)])
