@@ -1,7 +1,7 @@
 """Consumer groups as the brokers know them: their members and committed offsets."""
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from confluent_kafka import ConsumerGroupState, KafkaError, KafkaException
 
@@ -14,22 +14,28 @@ from rollstream.topics.kafka.reader import Reader
 from rollstream.topics.kafka.records import GroupPosition
 
 
-def members(kafka: KafkaConfig, group: str) -> int:
-    """Number of members of a consumer group."""
+def _described(kafka: KafkaConfig, group: str, timeout_s: float) -> Any:
+    """Return the client's description of a group; None if there is no such group. Raises BrokerUnavailable."""
     client = clients.admin(kafka)
 
-    def count() -> int:
+    def description() -> Any:
         try:
             request = client.describe_consumer_groups([group], request_timeout=COORDINATOR_REQUEST_S)[group]
-            description = answer_of(request, kafka.patience_s)
+            return answer_of(request, timeout_s)
         except KafkaException as error:
             if error.args[0].code() == KafkaError.GROUP_ID_NOT_FOUND:
-                return 0
+                return None
             raise
-        idle = description.state in (ConsumerGroupState.EMPTY, ConsumerGroupState.DEAD)
-        return 0 if idle else len(description.members)
 
-    return retrying(count, f"describing group {group}", kafka.patience_s)
+    return retrying(description, f"describing group {group}", timeout_s)
+
+
+def members(kafka: KafkaConfig, group: str) -> int:
+    """Number of members of a consumer group."""
+    description = _described(kafka, group, kafka.patience_s)
+    if description is None or description.state in (ConsumerGroupState.EMPTY, ConsumerGroupState.DEAD):
+        return 0
+    return len(description.members)
 
 
 class GroupAssignment(NamedTuple):
@@ -47,17 +53,9 @@ def group_assignment(kafka: KafkaConfig, group: str, topic: str, timeout_s: floa
     `timeout_s` limits the description. Raises TopicError if the topic is missing, and BrokerUnavailable if no broker
     answers.
     """
-    client = clients.admin(kafka)
-    partitions = range(topic_admin.partitions_of(kafka, topic, client))
-    doing = f"describing group {group}"
-    description = retrying(
-        lambda: answer_of(
-            client.describe_consumer_groups([group], request_timeout=COORDINATOR_REQUEST_S)[group], timeout_s
-        ),
-        doing,
-        timeout_s,
-    )
-    if description.state is not ConsumerGroupState.STABLE:
+    partitions = range(topic_admin.partitions_of(kafka, topic))
+    description = _described(kafka, group, timeout_s)
+    if description is None or description.state is not ConsumerGroupState.STABLE:
         return None
     owned, idle = set[int](), []
     for member in description.members:
@@ -69,7 +67,7 @@ def group_assignment(kafka: KafkaConfig, group: str, topic: str, timeout_s: floa
 
 
 def remove_members(kafka: KafkaConfig, group: str, names: Iterable[str]) -> list[str]:
-    """Remove static members that have ended, so that their partitions need not wait for the end of their sessions.
+    """Remove static members, whose partitions then need not wait for the end of a session. One that lives joins again.
 
     Returns the names that the group did not have. Raises BrokerUnavailable if the request fails, ConfigurationError if
     kafka.client has a TLS or SASL key that kafka-python does not support.
