@@ -140,6 +140,7 @@ def churn(run: RealRun, versions: int, followers: int) -> None:
         segment__ms=100,
         segment__bytes=1 << 20,
         min__cleanable__dirty__ratio=0.01,
+        min__compaction__lag__ms=0,
         max__compaction__lag__ms=100,
         delete__retention__ms=0,
     )

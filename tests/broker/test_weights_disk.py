@@ -1,4 +1,4 @@
-"""The disk that versions take: at most twice what is kept of them, by the settings that their topic is made with."""
+"""The disk that versions take: at most twice what is kept of them, and what was sent within a minute."""
 
 from contextlib import closing
 from pathlib import Path
@@ -20,7 +20,7 @@ VERSIONS = 60
 SEGMENT_BYTES = 64 * 1024 * 1024
 
 
-def test_the_log_of_versions_takes_at_most_twice_the_bytes_that_are_kept(tmp_path: Path) -> None:
+def test_a_minute_after_its_last_version_the_log_takes_at_most_twice_the_bytes_that_are_kept(tmp_path: Path) -> None:
     def taken() -> int:
         files = (tmp_path / "broker").rglob(f"{run.topic('weights')}-0/*.log")
         return sum(file.stat().st_size for file in files)
