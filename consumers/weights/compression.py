@@ -23,20 +23,26 @@ class NotCompressed(RollstreamError):
 
 def compress(content: bytes) -> bytes:
     """Return the compressed content."""
-    import pyarrow  # Imported here, because followers of uncompressed versions do not need it.
+    import zstandard  # Imported here, because followers of uncompressed versions do not need it.
 
-    return bytes(pyarrow.Codec(ZSTD, compression_level=_LEVEL).compress(content, asbytes=True))
+    return zstandard.compress(content, _LEVEL)
 
 
 def decompress(stored: bytes, content_bytes: int) -> bytes:
     """Return the content, in at most `content_bytes` bytes of memory. Raises NotCompressed if its size differs."""
-    import pyarrow
+    import zstandard
 
     try:
-        content = pyarrow.decompress(stored, decompressed_size=content_bytes, codec=ZSTD, asbytes=True)
-    except (pyarrow.ArrowException, OSError, ValueError) as error:
+        # Without this check, the decompressor would allocate whatever size the frame declares.
+        declared = zstandard.frame_content_size(stored)
+        if declared not in (-1, content_bytes):
+            raise NotCompressed(f"{len(stored)} bytes are zstd of {declared} bytes instead of {content_bytes}")
+        content = zstandard.ZstdDecompressor().decompress(stored, max_output_size=content_bytes, allow_extra_data=False)
+    except zstandard.ZstdError as error:
         raise NotCompressed(f"{len(stored)} bytes are not zstd of {content_bytes} bytes: {error}") from error
-    return bytes(content)
+    if len(content) != content_bytes:
+        raise NotCompressed(f"{len(stored)} bytes are zstd of {len(content)} bytes instead of {content_bytes}")
+    return content
 
 
 def pays(views: Sequence[memoryview]) -> bool:

@@ -28,7 +28,7 @@ from rollstream.topics.records import Chunk, Tensor
 
 _RECORD_OVERHEAD_BYTES = 1024
 _ATTEMPTS = 3
-_QUEUE_BYTES = 16 * 1024 * 1024
+_QUEUE_BYTES = 8 * 1024 * 1024
 """Memory for copies of chunks that are being sent, in addition to the versions; larger if chunks are large."""
 
 

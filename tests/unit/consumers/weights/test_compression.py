@@ -1,9 +1,11 @@
 """Compression of weights: only where it pays, and back to the same bytes."""
 
 import contextlib
+import tracemalloc
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,10 +26,28 @@ def test_bytes_of_unknown_origin_are_content_of_that_size_or_refused(stored: byt
         assert len(decompress(stored, size)) == size
 
 
+@pytest.mark.parametrize("declares", [True, False])
 @pytest.mark.parametrize("size", [9_999, 10_001])
-def test_content_of_another_size_is_refused(size: int) -> None:
-    with pytest.raises(NotCompressed, match=f"zstd of {size} bytes"):
-        decompress(compress(bytes(10_000)), size)
+def test_content_of_another_size_is_refused(size: int, declares: bool) -> None:
+    stored = zstandard.ZstdCompressor(write_content_size=declares).compress(bytes(10_000))
+    with pytest.raises(NotCompressed, match=f"{size}"):
+        decompress(stored, size)
+
+
+def test_a_frame_that_declares_more_takes_no_more_memory() -> None:
+    stored = zstandard.compress(bytes(256 * 1024 * 1024))
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotCompressed, match="zstd of 268435456 bytes instead of 1024"):
+            decompress(stored, 1024)
+        assert tracemalloc.get_traced_memory()[1] < 1024 * 1024
+    finally:
+        tracemalloc.stop()
+
+
+def test_bytes_after_a_frame_are_refused() -> None:
+    with pytest.raises(NotCompressed, match="not zstd of 4 bytes"):
+        decompress(compress(b"data") + b"more", 4)
 
 
 def test_random_parameters_are_not_worth_it_and_sparse_ones_are() -> None:
