@@ -1,0 +1,67 @@
+"""Baseline of `stream-transferqueue`: TransferQueue with its default storage, in a Python that has it.
+
+Controller and storage are actors of Ray in processes of their own, in which data stays in memory. A group of rollouts
+is put at once, and later got by its keys.
+"""
+
+import json
+import sys
+from typing import Any
+
+import ray
+import torch
+import transfer_queue
+from tensordict import TensorDict
+
+from tests.bench.measure import Settings, Stopwatch, Timing
+
+_PARTITION = "rollouts"
+
+
+def measure(rollouts: int) -> Timing:
+    """Put groups of rollouts, then get them. One more group goes first and is not counted: it connects the client."""
+    size, groups = Settings.group_size, max(1, rollouts // Settings.group_size)
+    kinds = [_group(seed) for seed in range(8)]
+
+    def put_and_get(numbers: range) -> int:
+        for number in numbers:
+            transfer_queue.kv_batch_put(_keys(number), _PARTITION, kinds[number % len(kinds)])
+        return sum(len(transfer_queue.kv_batch_get(_keys(number), _PARTITION)) for number in numbers)
+
+    put_and_get(range(1))
+    watch = Stopwatch()
+    got = put_and_get(range(1, groups + 1))
+    if got != groups * size:
+        raise RuntimeError(f"{got} rollouts came back instead of {groups * size}")
+    return watch.timing(got)
+
+
+def _keys(group: int) -> list[str]:
+    return [f"{group}.{member}" for member in range(Settings.group_size)]
+
+
+def _group(seed: int) -> TensorDict:
+    generator, size, length = torch.Generator().manual_seed(seed), Settings.group_size, Settings.tokens
+    fields = {
+        "tokens": torch.randint(0, 32_000, (size, length), dtype=torch.int32, generator=generator),
+        "logprobs": -torch.empty(size, length).exponential_(generator=generator),
+        "loss_mask": (torch.arange(length) >= length // 8).expand(size, length).contiguous(),
+        "reward": (torch.arange(size) % 2).to(torch.float64).unsqueeze(1),
+    }
+    return TensorDict(fields, batch_size=size)
+
+
+def main(arguments: dict[str, Any]) -> None:
+    """Print the timing, as `in_child` expects it."""
+    print("ready", flush=True)
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
+    transfer_queue.init()
+    try:
+        print(json.dumps(measure(arguments["rollouts"])._asdict()))
+    finally:
+        transfer_queue.close()
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
