@@ -26,7 +26,7 @@ _EARLIER_PREFIX = "ROLLSTREAM__"
 _NOT_SETTINGS = re.compile(
     ENVIRONMENT_PREFIX
     + r"(READY_FD|LIFELINE_FD|REGISTRY|MAVEN_REPOSITORY|KAFKA_IMAGE"
-    + r"|QUIXSTREAMS|REVERB|RLINF|EPISODE_[0-9A-Fa-f]*|TEST_\w+)"
+    + r"|PIPELINERL|QUIXSTREAMS|REVERB|RLINF|TRANSFERQUEUE|EPISODE_[0-9A-Fa-f]*|TEST_\w+)"
 )
 """Variables with our prefix that are not settings: a supervisor's, mirrors', keys of episodes, and those of tests."""
 BOOTSTRAP_VARIABLE = "KAFKA_BOOTSTRAP_SERVERS"
