@@ -100,6 +100,7 @@ def test_a_list_of_versions_holds_no_tensors_except_of_the_versions_asked_for(
 ) -> None:
     for version in range(3):
         trainer.publish_version(parameters(version))
+    visible_manifests(run, 2)
     published = PublishedVersions(RunConfig(run=run.name, kafka=run.kafka), whole=[1])
     assert [bool(version.manifest.tensors) for version in published.by_number.values()] == [False, True, False]
     assert [bool(version.manifest.chunks) for version in published.by_number.values()] == [False, True, False]
