@@ -231,6 +231,8 @@ def ready_child(
         "bootstrap_servers": settings.kafka.bootstrap_servers,
         "run": run,
         "rollouts": settings.rollouts,
+        "tokens": settings.tokens,
+        "group_size": settings.group_size,
         "partitions": settings.partitions,
         "poll_records": settings.poll_records,
         "commit_interval_s": settings.commit_interval_s,

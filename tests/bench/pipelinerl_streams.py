@@ -15,15 +15,15 @@ import numpy as np
 from pipelinerl.rollouts import TrainingText
 from pipelinerl.streams import SingleStreamSpec, read_stream, set_streams_backend, write_to_streams
 
-from tests.bench.measure import Settings, Stopwatch, Timing
+from tests.bench.measure import Stopwatch, Timing
 
 _UNTRAINED = -100
 """Label of a position that is not trained on."""
 
 
-def measure(rollouts: int, directory: Path) -> Timing:
-    """Write groups of rollouts to a stream, then read them back."""
-    texts, size = _texts(), Settings.group_size
+def measure(rollouts: int, length: int, size: int, directory: Path) -> Timing:
+    """Write rollouts of `length` tokens in groups of `size` to a stream, then read them back."""
+    texts = _texts(length, size)
     stream = SingleStreamSpec(exp_path=directory, topic="actor")
     set_streams_backend("files")
     watch, groups = Stopwatch(), max(1, rollouts // size)
@@ -38,9 +38,8 @@ def measure(rollouts: int, directory: Path) -> Timing:
     return watch.timing(read)
 
 
-def _texts() -> list[TrainingText]:
-    generator, length = np.random.default_rng(0), Settings.tokens
-    prompt = length // 8
+def _texts(length: int, size: int) -> list[TrainingText]:
+    generator, prompt = np.random.default_rng(0), length // 8
     texts = []
     for number in range(64):
         tokens = generator.integers(0, 32_000, length).tolist()
@@ -53,7 +52,7 @@ def _texts() -> list[TrainingText]:
                 logprobs=logprobs.tolist(),
                 input_ids=tokens,
                 labels=[_UNTRAINED] * prompt + tokens[prompt:],
-                group_id=str(number // Settings.group_size),
+                group_id=str(number // size),
                 finished=True,
                 prompt_tokens=prompt,
                 output_tokens=length - prompt,
@@ -67,7 +66,8 @@ def main(arguments: dict[str, Any]) -> None:
     """Print the timing, as `in_child` expects it."""
     print("ready", flush=True)
     with tempfile.TemporaryDirectory() as directory:
-        print(json.dumps(measure(arguments["rollouts"], Path(directory))._asdict()))
+        sizes = (arguments[name] for name in ("rollouts", "tokens", "group_size"))
+        print(json.dumps(measure(*sizes, Path(directory))._asdict()))
 
 
 if __name__ == "__main__":

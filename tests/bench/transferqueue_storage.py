@@ -13,20 +13,22 @@ import torch
 import transfer_queue
 from tensordict import TensorDict
 
-from tests.bench.measure import Settings, Stopwatch, Timing
+from tests.bench.measure import Stopwatch, Timing
 
 _PARTITION = "rollouts"
 
 
-def measure(rollouts: int) -> Timing:
-    """Put groups of rollouts, then get them. One more group goes first and is not counted: it connects the client."""
-    size, groups = Settings.group_size, max(1, rollouts // Settings.group_size)
-    kinds = [_group(seed) for seed in range(8)]
+def measure(rollouts: int, length: int, size: int) -> Timing:
+    """Put rollouts of `length` tokens in groups of `size`, then get them.
+
+    One more group goes first and is not counted: it connects the client.
+    """
+    groups, kinds = max(1, rollouts // size), [_group(seed, length, size) for seed in range(8)]
 
     def put_and_get(numbers: range) -> int:
         for number in numbers:
-            transfer_queue.kv_batch_put(_keys(number), _PARTITION, kinds[number % len(kinds)])
-        return sum(len(transfer_queue.kv_batch_get(_keys(number), _PARTITION)) for number in numbers)
+            transfer_queue.kv_batch_put(_keys(number, size), _PARTITION, kinds[number % len(kinds)])
+        return sum(len(transfer_queue.kv_batch_get(_keys(number, size), _PARTITION)) for number in numbers)
 
     put_and_get(range(1))
     watch = Stopwatch()
@@ -36,12 +38,12 @@ def measure(rollouts: int) -> Timing:
     return watch.timing(got)
 
 
-def _keys(group: int) -> list[str]:
-    return [f"{group}.{member}" for member in range(Settings.group_size)]
+def _keys(group: int, size: int) -> list[str]:
+    return [f"{group}.{member}" for member in range(size)]
 
 
-def _group(seed: int) -> TensorDict:
-    generator, size, length = torch.Generator().manual_seed(seed), Settings.group_size, Settings.tokens
+def _group(seed: int, length: int, size: int) -> TensorDict:
+    generator = torch.Generator().manual_seed(seed)
     fields = {
         "tokens": torch.randint(0, 32_000, (size, length), dtype=torch.int32, generator=generator),
         "logprobs": -torch.empty(size, length).exponential_(generator=generator),
@@ -54,10 +56,11 @@ def _group(seed: int) -> TensorDict:
 def main(arguments: dict[str, Any]) -> None:
     """Print the timing, as `in_child` expects it."""
     print("ready", flush=True)
+    # Ray starts no more actors than there are processors; the queue has a controller and two storages.
     ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False)
     transfer_queue.init()
     try:
-        print(json.dumps(measure(arguments["rollouts"])._asdict()))
+        print(json.dumps(measure(*(arguments[name] for name in ("rollouts", "tokens", "group_size")))._asdict()))
     finally:
         transfer_queue.close()
         ray.shutdown()
