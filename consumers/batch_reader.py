@@ -8,6 +8,7 @@ of a readable index record.
 import time
 from collections import deque
 from dataclasses import dataclass
+from typing import Any
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -24,6 +25,10 @@ from rollstream.topics.rl_examples import RLExample, batch_digest, examples_of
 from rollstream.topics.traces.way import batch_fetched
 
 _AHEAD_BYTES = 128 * 1024 * 1024
+_PARTITION_BYTES = 1024 * 1024
+"""Bytes of a partition in one answer of a broker, unless a batch has more.
+
+With answers of 16 MiB, the client got so far ahead in some partitions that batches were discarded and read again."""
 _GAP = 100
 """Longest gap of offsets to read through; for a longer gap a seek, which discards fetched data, is cheaper."""
 
@@ -148,7 +153,8 @@ class BatchFetcher(Closing):
         self._check_digests = check_digests
         # An entry of the index proves that its batch is committed, even if the commit marker has not yet reached the
         # partition of the batch.
-        self._reader = Reader(kafka, isolation="read_uncommitted")
+        prefetch: dict[str, Any] = {"max.partition.fetch.bytes": _PARTITION_BYTES}
+        self._reader = Reader(kafka, isolation="read_uncommitted", **prefetch)
         self._reader.partitions_of(topic_name(run, "batches"))
         self._ahead_bytes = ahead_bytes
         self._held_bytes = 0

@@ -48,27 +48,28 @@ class ReusedMemory:
         """Total size of the free blocks."""
         return self._free_bytes
 
-    def lanes(self, count: int, size_bytes: int) -> list[NDArray[np.uint8]]:
-        """Return `count` arrays of `size_bytes` bytes with arbitrary values, each on a boundary of 64 bytes.
+    def lanes(self, count: int, size_bytes: int) -> NDArray[np.uint8]:
+        """Return arbitrary bytes, [count, size_bytes], in which each lane begins on a boundary of 64 bytes.
 
         Raises MemoryError if there is not enough memory.
         """
         each = max(1, -(-size_bytes // _ALIGNED_BYTES)) * _ALIGNED_BYTES
         block = self._block(count * each)
         try:
-            # All arrays refer to `whole`, also indirectly, so the block is free once `whole` ends.
-            whole = np.frombuffer(block, np.uint8)
+            # All views refer to `whole`, also indirectly, so the block is free once `whole` ends.
+            whole = np.frombuffer(block, np.uint8, count * each)
             weakref.finalize(whole, self._give_back, block).atexit = False
         except BaseException:
             self._give_back(block)
             raise
-        return [whole[begin : begin + size_bytes] for begin in range(0, count * each, each)]
+        lanes: NDArray[np.uint8] = whole.reshape(count, each)[:, :size_bytes]
+        return lanes
 
     def copy_of(self, array: NDArray[Any]) -> NDArray[Any]:
         """Return a copy in C order. Raises MemoryError if there is not enough memory."""
         if array.nbytes < _LARGE_BYTES:
             return np.array(array, order="C")
-        copy = self.lanes(1, array.nbytes)[0].view(array.dtype).reshape(array.shape)
+        copy: NDArray[Any] = self.lanes(1, array.nbytes)[0].view(array.dtype).reshape(array.shape)
         copy[...] = array
         return copy
 

@@ -93,7 +93,7 @@ class ContentBuffer:
         self._manifest, self._checked, self._memory = manifest, checked, memory or ReusedMemory(0)
         self._places, end = places_of(manifest)
         try:
-            self._data = memoryview(self._memory.lanes(1, end)[0])  # type: ignore[arg-type]
+            self._data = memoryview(self._memory.lanes(1, end)[0])
         except MemoryError as error:
             raise WeightsRefused(f"policy version {manifest.version} needs {end} bytes of memory") from error
         digested = checked and manifest.digest.endswith(TREE) and end >= SHARD_BYTES

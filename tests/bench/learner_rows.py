@@ -124,20 +124,22 @@ def measure_feed(settings: Settings) -> Row:
     prepare_environment(config)
     import jax
 
+    from rollstream.consumers.learner.training.train_step import TrainStep
+
+    place = TrainStep(config).place
     with _run(settings, config, "feed", (settings.tokens // 2, settings.tokens)) as run:
         sizes: list[float] = []
         tokens: list[float] = []
 
         def ours() -> Timing:
             rollouts = tokens_seen = 0
-            with _supply(settings, config, run) as supply:
+            with _supply(settings, config, run, place) as supply:
                 # Neither side measures connections and first use.
                 _next(supply)
                 watch = Stopwatch()
                 for _ in range(config.max_steps - 1):
                     loaded = _next(supply)
-                    placed = [jax.device_put(microbatch.arrays()) for microbatch in loaded.packed.microbatches]
-                    jax.block_until_ready(placed)
+                    jax.block_until_ready([update.microbatches for update in loaded.placed.updates])
                     rollouts += sum(use.rows for use in loaded.plan.uses)
                     tokens_seen += loaded.packed.tokens
                 timing = watch.timing(rollouts)
@@ -186,7 +188,9 @@ def _batch(number: int, partition: int, answers: tuple[int, int]) -> TrainingBat
 
 
 @contextmanager
-def _supply(settings: Settings, config: LearnerConfig, run: str) -> Iterator[Any]:
+def _supply(
+    settings: Settings, config: LearnerConfig, run: str, place: Callable[[Any], Any] | None = None
+) -> Iterator[Any]:
     """The steps of a run, as a learner gets them."""
     from rollstream.consumers.learner.input.batch_selection import BatchSelection
     from rollstream.consumers.learner.input.step_loader import ShareLoader, StepLoader
@@ -211,7 +215,8 @@ def _supply(settings: Settings, config: LearnerConfig, run: str) -> Iterator[Any
             """Do nothing: the stack closes the readers."""
 
     with ExitStack() as stack:
-        yield stack.enter_context(StepLoader(BenchSource(stack), Alone(), 1, config.max_steps, threading.Event()))
+        source, stop = BenchSource(stack), threading.Event()
+        yield stack.enter_context(StepLoader(source, Alone(), 1, config.max_steps, stop, place))
 
 
 def _next(supply: Any) -> Any:

@@ -46,14 +46,17 @@ def first_fit(
         reach = min(len(room), used + count)
         if count == 1:
             # The common case if lengths vary much: one comparison for each item.
-            where = np.flatnonzero(room[:reach] >= length)[:1]
-            room[where] -= length
+            first = int((room[:reach] >= length).argmax()) if reach else 0
+            if reach and room[first] >= length:
+                bins[begin] = first
+                room[first] -= length
+                used = max(used, first + 1)
         else:
             placed = np.minimum(np.cumsum(room[:reach] // length), count)
             taken = np.diff(placed, prepend=0)
             room[:reach] -= taken * length
             where = np.repeat(np.arange(reach), taken)
-        bins[begin : begin + len(where)] = where
+            bins[begin : begin + len(where)] = where
+            used = max(used, int(where[-1]) + 1 if len(where) else 0)
         begin += count
-        used = max(used, int(where[-1]) + 1 if len(where) else 0)
     return bins, room

@@ -237,15 +237,10 @@ def pack(
 
 def padding(rows: int, length: int, *, reference: bool = False) -> PackedBatch:
     """A microbatch without tokens, which adds nothing to any sum."""
-    names = [item.name for item in fields(PackedBatch) if reference or item.name != "reference_log_probs"]
-    lanes = _MEMORY.lanes(len(names), 4 * rows * length)
-    arrays: dict[str, Any] = {
-        name: lane.view(np.int32 if name in _INTEGERS else np.float32).reshape(rows, length)
-        for name, lane in zip(names, lanes, strict=True)
-    }
-    for name, array in arrays.items():
-        array.fill(1 if name == "temperatures" else 0)
-    return PackedBatch(**arrays)
+    blank, whole = _unfilled(rows, length, reference)
+    whole.fill(0)
+    blank.temperatures.fill(1)
+    return blank
 
 
 def _rows_by_length(rows: int, sequence_length: int, buckets: Sequence[int]) -> dict[int, int]:
@@ -277,14 +272,23 @@ def _update(
         for (length, rows), (items, bins) in zip(shapes.items(), layout(lengths, shapes), strict=True)
         if len(items)
     ]
+    trained = [count for _bucket, counts in packed for count in counts]
     return PackedUpdate(
-        microbatches=tuple(microbatch for bucket, _sequences in packed for microbatch in bucket),
-        trained_tokens=int(
-            sum(microbatch.loss_mask.sum(dtype=np.int64) for bucket, _sequences in packed for microbatch in bucket)
-        ),
-        trained_sequences=sum(trained for _bucket, trained in packed),
+        microbatches=tuple(microbatch for bucket, _counts in packed for microbatch in bucket),
+        trained_tokens=sum(trained),
+        trained_sequences=len(trained),
         tokens=int(lengths.sum()),
     )
+
+
+def _unfilled(rows: int, length: int, reference: bool) -> tuple[PackedBatch, NDArray[np.int32]]:
+    """A microbatch with arbitrary values, and all its arrays as one: their bits, int32 [arrays, rows, length]."""
+    names = [item.name for item in fields(PackedBatch) if reference or item.name != "reference_log_probs"]
+    whole = _MEMORY.lanes(len(names), 4 * rows * length).view(np.int32).reshape(len(names), rows, length)
+    arrays: dict[str, Any] = {
+        name: bits if name in _INTEGERS else bits.view(np.float32) for name, bits in zip(names, whole, strict=True)
+    }
+    return PackedBatch(**arrays), whole
 
 
 def _fill(
@@ -294,12 +298,12 @@ def _fill(
     length: int,
     loss: LossConfig,
     reference: bool,
-) -> tuple[list[PackedBatch], int]:
-    """The microbatches of one bucket, and the number of sequences with a trained token."""
+) -> tuple[list[PackedBatch], list[int]]:
+    """The microbatches of one bucket, and the number of trained tokens of each sequence that has any."""
     total = rows * (-(-(int(bins.max()) + 1) // rows))
-    packed = padding(total, length, reference=reference)
+    packed, whole = _unfilled(total, length, reference)
     positions = np.arange(length, dtype=np.int32)
-    ends, segments, trained = [0] * total, [0] * total, 0
+    ends, segments, trained = [0] * total, [0] * total, []
     for row, sequence in zip(bins.tolist(), sequences, strict=True):
         begin, size = ends[row], len(sequence.tokens)
         ends[row] += size
@@ -313,12 +317,21 @@ def _fill(
         packed.temperatures[span] = sequence.temperature
         if packed.reference_log_probs is not None:
             packed.reference_log_probs[span] = sequence.reference_log_probs
+        mask, weights = packed.loss_mask[span], packed.loss_weights[span]
         tokens = int(np.count_nonzero(sequence.loss_mask[1:]))
         if tokens and trains(loss, sequence.truncated):
-            trained += 1
-            mask = packed.loss_mask[span]
+            trained.append(tokens)
+            mask[0] = 0
             mask[1:] = sequence.loss_mask[1:]
-            np.multiply(mask, np.float32(token_weight(loss, tokens)), out=packed.loss_weights[span])
+            np.multiply(mask, np.float32(token_weight(loss, tokens)), out=weights)
+        else:
+            mask.fill(0)
+            weights.fill(0)
+    # Padding is written only where there is no token, so that memory is written once.
+    for row, end in enumerate(ends):
+        if end < length:
+            whole[:, row, end:] = 0
+            packed.temperatures[row, end:] = 1
     arrays = packed.arrays()
     microbatches = [
         PackedBatch(**{name: array[first : first + rows] for name, array in arrays.items()})

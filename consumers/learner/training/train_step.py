@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -234,9 +234,10 @@ class TrainStep:
             microbatches = []
             for (length, rows), count in zip(self._rows_by_length.items(), over_all.microbatches, strict=True):
                 mine = [batch for batch in own.microbatches if batch.tokens.shape[1] == length]
-                blank = padding(rows // jax.process_count(), length, reference=self.config.reference == "carried")
-                batches = (*mine, *[blank] * (count - len(mine)))
-                microbatches += [self._on_devices(batch, step.whole) for batch in batches]
+                if missing := count - len(mine):
+                    reference = self.config.reference == "carried"
+                    mine += [padding(rows // jax.process_count(), length, reference=reference)] * missing
+                microbatches += [self._on_devices(batch, step.whole) for batch in mine]
             denominators = {"tokens": over_all.trained_tokens, "sequences": over_all.trained_sequences}
             updates.append(
                 PlacedUpdate(
@@ -449,8 +450,7 @@ class TrainStep:
         """Put a microbatch on the devices; if it is `whole`, put only the rows of this process."""
         arrays = batch.arrays()
         if jax.process_count() == 1:
-            placed: dict[str, jax.Array] = jax.device_put(arrays, self._rows)
-            return placed
+            return cast(dict[str, jax.Array], jax.device_put(arrays, self._rows))
         if whole:
             own = jax.make_array_from_callback
             return {name: own(array.shape, self._rows, array.__getitem__) for name, array in arrays.items()}

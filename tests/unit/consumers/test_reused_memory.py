@@ -194,7 +194,7 @@ def test_the_garbage_collector_may_return_blocks_at_any_place() -> None:
     def work() -> None:
         for _ in range(5):
             for size in range(1, 20):
-                ring: list[Any] = memory.lanes(1, size * PAGE)
+                ring: list[Any] = [memory.lanes(1, size * PAGE)]
                 ring.append(ring)  # Only the collector ends this list.
                 rings.append(ring)
                 del ring
