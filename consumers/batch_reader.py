@@ -8,7 +8,6 @@ of a readable index record.
 import time
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
@@ -153,8 +152,7 @@ class BatchFetcher(Closing):
         self._check_digests = check_digests
         # An entry of the index proves that its batch is committed, even if the commit marker has not yet reached the
         # partition of the batch.
-        prefetch: dict[str, Any] = {"max.partition.fetch.bytes": _PARTITION_BYTES}
-        self._reader = Reader(kafka, isolation="read_uncommitted", **prefetch)
+        self._reader = Reader(kafka, isolation="read_uncommitted", partition_bytes=_PARTITION_BYTES)
         self._reader.partitions_of(topic_name(run, "batches"))
         self._ahead_bytes = ahead_bytes
         self._held_bytes = 0

@@ -164,12 +164,14 @@ def reader(
     isolation: str = "read_committed",
     fetch_wait_ms: int = 100,
     group: str = READERS,
+    partition_bytes: int = 0,
     **overrides: Any,
 ) -> Consumer:
     """A consumer for `assign` that is not a group member, commits nothing by itself, and reports partitions' ends.
 
     `group` only names the group whose offsets are read and committed. `fetch_wait_ms` is how long the broker waits for
-    a record before it answers that there is none.
+    a record before it answers that there is none, and `partition_bytes`, unless it is 0, how much of each partition one
+    answer has at most; a larger record still arrives.
     """
     return _built(
         Consumer,
@@ -182,6 +184,7 @@ def reader(
             "enable.partition.eof": "true",
             "isolation.level": isolation,
             **_consumer_limits(config),
+            **({"max.partition.fetch.bytes": partition_bytes} if partition_bytes else {}),
             "fetch.wait.max.ms": fetch_wait_ms,
             **_common(config),
             **overrides,

@@ -55,6 +55,13 @@ def test_a_delay_that_the_user_sets_applies_in_transactions(
     assert settings["delivery.timeout.ms"] == settings["transaction.timeout.ms"] == 20_000
 
 
+def test_a_reader_takes_small_pieces_of_partitions_unless_the_user_sets_their_size(settings: dict[str, Any]) -> None:
+    clients.reader(KafkaConfig(), partition_bytes=1024)
+    assert settings["max.partition.fetch.bytes"] == 1024
+    clients.reader(KafkaConfig(client={"max.partition.fetch.bytes": "2048"}), partition_bytes=1024)
+    assert settings["max.partition.fetch.bytes"] == "2048"
+
+
 def test_an_error_that_repeats_is_logged_every_ten_seconds_whatever_its_times_and_counts(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
