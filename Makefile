@@ -83,7 +83,7 @@ $(TRL_STAMP): requirements-trl.txt $(STAMP)
 demo: $(STAMP) ## Train a small model through a local Kafka and print a report, e.g. make demo ARGS="--seed 1"
 	$(BIN)/rollstream demo $(ARGS)
 
-test: test-unit test-real ## Run the tests (25 to 40 minutes on two cores), e.g. make test ARGS="-k fold"
+test: test-unit test-real ## Run the tests (25 to 35 minutes on two cores), e.g. make test ARGS="-k fold"
 
 test-unit: run-unit ## Run the tests that need no broker
 	@$(SAY_FAILED)

@@ -124,6 +124,7 @@ def test_a_member_that_is_not_in_the_group_is_named(run: RealRun) -> None:
     eventually(lambda: members(run.kafka, group) == 0, SESSION_S / 2, "the end of its membership")
 
 
+@pytest.mark.long
 def test_a_process_that_is_scaled_by_others_leaves_the_group_as_it_stops(run: RealRun) -> None:
     group = run.grouper.group_id(run.name)
     run.grouper = replace(run.grouper, leave_on_stop=True)

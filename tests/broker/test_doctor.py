@@ -188,6 +188,7 @@ def test_a_clock_that_differs_is_a_fault_in_both_directions(
     assert bool(finding["remedy"]) == (level == "fault")
 
 
+@pytest.mark.long
 def test_an_idle_run_cannot_tell_whether_a_clock_is_ahead_and_says_so(real_run: RealRun, tmp_path: Path) -> None:
     real_run.prepare()
     flags = ("--json", "--run", real_run.name, "-b", real_run.kafka.bootstrap_servers)

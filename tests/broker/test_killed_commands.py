@@ -26,6 +26,7 @@ CASES = [
 ]
 
 
+@pytest.mark.long
 def test_a_command_holds_over_a_kill_of_the_overseer(broker: str, run_name: str, tmp_path: Path) -> None:
     check_command(broker, run_name, tmp_path, stop_at_step, OVERSEER)
 

@@ -184,6 +184,7 @@ def fix(value, key, headers):
 """
 
 
+@pytest.mark.long
 def test_readings_agree_over_letters_of_rollouts_sent_again(run: RealRun) -> None:
     readers = Readers.of(run)
     grouping = run.start("group")

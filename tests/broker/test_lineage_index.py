@@ -88,6 +88,7 @@ def assert_both_say_the_same(planted: Planted, path: Path, every: int = 7) -> in
     return read
 
 
+@pytest.mark.long
 def test_every_question_has_the_same_answer_in_both_forms(planted: Planted, tmp_path: Path) -> None:
     path = tmp_path / "places.sqlite"
     assert assert_both_say_the_same(planted, path, every=1) > 60

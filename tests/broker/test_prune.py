@@ -240,6 +240,7 @@ def test_retiring_a_learner_that_was_replaced_does_not_fence_its_successor(real_
     assert sorted(read_steps(run.kafka, run.name, "new")) == [2]
 
 
+@pytest.mark.long
 def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
@@ -277,6 +278,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
     StepLog(run.kafka, run.name, "gone", take_over=True).close()
 
 
+@pytest.mark.long
 def test_a_fork_holds_its_batches_before_its_first_step_until_it_is_retired(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])
@@ -310,6 +312,7 @@ def test_a_fork_holds_its_batches_before_its_first_step_until_it_is_retired(real
     assert f"from offset {ends[1]}, and `rollstream prune` has deleted the entries below {ends[2]}" in late.stderr
 
 
+@pytest.mark.long
 def test_learners_of_other_runs_are_judged_by_the_checkpoints_of_their_own_runs(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(8)])

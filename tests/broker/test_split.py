@@ -115,6 +115,7 @@ def test_a_run_with_open_groups_goes_on_with_other_partitions_and_both_ledgers_c
     assert every == Counter(f"x{example}-{member}" for example in range(40) for member in range(4))
 
 
+@pytest.mark.long
 def test_what_was_excluded_or_paused_stays_so_in_the_successor(real_run: RealRun) -> None:
     run = real_run.prepare()
     process = run.start("group")
@@ -222,6 +223,7 @@ sys.exit(main(sys.argv[1:]))
 """A split during which somebody sets the topic back, as an operator of topics on a cluster does."""
 
 
+@pytest.mark.long
 def test_a_split_whose_topic_is_opened_again_is_refused_until_it_stays_closed(real_run: RealRun) -> None:
     run = real_run
     run.topics = TopicsConfig(partitions=2)
@@ -401,6 +403,7 @@ def metadata(run: RealRun, step: int) -> Path:
     return run.directory / "checkpoints" / run.name / "main" / str(step) / "meta" / "metadata"
 
 
+@pytest.mark.long
 def test_skips_on_record_of_a_step_that_waits_need_no_checkpoint(real_run: RealRun) -> None:
     run, wide = real_run.prepare(), successor(real_run, f"{real_run.name}-3", 3)
     record(run, 1)
@@ -410,6 +413,7 @@ def test_skips_on_record_of_a_step_that_waits_need_no_checkpoint(real_run: RealR
     assert json.loads(metadata(wide, 1).read_text())["position"] == 0
 
 
+@pytest.mark.long
 def test_a_rollout_buffer_whose_rollouts_are_not_all_on_record_is_refused_before_anything_ends(
     real_run: RealRun,
 ) -> None:
@@ -470,6 +474,7 @@ def test_lineage_names_where_a_moved_rollout_came_from_and_where_it_went(real_ru
     assert "was split" in done.stderr
 
 
+@pytest.mark.long
 def test_what_is_excluded_from_a_successor_is_left_out_of_the_batches_that_it_carried_over(real_run: RealRun) -> None:
     run = real_run
     run.topics = TopicsConfig(partitions=1)
@@ -511,6 +516,7 @@ def test_a_run_whose_records_wait_for_labels_is_refused_and_stays_open(real_run:
     assert splits_of(run.kafka, run.name).successor is None
 
 
+@pytest.mark.long
 def test_labeling_of_a_successor_begins_at_offset_0_though_copies_were_labeled_before(real_run: RealRun) -> None:
     run, wide = real_run.prepare(), f"{real_run.name}-3"
     producer = clients.producer(run.kafka)

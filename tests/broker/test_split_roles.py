@@ -90,6 +90,7 @@ def play_session(gateway: str) -> set[str]:
     return uids
 
 
+@pytest.mark.long
 def test_what_workers_had_begun_is_labelled_before_a_run_is_closed_and_then_its_roles_end(real_run: RealRun) -> None:
     run, port = real_run.prepare(), free_port("127.0.0.1")
     with serving(SortingGenerator(versions=(0,))) as server:

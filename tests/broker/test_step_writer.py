@@ -200,6 +200,7 @@ def test_workers_count_what_was_trained_or_skipped_as_consumed(run: RealRun) -> 
         eventually(lambda: tailer.progress.consumed == 3 * ROWS, 60, "the step is seen by workers")
 
 
+@pytest.mark.long
 def test_prune_keeps_what_the_trainer_may_read_again(real_run: RealRun) -> None:
     run = real_run.prepare()
     send_batches(run.kafka, run.name, [random_batch(number, partition=number % 2) for number in range(BATCHES)])

@@ -134,6 +134,7 @@ def reads_on_or_was_fenced(member: GroupMember) -> bool:
     return True
 
 
+@pytest.mark.long
 def test_group_members_read_on_or_say_that_they_are_lost(
     broker: LinkedBroker, kafka: KafkaConfig, run: RealRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,6 +158,7 @@ def test_group_members_read_on_or_say_that_they_are_lost(
         member.close()
 
 
+@pytest.mark.long
 def test_senders_report_lost_records_and_send_on(
     broker: LinkedBroker,
     kafka: KafkaConfig,

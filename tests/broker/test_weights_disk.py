@@ -4,6 +4,7 @@ from contextlib import closing
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from rollstream.consumers.step_log import StepLog
 from rollstream.consumers.weights.config import WeightsConfig
@@ -20,6 +21,7 @@ VERSIONS = 60
 SEGMENT_BYTES = 64 * 1024 * 1024
 
 
+@pytest.mark.long
 def test_a_minute_after_its_last_version_the_log_takes_at_most_twice_the_bytes_that_are_kept(tmp_path: Path) -> None:
     def taken() -> int:
         files = (tmp_path / "broker").rglob(f"{run.topic('weights')}-0/*.log")

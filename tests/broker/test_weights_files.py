@@ -190,6 +190,7 @@ def test_a_publisher_killed_between_files_leaves_nothing_torn(run: RealRun, url:
             assert all(paths == files[version] for version, paths in kept.items()), "no file without its manifest"
 
 
+@pytest.mark.long
 def test_prune_removes_exactly_the_old_files_that_no_kept_version_needs(run: RealRun, url: str) -> None:
     with writer(run, url, anchor_every=1) as source:
         for version in range(4):

@@ -33,6 +33,7 @@ def trained(broker: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         run.stop()
 
 
+@pytest.mark.long
 def test_batched_rollouts_of_the_ledger_are_listed_whatever_a_learner_did(trained: ServedRun, browser: Browser) -> None:
     batched = command(trained, "ledger")["batched"]
     seen = visit(browser, trained.url)
