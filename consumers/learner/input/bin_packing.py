@@ -39,6 +39,8 @@ def first_fit(
     are placed together; the result is the same as if they were placed one by one.
     """
     bins, room = np.full(len(lengths), -1, np.int64), room.copy()
+    if not len(room):
+        return bins, room
     values, counts = np.unique(lengths, return_counts=True)
     begin = 0
     for length, count in zip(values[::-1].tolist(), counts[::-1].tolist(), strict=True):
@@ -46,8 +48,8 @@ def first_fit(
         reach = min(len(room), used + count)
         if count == 1:
             # The common case if lengths vary much: one comparison for each item.
-            first = int((room[:reach] >= length).argmax()) if reach else 0
-            if reach and room[first] >= length:
+            first = int((room[:reach] >= length).argmax())
+            if room[first] >= length:
                 bins[begin] = first
                 room[first] -= length
                 used = max(used, first + 1)
