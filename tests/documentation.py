@@ -8,14 +8,12 @@ import ast
 import dataclasses
 import inspect
 import re
-import subprocess
 import textwrap
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import rollstream
 from rollstream.pipeline.capacity import measured_rates
 from rollstream.pipeline.capacity.plan import Machines, Workload, plan
 from rollstream.pipeline.cli import COMMANDS, build_parser
@@ -28,8 +26,6 @@ from rollstream.topics.catalogue import CATALOGUE, TopicSpec
 from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, SERVING_ROLES, MetricSpec, of_role
 from tests.support.paths import ROOT
 
-FOLDERS = ("topics", "producers", "consumers", "pipeline", "infra")
-"""Folders of the code, in the order that pages show them."""
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -289,60 +285,6 @@ def command_reference() -> str:
     return "\n\n".join(parts)
 
 
-# ------------------------------------------------------------------ code map
-
-
-def _first_paragraph(documented: str | None) -> str:
-    return " ".join((documented or "").split("\n\n")[0].split())
-
-
-def code_map() -> str:
-    """One line a module, from its docstring, a table for each folder."""
-    folders: dict[str, list[tuple[str, ...]]] = {}
-    listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard", *(f"{name}/*.py" for name in FOLDERS)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in sorted(listed.stdout.split()):
-        path = Path(name)
-        if (ROOT / path).exists():
-            about = _first_paragraph(ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))))
-            row = (f"[{path.name}](../{path})", about)
-            folders.setdefault(str(path.parent), []).append(row)
-    order = sorted(folders, key=lambda folder: (FOLDERS.index(folder.split("/")[0]), folder))
-    return "\n\n".join(f"### {folder}\n\n{table(('module', 'what it is'), folders[folder])}" for folder in order)
-
-
-# ------------------------------------------------------------------ public names
-
-
-def api_reference() -> str:
-    """Every public name of `rollstream`, with its signature, in a table for each module it comes from."""
-    modules: dict[str, list[tuple[str, ...]]] = {}
-    for name in rollstream.__all__:
-        public = getattr(rollstream, name)
-        if name.startswith("__"):
-            continue
-        signature = ""
-        if not (isinstance(public, type) and issubclass(public, Exception)):
-            parameters = inspect.signature(public).parameters.values()
-            given = [p for p in parameters if p.name != "self"]
-            signature = f"({', '.join(_parameter(p) for p in given)})"
-        row = (f"`{name}`", f"`{signature}`" if signature else "", _first_paragraph(inspect.getdoc(public)))
-        modules.setdefault(public.__module__, []).append(row)
-    order = sorted(modules, key=lambda module: (FOLDERS.index(module.split(".")[1]), module))
-    header = ("name", "parameters", "what it is")
-    return "\n\n".join(f"### {module}\n\n{table(header, modules[module])}" for module in order)
-
-
-def _parameter(parameter: inspect.Parameter) -> str:
-    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-    return f"{star}{parameter.name}{'' if parameter.default is parameter.empty else '=...'}"
-
-
 # ------------------------------------------------------------------ metrics
 
 
@@ -419,8 +361,6 @@ def plan_output() -> str:
 
 
 GENERATED: dict[str, Callable[[], str]] = {
-    "api": api_reference,
-    "code-map": code_map,
     "topics": topics_table,
     "roles": roles_table,
     "roles-on-kafka": roles_on_kafka_table,
