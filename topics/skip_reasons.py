@@ -1,10 +1,7 @@
-"""Reasons for which a learner skips a rollout: a code for programs, and a text for people.
-
-Records of earlier releases have only the text, from which the codec derives the code with `add_codes`.
-"""
+"""Reasons for which a learner skips a rollout: a code for programs, and a text for people."""
 
 import re
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 EXCLUDED = "excluded"
 UNKNOWN_VERSION = "unknown_version"
@@ -37,11 +34,5 @@ class Skip(NamedTuple):
 
 
 def code_of(reason: str) -> str:
-    """Return the code of a reason that an earlier release wrote; "" if the reason is not one of ours."""
+    """Return the code that a reason's text tells; "" if the reason is not one of ours."""
     return next((code for code, text in _TEXTS if text.match(reason)), "")
-
-
-def add_codes(step: dict[str, Any]) -> None:
-    """Set the code of each use of a LearnerStep read from an older schema."""
-    for use in step["uses"]:
-        use["code"] = code_of(use["reason"])

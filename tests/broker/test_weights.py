@@ -233,7 +233,7 @@ def test_a_version_that_an_earlier_release_published_is_followed_and_not_publish
         ),
         digest=whole_digest(arrays(3)),
     )
-    run.send_bytes("policies", encode(before, version=1), encode_key(0))
+    run.send_bytes("policies", encode(before), encode_key(0))
     with WeightsFollower(run.kafka, run.name) as follower:
         version, parameters = follower.wait_for(0, 300)
     assert (version, params_digest(parameters)) == (0, params_digest(arrays(3)))

@@ -22,7 +22,7 @@ class EpisodeSpan:
     last: bool = True
     """Whether the episode ends in this span, if only because collecting ended; else a later trajectory continues it."""
     begin: int = -1
-    """Number of steps of the episode before `start`; -1 if it is unknown, as in records of earlier releases."""
+    """Number of steps of the episode before `start`; -1 if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

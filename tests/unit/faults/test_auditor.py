@@ -17,7 +17,6 @@ from rollstream.topics.rl_examples import batch_digest
 from tests.faults.auditor import digest_of, judge
 from tests.faults.evidence import Evidence, Raw, decode
 from tests.faults.findings import Audit
-from tests.support import upgrade
 from tests.support.paths import ROOT
 
 CONFIG = GroupingConfig(batch_rollouts=8, max_batch_age_s=10.0, group_deadline_s=5.0)
@@ -345,41 +344,3 @@ def test_other_estimators_are_known(estimator: str) -> None:
     audit = judge(evidence_of(driver))
     assert audit.findings == []
     assert audit.places["batched"] == 4
-
-
-@pytest.fixture
-def of_core_1() -> Evidence:
-    """A log that core version 1 left behind, with branches, cancellations, and another configuration half-way."""
-    recorded = upgrade.load(1)
-    letters = [
-        Raw(
-            0,
-            at,
-            0,
-            record.key,
-            record.value,
-            {"__streams.errors.partition": b"0", "__streams.errors.offset": b"%d" % o},
-        )
-        for at, o in enumerate(recorded.dead_letters)
-        for record in [recorded.log[o]]
-    ]
-    return Evidence(
-        topics={
-            "rollouts": [Raw(0, r.offset, r.timestamp_ms, r.key, r.value) for r in recorded.log],
-            "batches": [Raw(0, at, 0, b"", encode(batch)) for at, batch in enumerate(recorded.committed())],
-            "batch-index": [
-                Raw(0, at, 0, b"", encode(BatchIndexEntry.of(b, at))) for at, b in enumerate(recorded.committed())
-            ],
-            "journal": [Raw(0, at, 0, b"", value) for at, value in enumerate(recorded.journal)],
-            "dead-letters": letters,
-        },
-        committed={0: recorded.position},
-    )
-
-
-def test_a_run_of_core_version_1_passes(of_core_1: Evidence) -> None:
-    audit = judge(of_core_1)
-    assert audit.findings == []
-    assert audit.not_modelled.keys() == {0}
-    assert audit.places["unread"] == len(upgrade.load(1).log) - upgrade.load(1).position
-    assert audit.places["in flight"] > 0

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import fate_counts, offset_tracker, task_state
 from rollstream.consumers.grouping.core.fate_counts import FateCounts
-from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.core.journal_splitting import split_record
 from rollstream.consumers.grouping.process.grouping_process import run_grouping
@@ -23,7 +22,7 @@ from rollstream.consumers.grouping.testing import GroupingTestDriver, example_ro
 from rollstream.pipeline.audit.partition_journal import PartitionJournal
 from rollstream.pipeline.run.run_statistics import RunStatistics
 from rollstream.producers.flow_control import PartitionProgress
-from rollstream.topics.codec import decode_as, encode
+from rollstream.topics.codec import encode
 from rollstream.topics.commit_metadata import CommitMetadata
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import ConfigurationError, StateRefused
@@ -98,20 +97,6 @@ def test_sums_are_the_same_bits_however_often_the_task_is_restored() -> None:
     first = run(crashes=False)
     assert first == run(crashes=True)
     assert first[0].measured == 120
-
-
-def test_a_journal_of_the_first_schema_leaves_sums_unmeasured_until_more_is_counted() -> None:
-    d = driver()
-    pair(d)
-    old = decode_as(JournalRecord, encode(d.commit(snapshot=True), version=1))
-    [before] = old.counts
-    assert (before.rollouts, before.measured, before.reward, old.part, old.parts) == (2, 0, 0.0, 0, 1)
-    fold = Fold(task_state.restored_state([old]))
-    for number, reward in enumerate((3.0, 5.0)):
-        record = d.log[0]._replace(offset=old.position + number, value=encode(example_rollout(f"n{number}", reward)))
-        fold.apply(record._replace(key=d.log[0].key))
-    [late] = [count for count in fold.prepare_commit().journal.counts if count.fate == "dropped:late"]
-    assert (late.rollouts, late.measured, late.reward) == (2, 2, 8.0)
 
 
 def test_counts_of_more_environments_than_the_journal_holds_are_added_together(monkeypatch: pytest.MonkeyPatch) -> None:
