@@ -260,11 +260,6 @@ class RunConfig:
                 "an environment's rewards come from a labeler, but collect.processes or fill.directory makes this the "
                 'run of a control task, which plays no environments: remove these, or set rewards = "environment"'
             )
-        if self.awaits_labels and self.worker.dual_write_topic:
-            raise ConfigurationError(
-                "worker.dual_write_topic needs rollouts with rewards, but an environment's rewards come from a "
-                'labeler: remove worker.dual_write_topic, or set rewards = "environment"'
-            )
         check_capacity(self.capacity)
 
     @property

@@ -1,5 +1,4 @@
 from .config import WorkerConfig
-from .dual_writer import DualWriter
 from .environment import Environment, Episode, Generate, Message, Prompt, Reply, Score, SingleTurn
 from .rollout_producer import RolloutProducer
 from .trajectories.collecting import Seat
@@ -10,7 +9,6 @@ from .verifier_pool import VerifierFailed, VerifierPool
 
 __all__ = [
     "ChunkStepResult",
-    "DualWriter",
     "Environment",
     "Episode",
     "Generate",

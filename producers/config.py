@@ -55,8 +55,6 @@ class WorkerConfig:
     """Groups to produce before stopping; 0 means no limit."""
     metrics_interval_s: float = 5.0
     """Time between two records of the worker on the metrics topic; 0 writes none."""
-    dual_write_topic: str = ""
-    """Full name of a topic to which every group is also written in the old form (RolloutBatch); none if empty."""
 
     def __post_init__(self) -> None:
         if not _WORKER_ID.fullmatch(self.worker_id):

@@ -19,7 +19,6 @@ from rollstream.producers.agent_player import PlayedEpisode, play_agents
 from rollstream.producers.component_means import ComponentMeans
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.curriculum import success_of
-from rollstream.producers.dual_writer import DualWriter
 from rollstream.producers.environment import Episode, Prompt
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.flow_control import FlowControl, RunProgress
@@ -81,14 +80,12 @@ class Worker:
         undelivered: set[str],
         flow: FlowControl | None = None,
         read_progress: Callable[[], RunProgress] | None = None,
-        dual: DualWriter | None = None,
         steering: WorkerSteering | None = None,
     ) -> None:
         """The caller reports the outlet's deliveries to `flow`, if given; `read_progress` returns the run's progress.
 
         `captures` are the endpoints of environments that call the policy themselves; the caller must remove the uid of
-        each delivered rollout from `undelivered`. `dual` also writes each group in the old form. `steering` applies
-        the operators' requests.
+        each delivered rollout from `undelivered`. `steering` applies the operators' requests.
         """
         self._captures = captures
         self._undelivered = undelivered
@@ -101,7 +98,6 @@ class Worker:
         self._origin = {"host": socket.gethostname(), "process": str(os.getpid())}
         self._flow = flow
         self._read_progress = read_progress
-        self._dual = dual
         self._steering = steering
         self._failed_groups: Counter[str] = Counter()
         """Number of groups in a row in which every member failed, by environment."""
@@ -291,8 +287,6 @@ class Worker:
                     if episode.capture is not None:
                         ended.append((episode.capture, str(error)))
             await self._note_written(written)
-            if self._dual is not None:
-                self._dual.write([sent])
             self._judge(environment, sent, failures)
             if failures:
                 raise next((f for f in failures if not self._passes(f)), failures[0])

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import replace
 
 from rollstream.producers.config import CapacityConfig, CurriculumConfig, WorkerConfig
-from rollstream.producers.dual_writer import DualWriter
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.left_episodes import end_left_episodes
@@ -83,7 +82,6 @@ async def run_worker(
             RolloutOutlet(kafka, run, labeled=labeled, on_delivery=delivered, on_unlabeled=waits)
         )
         policies = stack.enter_context(PolicyFollower(kafka, run))
-        topic = config.dual_write_topic
         async with client_of(config, policies) as client, AsyncExitStack() as opened:
             captures = {}
             author = f"{config.worker_id}.{incarnation}"
@@ -105,7 +103,6 @@ async def run_worker(
                 captures=captures,
                 undelivered=undelivered,
                 read_progress=read_progress,
-                dual=stack.enter_context(DualWriter(kafka, topic)) if topic else None,
                 steering=WorkerSteering(
                     follower, mixture, client, flow, workers=workers, captures=captures.values(), servers=servers
                 ),

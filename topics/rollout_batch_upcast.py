@@ -1,4 +1,4 @@
-"""Converts the old form, a RolloutBatch with metadata on the batch, to Rollouts with their own metadata, and back.
+"""Converts the old form, a RolloutBatch with metadata on the batch, to Rollouts with their own metadata.
 
 Pure. The same batch from the same place gives the same rollouts with the same uids, so that reading a place again
 duplicates nothing.
@@ -50,7 +50,7 @@ class Upcast:
 
 
 def upcast(batch: RolloutBatch, place: str) -> Upcast:
-    """Return the Rollouts of a batch read from `place`, a permanent name: `file#7`, `topic@id:0:17`.
+    """Return the Rollouts of a batch read from `place`, a permanent name such as `file@digest:7`.
 
     A rollout keeps its own metadata, or else gets the batch's; without both, worker is "", timestamp 0 and step -1.
     Its policy version is the lowest weight step of the valid rollouts of its group, where an unknown step counts as 0.
@@ -75,23 +75,6 @@ def upcast(batch: RolloutBatch, place: str) -> Upcast:
             for r in valid
         ]
     return Upcast(rollouts=tuple(rollouts), refused=tuple(refused))
-
-
-def downcast(groups: Sequence[Sequence[Rollout]], metadata: OldMetadata) -> RolloutBatch:
-    """Return groups of Rollouts in the old form, for its readers, with metadata on each rollout and on the batch.
-
-    A response is everything from the first sampled token on. Turns, versions and other fields that the old form lacks
-    are lost.
-    """
-    return RolloutBatch(
-        groups=tuple(OldGroup(rollouts=tuple(_old(rollout) for rollout in group)) for group in groups),
-        metadata=(metadata,),
-    )
-
-
-def old_metadata(metadata: RolloutMetadata) -> OldMetadata:
-    """Return a rollout's metadata in the old form."""
-    return OldMetadata(worker_id=metadata.worker_id, timestamp=metadata.timestamp, weight_step=metadata.weight_step)
 
 
 def batch_of(values: Any) -> RolloutBatch:
@@ -158,11 +141,6 @@ def _short(place: str) -> str:
     return f"{hashlib.sha256(place.encode()).hexdigest()[:32]}{place[-_NAME_ROOM // 2 :]}"
 
 
-def renamed(uid: str, place: str, other: str) -> str:
-    """Return the uid that a rollout of `place` would have if the place had the name `other`."""
-    return _short(other) + uid.removeprefix(_short(place))
-
-
 def _rollout(old: OldRollout, metadata: OldMetadata, uid: str, place: str) -> Rollout:
     prompt, response = len(old.prompt_tokens), len(old.response_tokens)
     if len(old.response_logprobs) != response:
@@ -201,17 +179,3 @@ def _token_rewards(rewards: Float32, prompt: int, response: int) -> Float32:
     if len(rewards) != response:
         raise RecordError(f"token_rewards has {len(rewards)} entries for {response} tokens")
     return np.concatenate([np.zeros(prompt, "<f4"), rewards]).astype("<f4")
-
-
-def _old(rollout: Rollout) -> OldRollout:
-    length = rollout.prompt_length
-    return OldRollout(
-        env_name=rollout.environment,
-        env_example_id=rollout.example_id,
-        prompt_tokens=rollout.prompt_tokens,
-        response_tokens=rollout.response_tokens,
-        response_logprobs=rollout.response_logprobs,
-        token_rewards=rollout.token_rewards[length:] if len(rollout.token_rewards) else NO_FLOATS,
-        episode_reward=rollout.reward,
-        metadata=(old_metadata(rollout.metadata),),
-    )

@@ -1,4 +1,4 @@
-"""`rollstream migrate`: copies rollouts of the old form, from Avro files or a topic, into a run or new files.
+"""`rollstream migrate`: copies rollouts of the old form, from Avro files, into a run or new files.
 
 Every rollout read is written, already present, or reported with a reason; written rollouts are read back and counted.
 A repeated migration writes only what is missing, because uids and file names derive from the place in the source.
@@ -7,12 +7,10 @@ A repeated migration writes only what is missing, because uids and file names de
 import argparse
 import hashlib
 import json
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -38,21 +36,16 @@ from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.records import KafkaRecord
 from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout, RolloutBatch
-from rollstream.topics.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, renamed, upcast
+from rollstream.topics.rollout_batch_upcast import PLACE, RefusedRollout, batch_of, upcast
 
-_TOPIC = "topic:"
 _RUN = "run:"
 _IDENTITY = "rollstream.source"
-_BATCHES_A_FILE = 1000
 _ROLLOUTS_A_TRANSACTION = 1000
 _SHOWN = 20
-_TOPIC_ID = re.compile(r"@[^@:]+(?=:\d+:\d+$)")
-_PLACE_WITHOUT_ID = re.compile(r"[\w.-]+:\d+:\d+")
 _UNKNOWN = "(unreadable)"
 _ELSEWHERE = "it would be replaced, so migrate into another directory"
 
@@ -69,15 +62,13 @@ class SourceBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class SourcePortion:
-    """Batches of the source that become one file if the target is a directory."""
+    """Batches of one file of the source, which become one file if the target is a directory."""
 
     name: str
     """Name of that file, relative to the target."""
     identity: str
     """Identity of the source's content; it changes when the content changes."""
     batches: Iterable[SourceBatch]
-    of_topic: bool = False
-    """Whether it is a part of a topic, whose first records may have been deleted since an earlier migration."""
 
 
 @dataclass
@@ -136,7 +127,7 @@ class MigrationTarget(Protocol):
 def register(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `rollstream migrate`."""
     set_handler(parser, migrate, example="rollstream migrate old-rollouts run:main", json=True)
-    parser.add_argument("source", metavar="SOURCE", help="an Avro file, a directory of Avro files, or topic:NAME")
+    parser.add_argument("source", metavar="SOURCE", help="an Avro file, or a directory of Avro files")
     parser.add_argument("target", metavar="TARGET", help="run:NAME, or a directory for new files")
     parser.add_argument("--dry-run", action="store_true", help="read and count, and write nothing")
 
@@ -144,19 +135,15 @@ def register(parser: argparse.ArgumentParser) -> None:
 def migrate(config: RunConfig, args: argparse.Namespace) -> int:
     """Migrate, and print the counts. Return 1 unless every rollout read is in the target; with --dry-run, return 1 if a
     rollout is refused."""
-    portions = _topic_portions(config.kafka, args.source[len(_TOPIC) :]) if args.source.startswith(_TOPIC) else None
-    portions = _file_portions(Path(args.source)) if portions is None else portions
     target: MigrationTarget
     if args.dry_run:
         target = _DryRunTarget()
     elif args.target.startswith(_RUN):
         target = _RunTarget(config.kafka, args.target[len(_RUN) :])
-    elif args.target.startswith(_TOPIC):
-        raise ConfigurationError(f"{args.target} is not a target; give run:NAME, or a directory")
     else:
         target = _DirectoryTarget(Path(args.target), Path(args.source))
     report, expected = MigrationReport(), dict[str, str]()
-    for portion in portions:
+    for portion in _file_portions(Path(args.source)):
         target.write(portion, report, expected)
     target.close(report, expected)
     summary = {"source": args.source, "target": args.target, "dry_run": args.dry_run, **report.as_dict()}
@@ -206,7 +193,7 @@ def _upcast(read: SourceBatch, report: MigrationReport) -> tuple[Rollout, ...]:
 def _file_portions(source: Path) -> Iterator[SourcePortion]:
     """Yield a portion for each file of a directory, or for the one file."""
     if not source.exists():
-        raise ConfigurationError(f"{source} does not exist; a source is a file, a directory or topic:NAME")
+        raise ConfigurationError(f"{source} does not exist; a source is a file or a directory")
     paths = sorted(source.rglob("*.avro")) if source.is_dir() else [source]
     if not paths:
         raise ConfigurationError(f"{source} has no file whose name ends in .avro")
@@ -233,27 +220,6 @@ def _batches_in(data: bytes, identity: str) -> Iterator[SourceBatch]:
             yield SourceBatch(place, None, str(error))
 
 
-def _topic_portions(kafka: KafkaConfig, topic: str) -> Iterator[SourcePortion]:
-    """Yield the records of a topic up to its current end, by partition, in portions."""
-    clients.check_broker(kafka)
-    # Places name the id, too: a topic that is deleted and created again has other records at the same offsets.
-    named = f"{topic}@{topic_admin.topic_ids(kafka, [topic])[topic]}"
-    for partition in range(topic_admin.partitions_of(kafka, topic)):
-        messages = read_to_end(kafka, topic, partitions=[partition])
-        numbered = groupby(messages, key=lambda message: message.offset // _BATCHES_A_FILE)
-        for number, together in numbered:
-            batches = [_batch_of_message(message, f"{named}:{partition}:{message.offset}") for message in together]
-            name = f"{topic}/{partition}-{number * _BATCHES_A_FILE}.avro"
-            yield SourcePortion(name, f"{name}@{batches[0].place}-{batches[-1].place}", batches, of_topic=True)
-
-
-def _batch_of_message(message: KafkaRecord, place: str) -> SourceBatch:
-    try:
-        return SourceBatch(place, decode_as(RolloutBatch, message.value))
-    except RecordError as error:
-        return SourceBatch(place, None, str(error))
-
-
 # ---------------------------------------------------------------------- targets
 
 
@@ -271,8 +237,8 @@ class _DryRunTarget:
 class _DirectoryTarget:
     """Writes a file for each portion atomically.
 
-    A file of the same content stays unchanged. The file of a topic keeps rollouts that the topic no longer has. Files
-    that no migration made, such as the source itself, and files with rollouts that the source lacks are never replaced.
+    A file of the same content stays unchanged. Files that no migration made, such as the source itself, and files with
+    rollouts that the source lacks are never replaced.
     """
 
     def __init__(self, directory: Path, source: Path) -> None:
@@ -291,24 +257,17 @@ class _DirectoryTarget:
             return
         path = self._directory / portion.name
         self._files.append(path)
+        environments = [rollout.environment for rollout in rollouts]
+        expected.update({rollout.uid: rollout.environment for rollout in rollouts})
         identity = _identity_in(path) if path.exists() else ""
-        if identity not in ("", portion.identity) and not portion.of_topic:
-            _check_contained(path, rollouts)
-        kept = _rollouts_in(path) if identity and portion.of_topic else []
-        there = _Migrated(rollouts if identity == portion.identity and not portion.of_topic else kept)
-        missing = []
-        for rollout in rollouts:
-            uid = there.uid_of(rollout)
-            expected[uid or rollout.uid] = rollout.environment
-            if uid:
-                report.there[rollout.environment] += 1
-            else:
-                missing.append(rollout)
-        if not missing:
+        if identity == portion.identity:
+            report.there.update(environments)
             return
+        if identity:
+            _check_contained(path, rollouts)
         with replacing(path) as file:
-            write_rollouts(file, [*kept, *missing], {_IDENTITY: portion.identity})
-        report.written.update(rollout.environment for rollout in missing)
+            write_rollouts(file, rollouts, {_IDENTITY: portion.identity})
+        report.written.update(environments)
 
     def close(self, report: MigrationReport, expected: dict[str, str]) -> None:
         uids = Counter(rollout.uid for path in self._files for rollout in _rollouts_in(path))
@@ -366,14 +325,13 @@ class _RunTarget:
             raise _undelivered(error) from error
         # An open transaction of another writer hides rollouts that were migrated after it began.
         await_decided(kafka, self._topic, "nothing was migrated")
-        self._there = _Migrated(_migrated(kafka, self._topic))
+        self._there = {rollout.uid for rollout in _migrated(kafka, self._topic)}
 
     def write(self, portion: SourcePortion, report: MigrationReport, expected: dict[str, str]) -> None:
         for read in portion.batches:
             for rollout, key, value in self._fitting(_upcast(read, report), report):
-                uid = self._there.uid_of(rollout)
-                expected[uid or rollout.uid] = rollout.environment
-                if uid:
+                expected[rollout.uid] = rollout.environment
+                if rollout.uid in self._there:
                     report.there[rollout.environment] += 1
                 else:
                     self._waiting.append((key, value, rollout.environment))
@@ -433,30 +391,8 @@ def _migrated(kafka: KafkaConfig, topic: str) -> Iterator[Rollout]:
             yield rollout
 
 
-class _Migrated:
-    """The rollouts that earlier migrations wrote, by uid.
-
-    Earlier releases did not name a topic's id, so a rollout that they wrote counts only if its content is the same: it
-    may be of another topic of that name.
-    """
-
-    def __init__(self, rollouts: Iterable[Rollout]) -> None:
-        self._contents = {
-            rollout.uid: _content(rollout) if _PLACE_WITHOUT_ID.fullmatch(rollout.extra[PLACE]) else b""
-            for rollout in rollouts
-        }
-
-    def uid_of(self, rollout: Rollout) -> str:
-        """Return the uid under which a rollout was written; empty if it was not."""
-        if rollout.uid in self._contents:
-            return rollout.uid
-        place = rollout.extra[PLACE]
-        former = renamed(rollout.uid, place, _TOPIC_ID.sub("", place))
-        return former if former in self._contents and self._contents[former] == _content(rollout) else ""
-
-
 def _content(rollout: Rollout) -> bytes:
-    """Return a digest of the fields that every release takes from the record alone."""
+    """Return a digest of what a rollout holds, without its names, which derive from its place."""
     digest = hashlib.sha256(encode_key(rollout.environment, rollout.example_id) + np.float32(rollout.reward).tobytes())
     for array in (rollout.tokens, rollout.loss_mask, rollout.logprobs, rollout.token_rewards):
         digest.update(array.tobytes())

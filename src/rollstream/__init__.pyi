@@ -26,7 +26,6 @@ from .consumers.step_writer import StepWriter, publish_version
 from .consumers.weights.follower import WeightsFollower
 from .consumers.weights.state_manager import LocalStateManager, StateManager
 from .pipeline.config import RunConfig
-from .producers.dual_writer import DualWriter
 from .producers.environment import (
     AgentEnvironment,
     Endpoint,
@@ -87,7 +86,6 @@ __all__ = [
     "ConfigurationError",
     "DeadlineExceeded",
     "DeliveryError",
-    "DualWriter",
     "Endpoint",
     "Environment",
     "Episode",

@@ -36,9 +36,7 @@ from rollstream.topics.records import (
     LearnerStep,
     Metrics,
     Rollout,
-    RolloutBatch,
 )
-from rollstream.topics.rollout_batch_upcast import upcast
 from rollstream.topics.validation import cancellation_problems, problems
 from tests.support.producing import TOKENIZER, SortingGenerator, nobody_listening, serving
 from tests.support.waiting import eventually
@@ -109,23 +107,6 @@ def test_whole_groups_with_consistent_fields_reach_the_log(kafka: KafkaConfig, r
     assert report.components["exact"] == pytest.approx(np.mean([r.reward_components["exact"] for r in rollouts]))
     # One request for a group, never split over versions.
     assert sum(len(prompts) for _, prompts in generator.batches) == 48
-
-
-def test_while_old_readers_remain_every_group_is_written_in_the_old_form_too(kafka: KafkaConfig, run_name: str) -> None:
-    # Any topic can hold the old form: here it is that of evaluations.
-    old_topic = topic_name(run_name, "evals")
-    with serving(SortingGenerator(versions=(3,))) as server:
-        play(kafka, run_name, config_for(server.base_url, groups=3, dual_write_topic=old_topic))
-    written = {rollout.uid: rollout for rollout in records(kafka, run_name)}
-    old = [codec.decode_as(RolloutBatch, m.value) for m in read_to_end(kafka, old_topic)]
-    assert [len(batch.groups) for batch in old] == [1, 1, 1]
-    assert {batch.metadata[0].weight_step for batch in old} == {3}, "the policy version, where no step is known"
-    read = [rollout for n, batch in enumerate(old) for rollout in upcast(batch, str(n)).rollouts]
-    of_reader = sorted((r.example_id, r.metadata.timestamp, r.reward, r.tokens.tolist()) for r in read)
-    assert of_reader == sorted(
-        (r.example_id, r.metadata.timestamp, r.reward, r.tokens.tolist()) for r in written.values()
-    )
-    assert {r.metadata.worker_id for r in read} == {"w"}
 
 
 def test_workers_share_an_epoch_and_a_restarted_one_goes_on_in_it(kafka: KafkaConfig, run_name: str) -> None:

@@ -174,7 +174,6 @@ def test_lessons_that_nothing_unlocks_are_refused(flags: list[str], message: str
     [
         (["collect.processes=1", "collect.player=a:b"], "run of a control task, which plays no environments"),
         (["fill.directory=windows"], "run of a control task, which plays no environments"),
-        (["worker.dual_write_topic=old"], "worker.dual_write_topic needs rollouts with rewards"),
         (["environments.1.after=['add']"], "dsort3 comes after add, whose rewards come from a labeler"),
     ],
 )

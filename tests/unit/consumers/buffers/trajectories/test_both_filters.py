@@ -13,7 +13,7 @@ from rollstream.consumers.buffers.rollouts.buffer import RolloutReplayBuffer
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.records import OldMetadata, OldRollout, Rollout, RolloutBatch, RolloutMetadata
-from rollstream.topics.rollout_batch_upcast import downcast
+from tests.support.old_form import old_form
 
 STEP, NOW = 10, 10_000.0
 MAX_STEPS, MAX_AGE_S = 2, 100.0
@@ -58,7 +58,7 @@ def both_forms(groups: list[list[Rollout]]) -> RolloutBatch:
     """The batch of an old worker: the metadata of its first rollout stand for all."""
     facts = groups[0][0].metadata
     metadata = OldMetadata(worker_id=facts.worker_id, timestamp=facts.timestamp, weight_step=facts.weight_step)
-    return decode_as(RolloutBatch, encode(downcast(groups, metadata)))
+    return decode_as(RolloutBatch, encode(old_form(groups, metadata)))
 
 
 def without_own_metadata(batch: RolloutBatch) -> RolloutBatch:
