@@ -12,6 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import tomli_w
+
 from rollstream.consumers.buffers.trajectories.fill_config import FillConfig
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig, check_batch_bytes
 from rollstream.consumers.labeling.config import LabelingConfig
@@ -30,7 +32,6 @@ from rollstream.pipeline.settings import (
     known_keys,
     plain,
 )
-from rollstream.pipeline.toml import render
 from rollstream.pipeline.ui.config import UiConfig
 from rollstream.producers.config import (
     CapacityConfig,
@@ -461,4 +462,4 @@ def inference_urls(config: InferenceConfig) -> tuple[str, ...]:
 
 def to_toml(config: object) -> str:
     """Return a configuration as TOML that loads to an equal configuration."""
-    return render(plain(config))
+    return tomli_w.dumps(plain(config))

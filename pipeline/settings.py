@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
-from rollstream.pipeline.toml import line_of
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.secrets import is_secret
 
@@ -52,7 +51,7 @@ class Layer(NamedTuple):
 
     def place(self, key: str) -> str:
         """Name the place where a dotted key is set: a flag, a variable, or a file and its line."""
-        line = line_of(self.document, key)
+        line = _line_of(self.document, key)
         return self.origin if line is None else f"{self.origin}:{line}"
 
 
@@ -399,6 +398,29 @@ def _path_hook(hint: type, value: Any) -> Any:
     import msgspec
 
     raise msgspec.ValidationError(f"{value!r} is not a {hint.__name__}")
+
+
+def _line_of(document: str, key: str) -> int | None:
+    """Return the number of the line that sets a dotted key of a TOML document, or None."""
+    lines, begin = document.splitlines(), 1
+    for number in range(1, len(lines) + 1):
+        try:
+            table = tomllib.loads("\n".join(lines[:number]))
+        except tomllib.TOMLDecodeError:
+            continue  # inside a multi-line value
+        if key in _dotted(table):
+            return begin
+        begin = number + 1
+    return None
+
+
+def _dotted(table: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted key of each table, array of tables and value."""
+    for key, value in table.items():
+        yield prefix + key
+        entries = value if isinstance(value, list) else ()
+        tables = {str(number): entry for number, entry in enumerate(entries) if isinstance(entry, Mapping)}
+        yield from _dotted(value if isinstance(value, Mapping) else tables, f"{prefix}{key}.")
 
 
 def _flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

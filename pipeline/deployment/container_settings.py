@@ -9,10 +9,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
+import tomli_w
+
 from rollstream.pipeline.config import RunConfig, secret_references
 from rollstream.pipeline.deployment.description import ENGINE, INFER, LEARN, counts
 from rollstream.pipeline.settings import plain, variable_of
-from rollstream.pipeline.toml import render
 from rollstream.topics.errors import ConfigurationError
 
 HOME = PurePosixPath("/var/lib/rollstream")
@@ -165,7 +166,9 @@ def variables_of(settings: Mapping[str, Any]) -> dict[str, str]:
 def _text(value: Any) -> str:
     """Return the value as it is written in variables and flags: text unchanged, everything else as in TOML."""
     plainly = plain(value)
-    return plainly if isinstance(plainly, str) else render({"value": plainly}).removeprefix("value = ").strip()
+    if isinstance(plainly, str):
+        return plainly
+    return tomli_w.dumps({"value": plainly}, indent=0).removeprefix("value = ").replace("\n", "")
 
 
 def _directories(config: RunConfig) -> dict[str, str]:

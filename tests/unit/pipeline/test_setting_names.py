@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.run.plan import child_environment
 from rollstream.pipeline.settings import check_variables, known_keys, plain, variable_of
-from rollstream.pipeline.toml import render
 from rollstream.topics.errors import ConfigurationError
 from tests.support.paths import ROOT
 
@@ -51,11 +51,11 @@ def toml_of(key: str, value: Any) -> str:
     *sections, name = key.split(".")
     if "environments" in sections:
         rest = sections[sections.index("0") + 1 :]
-        return BASE + "".join(f"[environments.{part}]\n" for part in rest) + render({name: value})
+        return BASE + "".join(f"[environments.{part}]\n" for part in rest) + tomli_w.dumps({name: value})
     document: dict[str, Any] = {name: value}
     for section in reversed(sections):
         document = {section: document}
-    return render(document) + ("" if key == "environments" else BASE)
+    return tomli_w.dumps(document) + ("" if key == "environments" else BASE)
 
 
 def test_every_setting_is_set_alike_by_a_file_a_variable_and_a_flag(tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_every_setting_is_set_alike_by_a_file_a_variable_and_a_flag(tmp_path: Pa
     for key, value in defaults().items():
         if value is None or (key.startswith("environments.0.") and key.endswith((".use", ".name"))):
             continue  # None has no text form; the entry above has these two keys
-        text = render({"value": value}).removeprefix("value = ").strip()
+        text = tomli_w.dumps({"value": value}, indent=0).removeprefix("value = ").replace("\n", "")
         text = value if isinstance(value, str) else text
         file.write_text(toml_of(key, value))
         by_variable = outcome(lambda: load(base, environment={variable_of(key): text}))  # noqa: B023
