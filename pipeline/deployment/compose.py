@@ -8,6 +8,7 @@ import base64
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,13 +37,15 @@ from rollstream.pipeline.deployment.description import (
     role_of,
 )
 from rollstream.pipeline.deployment.role_secrets import secrets_of
-from rollstream.pipeline.deployment.yaml_text import MERGE, render_yaml
+from rollstream.pipeline.deployment.yaml_text import render_yaml
 from rollstream.topics.errors import ConfigurationError
 
 TOPICS = "topics"
 """The service that creates the topics and exits; every role starts after it."""
 CONFIG = "/etc/rollstream/run.toml"
 CODE = "/code"
+MERGE = "<<"
+"""Key whose value is the name of a table at the top, without `x-`, that is merged into this one."""
 _DATA = "/var/lib/kafka/data"
 _CONTROLLER_PORT = 9093
 _USER = "1000:1000"
@@ -76,10 +79,8 @@ class ComposeOptions:
 def render_compose(config: RunConfig, options: ComposeOptions) -> str:
     """Return the text of the compose file of a run. Raises ConfigurationError if containers cannot run it."""
     document = compose_document(config, options)
-    return _head(config, options) + render_yaml(
-        _escaped(document),
-        {"x-environment": "environment", "x-role": "role", "x-livez": "livez", "x-readyz": "readyz"},
-    )
+    text = re.sub(f'"{MERGE}": (.+)', rf"{MERGE}: *\1", render_yaml(_escaped(document)))
+    return _head(config, options) + re.sub("^x-(.+):$", r"x-\1: &\1", text, flags=re.MULTILINE)
 
 
 def compose_document(config: RunConfig, options: ComposeOptions) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rollstream.pipeline.deployment.chart.context import BOOTSTRAP, IN_SYNC, REP
 from rollstream.pipeline.deployment.chart.pods import CA_FOLDER, IN_CHART, WITH_USERS, config_flag
 from rollstream.pipeline.deployment.chart.templates import (
     Document,
+    Raw,
     Template,
     file_text,
     json_text,
@@ -25,7 +26,7 @@ from rollstream.pipeline.deployment.container_settings import (
     check_brokers,
     check_containers,
 )
-from rollstream.pipeline.deployment.yaml_text import Raw, render_yaml
+from rollstream.pipeline.deployment.yaml_text import render_yaml
 from rollstream.pipeline.settings import variable_of
 from rollstream.topics.errors import ConfigurationError
 

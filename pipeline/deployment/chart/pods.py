@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollstream.pipeline.deployment.chart.context import COORDINATOR, TOOLS, RunChart, values_key
-from rollstream.pipeline.deployment.chart.templates import digest_of, each_of, value, when
+from rollstream.pipeline.deployment.chart.templates import Enclosed, Raw, digest_of, each_of, value, when
 from rollstream.pipeline.deployment.container_settings import HOME, SECRETS
 from rollstream.pipeline.deployment.description import ENV, GATEWAY, LEARN, RoleDescription
-from rollstream.pipeline.deployment.yaml_text import Enclosed, Raw
 from rollstream.pipeline.settings import variable_of
 
 CONFIG_FOLDER = "/etc/rollstream"

@@ -5,14 +5,33 @@ used, which tests evaluate without helm: values with a default, files, digests, 
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollstream.pipeline.deployment.yaml_text import Enclosed, Raw, render_yaml
+from rollstream.pipeline.deployment.yaml_text import Line, render_yaml
 
 _END = "{{- end }}"
+_MARK = re.compile(r"template-(\d+)-")
+_LINE = re.compile(r"^( *)(?:- )?line-(\d+)-(?:: null)?$", re.MULTILINE)
 Document = Mapping[str, Any]
+
+
+class Raw(str):
+    """A scalar that helm fills in."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True)
+class Enclosed:
+    """A value of a table, or items of a list, between two lines that are not YAML."""
+
+    before: str
+    value: Any
+    """The value of its key or, within a list, the list of the enclosed items."""
+    after: str
 
 
 @dataclass(frozen=True)
@@ -79,7 +98,38 @@ def tcp_of_addresses(path: str) -> Enclosed:
 def _document(document: Document | Enclosed) -> str:
     if isinstance(document, Enclosed):
         return f"{document.before}\n" + "".join(map(_document, document.value)) + f"{document.after}\n"
-    return f"---\n{render_yaml(document)}"
+    texts: list[str] = []
+    text = _LINE.sub(lambda mark: mark[1] + texts[int(mark[2])], render_yaml(_marked(document, texts)))
+    return "---\n" + _MARK.sub(lambda mark: texts[int(mark[1])], text)
+
+
+def _marked(value: Any, texts: list[str]) -> Any:
+    """Return a value with marks in place of what is not YAML, whose texts are added to `texts`."""
+
+    def mark(kind: str, text: str) -> Line:
+        texts.append(text)
+        return Line(f"{kind}-{len(texts) - 1}-")
+
+    if isinstance(value, Raw):
+        return str(mark("template", value))
+    if isinstance(value, Mapping):
+        entries: dict[str, Any] = {}
+        for key, item in value.items():
+            if isinstance(item, Enclosed):
+                entries |= {mark("line", item.before): None, key: _marked(item.value, texts)}
+                entries[mark("line", item.after)] = None
+            else:
+                entries[key] = _marked(item, texts)
+        return entries
+    if isinstance(value, list | tuple):
+        items: list[Any] = []
+        for item in value:
+            if isinstance(item, Enclosed):
+                items += [mark("line", item.before), *_marked(item.value, texts), mark("line", item.after)]
+            else:
+                items.append(_marked(item, texts))
+        return items
+    return value
 
 
 def json_text(values: Any) -> str:
