@@ -17,7 +17,7 @@ from rollstream.topics.keys import encode_key
 from rollstream.topics.records import GroupCancelled, Rollout
 from rollstream.topics.signatures import ROLLOUT, signed_or_plain, signer_of
 from rollstream.topics.traces.way import rollout_sent
-from rollstream.topics.validation import UIDS_LIMIT, cancellation_problems, problems
+from rollstream.topics.validation import UIDS_LIMIT, untyped_problems
 
 
 class RolloutProducer(RecordSender):
@@ -59,7 +59,7 @@ class RolloutProducer(RecordSender):
         full for `timeout_s` (default: send_timeout_s), DeliveryError if an earlier rollout was not delivered. In each
         of these cases this rollout was not sent.
         """
-        wrong = problems(rollout)
+        wrong = untyped_problems(rollout)
         if not wrong and self._trains and rollout.sampling.filtered and not self._allow_filtered:
             wrong = [
                 "it was sampled with top_p, top_k or min_p, so its logprobs are not the policy's (sample "
@@ -98,7 +98,7 @@ class RolloutProducer(RecordSender):
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
         if not self._takes_cancellations:
             raise ConfigurationError(f"{name}: {self.topic} accepts rollouts only; send it with topic='rollouts'")
-        if wrong := cancellation_problems(cancelled, bounded=False):
+        if wrong := untyped_problems(cancelled, bounded=False):
             raise RecordError(f"{name} was not sent: {'; '.join(wrong)}")
         key = encode_key(cancelled.environment, cancelled.example_id)
 

@@ -14,9 +14,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
 import fastavro
+from fastavro.schema import SchemaParseException
 
 from rollstream.topics.avro_schema_limits import check_schema
-from rollstream.topics.codec import record_of, schemas, values_of
+from rollstream.topics.codec import PARSE_ERRORS, record_of, schemas, values_of
 from rollstream.topics.errors import RecordError, brief
 from rollstream.topics.records import Rollout
 
@@ -24,6 +25,19 @@ BLOCK_LIMIT_BYTES = 128 * 1024 * 1024
 """Largest size of an unpacked block."""
 _XZ_BYTES = 256 * 1024 * 1024
 """Memory for unpacking xz: its header may ask for a dictionary of gigabytes."""
+_DAMAGE = (
+    *PARSE_ERRORS,
+    AttributeError,
+    NotImplementedError,
+    RecursionError,
+    MemoryError,
+    RecordError,
+    SchemaParseException,
+    zlib.error,
+    lzma.LZMAError,
+    OSError,
+)
+"""What fastavro and the codecs raise for bytes of unknown origin, whose schema may be anything: every one is damage."""
 _SYNC_BYTES = 16
 _CODEC = "avro.codec"
 _HEADER = fastavro.parse_schema(
@@ -63,7 +77,7 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
         header, begin = _header(data)
         unpack = _unpacker(header["meta"])
         plain = _plain_header(header)
-    except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; every error means damage
+    except _DAMAGE as error:
         yield ContainerDamage("header", 1, brief(error))
         return
     sync, position = header["sync"], begin
@@ -71,7 +85,7 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
         block = str(position)
         try:
             claimed, first, end = _bounds(data, position, sync)
-        except Exception as error:  # every error of the parser means damage
+        except _DAMAGE as error:
             yield ContainerDamage(block, 1, brief(error))
             marker = data.find(sync, position)
             if marker < 0:
@@ -89,7 +103,7 @@ def read_container(data: bytes) -> Iterator[ContainerRecord | ContainerDamage]:
             for values in fastavro.reader(io.BytesIO(plain + _block(count, block_bytes, sync))):
                 yield ContainerRecord(f"{block}.{number}", values)
                 number += 1
-        except Exception as error:  # every error of the parser means damage
+        except _DAMAGE as error:
             yield ContainerDamage(f"{block}.{number}", max(1, count - number), brief(error))
         position = end
 
@@ -101,7 +115,7 @@ def container_metadata(data: bytes) -> dict[str, bytes]:
     """
     try:
         meta: dict[str, bytes] = _header(data)[0]["meta"]
-    except Exception as error:  # every error of the parser means that these bytes are not a container
+    except _DAMAGE as error:
         raise RecordError(f"not an Avro container file ({brief(error)})") from error
     return meta
 

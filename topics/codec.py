@@ -22,6 +22,7 @@ import fastavro
 import fastavro.read
 import fastavro.write
 import numpy as np
+from fastavro.read import SchemaResolutionError
 from fastavro.schema import fingerprint, to_parsing_canonical_form
 
 from rollstream.topics import records
@@ -69,6 +70,9 @@ RECORD_TYPES: tuple[type, ...] = (
 )
 _SHORT_BYTES = 4096
 """Size up to which `bytes.translate` is as fast as numpy."""
+PARSE_ERRORS = (EOFError, ValueError, TypeError, LookupError, OverflowError, SchemaResolutionError)
+"""What fastavro raises for bytes that do not fit a sound schema. Any other error is a mistake of ours or a lack of
+memory, and says nothing about the bytes."""
 R = TypeVar("R")
 
 
@@ -328,17 +332,15 @@ def decode(data: bytes | None) -> Any:
     newest = schemas()[schema.record][-1]
     stream = io.BytesIO(data)
     stream.seek(body)
+    # The two-argument form skips resolution, which costs time when the writer is current.
+    resolve = None if newest is schema else newest.parsed
     try:
-        # The two-argument form skips resolution, which costs time when the writer is current.
-        resolve = None if newest is schema else newest.parsed
         values = fastavro.schemaless_reader(stream, schema.parsed, resolve)
-        if stream.tell() != len(data) and not _is_signature(data[stream.tell() :]):
-            raise RecordError(f"{len(data) - stream.tell()} bytes follow the {schema.record}")
-        return _builder(_types()[schema.record])(cast(dict[str, Any], values))
-    except (RecordError, MemoryError):  # a lack of memory says nothing about the record
-        raise
-    except Exception as error:  # bytes of unknown origin can fail anywhere in the parser; each error means damage
+    except PARSE_ERRORS as error:
         raise RecordError(f"bytes do not parse as {schema.record} v{schema.version} ({brief(error)})") from error
+    if stream.tell() != len(data) and not _is_signature(data[stream.tell() :]):
+        raise RecordError(f"{len(data) - stream.tell()} bytes follow the {schema.record}")
+    return _builder(_types()[schema.record])(cast(dict[str, Any], values))
 
 
 def _is_signature(rest: bytes) -> bool:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rollstream.topics.arrays import RANK_LIMIT
-from rollstream.topics.errors import RecordError, brief
+from rollstream.topics.errors import RecordError
 from rollstream.topics.records import EpisodeSpan, NamedArray, RolloutMetadata, TrajectoryRecord
 from rollstream.topics.validation import NAME_LIMIT
 
@@ -162,16 +162,6 @@ def to_record(trajectory: Trajectory) -> TrajectoryRecord:
 
 def from_record(record: TrajectoryRecord) -> Trajectory:
     """Return the trajectory of a record; its arrays are read-only views. Raises RecordError if it is invalid."""
-    try:
-        return _from_record(record)
-    except (RecordError, MemoryError):
-        raise
-    except Exception as error:
-        # An unforeseen error makes the record invalid, too; it must not end the reader of the log.
-        raise RecordError(f"the arrays of trajectory {record.uid!r} cannot be read ({brief(error)})") from error
-
-
-def _from_record(record: TrajectoryRecord) -> Trajectory:
     trajectory = Trajectory(
         arrays=nest({path: named.array() for path, named in record.arrays.items()}),
         environment=record.environment,

@@ -6,8 +6,8 @@ Pure: each check returns a list of problems, empty if the record is valid.
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar, get_origin, get_type_hints
+from collections.abc import Mapping, Sequence
+from typing import Any, get_origin, get_type_hints
 
 import numpy as np
 
@@ -58,18 +58,13 @@ _PORTABLE = re.compile(r"(<[iu][248]|<f[248]|<c(8|16)|\|[biu]1)")
 _ACCEPTED: Mapping[Any, type] = {int: numbers.Integral, float: numbers.Real, tuple: Sequence}
 """Types whose values are accepted in place of a documented type; NumPy's numbers are among them."""
 
-R = TypeVar("R", Rollout, GroupCancelled)
-
 
 def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
     """Return everything wrong with a rollout: lengths, NaN, versions, group and branch counts, spans.
 
-    `bounded` limits the number, names, dimensions and extent of named arrays, as grouping does since core version 3.
+    Its fields are of their types, as those of decoded records are; `untyped_problems` takes any values. `bounded`
+    limits the number, names, dimensions and extent of named arrays, as grouping does since core version 3.
     """
-    return _problems_of(rollout, _rollout_problems, bounded)
-
-
-def _rollout_problems(rollout: Rollout, bounded: bool) -> list[str]:
     issues = _name_problems(rollout, "uid", "environment", "example_id")
     for name in ("group_id", "episode_uid"):
         if len(getattr(rollout, name)) > NAME_LIMIT:
@@ -99,14 +94,10 @@ def _rollout_problems(rollout: Rollout, bounded: bool) -> list[str]:
 
 
 def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) -> list[str]:
-    """Return everything wrong with a cancellation.
+    """Return everything wrong with a cancellation whose fields are of their types.
 
     `bounded` limits the number of its uids, as grouping does since core version 3.
     """
-    return _problems_of(cancelled, _cancellation_problems, bounded)
-
-
-def _cancellation_problems(cancelled: GroupCancelled, bounded: bool) -> list[str]:
     issues = _name_problems(cancelled, "environment", "example_id")
     if len(cancelled.group_id) > NAME_LIMIT:
         issues.append(f"group_id is longer than {NAME_LIMIT} characters")
@@ -123,10 +114,12 @@ def _cancellation_problems(cancelled: GroupCancelled, bounded: bool) -> list[str
     return issues
 
 
-def _problems_of(record: R, check: Callable[[R, bool], list[str]], bounded: bool) -> list[str]:
-    """Return what `check` reports, or, if it fails, which fields are not of their types. Decoded records always are."""
+def untyped_problems(record: Rollout | GroupCancelled, *, bounded: bool = True) -> list[str]:
+    """Return everything wrong with a record that other code made, whose fields may hold anything."""
     try:
-        return check(record, bounded)
+        if isinstance(record, Rollout):
+            return problems(record, bounded=bounded)
+        return cancellation_problems(record, bounded=bounded)
     except (TypeError, AttributeError, ValueError, OverflowError) as error:
         return _type_problems(record) or [f"a field has an impossible value ({brief(error)})"]
 

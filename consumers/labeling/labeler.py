@@ -22,7 +22,7 @@ from rollstream.topics.records import GroupCancelled, Rollout, RolloutMetadata, 
 from rollstream.topics.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain
 from rollstream.topics.trajectories import Trajectory, from_record, to_record
 from rollstream.topics.user_code import load_object
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.validation import cancellation_problems, problems, untyped_problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def _with_label(rollout: Rollout, label: Any) -> Rollout:
             **{name: _finite(name, value, rollout) for name, value in components.items()},
         },
     )
-    if wrong := problems(labeled):
+    if wrong := untyped_problems(labeled):
         raise RecordError("; ".join(wrong))
     return labeled
 

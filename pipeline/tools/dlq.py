@@ -36,7 +36,7 @@ from rollstream.topics.records import GroupCancelled, Rollout, TrajectoryRecord
 from rollstream.topics.signatures import ROLLOUT, Signer, is_signed_by, signed_or_plain, signer_of
 from rollstream.topics.trajectories import from_record
 from rollstream.topics.user_code import load_file
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.validation import untyped_problems
 
 _WIDTH = 44
 SOURCES = ("rollouts", "unlabelled")
@@ -345,7 +345,7 @@ def _mended(letter: Letter, fix: Fix | None, signer: Signer | None) -> tuple[str
         return f"a {type(record).__name__} does not belong in {letter.topic}", b"", b""
     if isinstance(record, TrajectoryRecord):
         return _unsound(record), encode_key(record.environment, record.metadata.worker_id), value
-    errors = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
+    errors = untyped_problems(record)
     return "; ".join(errors), encode_key(record.environment, record.example_id), value
 
 

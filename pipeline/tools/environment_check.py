@@ -38,7 +38,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Rollout
-from rollstream.topics.validation import problems
+from rollstream.topics.validation import untyped_problems
 
 _WIDTH = 80
 _LOOK_S = 2.0
@@ -271,7 +271,7 @@ async def _agents_group(
 
 def _check_record(rollout: Rollout, config: RunConfig) -> None:
     """Raise RecordError if a worker could not send a rollout, and would cancel its member instead."""
-    if wrong := problems(rollout):
+    if wrong := untyped_problems(rollout):
         raise RecordError(f"the rollout cannot be recorded: {'; '.join(wrong)}")
     size = len(encode_key(rollout.environment, rollout.example_id)) + len(encode(rollout))
     topic = topic_name(config.run, "rollouts")

@@ -40,7 +40,7 @@ from rollstream.topics.errors import ConfigurationError, RecordError
 from rollstream.topics.logs import event
 from rollstream.topics.records import GroupCancelled, Rollout
 from rollstream.topics.rl_examples import RLExample, Source
-from rollstream.topics.validation import cancellation_problems, problems
+from rollstream.topics.validation import untyped_problems
 
 logger = logging.getLogger(__name__)
 LOCK = ".lock"
@@ -186,7 +186,7 @@ class GroupReplayBuffer(Closing):
                 f"rollout {rollout.uid!r} is of environment {rollout.environment!r}, but this store is of "
                 f"{self.environment!r}; add it to the store of its environment"
             )
-        if wrong := problems(rollout):
+        if wrong := untyped_problems(rollout):
             raise RecordError(f"rollout {rollout.uid!r} was not added: {'; '.join(wrong)}")
         source = source or Source(_NO_PLACE, _NO_PLACE, rollout.uid)
         with self._lock:
@@ -216,7 +216,7 @@ class GroupReplayBuffer(Closing):
     def cancel(self, record: GroupCancelled, partition: int, *, now: float | None = None) -> None:
         """Apply a record that cancels members of a group. Raises RecordError if it is invalid, StoreError as
         `add_rollout` does."""
-        if wrong := cancellation_problems(record):
+        if wrong := untyped_problems(record):
             raise RecordError(f"cancellation of group {record.group_id!r} was not applied: {'; '.join(wrong)}")
         with self._lock:
             self._check_writable()

@@ -20,7 +20,7 @@ from rollstream.consumers.grouping.core.estimators import estimator, is_user_est
 from rollstream.consumers.grouping.core.plug_ins import BUILT_IN, PlugIns
 from rollstream.consumers.grouping.makers.batch_maker import MakerContext
 from rollstream.consumers.grouping.makers.registry import batch_maker, is_user_maker
-from rollstream.topics.errors import ConfigurationError, StateRefused
+from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Mark
 from rollstream.topics.signatures import is_signed_by, mark_context
 
@@ -138,16 +138,11 @@ def content_outcome(
         return MarkOutcome()
     try:
         return MarkOutcome(_configuration(mark, current, plug_ins, change))
-    except (StateRefused, MemoryError):
-        raise
-    except Exception as error:
+    except ConfigurationError as error:
         # No task can have run this configuration, because tasks check the configurations that they write.
         if current.core_version >= 3:
-            why = error if isinstance(error, ConfigurationError) else f"{type(error).__name__}: {error}"
-            return MarkOutcome(problem=f"a mark of generation {mark.generation}: {why}")
-        if isinstance(error, ConfigurationError):
-            return MarkOutcome()
-        raise
+            return MarkOutcome(problem=f"a mark of generation {mark.generation}: {error}")
+        return MarkOutcome()
 
 
 def _check_extent(config: GroupingConfig, current: GroupingConfig) -> None:

@@ -13,7 +13,6 @@ from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.estimators import Estimator, Outcomes
 from rollstream.consumers.grouping.core.groups import Group
 from rollstream.topics import codec
-from rollstream.topics.errors import RecordError, StateRefused
 from rollstream.topics.fates import exclusion_detail
 from rollstream.topics.keys import encode_key, partition_of
 from rollstream.topics.records import GroupCancelled, Mark, Rollout
@@ -54,9 +53,11 @@ def foreign_rejection(record: InputRecord, config: GroupingConfig) -> Rejection 
 def value_rejection(
     record: InputRecord, value: object, partition: int, partitions: int, config: GroupingConfig, *, replaying: bool
 ) -> Rejection | None:
-    """Reject a decoded record that cannot be grouped, whatever the state of its group. Marks are never rejected here.
+    """Reject a decoded record that cannot be grouped, whatever the state of its group: by its type, content, key,
+    partition, signature and sampling, and since core version 3 by its bounds. Marks are never rejected here.
 
-    Raises RecordError if a check itself fails with an exception.
+    Raises StateRefused if this process cannot check a signature that other processes can check. An error of a check is
+    a mistake in the check: it ends the task, because a record that it rejected would be lost in silence.
     """
     if isinstance(value, Mark):
         return None
@@ -64,23 +65,6 @@ def value_rejection(
         return Rejection("invalid", f"a {type(value).__name__} does not belong in rollouts")
     if replaying and isinstance(value, Rollout):
         return None  # It passed these checks when it was first read.
-    try:
-        return record_rejection(record, value, partition, partitions, config)
-    except StateRefused:
-        raise  # This process cannot check a signature that other processes can check.
-    except Exception as error:
-        # No record may end a task, because the task would read it again at every start. A lack of memory says nothing
-        # about the record.
-        if config.core_version < 3 or isinstance(error, MemoryError):
-            raise
-        raise RecordError(f"it cannot be judged ({type(error).__name__}: {error})"[:200]) from error
-
-
-def record_rejection(
-    record: InputRecord, value: Rollout | GroupCancelled, partition: int, partitions: int, config: GroupingConfig
-) -> Rejection | None:
-    """Reject a rollout or cancellation by its content, key, partition, signature and sampling, and since core version 3
-    by its bounds."""
     bounded = config.core_version >= 3
     if isinstance(value, Rollout):
         faults = problems(value, bounded=bounded)

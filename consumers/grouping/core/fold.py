@@ -144,16 +144,16 @@ class Fold:
             return
         try:
             value = codec.decode(record.value)
-            if isinstance(value, Rollout) and record.offset in self._rewards:
-                # The signature is checked against the bytes of the record, which stay unchanged.
-                value = replace(value, reward=self._rewards[record.offset])
-            rejection = value_rejection(
-                record, value, self.partition, self.partitions, self.config, replaying=self.replaying
-            )
         except RecordError as error:
             self._count_read("", 0)
             self._tracker.dead_letter(record, str(error))
             return
+        if isinstance(value, Rollout) and record.offset in self._rewards:
+            # The signature is checked against the bytes of the record, which stay unchanged.
+            value = replace(value, reward=self._rewards[record.offset])
+        rejection = value_rejection(
+            record, value, self.partition, self.partitions, self.config, replaying=self.replaying
+        )
         if isinstance(value, Mark):
             self._admit_mark(record, value)
             return

@@ -11,7 +11,7 @@ from rollstream.consumers.grouping.core.configuration_marks import BATCH_BYTES_L
 from rollstream.consumers.grouping.core.effects import Effects, InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
-from rollstream.topics.errors import ConfigurationError, RollstreamError, StateRefused
+from rollstream.topics.errors import ConfigurationError, StateRefused
 from rollstream.topics.records import Mark
 
 
@@ -78,14 +78,13 @@ class GroupingTask:
                 self._check_room()
         except ForeignConfiguration as error:
             raise StateRefused(f"{error}; {self._skip_remedy(record, 'if none of your programs wrote it')}") from error
-        except (RollstreamError, MemoryError):
-            raise
         except Exception as error:
-            raise StateRefused(
-                f"offset {record.offset} of rollouts[{self.partition}] ends grouping "
-                f"({type(error).__name__}: {error}); fix the cause, or "
+            # A batch maker, or code of ours, is mistaken: the traceback says where, and the note at which record.
+            error.add_note(
+                f"offset {record.offset} of rollouts[{self.partition}] ends grouping; fix the cause, or "
                 f"{self._skip_remedy(record, 'if that is not possible')}"
-            ) from error
+            )
+            raise
 
     def reach_end(self, end: int) -> None:
         """Note that every committed record before `end`, the end of the partition, was read."""

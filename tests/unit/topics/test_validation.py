@@ -26,7 +26,12 @@ from rollstream.topics.records import (
     SamplingParams,
     Turn,
 )
-from rollstream.topics.validation import batch_problems, cancellation_problems, decode_journal, problems
+from rollstream.topics.validation import (
+    batch_problems,
+    decode_journal,
+    problems,
+    untyped_problems,
+)
 from tests.strategies import any_record, rollouts
 from tests.support.batches import random_batch
 
@@ -132,7 +137,7 @@ def test_unusual_but_valid_rollouts_have_no_problems(changes: dict[str, Any]) ->
     ],
 )
 def test_a_rollout_of_wrong_types_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:
-    [reported] = problems(replace(example_rollout("a"), **changes))
+    [reported] = untyped_problems(replace(example_rollout("a"), **changes))
     assert words in reported
 
 
@@ -144,7 +149,7 @@ WRONG = [None, 3, "x", "\ud800", b"x", [], ["a"], (3,), {3: 3}, object(), np.arr
 def test_a_record_with_any_value_in_any_field_is_encoded_or_refused(sound: Rollout | GroupCancelled) -> None:
     for name, value in itertools.product([each.name for each in fields(sound)], WRONG):
         record = replace(sound, **{name: value})  # type: ignore[arg-type]
-        reported = problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
+        reported = untyped_problems(record)
         if not reported:
             with contextlib.suppress(RecordError):
                 encode_key(record.environment, record.example_id)
@@ -174,7 +179,7 @@ def test_any_rollout_that_decodes_can_be_checked(rollout: Rollout) -> None:
     ],
 )
 def test_a_senseless_cancellation_is_named_with_its_field(changes: dict[str, Any], words: str) -> None:
-    reported = cancellation_problems(replace(SOUND, **changes))
+    reported = untyped_problems(replace(SOUND, **changes))
     assert words in "; ".join(reported)
     assert bool(reported) == bool(words)
 

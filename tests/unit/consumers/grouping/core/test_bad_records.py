@@ -7,15 +7,16 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.config import GENERATION_STEP, GrouperConfig, GroupingConfig
-from rollstream.consumers.grouping.core import drop_rules, task_state
+from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.configuration_marks import VERSION_STEP
-from rollstream.consumers.grouping.core.effects import CORE_VERSION
+from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.testing import GroupingTestDriver, Piped, example_rollout
 from rollstream.topics import codec
 from rollstream.topics.codec import decode, encode
 from rollstream.topics.errors import ConfigurationError
+from rollstream.topics.keys import encode_key
 from rollstream.topics.records import Mark, NamedArray, Rollout, SamplingParams
 from rollstream.topics.rl_examples import REFERENCE
 from tests.support.pairs import driver, pair, reasons, uids
@@ -88,21 +89,33 @@ def test_since_version_9_a_record_of_another_topic_is_not_decoded(monkeypatch: p
     assert tuple(value for value in decoded if value in mine) == mine, "by core version 8"
 
 
-def test_a_record_whose_checks_raise_is_a_dead_letter(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(rollout: Rollout, **_: Any) -> list[str]:
-        return [] if rollout.uid != "bad" else [str(1 // 0)]
+@pytest.mark.parametrize(
+    ("place", "record"),
+    [
+        ("topics.validation._array_problems", carrying("x", array(4))),
+        ("topics.codec._all_bools", example_rollout("a")),
+        ("topics.codec._builder", example_rollout("a")),
+        ("consumers.grouping.core.drop_rules.partition_of", example_rollout("a")),
+        ("consumers.grouping.core.configuration_marks.check_names", mark_of(GroupingConfig(generation=1))),
+    ],
+)
+def test_a_mistake_of_ours_ends_the_task(monkeypatch: pytest.MonkeyPatch, place: str, record: Rollout | Mark) -> None:
+    def mistaken(*_: object, **__: object) -> None:
+        raise NameError("name 'planted' is not defined")
 
-    monkeypatch.setattr(drop_rules, "problems", fails)
     d = driver()
-    d.pipe(example_rollout("bad"))
-    pair(d, "after")
-    assert [(letter.record.offset, letter.error) for letter in d.dead_letters] == [
-        (0, "it cannot be judged (ZeroDivisionError: integer division or modulo by zero)")
+    task = GroupingTask(d.fold, JournalPointers(0, 0), GrouperConfig(), "test")
+    value, key = encode(record), encode_key("env", "0") if isinstance(record, Rollout) else None
+    offset = d.fold.position
+    monkeypatch.setattr(f"rollstream.{place}", mistaken)
+    with pytest.raises(NameError, match="planted") as raised:
+        task.apply(InputRecord(offset, 0, key, value))
+    monkeypatch.undo()
+    assert raised.value.__notes__ == [
+        f"offset {offset} of rollouts[0] ends grouping; fix the cause, or if that is not possible, have the record "
+        f"left out: `rollstream group skip 0:{offset} --reason ...`"
     ]
-    assert uids(d) == [("aftera", "afterb")]
-    old = driver(core_version=2)
-    with pytest.raises(ZeroDivisionError):
-        old.pipe(example_rollout("bad"))
+    assert (d.drops, d.dead_letters) == ([], [])
 
 
 def test_the_clock_and_the_generation_rise_by_one_step_at_a_time() -> None:

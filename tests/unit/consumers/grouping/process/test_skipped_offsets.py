@@ -1,5 +1,7 @@
 """Skipped records are left out unread, recorded, and left out again whenever the log is folded again."""
 
+import re
+
 import pytest
 
 from rollstream.consumers.grouping.config import GrouperConfig, GroupingConfig
@@ -193,9 +195,10 @@ class Dividing(FifoBatchMaker):
         raise ZeroDivisionError
 
 
-def test_any_other_error_of_a_record_names_it_and_the_remedy() -> None:
+def test_an_error_of_a_maker_has_a_note_with_the_record_and_the_remedy() -> None:
     d = GroupingTestDriver(GroupingConfig(maker="mine", batch_rollouts=2), makers={"mine": Dividing})
     d.pipe(example_rollout("a", 1.0))
     record = read(example_rollout("b", 0.0), 1)
-    with pytest.raises(StateRefused, match=r"offset 1 of rollouts\[0\] ends grouping \(ZeroDivisionError.*skip 0:1"):
+    with pytest.raises(ZeroDivisionError) as raised:
         task_of(d).apply(record)
+    assert re.match(r"offset 1 of rollouts\[0\] ends grouping; .*skip 0:1", raised.value.__notes__[0])
