@@ -115,8 +115,8 @@ class StepLog:
             reason = self._retired[self._learner].reason
             raise StateRefused(
                 f"learner {self._learner!r} of run {self._run} is retired{f' ({reason})' if reason else ''}, and its "
-                f"input may be gone; start a learner of another name, or let it train again with `rollstream learner "
-                f"resume {self._learner} --run {self._run}`"
+                f"input may be gone; start a learner of another name, or let it train again with "
+                f"`rollstream steer learner resume {self._learner} --run {self._run}`"
             )
         newest = max((p for p in publications if p.learner not in self._retired), default=None)
         if newest is None or newest.learner == self._learner or take_over:

@@ -4,7 +4,7 @@ import argparse
 import difflib
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +27,19 @@ class Parser(argparse.ArgumentParser):
     """
 
     module = ""
+    sections: Mapping[str, Sequence[str]] = {}
+    """Names of commands by the title under which --help lists them; without any, argparse's own list."""
+
+    def format_help(self) -> str:
+        """Return the help; commands of sections in a list of one line each."""
+        if not self.sections:
+            return super().format_help()
+        [commands] = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        summaries = {choice.dest: choice.help for choice in commands._choices_actions}
+        lines = [f"usage: {self.prog} [--version] COMMAND ...", "", self.description or ""]
+        for title, names in self.sections.items():
+            lines += ["", f"{title}:", *(f"  {name:13} {summaries[name]}" for name in names)]
+        return "\n".join([*lines, "", self.epilog or "", ""])
 
     def load(self) -> None:
         """Import the command's module, unless it is imported already, and let it add its flags."""
@@ -47,11 +60,19 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]
-        near = difflib.get_close_matches(str(value), choices, 1)
+        near = [f"{name} {value}" for name, group in _groups(action).items() if value in group]
+        near = near or difflib.get_close_matches(str(value), choices, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
         if isinstance(action, argparse._SubParsersAction):
             raise argparse.ArgumentError(None, f"{self.prog} has no command {value!r}, {hint}")
         raise argparse.ArgumentError(action, f"invalid choice {value!r}, {hint}")
+
+
+def _groups(action: argparse.Action) -> dict[str, Collection[str]]:
+    """Return the commands below each command, by its name."""
+    parsers = action.choices if isinstance(action, argparse._SubParsersAction) else {}
+    below = ((name, each) for name, parser in parsers.items() for each in parser._actions)
+    return {name: each.choices for name, each in below if isinstance(each, argparse._SubParsersAction)}
 
 
 class Setting(argparse.Action):

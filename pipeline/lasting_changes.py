@@ -1,6 +1,6 @@
 """Makes the changes that a run's page offers and no command can withdraw: rollbacks of weights, and exclusions.
 
-This process makes them at once, as `rollstream weights rollback` and `rollstream exclude` do. In contrast,
+This process makes them at once, as `rollstream weights rollback` and `rollstream steer exclude` do. In contrast,
 `rollstream.pipeline.steering` only writes records that other processes follow.
 """
 

@@ -176,7 +176,7 @@ def _weigh(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
         if weight is not None and not (isinstance(weight, int | float) and 0 < weight <= MOST_WEIGHT):
             raise ConfigurationError(
                 f"the weight of environment {name} is {weight}; it must be above 0 and at most {MOST_WEIGHT:g}; "
-                "`rollstream environment pause` takes the environment out of the mixture"
+                "`rollstream steer environment pause` takes the environment out of the mixture"
             )
         _check_environment(kafka, run, str(name))
         records[str(name)] = (
@@ -191,7 +191,7 @@ def _stop(kafka: KafkaConfig, run: str, arguments: Mapping[str, Any]) -> None:
     """End learners after a step: {"at_step": 500}; None withdraws the request."""
     at_step = _only(arguments, "at_step")["at_step"]
     if at_step is not None and (not isinstance(at_step, int) or isinstance(at_step, bool) or at_step < 0):
-        raise ConfigurationError(f"{at_step!r} is not a step number; write e.g. `rollstream stop --at-step 500`")
+        raise ConfigurationError(f"{at_step!r} is not a step number; write e.g. `rollstream steer stop --at-step 500`")
     request = None if at_step is None else StopRequest(at_step=at_step, wall_time=time.time())
     steering.write(kafka, run, steering.STOP, {steering.AT_STEP: request})
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from rollstream.pipeline.capacity import measured_rates
 from rollstream.pipeline.capacity.plan import Machines, Workload, plan
-from rollstream.pipeline.cli import COMMANDS, build_parser
+from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.commands import COMMANDS
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import EVERYONE, USERS, access_rules
 from rollstream.pipeline.deployment.description import ROLES, RoleDescription
@@ -86,7 +87,7 @@ def roles_table() -> str:
 
     def row(role: RoleDescription) -> tuple[str, ...]:
         return (
-            f"`{' '.join(('rollstream', role.name, *role.flags))}`",
+            f"`{' '.join(('rollstream', *role.command, *role.flags))}`",
             role.does,
             _names(role.counted_by) or "none",
             _names(role.number_flag),
@@ -292,9 +293,7 @@ def metrics_tables() -> str:
     """The catalogue of metrics, a table for each role; those of several roles come first."""
     several = [spec for spec in CATALOGUE_OF_METRICS if len(spec.roles) > 1]
     parts = [("Several roles", several)]
-    parts += [
-        (f"`rollstream {role}`", [spec for spec in of_role(role) if len(spec.roles) == 1]) for role in SERVING_ROLES
-    ]
+    parts += [(f"`{role}`", [spec for spec in of_role(role) if len(spec.roles) == 1]) for role in SERVING_ROLES]
     return "\n\n".join(f"### {title}\n\n{_metrics_table(specs)}" for title, specs in parts if specs)
 
 

@@ -34,5 +34,6 @@ class CommitMetadata(NamedTuple):
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise StateRefused(
                 f"the offset committed for {where} carries {text!r} instead of rollstream's metadata ({error}); "
-                f"another program committed it: stop that program, and commit again with `rollstream group recover`"
+                f"another program committed it: stop that program, and commit again with "
+                "`rollstream role group recover`"
             ) from error

@@ -42,7 +42,7 @@ TOPICS = (
     "rescores",
     "rollouts",
 )
-"""All topics except `weights`, whose records are large and soon deleted; `rollstream export` keeps models."""
+"""All topics except `weights`, whose records are large and soon deleted; `rollstream weights export` keeps models."""
 FLUSH_BYTES = 64 * 1024 * 1024
 _TIMEOUT_S = 60.0
 

@@ -83,7 +83,7 @@ def ensure_positions(kafka: KafkaConfig, run: str, group: str) -> str:
     if lost:
         raise StateRefused(
             f"group {group} has no positions in partitions {lost} of {topic}; commit them again with "
-            "`rollstream label recover`"
+            "`rollstream role label recover`"
         )
     others = {LabelingProgress.decode(tp).topic_id for tp in committed} - {topic_id, ""}
     if others:
@@ -119,7 +119,7 @@ def _initialize(
     if labeled:
         raise StateRefused(
             f"group {group} has no positions in {topic}, but a record ({labeled}) was labeled: the positions were "
-            f"lost. Commit them again with `rollstream label recover`"
+            f"lost. Commit them again with `rollstream role label recover`"
         )
     with Reader(kafka, group=group) as reader, producer.transaction() as transaction:
         transaction.send_offsets(first, reader.group_metadata())

@@ -42,7 +42,7 @@ def recover(kafka: KafkaConfig, run: str, config: LabelingConfig, patience_s: fl
             return _recover(producer, kafka, run, group, patience_s)
     except (TransactionFailed, Stalled) as error:
         raise BrokerUnavailable(
-            f"positions of group {group} cannot be committed: {error}; repeat `rollstream label recover`"
+            f"positions of group {group} cannot be committed: {error}; repeat `rollstream role label recover`"
         ) from error
 
 
@@ -82,7 +82,7 @@ def _recover(
         # still in the group, or has written records that the second check finds.
         _refuse_members(kafka, group)
         if {name: _sources(kafka, run, name, begins) for name in _OUTPUTS} != made:
-            raise StateRefused("a process has labeled records; stop it, and repeat `rollstream label recover`")
+            raise StateRefused("a process has labeled records; stop it, and repeat `rollstream role label recover`")
     return {place.partition: place.offset for place in positions}
 
 
@@ -90,7 +90,7 @@ def _refuse_members(kafka: KafkaConfig, group: str) -> None:
     if members(kafka, group):
         raise StateRefused(
             f"group {group} has members; stop them, wait out kafka.session_timeout_s ({kafka.session_timeout_s:g} s), "
-            f"and repeat `rollstream label recover`"
+            f"and repeat `rollstream role label recover`"
         )
 
 

@@ -82,7 +82,7 @@ ALERTS = (
         lasts="30m",
         severity="warning",
         summary="Partition {{ $labels.partition }} of run {{ $labels.run }} is paused, and its rollouts grow stale",
-        remedy="Run `rollstream group resume` once the reason for the pause is gone.",
+        remedy="Run `rollstream role group resume` once the reason for the pause is gone.",
         section="A partition is stuck",
     ),
     Alert(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
+from rollstream.pipeline.commands import GROUPS
 from rollstream.topics.catalogue import CATALOGUE, TOOLS
 from rollstream.topics.errors import ConfigurationError
 
@@ -41,7 +42,7 @@ class RoleDescription:
     """One role of a run: a kind of process, of which there may be several."""
 
     name: str
-    """Its name, which is also the name of its command: `rollstream NAME`."""
+    """Its name: `rollstream role NAME` starts it, or `rollstream NAME` if it is a tool as well."""
     does: str
     """Its work, in one sentence without a subject."""
     flags: tuple[str, ...] = ()
@@ -80,6 +81,11 @@ class RoleDescription:
         return bool(self.number_flag)
 
     @property
+    def command(self) -> tuple[str, ...]:
+        """Words that name its command."""
+        return ("role", self.name) if self.name in GROUPS["role"] else (self.name,)
+
+    @property
     def is_tool(self) -> bool:
         """Whether it is a long-running tool that `rollstream run` does not start."""
         return not self.counted_by
@@ -95,10 +101,10 @@ class RoleDescription:
         """Topics that it writes to, according to the catalogue."""
         return tuple(spec.name for spec in CATALOGUE if self.name in spec.writers)
 
-    def arguments(self, number: int = 0) -> tuple[str, ...]:
+    def arguments(self, number: int | str = 0) -> tuple[str, ...]:
         """Return the command of a process and its flags, without the flags of the configuration."""
         numbered = (self.number_flag, str(number)) if self.number_flag else ()
-        return (self.name, *self.flags, *numbered)
+        return (*self.command, *self.flags, *numbered)
 
 
 _CONSUMERS = (LEARN, INFER, ENGINE, SERVE_WEIGHTS, GROUP, LABEL)

@@ -13,8 +13,9 @@ from rollstream.topics.user_code import load_object
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream collect`."""
-    set_handler(parser, run, example="rollstream collect --run robot --set collect.player=cell.arm:play", role=True)
+    """Add the flags of `rollstream role collect`."""
+    example = "rollstream role collect --run robot --set collect.player=cell.arm:play"
+    set_handler(parser, run, example=example, role=True)
     add_number(parser, "process")
 
 

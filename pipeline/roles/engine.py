@@ -58,8 +58,8 @@ class EngineEnded(RollstreamError):
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream engine`."""
-    set_handler(parser, run, example="rollstream engine --config run.toml", role=True)
+    """Add the flags of `rollstream role engine`."""
+    set_handler(parser, run, example="rollstream role engine --config run.toml", role=True)
 
 
 def run(config: RunConfig, _args: argparse.Namespace) -> int:

@@ -7,14 +7,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import replace
 
-from rollstream.pipeline.command_parser import Setting, add_command, set_handler
+from rollstream.pipeline.command_parser import Setting, set_handler
 from rollstream.pipeline.config import RunConfig, inference_urls
 from rollstream.pipeline.deployment.description import ENV
 from rollstream.pipeline.environments import environments_of
 from rollstream.pipeline.process_number import add_number
 from rollstream.pipeline.roles.following_control import end_with_split
 from rollstream.pipeline.run.role_process import announce_ready, run_until_stopped
-from rollstream.pipeline.tools import environment_check, environment_template
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.worker_process import run_worker
@@ -22,14 +21,7 @@ from rollstream.topics.steering import desired_state
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream env`, and the commands below it."""
-    commands = parser.add_subparsers(
-        dest="env_command",
-        metavar="new|check",
-        help="write or check an environment; without either, play the run's environments",
-    )
-    environment_template.register(add_command(commands, "new", "write an environment of your own, with its test"))
-    environment_check.register(add_command(commands, "check", "play an environment and show what is trained on"))
+    """Add the flags of `rollstream role env`."""
     set_handler(parser, run, role=True)
     add_number(parser, "worker")
     parser.add_argument(

@@ -14,7 +14,7 @@ from rollstream.topics.errors import ConfigurationError
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream eval`."""
+    """Add the flags of `rollstream role eval`."""
     set_handler(parser, run, role=True)
     add_number(parser, "evaluator")
     parser.add_argument(

@@ -17,8 +17,8 @@ _POLL_S = 0.2
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream fill`."""
-    set_handler(parser, run, example="rollstream fill --run robot --set fill.directory=windows", role=True)
+    """Add the flags of `rollstream role fill`."""
+    set_handler(parser, run, example="rollstream role fill --run robot --set fill.directory=windows", role=True)
 
 
 def run(config: RunConfig, args: argparse.Namespace) -> int:

@@ -14,8 +14,8 @@ from rollstream.producers.gateway.gateway_process import run_gateway
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream gateway`."""
-    set_handler(parser, run, example="rollstream gateway --run main --port 8100", role=True)
+    """Add the flags of `rollstream role gateway`."""
+    set_handler(parser, run, example="rollstream role gateway --run main --port 8100", role=True)
     add_number(parser, "gateway")
     parser.add_argument("--port", dest="gateway.port=", action=Setting, metavar="N", help="port to listen on")
 

@@ -18,7 +18,7 @@ thresholds, the collector would scan them again and again."""
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream group`."""
+    """Add the flags of `rollstream role group`."""
     set_handler(parser, run, role=True, serves=lambda args: args.action is None)
     add_number(parser, "consumer")
     parser.add_argument(
@@ -90,7 +90,7 @@ def _skip(config: RunConfig, args: argparse.Namespace) -> int:
     offsets = f"offset {last} of" if skip.count == 1 else f"{skip.count} offsets, {skip.offset} to {last}, of"
     print(
         f"{offsets} partition {skip.partition} will be dropped as skipped, without being read, when its grouping task "
-        f"starts again: start `rollstream group` again"
+        f"starts again: start `rollstream role group` again"
     )
     return 0
 
@@ -100,7 +100,7 @@ def _pause(config: RunConfig, args: argparse.Namespace) -> int:
     from rollstream.topics.paused_partitions import pause, resume
 
     if not (args.place or "").isdecimal():
-        raise ConfigurationError(f"name a partition, e.g. `rollstream group {args.action} 0 --run {config.run}`")
+        raise ConfigurationError(f"name a partition, e.g. `rollstream role group {args.action} 0 --run {config.run}`")
     clients.check_broker(config.kafka)
     partition = int(args.place)
     if args.action == "resume":
@@ -109,7 +109,7 @@ def _pause(config: RunConfig, args: argparse.Namespace) -> int:
         return 0
     pause(config.kafka, config.run, partition, args.reason)
     print(
-        f"no process reads partition {partition} of rollouts any further until `rollstream group "
+        f"no process reads partition {partition} of rollouts any further until `rollstream role group "
         f"resume {partition} --run {config.run}`"
     )
     return 0

@@ -138,7 +138,7 @@ class FollowedPolicy:
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream infer`."""
+    """Add the flags of `rollstream role infer`."""
     set_handler(parser, run, role=True)
     add_number(parser, "server")
 

@@ -14,11 +14,11 @@ from rollstream.topics.errors import ConfigurationError
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream label`."""
+    """Add the flags of `rollstream role label`."""
     set_handler(
         parser,
         run,
-        example="rollstream label rewards.grasping:judge --run robot",
+        example="rollstream role label rewards.grasping:judge --run robot",
         role=True,
         serves=lambda args: args.labeler != "recover",
     )

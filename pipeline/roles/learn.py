@@ -23,7 +23,7 @@ _STOPPED = "stopped"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream learn`."""
+    """Add the flags of `rollstream role learn`."""
     set_handler(parser, run, role=True)
     add_number(parser, "process of learner.processes", "--process")
     parser.add_argument(

@@ -14,9 +14,12 @@ from rollstream.producers.metrics_publisher import MetricsPublisher
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream serve-weights`."""
+    """Add the flags of `rollstream role serve-weights`."""
     set_handler(
-        parser, run, example="rollstream serve-weights --run main --engine vllm --url http://127.0.0.1:8000", role=True
+        parser,
+        run,
+        example="rollstream role serve-weights --run main --engine vllm --url http://127.0.0.1:8000",
+        role=True,
     )
     parser.add_argument(
         "--url", action="append", default=[], metavar="URL", help="an engine to update; may be repeated (serving.urls)"

@@ -49,6 +49,7 @@ logger = logging.getLogger(__name__)
 _MOST_NAMED = 20
 _LINE_S = 10.0
 """Time between progress lines without a terminal; runs may take days."""
+_WITHDRAW = "`rollstream steer stop --withdraw` lets the run go on"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
@@ -138,13 +139,9 @@ def _why(config: RunConfig, following: SteeringFollower) -> str:
         left = open_groups(config.kafka, config.run, config.grouper)
         names = ", ".join(map(str, left[:_MOST_NAMED])) + (", ..." if len(left) > _MOST_NAMED else "")
         rest = f"incomplete groups remain: {names}" if left else "nothing is in flight"
-        return f", as `rollstream stop --drain` asked; {rest}; `rollstream stop --withdraw` lets the run go on"
+        return f", as `rollstream steer stop --drain` asked; {rest}; {_WITHDRAW}"
     last = following.state.last_step
-    return (
-        ""
-        if last is None
-        else f", as `rollstream stop --at-step {last}` asked; `rollstream stop --withdraw` lets the run go on"
-    )
+    return "" if last is None else f", as `rollstream steer stop --at-step {last}` asked; {_WITHDRAW}"
 
 
 class Steer:
@@ -170,7 +167,7 @@ class Steer:
             why = (
                 f"{self._scaler.gauges.lag:,} records wait"
                 if self._scaler.manual is None
-                else "as `rollstream scale` asked"
+                else "as `rollstream steer scale` asked"
             )
             self._say(f"grouping has {self._scaler.processes} processes instead of {before}: {why}")
 

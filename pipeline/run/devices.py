@@ -20,7 +20,7 @@ def device_variables(config: RunConfig, role: str, number: int, environment: Map
 
     By default the first process that uses JAX reserves three quarters of a GPU's memory, and leaves too little to the
     next one for the workspaces of its matrix products. So the learners and servers of a run with several of them, which
-    `rollstream scale` may add to, take memory as they need it, unless `environment` says how they take it.
+    `rollstream steer scale` may add to, take memory as they need it, unless `environment` says how they take it.
     """
     gpus = config.supervisor.learner_gpus if role == LEARN else config.supervisor.inference_gpus
     variables = {VISIBLE: gpus[number % len(gpus)]} if gpus and role in _ROLES else {}

@@ -101,7 +101,7 @@ def settle(config: RunConfig) -> RunConfig:
         config = _with_engine(config)
     if config.inference.port or not config.inference.replicas:
         return config
-    # Leave room for servers that `rollstream scale` adds.
+    # Leave room for servers that `rollstream steer scale` adds.
     port = free_port_row(config.inference.host, max(config.inference.replicas, _SERVERS_TO_COME))
     inference = replace(config.inference, port=port)
     return replace(config, inference=inference, worker=replace(config.worker, inference_urls=inference_urls(inference)))
@@ -161,13 +161,13 @@ def process_spec(
     config: RunConfig, path: Path, role: RoleDescription, number: int, *, expendable: bool = False
 ) -> RoleSpec:
     """Return process `number` of a role. `expendable` marks a process that is added after the run began."""
-    command, *flags = role.arguments(number)
+    flags = ["--config", str(path)]
     if role.name == GATEWAY and number:
         flags += ["--set", f"gateway.port={config.gateway.port + number}"]
     supervisor = config.supervisor
     return RoleSpec(
         name=process_name(role, number),
-        arguments=("-P", "-m", "rollstream", command, "--config", str(path), *flags),
+        arguments=("-P", "-m", "rollstream", *role.arguments(number), *flags),
         environment={
             # An empty value removes a variable.
             **dict.fromkeys(withheld_variables(config, role.secrets), ""),

@@ -87,7 +87,7 @@ class StallWatch:
         if now.waiting_for_labels and time_s - self._labeled[0] >= STILL_S:
             return (
                 f"look at waiting for labels, {now.waiting_for_labels:,} rollouts on `unlabelled`: no labeler reads "
-                f"them; labelers' logs are label-*.log, and `rollstream label --run {now.run}` starts another"
+                f"them; labelers' logs are label-*.log, and `rollstream role label --run {now.run}` starts another"
             )
         if now.rollouts > then.rollouts or now.in_flight > then.in_flight:
             size = self._config.grouping.batch_rollouts

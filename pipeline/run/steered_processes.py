@@ -124,7 +124,7 @@ class SteeredProcesses:
             self._put_back(role, refused, None if processes == self._configured.get(role, 0) else processes)
         except RollstreamError as error:
             self._say(
-                f"{role}={refused} stays on record, and other processes may follow it: run `rollstream scale "
+                f"{role}={refused} stays on record, and other processes may follow it: run `rollstream steer scale "
                 f"{role}={processes}` ({error})"
             )
 

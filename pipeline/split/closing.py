@@ -51,7 +51,7 @@ def check_movable(config: RunConfig) -> None:
     kafka, run = config.kafka, config.run
     if paused := sorted(paused_partitions(kafka, run)):
         raise StateRefused(
-            f"partition {paused[0]} of run {run} is paused; resume it (`rollstream group resume {paused[0]} --run "
+            f"partition {paused[0]} of run {run} is paused; resume it (`rollstream role group resume {paused[0]} --run "
             f"{run}`), and split again"
         )
     book = Ledger()
@@ -171,7 +171,7 @@ def _await_labels(config: RunConfig, wait_s: float) -> None:
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"{waiting} records of run {config.run} still wait for labels after {wait_s:g} s; start "
-                f"`rollstream label`, and split again"
+                f"`rollstream role label`, and split again"
             )
         time.sleep(_LOOK_S)
 

@@ -55,7 +55,7 @@ def check_buffers(config: RunConfig) -> None:
             raise StateRefused(
                 f"the rollout buffer of learner {name} of run {config.run} holds {held} rollouts that no step has "
                 f"trained on or skipped, and a split would lose them: let the learner use them up with `rollstream "
-                f"stop --drain --run {config.run}`, or retire it with `rollstream learner retire {name} --run "
+                f"stop --drain --run {config.run}`, or retire it with `rollstream steer learner retire {name} --run "
                 f"{config.run}`, and split again"
             )
 
@@ -107,7 +107,7 @@ def _stopped(config: RunConfig, name: str, deadline: float, *, with_checkpoints:
         if last.input_run != config.run:
             raise StateRefused(
                 f"learner {name} of run {config.run} trains on batches of run {last.input_run}; retire it with "
-                f"`rollstream learner retire {name} --run {config.run}`, and split again"
+                f"`rollstream steer learner retire {name} --run {config.run}`, and split again"
             )
         if not with_checkpoints:
             return CarriedLearner(name, last.step, {"position": last.position}, None)

@@ -11,6 +11,7 @@ from rollstream.pipeline.command_parser import add_command, set_handler, wait_se
 from rollstream.pipeline.config import RunConfig, secret_variables
 from rollstream.pipeline.deployment.description import ROLES
 from rollstream.pipeline.settings import is_setting_variable, variable_of
+from rollstream.pipeline.tools import fit
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.secrets import is_secret, reference
 
@@ -67,6 +68,8 @@ def register(parser: argparse.ArgumentParser) -> None:
     wait.add_argument(
         "--wait", type=wait_seconds, default=600, metavar="S", help="seconds to wait at most (default: %(default)s)"
     )
+
+    fit.register(add_command(commands, "fit", "compile the training step for TPUs, without having any"))
 
     monitoring = add_command(commands, "monitoring", "write a dashboard for Grafana and alert rules for Prometheus")
     monitoring.add_argument(

@@ -1,4 +1,4 @@
-"""`rollstream environment`: pauses environments of a run, resumes them, and changes their weights, while it runs."""
+"""`rollstream steer environment`: pauses, resumes and weighs the environments of a running run."""
 
 import argparse
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ AUTO = "auto"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream environment`."""
+    """Add the flags of `rollstream steer environment`."""
     set_handler(
         parser,
         environment,
-        example="rollstream environment pause math --run main --reason 'its verifier hangs'",
+        example="rollstream steer environment pause math --run main --reason 'its verifier hangs'",
         json=True,
     )
     parser.add_argument(
@@ -46,7 +46,7 @@ def environment(config: RunConfig, args: argparse.Namespace) -> int:
     clients.check_broker(config.kafka)
     steering.check_run(config.kafka, config.run)
     if args.action != "show" and not args.names:
-        raise ConfigurationError(f"name an environment, e.g. `rollstream environment {args.action} math`")
+        raise ConfigurationError(f"name an environment, e.g. `rollstream steer environment {args.action} math`")
     if args.action == "weigh":
         weights = dict(map(_weight, args.names))
         steering.record(config.kafka, config.run, {"command": "weigh", "weights": weights})

@@ -1,4 +1,4 @@
-"""`rollstream evaluate`: lets the run's evaluator evaluate the newest policy version, even if it is not due."""
+"""`rollstream steer evaluate`: lets the run's evaluator evaluate the newest policy version, even if it is not due."""
 
 import argparse
 
@@ -9,8 +9,8 @@ from rollstream.pipeline.tools.plain_values import compact
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream evaluate`."""
-    set_handler(parser, evaluate, example="rollstream evaluate --run main", json=True)
+    """Add the flags of `rollstream steer evaluate`."""
+    set_handler(parser, evaluate, example="rollstream steer evaluate --run main", json=True)
 
 
 def evaluate(config: RunConfig, args: argparse.Namespace) -> int:
@@ -21,7 +21,7 @@ def evaluate(config: RunConfig, args: argparse.Namespace) -> int:
         print(compact({"evaluate_version": version}))
     else:
         print(
-            f"`rollstream eval` evaluates version {version} of run {config.run}, unless it has done so before; start "
-            "it if the run has none"
+            f"`rollstream role eval` evaluates version {version} of run {config.run}, unless it has done so before; "
+            "start it if the run has none"
         )
     return 0

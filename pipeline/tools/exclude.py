@@ -1,4 +1,4 @@
-"""`rollstream exclude`: excludes environments, workers or ranges of offsets after their rollouts were produced.
+"""`rollstream steer exclude`: excludes environments, workers or ranges of offsets after their rollouts were produced.
 
 Writes marks with a new generation of the grouping configuration to every partition, in one transaction, and waits until
 all are read: an excluded rollout not batched by then is never batched. Batches that contain excluded rollouts are named
@@ -42,8 +42,8 @@ _ROWS = 40
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream exclude`."""
-    set_handler(parser, exclude, example="rollstream exclude --run main --worker env-3 --dry-run", json=True)
+    """Add the flags of `rollstream steer exclude`."""
+    set_handler(parser, exclude, example="rollstream steer exclude --run main --worker env-3 --dry-run", json=True)
     parser.add_argument("--env", action="append", default=[], metavar="NAME", help="an environment; may be repeated")
     parser.add_argument("--worker", action="append", default=[], metavar="ID", help="a worker; may be repeated")
     parser.add_argument(

@@ -162,9 +162,9 @@ def put_in_force(
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
                 f"the exclusion is on the log as generation {generation}, but partitions {behind} of {topic} were not "
-                f"read up to it within {timeout_s:g} s; start `rollstream group`, which applies it (or resume paused "
-                f"partitions), and run this again: until then, learners may train on excluded rollouts in batches that "
-                f"are cut from now on"
+                f"read up to it within {timeout_s:g} s; start `rollstream role group`, which applies it (or resume "
+                f"paused partitions), and run this again: until then, learners may train on excluded rollouts in "
+                "batches that are cut from now on"
             )
         time.sleep(0.1)
     configurations = partition_configurations(kafka, run, grouper)

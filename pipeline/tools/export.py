@@ -1,4 +1,4 @@
-"""`rollstream export`: writes the newest policy version that can be fetched as a Hugging Face checkpoint.
+"""`rollstream weights export`: writes the newest policy version that can be fetched as a Hugging Face checkpoint.
 
 It fetches the version into temporary files in the directory, and holds one tensor in memory at a time. Newer versions
 that cannot be fetched are named on standard error. Tokenizer and generation settings are copied from
@@ -26,8 +26,9 @@ from rollstream.topics.records import PolicyManifest
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream export`."""
-    set_handler(parser, show_export, example="rollstream export --config run.toml trained --dtype bfloat16", json=True)
+    """Add the flags of `rollstream weights export`."""
+    example = "rollstream weights export --config run.toml trained --dtype bfloat16"
+    set_handler(parser, show_export, example=example, json=True)
     parser.add_argument(
         "directory", type=Path, metavar="DIRECTORY", help="directory to write to, without a model in it"
     )

@@ -1,4 +1,4 @@
-"""`rollstream fit`: checks whether a configured learner fits on TPUs, by compiling its training step without them.
+"""`rollstream deploy fit`: checks whether a learner fits on TPUs, by compiling its training step without them.
 
 Exit code 0 if it fits, or if the memory of the device is not known; 1 if it does not fit, or if libtpu aborts. Needs
 the extra `tpu`, but no broker.
@@ -35,9 +35,9 @@ class CompilerLost(RollstreamError):
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream fit`."""
+    """Add the flags of `rollstream deploy fit`."""
     set_handler(
-        parser, show_fit, example="rollstream fit v5e:2x4 --config run.toml --set learner.mesh.fsdp=8", json=True
+        parser, show_fit, example="rollstream deploy fit v5e:2x4 --config run.toml --set learner.mesh.fsdp=8", json=True
     )
     parser.add_argument(
         "topology", metavar="TOPOLOGY", help="libtpu's name of the topology, e.g. v5e:2x4, v5e:4x4, v6e:4x4"

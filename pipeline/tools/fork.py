@@ -44,7 +44,7 @@ class Fork:
     @property
     def command(self) -> tuple[str, ...]:
         """Command that starts the learner."""
-        return ("rollstream", "learn", "--config", str(self.path))
+        return ("rollstream", "role", "learn", "--config", str(self.path))
 
 
 def register(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""`rollstream learner`: retires a learner, so that no records are kept for it, or reinstates it."""
+"""`rollstream steer learner`: retires a learner, so that no records are kept for it, or reinstates it."""
 
 import argparse
 
@@ -9,8 +9,9 @@ from rollstream.topics.kafka import clients
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream learner`."""
-    set_handler(parser, change_learner, example="rollstream learner retire old --run main --reason 'replaced by new'")
+    """Add the flags of `rollstream steer learner`."""
+    example = "rollstream steer learner retire old --run main --reason 'replaced by new'"
+    set_handler(parser, change_learner, example=example)
     parser.add_argument(
         "action", choices=("retire", "resume"), help="retire: forbid it to train; resume: allow it again"
     )
@@ -30,6 +31,6 @@ def change_learner(config: RunConfig, args: argparse.Namespace) -> int:
     retire(config.kafka, config.run, args.learner, args.reason)
     print(
         f"learner {args.learner} of run {config.run} is retired: prune, the ledger and workers ignore it, and it is "
-        f"refused until `rollstream learner resume {args.learner} --run {config.run}`"
+        f"refused until `rollstream steer learner resume {args.learner} --run {config.run}`"
     )
     return 0

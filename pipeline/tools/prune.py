@@ -255,7 +255,7 @@ def plan_text(
             at = time_text(int(last.time * 1000)) if math.isfinite(last.time) else "unknown time"
             lines.append(
                 f"{name}: its last step is {last.step}, of {at}, and learner {last.replaced_by} has published into run "
-                f"{last.run} since; its records are still kept until `rollstream learner retire`"
+                f"{last.run} since; its records are still kept until `rollstream steer learner retire`"
             )
     lines += [
         f"{why}: has not read further; delete the group if it is not used any more"
@@ -322,7 +322,8 @@ def read_positions(
     for place in committed:
         where = f"rollouts[{place.partition}] by group {group}"
         if place.offset < 0:
-            raise StateRefused(f"no offset is committed for {where}; commit it again with `rollstream group recover`")
+            remedy = "commit it again with `rollstream role group recover`"
+            raise StateRefused(f"no offset is committed for {where}; {remedy}")
         metadata = CommitMetadata.decode(place.metadata, where)
         log_begin = begins["rollouts", place.partition]
         tasks[place.partition] = _task(kafka, run, place.partition, metadata, log_begin, skipped)

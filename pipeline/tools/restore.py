@@ -48,7 +48,7 @@ def show_restore(config: RunConfig, args: argparse.Namespace) -> int:
     else:
         print(
             f"{records:,} records of run {config.run} restored into run {args.into} in {result['seconds']:.1f} s; "
-            f"check: rollstream verify --run {args.into}; group further: rollstream group adopt --run {args.into}",
+            f"check: rollstream verify --run {args.into}; group further: rollstream role group adopt --run {args.into}",
             flush=True,
         )
     return 0

@@ -1,4 +1,4 @@
-"""`rollstream scale`: records how many processes of each role a run should have; without a role, shows the numbers."""
+"""`rollstream steer scale`: records how many processes of each role a run should have, or shows the numbers."""
 
 import argparse
 
@@ -15,8 +15,8 @@ AUTO = "auto"
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream scale`."""
-    set_handler(parser, scale, example="rollstream scale env=8 group=3 infer=2 --run main", json=True)
+    """Add the flags of `rollstream steer scale`."""
+    set_handler(parser, scale, example="rollstream steer scale env=8 group=3 infer=2 --run main", json=True)
     parser.add_argument(
         "numbers",
         nargs="*",

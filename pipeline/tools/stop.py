@@ -1,4 +1,4 @@
-"""`rollstream stop`: ends a run after a step, or with nothing in flight; without a flag, shows what was requested."""
+"""`rollstream steer stop`: ends a run after a step, or with nothing in flight, or shows what was requested."""
 
 import argparse
 from collections.abc import Iterator
@@ -11,8 +11,8 @@ from rollstream.topics.kafka import clients
 
 
 def register(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `rollstream stop`."""
-    set_handler(parser, stop, example="rollstream stop --at-step 500 --run main", json=True)
+    """Add the flags of `rollstream steer stop`."""
+    set_handler(parser, stop, example="rollstream steer stop --at-step 500 --run main", json=True)
     flags = parser.add_mutually_exclusive_group()
     flags.add_argument(
         "--at-step", type=int, metavar="N", help="the last step; a step that is already planned is still trained"

@@ -31,6 +31,7 @@ from rollstream.consumers.weights.spooled_version import SpooledTensor, SpooledV
 from rollstream.pipeline.command_parser import add_command, set_handler
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.text_tables import bytes_text, clipped, printable, table
+from rollstream.pipeline.tools import export
 from rollstream.pipeline.tools.plain_values import compact, plain, tell, time_text
 from rollstream.pipeline.tools.published_versions import GONE, UNLISTED, PublishedVersions
 from rollstream.topics.errors import ConfigurationError, TopicError
@@ -60,6 +61,7 @@ def register(parser: argparse.ArgumentParser) -> None:
         help="safetensors, with config.json and merged adapters if the model is known; published, the tensors as they "
         "were published, with adapters apart, in one safetensors file; or npz, with bfloat16 as float32",
     )
+    export.register(add_command(actions, "export", "write the newest version as a Hugging Face checkpoint"))
     verify = add_command(actions, "verify", "check every version that is still kept against its digests")
     set_handler(verify, verify_versions, example="rollstream weights verify --run main", json=True)
     diff = add_command(actions, "diff", "compare two versions: share of changed values and largest difference")

@@ -16,7 +16,7 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = 0
-    """Port to listen on. `rollstream run` starts a gateway only if it is set; `rollstream gateway` chooses a free
+    """Port to listen on. `rollstream run` starts a gateway only if it is set; `rollstream role gateway` chooses a free
     port if it is 0."""
     public_url: str = ""
     """Address at which agents reach the gateways, such as https://gateway.example/rl of a proxy with TLS; the base_url

@@ -180,7 +180,7 @@ def _sample(
     if tokens is None or prompt_tokens is None:
         raise InferenceRefused(
             f"{source} answered without token_ids or prompt_token_ids; tokens are never guessed from text: use a "
-            "server that returns them (rollstream infer, or a vLLM or SGLang that knows return_token_ids)"
+            "server that returns them (rollstream role infer, or a vLLM or SGLang that knows return_token_ids)"
         )
     if logprobs is None or len(logprobs) != len(tokens) or any(value is None for value in logprobs):
         raise InferenceRefused(

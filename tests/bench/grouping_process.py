@@ -1,4 +1,4 @@
-"""The process that `group-and-batch` measures: it groups as `rollstream group` does, and times its transactions."""
+"""The process that `group-and-batch` measures: it groups as the role `group` does, and times its transactions."""
 
 import gc
 import json
@@ -21,7 +21,7 @@ from tests.bench.timer import TransactionTimer
 
 @contextmanager
 def grouping_collector() -> Iterator[None]:
-    """Set the thresholds of the garbage collector as `rollstream group` does, while the block runs."""
+    """Set the thresholds of the garbage collector as `rollstream role group` does, while the block runs."""
     before = gc.get_threshold()
     gc.set_threshold(*COLLECT_AFTER)
     try:

@@ -119,7 +119,7 @@ def test_a_record_that_ends_grouping_at_every_start_is_skipped_on_the_record(run
     for _ in range(2):
         stopped = run.start("group")
         assert stopped.wait(300) == 2
-        assert "have the record left out: `rollstream group skip 0:" in run.log_of(stopped)
+        assert "have the record left out: `rollstream role group skip 0:" in run.log_of(stopped)
     place = run.log_of(stopped).rpartition("group skip ")[2].split()[0]
     offset = int(place.partition(":")[2])
 

@@ -16,12 +16,13 @@ from rollstream.topics.catalogue import CATALOGUE
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.kafka import clients, topic_admin
 from rollstream.topics.records import EnvironmentState
+from tests.support.command_line import in_full
 
 
 def rollstream(broker: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
     return subprocess.run(
-        [sys.executable, "-P", "-m", "rollstream", *arguments, "-b", broker],
+        [sys.executable, "-P", "-m", "rollstream", *in_full(arguments), "-b", broker],
         env=environment,
         capture_output=True,
         text=True,

@@ -1,4 +1,4 @@
-"""`rollstream stop --drain` on a real broker: grouping batches everything that is complete, and ends; a real run ends
+"""`rollstream steer stop --drain` on a broker: grouping batches everything that is complete, and ends; a real run ends
 with nothing in flight."""
 
 import time

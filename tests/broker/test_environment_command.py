@@ -1,4 +1,4 @@
-"""`rollstream environment`: running workers follow it, even one that is killed at the moment of the command."""
+"""`rollstream steer environment`: running workers follow it, even one that is killed at the moment of the command."""
 
 import json
 import subprocess

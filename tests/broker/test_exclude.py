@@ -191,7 +191,7 @@ def test_an_exclusion_that_nobody_reads_says_so_and_stands(real_run: RealRun) ->
     done = ran(run, "exclude", "--env", "bad", "--unseen", "--timeout", "0.5")
     assert done.returncode == 2
     assert "the exclusion is on the log as generation 1, but partitions [0, 1]" in done.stderr
-    assert "start `rollstream group`" in done.stderr
+    assert "start `rollstream role group`" in done.stderr
     run.start("group")
     reply = answer(run, "exclude", "--env", "bad")
     assert (reply["generation"], reply["rollouts"]) == (1, {})

@@ -217,7 +217,7 @@ def test_generation_0_is_written_once_and_lost_offsets_are_refused_until_recover
         initialise(real_run.kafka, real_run.name, real_run.grouping, real_run.grouper)
     refused = real_run.start("group")
     assert refused.wait(300) == 2
-    assert "rollstream group recover" in real_run.log_of(refused)
+    assert "rollstream role group recover" in real_run.log_of(refused)
     # A static member stays in the group until its session times out.
     positions = eventually(
         lambda: recover(real_run.kafka, real_run.name, real_run.grouper), 60, "the group to be without members"

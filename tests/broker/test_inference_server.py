@@ -1,4 +1,4 @@
-"""`rollstream infer` as it is started, over a small model with random weights, asked by the official openai client.
+"""`rollstream role infer` over a small model with random weights, asked by the official openai client.
 
 Such a model emits noise: bytes that are no text, tokens that no tokenizer would choose, ends at any place. Its tokens
 must come through all the same.

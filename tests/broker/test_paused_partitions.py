@@ -70,7 +70,7 @@ def test_a_paused_partition_waits_over_restarts_and_others_go_on(real_run: RealR
     assert said(run, "group", "pause", "0").returncode == 2, "a reason is asked for"
     assert "not 7" in said(run, "group", "pause", "7", "--reason", "x").stderr
     assert "not paused" in said(run, "group", "resume", "0").stderr
-    assert "until `rollstream group resume 0" in done(run, "group", "pause", "0", "--reason", "a look at it")
+    assert "until `rollstream role group resume 0" in done(run, "group", "pause", "0", "--reason", "a look at it")
     eventually(lambda: '"partition_paused"' in run.log_of(process), 60, "the process pauses")
     send(run, "meanwhile")
     expected = len(on_partition(run, 1))

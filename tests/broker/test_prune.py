@@ -264,7 +264,7 @@ def test_a_retired_learner_holds_nothing_back_and_is_refused_until_it_is_resumed
         eventually(lambda: tailer.progress.consumed == sums[6], 60, "the retired learner left out")
         with pytest.raises(Fenced):
             log.commit([log.record(read_steps(run.kafka, run.name, "gone")[1])])
-    with pytest.raises(StateRefused, match=r"is retired \(it diverged\).*rollstream learner resume gone"):
+    with pytest.raises(StateRefused, match=r"is retired \(it diverged\).*rollstream steer learner resume gone"):
         StepLog(run.kafka, run.name, "gone", take_over=True)
     learners = in_both_forms(run).learners
     assert (learners["gone"]["retired"], "waiting" in learners["gone"]) == (True, False)

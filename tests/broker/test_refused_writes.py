@@ -28,7 +28,7 @@ from rollstream.topics.kafka.recovering_sender import RecoveringSender
 from rollstream.topics.kafka.sender import Delivery, Failure, Sender, SendFailed
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
-from tests.support.command_line import answer_of
+from tests.support.command_line import answer_of, in_full
 from tests.support.runs import rollout
 from tests.support.secured_broker import SecuredBroker, secured_broker
 from tests.support.waiting import eventually
@@ -240,7 +240,9 @@ def test_a_grouping_process_that_is_refused_ends_and_names_the_missing_rule(guar
     command = ("group", "--run", RUN, "-b", kafka.bootstrap_servers, *settings)
     log = guarded.folder / "group.log"
     with log.open("wb") as out:
-        process = subprocess.Popen([sys.executable, "-P", "-m", "rollstream", *command], stdout=out, stderr=out)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "rollstream", *in_full(command)], stdout=out, stderr=out
+        )
     try:
         eventually(lambda: "task_restored" in log.read_text() or process.poll() is not None, 300, "a restored task")
         guarded.forbid("group", topic)

@@ -42,7 +42,7 @@ from rollstream.topics.records import (
     Rollout,
     TrainingBatch,
 )
-from tests.support.command_line import answer_of
+from tests.support.command_line import answer_of, in_full
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually
 
@@ -128,7 +128,7 @@ class TrainedRun:
         self.where = ["--config", "run.toml", "--run", name, "-b", broker, f"--set=data_dir={directory}"]
 
     def words(self, *words: str) -> list[str]:
-        return [sys.executable, "-P", "-m", "rollstream", *words]
+        return [sys.executable, "-P", "-m", "rollstream", *in_full(words)]
 
     def say(self, *words: str) -> str:
         """Run a command about the run, and return what it prints."""

@@ -205,7 +205,7 @@ def test_a_fork_goes_on_from_a_step_with_other_settings_on_the_same_batches(
 
     report = json.loads(answers["fork"].out)
     assert (report["position"], report["input_run"]) == (recorded[6].position, source.name)
-    assert report["command"] == f"rollstream learn --config {report['configuration']}"
+    assert report["command"] == f"rollstream role learn --config {report['configuration']}"
     [layer] = file_layers(source.directory / report["configuration"])
     assert layer.value["learner"]["optimizer"]["learning_rate"] == 0.01
 

@@ -1,4 +1,4 @@
-"""`rollstream scale`: what it records on a real broker, and the processes of a run that follow it."""
+"""`rollstream steer scale`: what it records on a real broker, and the processes of a run that follow it."""
 
 import json
 import subprocess

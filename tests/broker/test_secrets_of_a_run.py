@@ -18,6 +18,7 @@ from confluent_kafka.admin import AdminClient
 from rollstream.infra.ports import free_port, free_port_row
 from rollstream.topics.signatures import write_key
 from tests.broker.test_demo import SMALL, environment
+from tests.support.command_line import in_full
 from tests.support.probes import probe
 from tests.support.s3_server import content_of, objects, s3_server
 from tests.support.secured_broker import SecuredBroker, secured_broker
@@ -130,7 +131,7 @@ class DiscreetRun:
     def start(self, variables: Mapping[str, str], *words: str) -> subprocess.Popen[bytes]:
         with (self.folder / "out.txt").open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollstream", *words, "--run", RUN, *SMALL],
+                [sys.executable, "-P", "-m", "rollstream", *in_full(words), "--run", RUN, *SMALL],
                 env={**variables, **self.variables},
                 cwd=self.folder,
                 stdout=output,
@@ -279,7 +280,7 @@ FAULTS: tuple[Mapping[str, str], ...] = (
 def said(run: DiscreetRun, *words: str, faults: Mapping[str, str] | None = None) -> str:
     """Output of a command, with its traceback if it fails."""
     answer = subprocess.run(
-        [sys.executable, "-P", "-m", "rollstream", "--debug", *words, "--run", RUN],
+        [sys.executable, "-P", "-m", "rollstream", "--debug", *in_full(words), "--run", RUN],
         env={**environment(run.folder), **run.variables, **(faults or {})},
         cwd=run.folder,
         capture_output=True,

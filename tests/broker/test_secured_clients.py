@@ -151,7 +151,7 @@ COMMANDS = (
     ("prune", "--dry-run"),
     ("doctor",),
     ("replay",),
-    ("export", "somewhere"),
+    ("weights", "export", "somewhere"),
     ("learner", "retire", "default"),
     ("stop",),
     ("evaluate",),

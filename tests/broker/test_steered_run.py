@@ -57,7 +57,7 @@ def test_a_run_ends_after_the_step_that_is_asked_for_and_one_that_begins_later_k
     last = run.step_ahead()
     assert f"after step {last}" in run.say("stop", "--at-step", str(last))
     assert run.process.wait(600) == 0, run.output
-    assert f"as `rollstream stop --at-step {last}` asked" in run.output
+    assert f"as `rollstream steer stop --at-step {last}` asked" in run.output
     assert run.top()["step"] == last
     run.start()
     assert run.process.wait(600) == 0, run.output
@@ -87,7 +87,7 @@ def test_a_drained_run_ends_with_nothing_in_flight_also_over_kills_and_goes_on_w
     run.await_steps(1)
     killed_at(run, lambda: run.say("stop", "--drain"))
     assert run.process.wait(600) == 0, run.output
-    assert "as `rollstream stop --drain` asked; nothing is in flight" in run.output
+    assert "as `rollstream steer stop --drain` asked; nothing is in flight" in run.output
     assert "role_killed" not in run.output
     books = ledger(run.kafka, run.name)
     assert (books.problems, books.in_flight) == ([], 0)

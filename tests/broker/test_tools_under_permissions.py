@@ -19,7 +19,7 @@ from rollstream.topics.codec import encode
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Metrics
 from tests.support import planted
-from tests.support.command_line import answer_of
+from tests.support.command_line import answer_of, in_full
 from tests.support.planted import Planted
 from tests.support.runs import RealRun
 from tests.support.secured_broker import SecuredBroker, secured_broker
@@ -81,7 +81,7 @@ class Governed:
 
     def command(self, user: str, *words: str, run: str = RUN) -> list[str]:
         where = ("--config", str(self.settings(user)), "--run", run)
-        return [sys.executable, "-P", "-m", "rollstream", *words, *where]
+        return [sys.executable, "-P", "-m", "rollstream", *in_full(words), *where]
 
     def said(self, user: str, *words: str, run: str = RUN) -> "subprocess.CompletedProcess[str]":
         return subprocess.run(

@@ -8,9 +8,17 @@ import contextlib
 import io
 import logging
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 from rollstream.pipeline.cli import main
+from rollstream.pipeline.commands import GROUPS
+
+
+def in_full(words: Sequence[str]) -> tuple[str, ...]:
+    """A command line with the group of its command: `learn` becomes `role learn`, and `stop` becomes `steer stop`."""
+    group = next((group for group, names in GROUPS.items() if words and words[0] in names), None)
+    return tuple(words) if group is None or words[:2] in (("env", "new"), ("env", "check")) else (group, *words)
 
 
 def answer_of(directory: Path, *words: str) -> "subprocess.CompletedProcess[str]":
@@ -19,7 +27,7 @@ def answer_of(directory: Path, *words: str) -> "subprocess.CompletedProcess[str]
     handlers = root.handlers[:]
     try:
         with contextlib.chdir(directory), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(words)
+            code = main(in_full(words))
     except SystemExit as ended:  # the parser of arguments refuses them
         code = int(ended.code or 0)
     finally:

@@ -28,6 +28,7 @@ GAME = '''
 
 import time
 
+from tests.support.command_line import in_full
 from rollstream import Prompt, Score, SingleTurn
 
 
@@ -185,7 +186,7 @@ def stop_at_step(run: CommandedRun, strike: Strike) -> Proof:
 
     def ended() -> None:
         assert run.process.wait(600) == 0, run.output
-        assert f"as `rollstream stop --at-step {last}` asked" in run.output
+        assert f"as `rollstream steer stop --at-step {last}` asked" in run.output
         assert last <= run.top()["step"] <= last + 1
 
     return ended
@@ -200,7 +201,7 @@ def drain(run: CommandedRun, strike: Strike) -> Proof:
         books = run.books()
         # A worker that is killed leaves groups that lack members; the run names them.
         left = "incomplete groups remain" if books.in_flight else "nothing is in flight"
-        assert f"as `rollstream stop --drain` asked; {left}" in run.output
+        assert f"as `rollstream steer stop --drain` asked; {left}" in run.output
         assert run.top()["waiting"] == 0
         batches = {batch.batch_id for batch in records(run, "batches") if isinstance(batch, TrainingBatch)}
         steps = [step for step in records(run, "steps") if isinstance(step, LearnerStep)]
@@ -256,7 +257,7 @@ def exclude(run: CommandedRun, strike: Strike) -> Proof:
     # Otherwise workers would go on playing rollouts that are dropped at once, and nothing would slow them down.
     run.say("environment", "pause", "other", "--reason", "it is excluded")
     words = ["exclude", "--env", "other", "--timeout", "500", "--json", "--run", run.name]
-    command = [sys.executable, "-P", "-m", "rollstream", *words, "-b", run.kafka.bootstrap_servers]
+    command = [sys.executable, "-P", "-m", "rollstream", "steer", *words, "-b", run.kafka.bootstrap_servers]
     excluding = subprocess.Popen(command, cwd=run.directory, stdout=subprocess.PIPE)
 
     def marked() -> bool:

@@ -58,7 +58,7 @@ def post(url: str, body: Any = None, **headers: str) -> tuple[int, dict[str, Any
 def gateway(
     kafka: KafkaConfig, run: str, inference_url: str, folder: Path, *flags: str, script: str = "", **settings: object
 ) -> Iterator[GatewayUnderTest]:
-    """`rollstream gateway` in front of a server, or a script in its place; killed at the end."""
+    """`rollstream role gateway` in front of a server, or a script in its place; killed at the end."""
     log = folder / f"gateway-{len(list(folder.glob('gateway-*.log')))}.log"
     changed = {
         "kafka.bootstrap_servers": kafka.bootstrap_servers,

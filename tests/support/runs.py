@@ -27,6 +27,7 @@ from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import PolicyManifest, Rollout, RolloutMetadata
 from tests.support.batches import random_batch, send_batches
+from tests.support.command_line import in_full
 from tests.support.paths import ROOT
 
 
@@ -133,7 +134,7 @@ class RealRun:
             if (value := getattr(self.kafka.registry, f.name)) != f.default
         ]
         where = ["--run", self.name, "-b", self.kafka.bootstrap_servers]
-        return [sys.executable, "-P", "-m", "rollstream", *words, *where, *flags]
+        return [sys.executable, "-P", "-m", "rollstream", *in_full(words), *where, *flags]
 
     def start(self, *words: str, script: str = "", **settings: object) -> subprocess.Popen[bytes]:
         """Start a role as a process of its own; its log goes to the run's directory. `script` is Python that calls

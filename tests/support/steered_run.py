@@ -17,7 +17,7 @@ from rollstream.pipeline.audit.ledger import Ledger, ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.config import KafkaConfig
 from tests.faults.auditor import audit
-from tests.support.command_line import answer_of
+from tests.support.command_line import answer_of, in_full
 from tests.support.paths import ROOT
 from tests.support.waiting import eventually
 
@@ -84,11 +84,12 @@ class SteeredRun:
         """Processes of a role, or of all, that run now, as the system reports them, with those that a killed
         overseer left."""
         settings = str(self.directory / "runs" / self.name / "run.toml")
+        started = " ".join((" -m rollstream", *(in_full((role,)) if role else ())))
         collected = []
         for process in psutil.process_iter():
             with suppress(psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
                 command = process.cmdline()
-                if settings in command and f" -m rollstream {role}" in " ".join(command):
+                if settings in command and started in " ".join(command):
                     collected.append(process.pid)
         return collected
 

@@ -18,7 +18,8 @@ import pytest
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, rloo, rloo_normalized
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics, reported
-from rollstream.pipeline.cli import COMMANDS, build_parser
+from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.commands import COMMANDS
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.settings import known_keys
 from rollstream.topics.codec import schemas

@@ -116,7 +116,7 @@ class GroupingTask:
 
     def _skip_remedy(self, record: InputRecord, condition: str) -> str:
         place = f"{self.partition}:{record.offset}"
-        return f"{condition}, have the record left out: `rollstream group skip {place} --reason ...`"
+        return f"{condition}, have the record left out: `rollstream role group skip {place} --reason ...`"
 
     def prepare_commit(self, *, closing: bool = False) -> TaskCommit:
         """Return the effects so far for the next transaction, with a snapshot if one is due."""

@@ -85,7 +85,7 @@ def _initialise(
             )
         raise StateRefused(
             f"run {run} has journal records on partitions {sorted(written)} but no offsets of group {group} on {lost}; "
-            f"offsets were lost: commit them again with `rollstream group recover`"
+            f"offsets were lost: commit them again with `rollstream role group recover`"
         )
     if members(kafka, group):
         raise StateRefused(f"group {group} has members but no offsets; stop them before `rollstream topics apply`")
@@ -113,7 +113,7 @@ def recover(
     if members(kafka, group):
         raise StateRefused(
             f"group {group} has members; stop them, wait out kafka.session_timeout_s ({kafka.session_timeout_s:g} s), "
-            f"and repeat `rollstream group recover`"
+            f"and repeat `rollstream role group recover`"
         )
     return in_turn(kafka, run, group, lambda producer: _recover(producer, kafka, run, grouper, patience_s, restored))
 

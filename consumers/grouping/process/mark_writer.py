@@ -91,5 +91,5 @@ def drain(kafka: KafkaConfig, run: str, grouper: GrouperConfig, timeout_s: float
         time.sleep(0.1)
     raise DeadlineExceeded(
         f"partitions {[tp.partition for tp in behind]} of {topic} were not read up to their drain marks within "
-        f"{timeout_s:g} s; is `rollstream group` running?"
+        f"{timeout_s:g} s; is `rollstream role group` running?"
     )

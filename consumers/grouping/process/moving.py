@@ -63,7 +63,7 @@ def committed_task(kafka: KafkaConfig, run: str, grouper: GrouperConfig, partiti
     if added.last is None or state.position != committed.offset:
         raise StateRefused(
             f"offset {committed.offset} is committed for {topic}[{partition}], but its journal record says "
-            f"{state.position}; another program committed it: commit again with `rollstream group recover`"
+            f"{state.position}; another program committed it: commit again with `rollstream role group recover`"
         )
     return CommittedState(state, metadata, added.last.watermark_generation)
 

@@ -136,7 +136,7 @@ class Restoration:
         if committed.offset < 0:
             raise StateRefused(
                 f"no offset is committed for {self._where}; prepare a new run with `rollstream topics apply`, and an "
-                f"old run whose offsets expired with `rollstream group recover`"
+                f"old run whose offsets expired with `rollstream role group recover`"
             )
         metadata = CommitMetadata.decode(committed.metadata, self._where)
         journal, added = JournalPointers(metadata.journal, metadata.snapshot), JournalAccumulator()
@@ -155,7 +155,8 @@ class Restoration:
         if added.last is not None and added.last.position != committed.offset:
             raise StateRefused(
                 f"offset {committed.offset} is committed for {self._where}, but its journal record says "
-                f"{added.last.position}; another program committed it: commit again with `rollstream group recover`"
+                f"{added.last.position}; another program committed it: commit again with "
+                "`rollstream role group recover`"
             )
         return journal, added
 
@@ -177,7 +178,7 @@ class Restoration:
             raise StateRefused(
                 f"{self._rollouts} was deleted and created again since the journal was written (id {self._topic_id}, "
                 f"was {restored.topic_id}); its rollouts are gone: start a run of another name, or, if the run was "
-                f"restored from an archive, continue grouping with `rollstream group adopt`"
+                f"restored from an archive, continue grouping with `rollstream role group adopt`"
             )
         if restored.partitions != self._partitions:
             raise StateRefused(

@@ -111,7 +111,7 @@ def ask(kafka: KafkaConfig, run: str, grouper: GrouperConfig, place: str, reason
     if position > wanted.offset:
         raise StateRefused(
             f"{topic}[{wanted.partition}] was read up to {position}, so it is too late to skip {wanted.offset}; "
-            f"drop groups that contain it with `rollstream exclude --offsets {place}`"
+            f"drop groups that contain it with `rollstream steer exclude --offsets {place}`"
         )
     _write(kafka, run, wanted)
     return wanted

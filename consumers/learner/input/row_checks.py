@@ -43,7 +43,7 @@ def nothing_to_train_on(learner: str, step: int, reasons: Counter[str], batches:
         f"step {step} of learner {learner!r} has no token to train on: of its rollouts, {causes}. "
         "Nothing of the step was published; change the setting that leaves its rollouts out, or exclude the "
         f"rollouts of its batches ({', '.join(batches[:_MOST_NAMED])}): `rollstream lineage --batch ID` names the "
-        "offsets of each, and `rollstream exclude --offsets P:A-B` excludes them"
+        "offsets of each, and `rollstream steer exclude --offsets P:A-B` excludes them"
     )
 
 

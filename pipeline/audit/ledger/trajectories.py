@@ -129,7 +129,8 @@ class UnlabelledPartition:
             ]
         if self.position is None and (labeled.total or lettered.total or self.begin):
             why = "was labeled" if labeled.total or lettered.total else f"begins at offset {self.begin}"
-            problems.append(f" {why}, but no position is committed: commit it again with `rollstream label recover`")
+            remedy = "commit it again with `rollstream role label recover`"
+            problems.append(f" {why}, but no position is committed: {remedy}")
         return problems
 
 

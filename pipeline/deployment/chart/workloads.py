@@ -160,7 +160,7 @@ def _job_set(chart: RunChart, role: RoleDescription, volume: str) -> dict[str, A
 
 
 def _cron_job(chart: RunChart, role: RoleDescription) -> dict[str, Any]:
-    pod = pod_template(chart, role.name, _arguments(role), restart="Never")
+    pod = pod_template(chart, role.name, role.arguments(AUTO), restart="Never")
     return {
         "apiVersion": "batch/v1",
         "kind": "CronJob",
@@ -178,7 +178,7 @@ def _pod(chart: RunChart, role: RoleDescription, volume: str, restart: str = "",
     return pod_template(
         chart,
         role.name,
-        _arguments(role),
+        role.arguments(AUTO),
         volume=volume,
         waits=_waits(chart, role),
         described=role,
@@ -189,11 +189,6 @@ def _pod(chart: RunChart, role: RoleDescription, volume: str, restart: str = "",
 
 def _indexed(count: int) -> dict[str, Any]:
     return {"completionMode": "Indexed", "completions": count, "parallelism": count}
-
-
-def _arguments(role: RoleDescription) -> tuple[str, ...]:
-    numbered = (role.number_flag, AUTO) if role.numbered else ()
-    return (role.name, *role.flags, *numbered)
 
 
 def _waits(chart: RunChart, role: RoleDescription) -> tuple[str, ...]:

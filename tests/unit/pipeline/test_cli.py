@@ -13,7 +13,7 @@ import pytest
 from rollstream.pipeline.cli import build_parser
 from rollstream.pipeline.command_parser import configuration_flags
 from tests.documentation import commands
-from tests.support.command_line import answer_of
+from tests.support.command_line import answer_of, in_full
 from tests.support.paths import ROOT
 
 COMMAND = Path(sys.executable).with_name("rollstream")
@@ -23,7 +23,7 @@ NOBODY = "127.0.0.1:1"
 def start(arguments: Sequence[str], cwd: Path, **environment: str) -> subprocess.Popen[str]:
     base = {k: v for k, v in os.environ.items() if not k.startswith(("ROLLSTREAM", "KAFKA_"))}
     return subprocess.Popen(
-        [str(COMMAND), *arguments],
+        [str(COMMAND), *in_full(arguments)],
         cwd=cwd,
         env={**base, **environment},
         stdout=subprocess.PIPE,
@@ -132,7 +132,9 @@ printf '%s\n' "${COMPREPLY[@]}"
 @pytest.mark.parametrize(
     ("typed", "offered"),
     [
-        ("le", {"learn", "learner", "ledger"}),
+        ("le", {"ledger"}),
+        ("role le", {"learn"}),
+        ("steer le", {"learner"}),
         ("topics ", {"plan", "apply", "describe", "acls", "-h", "--help"}),
         ("ledger --b", {"--bootstrap-servers", "--by"}),
         ("ledger --set grouping.batch_", {"grouping.batch_rollouts=", "grouping.batch_bytes="}),

@@ -37,11 +37,11 @@ def test_every_role_with_a_number_takes_that_of_its_host(
     role: RoleDescription, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("socket.gethostname", lambda: f"run-{role.name}-5")
-    args = build_parser().parse_args([role.name, role.number_flag, "auto"])
+    args = build_parser().parse_args([*role.command, role.number_flag, "auto"])
     assert getattr(args, role.number_flag.removeprefix("--")) == 5
-    given = build_parser().parse_args([role.name, role.number_flag, "2"])
+    given = build_parser().parse_args([*role.command, role.number_flag, "2"])
     assert getattr(given, role.number_flag.removeprefix("--")) == 2
-    assert getattr(build_parser().parse_args([role.name]), role.number_flag.removeprefix("--")) == 0
+    assert getattr(build_parser().parse_args([*role.command]), role.number_flag.removeprefix("--")) == 0
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "", "one", "²", "1" * 20])
@@ -53,7 +53,7 @@ def test_what_is_no_number_is_refused(text: str) -> None:
 def test_a_role_on_a_host_without_a_number_ends_with_one_line() -> None:
     host = "3f2a9c1b7d44"
     start = f"import socket; socket.gethostname = lambda: {host!r}; from rollstream.pipeline.cli import main; main()"
-    command = [sys.executable, "-P", "-c", start, "group", "--ordinal", "auto"]
+    command = [sys.executable, "-P", "-c", start, "role", "group", "--ordinal", "auto"]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ROLLSTREAM")}
     answer = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
     assert answer.returncode == 2

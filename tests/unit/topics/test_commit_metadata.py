@@ -14,5 +14,5 @@ def test_commit_metadata_is_decoded_as_it_was_encoded() -> None:
 
 @pytest.mark.parametrize("text", [None, "", "{}", "[]", "null", '{"v": 2, "journal": 1, "snapshot": 1, "oldest": 1}'])
 def test_metadata_of_another_program_is_refused_with_the_remedy(text: str | None) -> None:
-    with pytest.raises(StateRefused, match="rollstream group recover"):
+    with pytest.raises(StateRefused, match="rollstream role group recover"):
         CommitMetadata.decode(text, "rollouts[0]")

@@ -53,7 +53,10 @@ def test_a_prune_while_the_ledger_reads_is_no_loss(world: World, after: str, rea
 @pytest.mark.parametrize(
     ("position", "problem"),
     [
-        (-1001, "begins at offset 2, but no position is committed: commit it again with `rollstream label recover`"),
+        (
+            -1001,
+            "begins at offset 2, but no position is committed: commit it again with `rollstream role label recover`",
+        ),
         (0, "begins at offset 2, and group modelled.labeller has read up to 0: 2 offsets were deleted unread"),
         (2, None),
     ],

@@ -144,12 +144,13 @@ def test_every_process_of_the_run_is_a_pod_whose_command_its_role_takes(chart: P
         [container] = pod["spec"]["containers"]
         assert container["command"] == ["rollstream"]
         arguments = ["0" if word == AUTO else word for word in container["args"]]
-        assert build_parser().parse_args(arguments).command == container["args"][0]
+        assert build_parser().parse_args(arguments).command == name
         if name == "topics":
             assert arguments[:2] == ["topics", "apply"]
             continue
         role = role_of(name)
-        assert container["args"][: 1 + len(role.flags)] == [name, *role.flags]
+        words = [*role.command, *role.flags]
+        assert container["args"][: len(words)] == words
         assert (AUTO in container["args"]) == role.numbered
 
 

@@ -132,9 +132,8 @@ def test_probes_ask_the_service_port_and_producers_start_once_consumers_are_read
         assert urlsplit(url).port == config.service.port
         assert config.service.host == "0.0.0.0"
         waits = {other for other, how in service["depends_on"].items() if how["condition"] == "service_healthy"}
-        after = {n for n in services if n.rpartition("-")[0] in role_of(service["command"][0]).after} | (
-            set(role_of(service["command"][0]).after) & services.keys()
-        )
+        role = role_of(service["command"][1])
+        after = {n for n in services if n.rpartition("-")[0] in role.after} | set(role.after) & services.keys()
         assert waits == after
         for other in waits:
             assert "/readyz" in " ".join(services[other]["healthcheck"]["test"])

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rollstream.pipeline.cli import COMMANDS, build_parser
+from rollstream.pipeline.cli import build_parser
+from rollstream.pipeline.commands import GROUPS
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.description import (
     NUMBER,
@@ -54,7 +55,7 @@ def test_a_role_is_a_command_that_takes_the_flags_it_is_started_with(role: RoleD
 
 def test_every_command_of_a_role_is_described_and_nothing_else() -> None:
     modules = {path.stem for path in (ROOT / "pipeline" / "roles").glob("*.py")} - {"__init__", "jax_runtime"}
-    commands = {name for name, (module, _summary) in COMMANDS.items() if module.removeprefix("roles.") in modules}
+    commands = {name for name, (module, _summary) in GROUPS["role"].items() if module.removeprefix("roles.") in modules}
     assert {role.name for role in ROLES if not role.is_tool} == commands
     assert len({role.name for role in ROLES}) == len(ROLES)
 

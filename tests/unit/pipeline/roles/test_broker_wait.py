@@ -51,7 +51,9 @@ def test_roles_wait_for_a_broker_instead_of_using_up_their_restarts(
         on_progress=lambda name, progress: heard[name].append(progress),
     ) as supervisor:
         for name, role in words.items():
-            supervisor.start(RoleSpec(name=name, arguments=("-P", "-m", "rollstream", *role, *where), restarts=0))
+            supervisor.start(
+                RoleSpec(name=name, arguments=("-P", "-m", "rollstream", "role", *role, *where), restarts=0)
+            )
         before = supervisor.pids
         poll_until(supervisor, lambda: all(heard.values()), "every role to wait")
         assert all(line.startswith(WAITS) and nobody in line for lines in heard.values() for line in lines)

@@ -59,7 +59,7 @@ def test_engines_of_others_are_updated_by_one_role_that_is_ready_before_rollouts
     config = load(flags=['serving.urls=["http://127.0.0.1:8000"]'])
     roles = plans.plan(config, Path("run.toml"))
     (spec,) = roles.of("serve-weights")
-    assert spec.arguments[3] == "serve-weights"
+    assert spec.arguments[3:5] == ("role", "serve-weights")
     assert spec in roles.consumers
     assert plans.plan(load(), Path("run.toml")).of("serve-weights") == ()
 

@@ -50,7 +50,7 @@ def warnings(now: RunSnapshot, then: RunSnapshot = THEN) -> list[str]:
         (
             {"unread": 0, "in_flight": 9, "waiting_for_labels": 1200},
             "waiting for labels, 1,200 rollouts on `unlabelled`: no labeler reads them; labelers' logs are "
-            "label-*.log, and `rollstream label --run r` starts another",
+            "label-*.log, and `rollstream role label --run r` starts another",
         ),
         ({"unread": 0, "waiting": 9, "waiting_for_labels": 5, "read_by_labelers": 1}, "waiting, 9 batches"),
         ({"unread": 0, "waiting": 9}, "waiting, 9 batches: workers produce no more"),

@@ -1,4 +1,4 @@
-"""`rollstream fit`: the real step, compiled for TPUs that this machine does not have."""
+"""`rollstream deploy fit`: the real step, compiled for TPUs that this machine does not have."""
 
 import importlib.util
 import json
@@ -56,7 +56,7 @@ def test_a_half_billion_class_step_compiles_for_a_slice_and_for_several_hosts(
     settings |= {"learner.microbatch_rows": devices, "learner.optimizer.state_dtype": moments}
     flags = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "rollstream", "fit", topology, "--json", *flags],
+        [sys.executable, "-P", "-m", "rollstream", "deploy", "fit", topology, "--json", *flags],
         capture_output=True,
         text=True,
         env={name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "TPU_"))},

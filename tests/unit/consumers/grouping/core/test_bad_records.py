@@ -113,7 +113,7 @@ def test_a_mistake_of_ours_ends_the_task(monkeypatch: pytest.MonkeyPatch, place:
     monkeypatch.undo()
     assert raised.value.__notes__ == [
         f"offset {offset} of rollouts[0] ends grouping; fix the cause, or if that is not possible, have the record "
-        f"left out: `rollstream group skip 0:{offset} --reason ...`"
+        f"left out: `rollstream role group skip 0:{offset} --reason ...`"
     ]
     assert (d.drops, d.dead_letters) == ([], [])
 

@@ -176,7 +176,7 @@ def task_of(d: GroupingTestDriver, **settings: int) -> GroupingTask:
 
 def test_a_mark_of_newer_code_names_the_command_that_leaves_it_out() -> None:
     d = driver()
-    with pytest.raises(StateRefused, match=r"upgrade rollstream; .*`rollstream group skip 0:0 --reason"):
+    with pytest.raises(StateRefused, match=r"upgrade rollstream; .*`rollstream role group skip 0:0 --reason"):
         task_of(d).apply(read(NEWER))
 
 
