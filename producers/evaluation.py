@@ -1,6 +1,6 @@
 """Evaluates a split at a policy version and writes the rollouts to `evals`; they are never trained on.
 
-An environment that calls the policy itself plays through an endpoint like a worker's, but its calls go to `evals` only.
+An environment that calls the policy itself plays through a gateway like a worker's, but its calls are only in `evals`.
 """
 
 import asyncio
@@ -15,8 +15,10 @@ from rollstream.producers.component_means import ComponentMeans
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import AgentEnvironment, Prompt, Split
 from rollstream.producers.environment_loading import LoadedEnvironment
+from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.episode_rollouts import rollout_uids
-from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapture
+from rollstream.producers.gateway.local_gateway import LocalGateway
+from rollstream.producers.gateway.service import EpisodeStamp
 from rollstream.producers.group_player import EpisodeLimits, play_group
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
@@ -50,7 +52,7 @@ class Evaluation:
 
 
 @asynccontextmanager
-async def evaluation_capture(
+async def evaluation_gateway(
     environments: Sequence[LoadedEnvironment],
     kafka: KafkaConfig,
     run: str,
@@ -59,24 +61,24 @@ async def evaluation_capture(
     *,
     max_calls: int,
     temperature: float = 0.0,
-) -> AsyncIterator[WorkerCapture | None]:
-    """Yield the endpoint for environments that call the policy themselves; None if there is no such environment.
+) -> AsyncIterator[LocalGateway | None]:
+    """Yield the gateway for environments that call the policy themselves; None if there is no such environment.
     `max_calls` limits the calls of an episode, as gateway.max_calls does for workers."""
     if not any(environment.agent for environment in environments):
         yield None
         return
-    capture = WorkerCapture(
+    gateway = LocalGateway(
         kafka,
         run,
         worker,
-        author="eval",
+        GatewayConfig(max_calls=max_calls),
+        name="eval",
         policies=policies,
-        temperature=temperature,
+        temperatures={environment.name: temperature for environment in environments},
         recorded=False,
-        max_calls=max_calls,
     )
-    async with capture:
-        yield capture
+    async with gateway:
+        yield gateway
 
 
 async def evaluate(
@@ -86,7 +88,7 @@ async def evaluate(
     *,
     version: int,
     phase: str,
-    capture: WorkerCapture | None = None,
+    gateway: LocalGateway | None = None,
     worker_id: str = "eval",
     split: Split = "heldout",
     max_prompts: int = 0,
@@ -101,7 +103,7 @@ async def evaluate(
     Waits up to the client's timeout for the servers to have the version. Nothing is sent before all prompts are
     answered. Rollouts carry the requested version as policy_version, and the versions that answered as lowest and
     highest; their `extra` holds "split", "phase" and "prompts" (the number of prompts in the evaluation). `producer`
-    must write to `evals`. An environment that calls the policy itself needs `capture`, whose temperature it uses. Only
+    must write to `evals`. An environment that calls the policy itself needs `gateway`, whose temperature it uses. Only
     the first `max_prompts` prompts are answered; 0 means all.
 
     Raises ConfigurationError if the split has no prompts, InferenceUnavailable if the version does not arrive, and
@@ -132,8 +134,8 @@ async def evaluate(
             if environment.agent is None:
                 rollouts = [await _text_rollout(environment, client, prompt, stamp, seed, limits)]
             else:
-                assert capture, "an environment that calls the policy itself needs an endpoint"
-                rollouts = await _agent_rollouts(environment.agent, capture, prompt, stamp, limits)
+                assert gateway, "an environment that calls the policy itself needs a gateway"
+                rollouts = await _agent_rollouts(environment.agent, gateway, prompt, stamp, limits)
         marks = {"split": split, "phase": phase, "prompts": str(len(prompts))}
         return [replace(rollout, extra=marks) for rollout in rollouts]
 
@@ -189,7 +191,7 @@ async def _text_rollout(
 
 
 async def _agent_rollouts(
-    agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, limits: EpisodeLimits
+    agent: AgentEnvironment, gateway: LocalGateway, prompt: Prompt, stamp: GroupStamp, limits: EpisodeLimits
 ) -> list[Rollout]:
     """Return the rollouts of an episode, one for each branch, with uids in the same form as for text episodes.
 
@@ -197,7 +199,7 @@ async def _agent_rollouts(
     """
     played = await play_agent(
         agent,
-        capture,
+        gateway,
         prompt,
         EpisodeStamp(
             environment=stamp.environment,
@@ -210,11 +212,8 @@ async def _agent_rollouts(
         ),
         limits,
     )
-    assert played.capture, "an agent has a session"
     if played.error:
-        await played.capture.cancelled(str(played.error))
         raise played.error
-    await played.capture.written(played.rollouts)
     uids = rollout_uids(stamp.group_id, len(played.rollouts))
     return [
         replace(

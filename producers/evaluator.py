@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 
 from rollstream.producers.config import EvaluationConfig, WorkerConfig
 from rollstream.producers.environment_loading import LoadedEnvironment
-from rollstream.producers.evaluation import Evaluation, evaluate, evaluation_capture
+from rollstream.producers.evaluation import Evaluation, evaluate, evaluation_gateway
 from rollstream.producers.graceful_stop import finish_or_stop
 from rollstream.producers.group_player import EpisodeFailed
 from rollstream.producers.inference.client import client_of
@@ -166,9 +166,9 @@ async def run_evaluator(
         )
         async with (
             client_of(worker, policies) as client,
-            evaluation_capture(
+            evaluation_gateway(
                 environments, kafka, run, worker, policies, max_calls=max_calls, temperature=config.temperature
-            ) as capture,
+            ) as gateway,
             publisher,
         ):
             on_ready()
@@ -203,7 +203,7 @@ async def run_evaluator(
                         producer,
                         version=version,
                         phase=PHASE,
-                        capture=capture,
+                        gateway=gateway,
                         max_prompts=environment.entry.max_prompts or config.max_prompts,
                         concurrency=config.concurrency,
                         temperature=config.temperature,

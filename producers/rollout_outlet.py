@@ -30,9 +30,8 @@ class RolloutOutlet:
         acknowledged rollouts, `on_delivery` for every other one. Raises BrokerUnavailable or TopicError."""
         self._labeled = frozenset(labeled)
         with ExitStack() as stack:
-            self.rollouts = stack.enter_context(RolloutProducer(kafka, run, on_delivery=on_delivery))
-            """The producer of `rollouts`."""
-            self._producers = [self.rollouts]
+            self._rollouts = stack.enter_context(RolloutProducer(kafka, run, on_delivery=on_delivery))
+            self._producers = [self._rollouts]
             if self._labeled:
                 self._unlabelled = stack.enter_context(
                     RolloutProducer(kafka, run, topic="unlabelled", on_delivery=on_unlabeled)
@@ -43,7 +42,7 @@ class RolloutOutlet:
     @property
     def send_timeout_s(self) -> float:
         """Longest time for which a rollout waits while the queue is full."""
-        return self.rollouts.send_timeout_s
+        return self._rollouts.send_timeout_s
 
     def awaits_label(self, environment: str) -> bool:
         """Whether rollouts of an environment get their rewards from a labeler."""
@@ -51,18 +50,12 @@ class RolloutOutlet:
 
     def send(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
         """Queue a rollout. Raises as RolloutProducer.send does."""
-        producer = self._unlabelled if self.awaits_label(rollout.environment) else self.rollouts
+        producer = self._unlabelled if self.awaits_label(rollout.environment) else self._rollouts
         producer.send(rollout, timeout_s=timeout_s)
 
-    def cancel(
-        self,
-        cancelled: GroupCancelled,
-        *,
-        timeout_s: float | None = None,
-        on_delivery: Callable[[], None] | None = None,
-    ) -> None:
-        """Queue a cancellation, which needs no label. The arguments and errors are those of RolloutProducer.cancel."""
-        self.rollouts.cancel(cancelled, timeout_s=timeout_s, on_delivery=on_delivery)
+    def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
+        """Queue a cancellation, which needs no label. Raises as RolloutProducer.cancel does."""
+        self._rollouts.cancel(cancelled, timeout_s=timeout_s)
 
     def poll(self) -> None:
         """Run the callbacks of delivered records. Raises DeliveryError."""

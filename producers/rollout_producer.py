@@ -82,18 +82,11 @@ class RolloutProducer(RecordSender):
     def _encoded(self, record: object) -> bytes:
         return signed_or_plain(record, self._signer, ROLLOUT)
 
-    def cancel(
-        self,
-        cancelled: GroupCancelled,
-        *,
-        timeout_s: float | None = None,
-        on_delivery: Callable[[], None] | None = None,
-    ) -> None:
+    def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
         """Queue a cancellation: its rollouts will never be sent, and the group shrinks. Raises as `send` does.
 
         Also raises ConfigurationError if the producer does not write to `rollouts`. Uids that do not fit into one
         record are sent in several records. If this raises, some records may have been sent; call it again.
-        `on_delivery` is called once all are on the log.
         """
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
         if not self._takes_cancellations:
@@ -101,13 +94,6 @@ class RolloutProducer(RecordSender):
         if wrong := untyped_problems(cancelled, bounded=False):
             raise RecordError(f"{name} was not sent: {'; '.join(wrong)}")
         key = encode_key(cancelled.environment, cancelled.example_id)
-
-        def delivered(_partition: int, _offset: int) -> None:
-            if on_delivery is not None:
-                on_delivery()
-
         for start in range(0, len(cancelled.uids), UIDS_LIMIT):
             chunk = replace(cancelled, uids=cancelled.uids[start : start + UIDS_LIMIT])
-            # Records of a key arrive in order, so all are on the log once the last one is.
-            is_last = start + UIDS_LIMIT >= len(cancelled.uids)
-            self._send(name, key, chunk, timeout_s, delivered if is_last else None)
+            self._send(name, key, chunk, timeout_s)

@@ -12,7 +12,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rollstream.producers.agent_player import PlayedEpisode, play_agents
@@ -22,7 +22,8 @@ from rollstream.producers.curriculum import success_of
 from rollstream.producers.environment import Episode, Prompt
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.flow_control import FlowControl, RunProgress
-from rollstream.producers.gateway.worker_capture import EpisodeCapture, WorkerCapture
+from rollstream.producers.gateway.local_gateway import LocalGateway
+from rollstream.producers.gateway.service import WrittenRollouts
 from rollstream.producers.graceful_stop import finish_or_stop
 from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits, play_group
 from rollstream.producers.inference.client import CompletionsClient
@@ -76,19 +77,17 @@ class Worker:
         *,
         incarnation: str,
         group_secret: bytes = b"",
-        captures: Mapping[str, WorkerCapture],
-        undelivered: set[str],
+        gateway: LocalGateway | None = None,
         flow: FlowControl | None = None,
         read_progress: Callable[[], RunProgress] | None = None,
         steering: WorkerSteering | None = None,
     ) -> None:
         """The caller reports the outlet's deliveries to `flow`, if given; `read_progress` returns the run's progress.
 
-        `captures` are the endpoints of environments that call the policy themselves; the caller must remove the uid of
-        each delivered rollout from `undelivered`. `steering` applies the operators' requests.
+        `gateway` takes the calls of environments that call the policy themselves. `steering` applies the operators'
+        requests.
         """
-        self._captures = captures
-        self._undelivered = undelivered
+        self._gateway = gateway
         self._mixture = mixture
         self._client = client
         self._outlet = outlet
@@ -264,8 +263,6 @@ class Worker:
         consumed = self._flow.consumed if self._flow is not None else 0
         unsent = list(uids_of(stamp.group_id, stamp.group_size))
         sent: list[Rollout] = []
-        ended: list[tuple[EpisodeCapture, str]] = []
-        """Captures of members that failed, and why."""
         try:
             try:
                 episodes = await self._episodes(environment, prompt, stamp)
@@ -275,38 +272,29 @@ class Worker:
             if self._flow is not None:
                 self._flow.note_end(consumed)
             failures: list[BaseException] = []
-            written: list[PlayedEpisode] = []
             for uid, episode in zip(tuple(unsent), episodes, strict=True):
-                error = episode.error or await self._send_all(episode.rollouts)
+                error = episode.error
+                if episode.written is not None:
+                    self._note_written(environment, episode.rollouts, episode.written)
+                elif error is None:
+                    error = await self._send(episode.rollouts[0])
                 if error is None:
                     unsent.remove(uid)
                     sent += episode.rollouts
-                    written.append(episode)
                 else:
                     failures.append(error)
-                    if episode.capture is not None:
-                        ended.append((episode.capture, str(error)))
-            await self._note_written(written)
             self._judge(environment, sent, failures)
             if failures:
                 raise next((f for f in failures if not self._passes(f)), failures[0])
         except Exception as error:
             if not self._passes(error):
-                await self._give_up(prompt, stamp, unsent, repr(error))
+                await self._give_up(environment, prompt, stamp, unsent, repr(error))
                 raise
             event(logger, "group_failed", level=logging.WARNING, group_id=stamp.group_id, error=str(error))
             self._failed += len(unsent)
-            cancelled = asyncio.Event()
-            await self._cancel(
-                prompt, stamp, unsent, str(error), timeout_s=self._outlet.send_timeout_s, on_delivery=cancelled.set
-            )
-            if ended:
-                # A kill before that leaves the sessions open, so that the next process cancels their members.
-                await cancelled.wait()
-                for capture, reason in ended:
-                    await capture.cancelled(reason)
+            await self._cancel(environment, prompt, stamp, unsent, str(error), timeout_s=self._outlet.send_timeout_s)
         except BaseException:
-            await self._give_up(prompt, stamp, unsent, "the worker is stopping")
+            await self._give_up(environment, prompt, stamp, unsent, "the worker is stopping")
             raise
 
     def _group_id(self, number: int) -> str:
@@ -321,14 +309,16 @@ class Worker:
         unless it is ContextTooLong."""
         return isinstance(error, _PASSING) or (isinstance(error, InferenceRefused) and self._sent > 0)
 
-    async def _give_up(self, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str) -> None:
+    async def _give_up(
+        self, environment: LoadedEnvironment, prompt: Prompt, stamp: GroupStamp, uids: Sequence[str], reason: str
+    ) -> None:
         # Best effort: the error being raised matters more.
         with contextlib.suppress(RollstreamError):
-            await self._cancel(prompt, stamp, uids, reason, timeout_s=_GIVE_UP_S)
+            await self._cancel(environment, prompt, stamp, uids, reason, timeout_s=_GIVE_UP_S)
 
     def _newest_version(self, environment: LoadedEnvironment) -> int:
-        capture = self._captures.get(environment.name)
-        return max(self._client.newest_version, capture.newest_version if capture else -1)
+        agents = self._gateway if environment.agent is not None else None
+        return max(self._client.newest_version, agents.newest_version if agents else -1)
 
     async def _episodes(
         self, environment: LoadedEnvironment, prompt: Prompt, stamp: GroupStamp
@@ -336,7 +326,10 @@ class Worker:
         config = self._config
         limits = EpisodeLimits(timeout_s=config.episode_timeout_s, attempts=config.episode_attempts)
         if environment.agent is not None:
-            return await play_agents(environment.agent, self._captures[environment.name], prompt, stamp, limits)
+            assert self._gateway, "an environment that calls the policy itself needs a gateway"
+            return await play_agents(
+                environment.agent, self._gateway, prompt, stamp, limits, labeled=environment.awaits_label
+            )
         sampling = GroupSampling(
             group_size=stamp.group_size,
             temperature=stamp.temperature,
@@ -347,28 +340,28 @@ class Worker:
         uids = uids_of(stamp.group_id, stamp.group_size)
         return [_played(episode, prompt, stamp, uid) for uid, episode in zip(uids, episodes, strict=True)]
 
-    async def _send_all(self, rollouts: Sequence[Rollout]) -> RecordError | None:
-        """Send the rollouts of an episode; return the error if one cannot be recorded."""
-        if rollouts and rollouts[0].environment in self._captures:
-            self._undelivered.update(rollout.uid for rollout in rollouts)
+    async def _send(self, rollout: Rollout) -> RecordError | None:
+        """Send a rollout; return the error if it cannot be recorded."""
         try:
-            for number, rollout in enumerate(rollouts):
-                if number and self._flow is not None:
-                    # Room was reserved for only one rollout of each member, so reserve room for this one, too.
-                    self._flow.release(-1, rollout.environment)
-                await self._send(rollout)
+            await _with_room(lambda: self._outlet.send(rollout, timeout_s=0.0), self._outlet.send_timeout_s)
         except RecordError as error:
-            self._undelivered.difference_update(rollout.uid for rollout in rollouts)
             return error
+        self._count(rollout)
         return None
 
-    async def _note_written(self, episodes: Iterable[PlayedEpisode]) -> None:
-        """Wait until the rollouts of episodes are on the log, and record this in their sessions."""
-        for episode in episodes:
-            if episode.capture is not None:
-                while not self._undelivered.isdisjoint(rollout.uid for rollout in episode.rollouts):
-                    await asyncio.sleep(_TICK_S)
-                await episode.capture.written(episode.rollouts)
+    def _note_written(
+        self, environment: LoadedEnvironment, rollouts: Sequence[Rollout], written: WrittenRollouts
+    ) -> None:
+        """Count the rollouts of an agent's episode, which are on the log."""
+        for rollout in rollouts:
+            self._count(rollout)
+        if self._flow is None:
+            return
+        # Room was reserved for only one rollout of each member.
+        self._flow.release(1 - written.rollouts, environment.name)
+        note = self._flow.note_unlabeled if environment.awaits_label else self._flow.note_delivery
+        for _rollout in range(written.rollouts):
+            note(written.partition, written.end - 1, environment.name)
 
     def _judge(
         self, environment: LoadedEnvironment, sent: Sequence[Rollout], failures: Sequence[BaseException]
@@ -395,8 +388,7 @@ class Worker:
             seconds=pause_s,
         )
 
-    async def _send(self, rollout: Rollout) -> None:
-        await _with_room(lambda: self._outlet.send(rollout, timeout_s=0.0), self._outlet.send_timeout_s)
+    def _count(self, rollout: Rollout) -> None:
         self._sent += 1
         self._tokens += int(rollout.loss_mask.sum())
         if not self._outlet.awaits_label(rollout.environment):
@@ -406,19 +398,22 @@ class Worker:
 
     async def _cancel(
         self,
+        environment: LoadedEnvironment,
         prompt: Prompt,
         stamp: GroupStamp,
         uids: Sequence[str],
         reason: str,
         *,
         timeout_s: float,
-        on_delivery: Callable[[], None] | None = None,
     ) -> None:
+        """Count members as cancelled, and cancel them on the log; the gateway has already cancelled those of agents."""
         if not uids:
             return
         if self._flow is not None:
             self._flow.release(len(uids), stamp.environment)
         self._cancelled += len(uids)
+        if environment.agent is not None:
+            return
         cancelled = GroupCancelled(
             environment=stamp.environment,
             example_id=prompt.example_id,
@@ -430,7 +425,7 @@ class Worker:
             reason=clip(reason, _REASON_LIMIT),
             metadata=RolloutMetadata(worker_id=stamp.worker_id, timestamp=time.time()),
         )
-        await _with_room(lambda: self._outlet.cancel(cancelled, timeout_s=0.0, on_delivery=on_delivery), timeout_s)
+        await _with_room(lambda: self._outlet.cancel(cancelled, timeout_s=0.0), timeout_s)
 
     def _log(self, name: str) -> None:
         report = self.report

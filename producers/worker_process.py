@@ -4,13 +4,11 @@ import asyncio
 import signal
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
-from dataclasses import replace
 
 from rollstream.producers.config import CapacityConfig, CurriculumConfig, WorkerConfig
 from rollstream.producers.environment_loading import LoadedEnvironment
 from rollstream.producers.gateway.config import GatewayConfig
-from rollstream.producers.gateway.left_episodes import end_left_episodes
-from rollstream.producers.gateway.worker_capture import WorkerCapture
+from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.metrics_publisher import MetricsPublisher
 from rollstream.producers.mixture import Mixture
@@ -39,7 +37,7 @@ async def run_worker(
     capacity: CapacityConfig | None = None,
     labeling_group: str = "",
     servers: Callable[[int], Sequence[str]] | None = None,
-    max_calls: int = GatewayConfig.max_calls,
+    gateway: GatewayConfig | None = None,
     stop: asyncio.Event | None = None,
 ) -> WorkerReport:
     """Run one worker with its clients until `stop` is set; without `stop`, until SIGTERM or SIGINT arrives.
@@ -48,8 +46,8 @@ async def run_worker(
     groups cannot be guessed. `ordinal` is the worker's index among the `workers` that share the prompts; operators
     may request another number of workers. Without `capacity`, production is not limited. `labeling_group` is the full
     name of the labelers' consumer group, for environments whose rewards come from a labeler. `servers` returns the URLs
-    for a number of inference servers, and is called when operators change this number. `max_calls` limits the calls
-    of an agent's episode. Raises ConfigurationError, TopicError, BrokerUnavailable, InferenceUnavailable,
+    for a number of inference servers, and is called when operators change this number. `gateway` are the settings
+    of the gateway for agents. Raises ConfigurationError, TopicError, BrokerUnavailable, InferenceUnavailable,
     InferenceRefused, DeliveryError.
     """
     curriculum = curriculum or CurriculumConfig()
@@ -67,10 +65,8 @@ async def run_worker(
         )
         labeled = [environment.name for environment in environments if environment.awaits_label]
         flow, read_progress = await open_flow(stack, kafka, run, capacity, labeled, labeling_group)
-        undelivered: set[str] = set()
 
         def delivered(delivery: RolloutDelivery) -> None:
-            undelivered.discard(delivery.uid)
             if flow is not None:
                 flow.note_delivery(delivery.partition, delivery.offset, delivery.environment)
 
@@ -83,15 +79,18 @@ async def run_worker(
         )
         policies = stack.enter_context(PolicyFollower(kafka, run))
         async with client_of(config, policies) as client, AsyncExitStack() as opened:
-            captures = {}
-            author = f"{config.worker_id}.{incarnation}"
+            agents = None
             if any(environment.agent is not None for environment in environments):
-                await end_left_episodes(kafka, run, config, author=author, producer=outlet.rollouts)
-            for environment in environments:
-                if environment.agent is not None:
-                    settings = replace(config, temperature=environment.temperature)
-                    capture = WorkerCapture(kafka, run, settings, policies=policies, author=author, max_calls=max_calls)
-                    captures[environment.name] = await opened.enter_async_context(capture)
+                agents = LocalGateway(
+                    kafka,
+                    run,
+                    config,
+                    gateway or GatewayConfig(),
+                    name=config.worker_id,
+                    policies=policies,
+                    temperatures={environment.name: environment.temperature for environment in environments},
+                )
+                await opened.enter_async_context(agents)
             worker = Worker(
                 mixture,
                 client,
@@ -100,11 +99,10 @@ async def run_worker(
                 incarnation=incarnation,
                 group_secret=group_secret,
                 flow=flow,
-                captures=captures,
-                undelivered=undelivered,
+                gateway=agents,
                 read_progress=read_progress,
                 steering=WorkerSteering(
-                    follower, mixture, client, flow, workers=workers, captures=captures.values(), servers=servers
+                    follower, mixture, client, flow, workers=workers, gateway=agents, servers=servers
                 ),
             )
             publisher = MetricsPublisher(

@@ -2,10 +2,10 @@
 workers that share the capacity, and the number of inference servers."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from rollstream.producers.flow_control import FlowControl
-from rollstream.producers.gateway.worker_capture import WorkerCapture
+from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.mixture import Mixture
 from rollstream.topics.errors import ConfigurationError
@@ -31,14 +31,14 @@ class WorkerSteering:
         flow: FlowControl | None,
         *,
         workers: int,
-        captures: Iterable[WorkerCapture] = (),
+        gateway: LocalGateway | None = None,
         servers: Callable[[int], Sequence[str]] | None = None,
     ) -> None:
-        """The worker is one of `workers`, unless operators request another number. `captures` are the endpoints of its
+        """The worker is one of `workers`, unless operators request another number. `gateway` takes the calls of its
         agents. `servers` returns the URLs for a number of inference servers; without it, the servers stay as
         configured."""
         self._follower, self._mixture, self._client, self._flow = follower, mixture, client, flow
-        self._captures = tuple(captures)
+        self._gateway = gateway
         self._workers, self._servers = workers, servers
         self._others = flow.config.workers - workers if flow else 0
         self._configured = client.urls
@@ -67,8 +67,8 @@ class WorkerSteering:
             wanted = state.numbers.get(SERVERS)
             urls = self._configured if not wanted else self._servers(wanted)
             self._client.ask(urls)
-            for capture in self._captures:
-                capture.use(urls)
+            if self._gateway is not None:
+                self._gateway.use(urls)
 
     def _share(self, workers: int) -> None:
         if self._flow is None or self._flow.config.workers == workers + self._others:

@@ -66,7 +66,7 @@ async def _work(config: RunConfig, ordinal: int, stop: asyncio.Event) -> None:
         capacity=replace(config.capacity, quotas={e.name: e.entry.quota for e in environments if e.entry.quota < 1.0}),
         labeling_group=config.labeling.group_id(config.run),
         servers=servers_of(config),
-        max_calls=config.gateway.max_calls,
+        gateway=config.gateway,
         stop=stop,
     )
 

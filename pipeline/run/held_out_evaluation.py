@@ -27,10 +27,10 @@ async def _evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore
     ):
         environments = [environment for environment in environments_of(config) if environment.evaluated]
         max_calls = config.gateway.max_calls
-        capture = evaluation.evaluation_capture(
+        opening = evaluation.evaluation_gateway(
             environments, config.kafka, config.run, config.worker, policies, max_calls=max_calls
         )
-        async with client_of(config.worker, policies) as client, capture as endpoint:
+        async with client_of(config.worker, policies) as client, opening as gateway:
             scores = [
                 await evaluation.evaluate(
                     environment,
@@ -38,7 +38,7 @@ async def _evaluate(config: RunConfig, version: int, phase: str) -> HeldOutScore
                     producer,
                     version=version,
                     phase=phase,
-                    capture=endpoint,
+                    gateway=gateway,
                     max_prompts=environment.entry.max_prompts,
                     episode_timeout_s=config.worker.episode_timeout_s,
                 )

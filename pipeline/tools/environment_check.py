@@ -23,7 +23,7 @@ from rollstream.producers.agent_player import play_agents
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment import SPLITS, AgentEnvironment, Episode, Prompt
 from rollstream.producers.environment_loading import LoadedEnvironment, load_environments
-from rollstream.producers.gateway.worker_capture import WorkerCapture
+from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.group_player import EpisodeLimits, play_group
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.decoding import row_seed
@@ -133,18 +133,18 @@ async def _check(
                 )
             # Assume a version, so that a model that reports no version can be checked, too.
             worker = replace(config.worker, assume_version=max(config.worker.assume_version, 0))
-            capture = WorkerCapture(
+            gateway = LocalGateway(
                 config.kafka,
                 config.run,
                 worker,
-                author="check",
+                config.gateway,
+                name="check",
                 policies=NoPolicies(),
-                temperature=environment.temperature,
+                temperatures={environment.name: environment.temperature},
                 recorded=False,
-                max_calls=config.gateway.max_calls,
             )
-            await stack.enter_async_context(capture)
-            play = partial(_agents_group, environment.agent, capture)
+            await stack.enter_async_context(gateway)
+            play = partial(_agents_group, environment.agent, gateway)
         else:
             if client is None:
                 source = "random text, not a server's"
@@ -252,12 +252,12 @@ async def _group(
 
 
 async def _agents_group(
-    agent: AgentEnvironment, capture: WorkerCapture, prompt: Prompt, stamp: GroupStamp, config: RunConfig
+    agent: AgentEnvironment, gateway: LocalGateway, prompt: Prompt, stamp: GroupStamp, config: RunConfig
 ) -> CheckedGroup:
     limits = EpisodeLimits(timeout_s=config.worker.episode_timeout_s, attempts=1)
     rollouts: list[Rollout] = []
     errors = []
-    for episode in await play_agents(agent, capture, prompt, stamp, limits):
+    for episode in await play_agents(agent, gateway, prompt, stamp, limits):
         try:
             for rollout in episode.rollouts:
                 _check_record(rollout, config)

@@ -37,7 +37,7 @@ CallRecord = ModelCall | SessionEvent
 _POLL_S = 0.1
 _CLOSE_S = 10.0
 _ALONE_AFTER_MS = 60_000
-"""Time without a record of another gateway after which this gateway counts as alone."""
+"""Time without a record of another process after which this gateway counts as alone."""
 _SWITCH_AGAIN_S = 10.0
 """Time until a gateway that could not change its client settings, because no broker answered, tries again."""
 _SELDOM: dict[str, Any] = {"fetch.min.bytes": 1_000_000, "fetch.wait.max.ms": 100}
@@ -162,14 +162,16 @@ class CallLog:
         author: str,
         remembered_sessions: int,
         on_read: Callable[[CapturedSession], None],
+        shared: bool = True,
     ) -> None:
         """`author` is the name of the gateway. The newest `remembered_sessions` finished sessions of each partition are
-        remembered. `on_read` is called in the event loop with the session of each record that was read."""
-        self._kafka, self._author = kafka, author
+        remembered. `on_read` is called in the event loop with the session of each record that was read. Without
+        `shared`, no other gateway serves this one's sessions."""
+        self._kafka, self._author, self._shared = kafka, author, shared
         self._others_ms = 0
-        self.writer = CallWriter(kafka, run)
-        self.topic = self.writer.topic
-        self.folds = [PartitionSessions(keep_finished=remembered_sessions) for _ in range(self.writer.partitions)]
+        self._writer = CallWriter(kafka, run)
+        self.topic = self._writer.topic
+        self.folds = [PartitionSessions(keep_finished=remembered_sessions) for _ in range(self._writer.partitions)]
         """Sessions of each partition."""
         self.skipped = SkippedRecords("gateway")
         """Records that could not be read."""
@@ -200,23 +202,34 @@ class CallLog:
         finally:
             reporting.cancel()
 
-    def fold_of(self, session: str) -> PartitionSessions:
-        """Return the fold of a session's partition. Raises RecordError if the name is invalid."""
-        return self.folds[self.writer.partition_of(session)]
+    def partition_of(self, session: str) -> int:
+        """Return the partition of a session. Raises RecordError if the name is invalid."""
+        return self._writer.partition_of(session)
 
-    async def append(self, record: CallRecord) -> AppendedRecord:
-        """Append a record; apply it at once if it is next on its partition. Raises as `CallWriter.append` does."""
+    async def append(self, record: CallRecord) -> None:
+        """Append a record; return once the fold has it. Raises as `CallWriter.append` and `current` do."""
 
         def appended(place: AppendedRecord) -> None:
             if place.offset == self.folds[place.partition].position:
                 self._take(place.partition, place.offset, place.append_ms, record)
                 self._wake(place.partition)
 
-        return await self.writer.append(record, appended)
+        place = await self._writer.append(record, appended)
+        await self._applied(place.partition, place.offset + 1)
+
+    @property
+    def records_skipped(self) -> int:
+        """Number of records that could not be read."""
+        return self.skipped.total
+
+    async def latest(self, session: str) -> None:
+        """Bring a session up to date for its next call. Raises as `current` does."""
+        if self._shared and not self.alone:
+            await self.current(self.partition_of(session))
 
     @property
     def alone(self) -> bool:
-        """Whether no other gateway has written lately, so that this one knows all sessions without asking."""
+        """Whether no other process has written lately, so that this one knows all sessions without asking."""
         return time.time() * 1000 - self._others_ms > _ALONE_AFTER_MS
 
     async def current(self, partition: int) -> PartitionSessions:
@@ -224,18 +237,17 @@ class CallLog:
 
         Raises BrokerUnavailable or TopicError if the log cannot be read.
         """
-        await self.applied(partition, await self._end_of(partition))
+        await self._applied(partition, await self._end_of(partition))
         return self.folds[partition]
 
-    async def applied(self, partition: int, end: int) -> PartitionSessions:
-        """Wait until the fold holds all records of a partition below an offset, and return it."""
+    async def _applied(self, partition: int, end: int) -> None:
+        """Wait until the fold holds all records of a partition below an offset."""
         if self.error is not None:
             raise self.error
         if self.folds[partition].position < end:
             reached: asyncio.Future[None] = self._loop.create_future()
             heapq.heappush(self._waiting[partition], (end, next(self._order), reached))
             await reached
-        return self.folds[partition]
 
     async def close(self) -> None:
         """Stop reading, and wait for records in flight."""
@@ -244,7 +256,7 @@ class CallLog:
             await asyncio.to_thread(self._thread.join)
         self._probe_thread.shutdown(wait=True)
         self._ends.close()
-        await self.writer.close()
+        await self._writer.close()
 
     async def _end_of(self, partition: int) -> int:
         """Return the end of a partition, as reported by a broker after this call."""
@@ -290,7 +302,7 @@ class CallLog:
                             stack.close()
                             follower, alone = stack.enter_context(other), not alone
                     self._read(follower)
-        except Exception as error:  # `applied` raises it in the event loop
+        except Exception as error:  # `_applied` raises it in the event loop
             self._loop.call_soon_threadsafe(self._fail, error)
 
     def _follower(self, *, alone: bool) -> TopicFollower:
@@ -314,7 +326,7 @@ class CallLog:
             if not isinstance(decoded, CallRecord):
                 raise RecordError(f"a {type(decoded).__name__} instead of a call or session event")
             # A gateway could not end a session that is elsewhere, because its own records go to the right partition.
-            if (partition := self.writer.partition_of(decoded.session)) != message.partition:
+            if (partition := self._writer.partition_of(decoded.session)) != message.partition:
                 raise RecordError(f"a record of session {decoded.session[:64]}, which belongs to partition {partition}")
             record = decoded
         return _Read(message.partition, message.offset, message.timestamp_ms, record)
@@ -335,7 +347,7 @@ class CallLog:
         session = None if record is None else fold.apply(offset, append_ms, record)
         if session is None or record is None:
             return
-        if record.author != self._author and session.start.owner == "gateway":
+        if record.author != self._author:
             self._others_ms = max(append_ms, self._others_ms)
         self._on_read(session)
 

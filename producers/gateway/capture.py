@@ -1,15 +1,15 @@
 """Captures the model calls of sessions: each is on the log before its answer is complete, and a retry gets that answer.
 
-The gateway's server and the endpoint inside a worker share this module. It does not handle the agents' HTTP.
+It does not handle the agents' HTTP.
 """
 
 import asyncio
 import time
 import uuid
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, Protocol
 
@@ -25,9 +25,8 @@ from rollstream.producers.gateway.call_forms import (
     server_request,
     with_prompt,
 )
-from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.errors import SessionClosed
-from rollstream.producers.gateway.sessions import CapturedSession
+from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.producers.gateway.streamed_answers import DONE, StreamedAnswer, error_in, event_of, events_of
 from rollstream.producers.gateway.upstream import Upstream, labelled
 from rollstream.producers.inference.answers import samples_of
@@ -45,21 +44,34 @@ class CaptureRules:
     sampling: Literal["run", "agent"]
     max_calls: int
     author: str
+    temperatures: Mapping[str, float] = field(default_factory=dict)
+    """By environment, the temperatures that differ from `temperature`."""
     seed: int | None = None
     """Seed for calls without one, so that each attempt at an episode uses the same seeds; if None, no seed is sent."""
 
 
 class SessionLog(Protocol):
-    """The log as a capture needs it: to append records, and to read the records of all processes."""
+    """The log of sessions: `calls`, or a log in memory."""
 
-    async def append(self, record: ModelCall | SessionEvent) -> AppendedRecord:
-        """Append a record; return once the brokers have it."""
+    @property
+    def folds(self) -> Sequence[PartitionSessions]:
+        """Sessions of each partition."""
 
-    async def current(self, session: CapturedSession) -> None:
-        """Bring a session up to date with the log."""
+    @property
+    def records_skipped(self) -> int:
+        """Number of records that could not be read."""
 
-    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
-        """Bring a session up to date with all records up to this one."""
+    def partition_of(self, session: str) -> int:
+        """Return the partition of a session. Raises RecordError if the name is invalid."""
+
+    async def append(self, record: ModelCall | SessionEvent) -> None:
+        """Append a record; return once the brokers and the fold have it."""
+
+    async def latest(self, session: str) -> None:
+        """Bring a session up to date for its next call."""
+
+    async def current(self, partition: int) -> PartitionSessions:
+        """Return the fold of a partition with everything that is on the log now."""
 
 
 class CallCapture:
@@ -122,7 +134,7 @@ class CallCapture:
 
         Raises SessionClosed, InferenceUnavailable, InferenceRefused, UpstreamRefused, and errors of writes to the log.
         """
-        await self._log.current(session)
+        await self._log.latest(session.name)
         if call := await self._repeated(session, request, first_attempt=first_attempt):
             return call, self.answer_of(session, request, call)
         with self._announced((session.name, request.digest)) as recorded:
@@ -186,7 +198,7 @@ class CallCapture:
         connection to the server breaks or the server's stream ends too early or with an error, and ConnectionResetError
         after the first event if the recorded answer is not the one that was streamed.
         """
-        await self._log.current(session)
+        await self._log.latest(session.name)
         chat = ROUTES[request.route] == "chat"
         usage = request.wants_usage
         call = await self._repeated(session, request, first_attempt=first_attempt)
@@ -258,7 +270,7 @@ class CallCapture:
         body = server_request(
             request,
             model=self._upstream.model,
-            temperature=self._rules.temperature,
+            temperature=self._rules.temperatures.get(session.start.environment, self._rules.temperature),
             sampling=self._rules.sampling,
         )
         if self._rules.seed is not None and body.get("seed") is None:
@@ -320,7 +332,7 @@ class CallCapture:
                 began=began,
                 answered=time.time(),
             )
-            await self._log.applied(session, call, await self._log.append(call))
+            await self._log.append(call)
         finally:
             reserved.discard(repetition)
             if not reserved:

@@ -51,6 +51,20 @@ def rollouts_of(session: CapturedSession, form: RolloutForm, policies: PolicyVer
     ]
 
 
+def episode_records(
+    session: CapturedSession, form: RolloutForm, policies: PolicyVersions
+) -> tuple[list[Rollout | GroupCancelled], str]:
+    """Return the records to write for a closed session, and the reason if they cancel its episode."""
+    assert session.closed is not None
+    reason = session.closed.reason
+    if not reason:
+        try:
+            return list(rollouts_of(session, form, policies)), ""
+        except RecordError as error:
+            reason = str(error)
+    return [cancellation_of(session, reason)], reason
+
+
 def cancellation_of(session: CapturedSession, reason: str) -> GroupCancelled:
     """Return the cancellation of a session's episode."""
     start = session.start

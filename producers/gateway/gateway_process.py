@@ -8,14 +8,11 @@ from contextlib import AsyncExitStack
 from rollstream.producers.config import CapacityConfig, WorkerConfig
 from rollstream.producers.flow_control import RunProgress
 from rollstream.producers.gateway.call_log import CallLog
-from rollstream.producers.gateway.capture import CallCapture, CaptureRules
+from rollstream.producers.gateway.capture import CaptureRules
 from rollstream.producers.gateway.config import GatewayConfig
-from rollstream.producers.gateway.episode_rollouts import RolloutForm
+from rollstream.producers.gateway.gateway_parts import gateway_parts
 from rollstream.producers.gateway.gateway_steering import GatewaySteering
-from rollstream.producers.gateway.rollout_writing import RolloutWriter
 from rollstream.producers.gateway.server import GatewayServer, serve_until
-from rollstream.producers.gateway.service import SessionService, SharedLog
-from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.journal_tailer import JournalTailer
 from rollstream.producers.metrics_publisher import MetricsPublisher
@@ -54,57 +51,27 @@ async def run_gateway(
             read_progress = lambda: tailer.progress  # noqa: E731
         steering = await asyncio.to_thread(SteeringFollower, kafka, run)
         stack.push_async_callback(asyncio.to_thread, steering.close)
-        readers: list[Callable[[CapturedSession], None]] = []
-
-        def on_read(session: CapturedSession) -> None:
-            for read in readers:
-                read(session)
-
-        log = CallLog(
-            kafka, run, author=config.replica_id, remembered_sessions=config.remembered_sessions, on_read=on_read
-        )
-        stack.push_async_callback(log.close)
-        form = RolloutForm(
-            logprobs_mode=worker.logprobs_mode, temperature=worker.temperature, assume_version=worker.assume_version
-        )
         policies = stack.enter_context(await asyncio.to_thread(PolicyFollower, kafka, run))
-        await asyncio.to_thread(policies.read)
-        writer = RolloutWriter(kafka, run, log, form, policies, author=config.replica_id, takeover_s=config.takeover_s)
-        stack.push_async_callback(writer.close)
-        upstream = await stack.enter_async_context(
-            Upstream(
-                worker.inference_urls,
-                model=worker.model,
-                api_key=worker.api_key,
-                timeout_s=worker.request_timeout_s,
-                policies=policies,
-                max_version_skew=worker.max_version_skew,
-            )
-        )
         rules = CaptureRules(
             temperature=worker.temperature,
             sampling=config.sampling,
             max_calls=config.max_calls,
             author=config.replica_id,
         )
-        capture = CallCapture(upstream, SharedLog(log), rules)
-        service = SessionService(
-            log,
-            writer,
-            upstream,
+        parts = gateway_parts(
+            kafka,
+            run,
             config,
-            assume_version=worker.assume_version,
+            worker,
+            policies,
+            rules,
+            on_progress=on_progress,
             capacity=capacity,
             read_progress=read_progress,
             draining=lambda: steering.state.draining,
         )
-
-        def forget_finished(session: CapturedSession) -> None:
-            if session.finished is not None:
-                capture.forget(session.name)
-
-        readers += [service.read, forget_finished]
-        await log.start(on_progress)
+        log, upstream, capture, service = await stack.enter_async_context(parts)
+        assert isinstance(log, CallLog), "a gateway in its own process is recorded"
         steered = GatewaySteering(upstream, service, capacity, workers=workers, servers=servers)
         follows = _look_for_versions(upstream, lambda: steered.follow(steering.state), stop)
         beside = {asyncio.ensure_future(work) for work in (service.attend(stop), follows)}

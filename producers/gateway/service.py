@@ -12,14 +12,13 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow_control import RunProgress, check_capacity, largest_group, may_start
-from rollstream.producers.gateway.call_log import AppendedRecord, CallLog
+from rollstream.producers.gateway.capture import SessionLog
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity, NoSuchSession, NoVersion, SessionClosed
-from rollstream.producers.gateway.rollout_writing import RolloutWriter
 from rollstream.producers.gateway.session_names import group_of, session_name
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions, reward_problem
 from rollstream.producers.gateway.upstream import Upstream
@@ -27,7 +26,7 @@ from rollstream.producers.inference.errors import ContextTooLong
 from rollstream.topics.errors import RecordError, RollstreamError, brief
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
-from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.records import SessionEvent
 from rollstream.topics.validation import NAME_LIMIT
 
 logger = logging.getLogger(__name__)
@@ -37,7 +36,7 @@ _FAULTY_AGAIN_S = 10.0
 """Time until a session whose own records are at fault, or that met an unexpected error, is attended to again."""
 
 
-class _Written(NamedTuple):
+class WrittenRollouts(NamedTuple):
     """The rollouts of a finished session."""
 
     partition: int
@@ -58,24 +57,28 @@ class SessionRequest:
     """Member to start; None starts all."""
 
 
-class SharedLog:
-    """The log of a gateway, to which other gateways also write."""
+@dataclass(frozen=True, kw_only=True)
+class EpisodeStamp:
+    """Data that is stamped on an episode when it begins."""
 
-    def __init__(self, log: CallLog) -> None:
-        self._log = log
+    environment: str
+    example_id: str
+    group_id: str
+    group_size: int
+    member: int
+    policy_version: int
+    labeled: bool = False
+    """Whether a labeler gives the reward that the episode is trained on."""
 
-    async def append(self, record: ModelCall | SessionEvent) -> AppendedRecord:
-        """Append a record; return once the brokers have it."""
-        return await self._log.append(record)
 
-    async def current(self, session: CapturedSession) -> None:
-        """Bring a session up to date with the log."""
-        if not self._log.alone:
-            await self._log.current(self._log.writer.partition_of(session.name))
+class EpisodeWriter(Protocol):
+    """Writes the rollouts of closed sessions."""
 
-    async def applied(self, _session: CapturedSession, _record: ModelCall, place: AppendedRecord) -> None:
-        """Bring a session up to date with all records up to this one."""
-        await self._log.applied(place.partition, place.offset + 1)
+    def partition_of(self, session: CapturedSession) -> int:
+        """Return the partition of the rollouts of a session."""
+
+    async def finish(self, session: CapturedSession) -> bool:
+        """Write the rollouts of a closed session, or its cancellation; return whether they are written."""
 
 
 class SessionService:
@@ -83,8 +86,8 @@ class SessionService:
 
     def __init__(
         self,
-        log: CallLog,
-        writer: RolloutWriter,
+        log: SessionLog,
+        writer: EpisodeWriter,
         upstream: Upstream,
         config: GatewayConfig,
         *,
@@ -101,7 +104,7 @@ class SessionService:
         self._starting: dict[str, int] = {}
         """By name, the group sizes of sessions admitted whose starts may not be applied yet."""
         self._progress = read_progress()
-        self._unread: dict[str, _Written] = {}
+        self._unread: dict[str, WrittenRollouts] = {}
         """By session, the rollouts that any gateway has written and that grouping has not read."""
         self._marked: dict[str, float] = {}
         self._seen: dict[str, float] = {}
@@ -119,9 +122,15 @@ class SessionService:
                 noted.pop(session.name, None)
             # Workers count their own rollouts, and without a limit none need to be counted.
             if self._capacity is not None and session.start.owner == "gateway" and session.finished.uids:
-                partition, finished = self._writer.partition_of(session), session.finished
-                if self._progress.position(partition) < finished.rollouts_end:
-                    self._unread[session.name] = _Written(partition, finished.rollouts_end, len(finished.uids))
+                written = self.written(session)
+                if self._progress.position(written.partition) < written.end:
+                    self._unread[session.name] = written
+
+    def written(self, session: CapturedSession) -> WrittenRollouts:
+        """Return where the rollouts of a finished session are."""
+        assert session.finished is not None
+        finished = session.finished
+        return WrittenRollouts(self._writer.partition_of(session), finished.rollouts_end, len(finished.uids))
 
     def _observe(self) -> RunProgress:
         """Read the run's progress, and forget the rollouts that grouping has read by then."""
@@ -136,11 +145,6 @@ class SessionService:
         """Number of sessions whose rollouts are not written, with those of agents in workers."""
         return sum(len(fold.open) for fold in self._log.folds)
 
-    @property
-    def records_skipped(self) -> int:
-        """Number of records of `calls` that could not be read."""
-        return self._log.skipped.total
-
     def share_with(self, workers: int) -> None:
         """Share the capacity among this number of workers from now on; the gateways of a run are one of them. Raises
         ConfigurationError and changes nothing if the pipeline could then stall for ever."""
@@ -154,18 +158,24 @@ class SessionService:
         """Newest policy version in any answer; -1 before the first."""
         return self._upstream.newest_version
 
+    @property
+    def records_skipped(self) -> int:
+        """Number of records of `calls` that could not be read."""
+        return self._log.records_skipped
+
     async def session(self, name: str) -> CapturedSession:
         """Return a session. Raises NoSuchSession."""
         try:
-            fold = self._log.fold_of(name)
-            if name not in fold.sessions:
+            partition = self._log.partition_of(name)
+            if name not in self._log.folds[partition].sessions:
                 # Another gateway may have started it just now.
-                fold = await self._log.current(self._log.writer.partition_of(name))
+                await self._log.current(partition)
         except RecordError as error:
             raise NoSuchSession(str(error)) from error
-        if name not in fold.sessions:
+        session = self._log.folds[partition].sessions.get(name)
+        if session is None:
             raise NoSuchSession(f"no session is named {name[:64]!r}; POST /rl/start_session starts one")
-        return fold.sessions[name]
+        return session
 
     async def start(self, request: SessionRequest) -> list[CapturedSession]:
         """Start the sessions of a group, or one of them; existing sessions are returned unchanged.
@@ -176,16 +186,32 @@ class SessionService:
         self._check(request)
         members = range(request.group_size) if request.member is None else [request.member]
         names = [session_name(group, member) for member in members]
-        partition = self._log.writer.partition_of(names[0])
+        partition = self._log.partition_of(names[0])
         fold = await self._log.current(partition)
         new = [(name, member) for name, member in zip(names, members, strict=True) if name not in fold.sessions]
         if new:
             with self._admitted({name for name, _member in new}, group, request, fold):
                 version = await self._newest_known_version()
-                starts = [self._start_event(request, group, name, member, version) for name, member in new]
-                places = await asyncio.gather(*map(self._log.append, starts))
-                fold = await self._log.applied(partition, max(place.offset for place in places) + 1)
+                stamps = [
+                    EpisodeStamp(
+                        environment=request.environment,
+                        example_id=request.task_id,
+                        group_id=group,
+                        group_size=request.group_size,
+                        member=member,
+                        policy_version=version,
+                    )
+                    for _name, member in new
+                ]
+                await asyncio.gather(*(self._append(self._start_event(stamp)) for stamp in stamps))
         return [fold.sessions[name] for name in names]
+
+    async def open(self, stamp: EpisodeStamp, attempt: int = 1) -> CapturedSession:
+        """Start the session of an attempt at an episode that a worker plays, in the worker's own capacity. Raises
+        RecordError for an invalid group id, DeliveryError."""
+        start = replace(self._start_event(stamp, attempt), owner="worker")
+        await self._append(start)
+        return self._log.folds[self._log.partition_of(start.session)].sessions[start.session]
 
     async def _newest_known_version(self) -> int:
         version = max(self._upstream.newest_version, self._assume_version)
@@ -277,18 +303,11 @@ class SessionService:
                 "(worker.concurrency)"
             )
 
-    def _start_event(self, request: SessionRequest, group: str, name: str, member: int, version: int) -> SessionEvent:
+    def _start_event(self, stamp: EpisodeStamp, attempt: int = 1) -> SessionEvent:
         return SessionEvent(
-            session=name,
+            session=session_name(stamp.group_id, stamp.member, attempt),
             kind="start",
-            author=self._config.replica_id,
-            wall_time=time.time(),
-            environment=request.environment,
-            example_id=request.task_id,
-            group_id=group,
-            group_size=request.group_size,
-            member=member,
-            policy_version=version,
+            **vars(stamp),
             idle_timeout_ms=int(self._config.idle_timeout_s * 1000),
             reward_timeout_ms=int(self._config.reward_timeout_s * 1000),
         )
@@ -324,8 +343,6 @@ class SessionService:
             SessionEvent(
                 session=session.name,
                 kind="reward",
-                author=self._config.replica_id,
-                wall_time=time.time(),
                 request=request,
                 scored=reward is not None,
                 reward=0.0 if reward is None else reward,
@@ -370,20 +387,39 @@ class SessionService:
             await self._change(session, "end")
         return await self._writer.finish(session)
 
+    async def try_again(self, session: CapturedSession, reason: str) -> None:
+        """Finish a failed attempt at an episode that has a further attempt: its calls yield nothing, and nothing is
+        cancelled."""
+        await self._change(session, "finished", reason=reason)
+
     async def _current(self, session: CapturedSession) -> None:
-        await self._log.current(self._log.writer.partition_of(session.name))
+        await self._log.current(self._log.partition_of(session.name))
 
     async def _change(self, session: CapturedSession, kind: Any, reason: str = "") -> None:
-        author, now = self._config.replica_id, time.time()
-        await self._append(
-            SessionEvent(session=session.name, kind=kind, author=author, wall_time=now, reason=reason[:4096])
-        )
+        await self._append(SessionEvent(session=session.name, kind=kind, reason=reason[:4096]))
 
     async def _append(self, change: SessionEvent) -> None:
-        place = await self._log.append(change)
-        await self._log.applied(place.partition, place.offset + 1)
+        await self._log.append(replace(change, author=self._config.replica_id, wall_time=time.time()))
 
     # ------------------------------------------------------------------ timeouts and takeovers
+
+    async def end_abandoned(self, reason: str) -> None:
+        """End the open sessions that an earlier process with this name started and played itself."""
+        author = self._config.replica_id
+        sessions = [s for fold in self._log.folds for s in fold.open.values() if s.start.author == author]
+        last_attempts = {session.episode: session for session in sessions}
+
+        async def end(session: CapturedSession) -> None:
+            if session is not last_attempts[session.episode]:
+                await self.try_again(session, reason)
+            elif session.scored:
+                await self.end(session)
+            else:
+                await self.fail(session, reason)
+
+        await asyncio.gather(*map(end, sessions))
+        if sessions:
+            event(logger, "abandoned_sessions_ended", sessions=len(sessions))
 
     async def attend(self, stop: asyncio.Event) -> None:
         """Until `stop` is set, mark sessions whose time is up, and write rollouts that other gateways left unwritten.

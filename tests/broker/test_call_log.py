@@ -58,7 +58,11 @@ def test_a_gateway_whose_neighbour_falls_silent_in_an_outage_reads_on_afterwards
                     with pytest.raises(BrokerUnavailable):
                         topic_admin.partitions_of(kafka, log.topic)
             result(neighbour.append(start("after")))
-            eventually(lambda: log.error or "after.0" in log.fold_of("after.0").sessions, 120, "the gateway to read on")
+            eventually(
+                lambda: log.error or "after.0" in log.folds[log.partition_of("after.0")].sessions,
+                120,
+                "the gateway to read on",
+            )
             assert log.error is None
         finally:
             result(log.close())

@@ -1,18 +1,13 @@
-"""The calls of sessions in memory, for tests of the capture without a broker."""
+"""A session on a log in memory, for tests of the capture without a broker."""
 
-from rollstream.producers.gateway.call_log import AppendedRecord
+from rollstream.producers.gateway.memory_log import MemoryLog
 from rollstream.producers.gateway.sessions import CapturedSession
-from rollstream.topics.records import ModelCall, SessionEvent
+from rollstream.topics.records import SessionEvent
 
 
-class MemoryLog:
-    """The log of one process, in memory."""
-
-    async def append(self, _record: ModelCall | SessionEvent) -> AppendedRecord:
-        return AppendedRecord(0, 1, 1)
-
-    async def current(self, session: CapturedSession) -> None:
-        pass
-
-    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
-        session.add_call(record, place.append_ms)
+def log_of(start: SessionEvent, log: MemoryLog | None = None) -> tuple[MemoryLog, CapturedSession]:
+    """Return a log, a new one by default, with a session that has started."""
+    log = log or MemoryLog()
+    session = log.folds[0].apply(0, 0, start)
+    assert session is not None
+    return log, session

@@ -70,6 +70,7 @@ class SessionEvent:
     group_size: int = 1
     member: int = 0
     policy_version: int = -1
+    labeled: bool = False
     idle_timeout_ms: int = -1
     reward_timeout_ms: int = -1
     scored: bool = False

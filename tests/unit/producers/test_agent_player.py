@@ -14,12 +14,15 @@ from rollstream.producers.agent_player import play_agent
 from rollstream.producers.config import EnvironmentConfig, WorkerConfig
 from rollstream.producers.environment import Endpoint, Prompt, Score, Split
 from rollstream.producers.environment_loading import with_settings
-from rollstream.producers.gateway.worker_capture import EpisodeStamp, WorkerCapture
+from rollstream.producers.episodes.branches import branches_of
+from rollstream.producers.gateway.config import GatewayConfig
+from rollstream.producers.gateway.local_gateway import LocalGateway
+from rollstream.producers.gateway.service import EpisodeStamp
 from rollstream.producers.group_player import EpisodeFailed, EpisodeLimits
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.inference.errors import InferenceRefused, InferenceUnavailable
 from rollstream.producers.mixture import Mixture
-from rollstream.producers.policy_versions import PolicyVersions
+from rollstream.producers.policy_versions import NoPolicies
 from rollstream.producers.worker_steering import WorkerSteering
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import RecordError
@@ -29,15 +32,6 @@ from tests.support.producing import nobody_listening, serving_http
 
 PROMPT = Prompt(example_id="t", text="8+9?")
 STAMP = EpisodeStamp(environment="sums", example_id="t", group_id="g", group_size=1, member=0, policy_version=3)
-
-
-class NoPolicy:
-    """Policies without a version on record."""
-
-    versions = PolicyVersions()
-
-    def read(self, _wait_s: float) -> PolicyVersions:
-        return self.versions
 
 
 class Sums:
@@ -126,22 +120,24 @@ def answering(body: dict[str, Any], status: int = 200) -> Callable[[web.Request]
     return handle
 
 
-def capture_of(url: str) -> WorkerCapture:
+def gateway_of(url: str) -> LocalGateway:
     worker = WorkerConfig(inference_urls=(url,), request_timeout_s=1.0)
-    return WorkerCapture(
+    return LocalGateway(
         KafkaConfig(),
         "run",
         worker,
-        author="w.1",
-        policies=NoPolicy(),
-        recorded=False,  # type: ignore[arg-type]
+        GatewayConfig(),
+        name="w",
+        policies=NoPolicies(),
+        temperatures={},
+        recorded=False,
     )
 
 
 async def error_of(agent: Sums, url: str) -> BaseException | None:
     """The error of an episode."""
-    async with capture_of(url) as capture:
-        return (await play_agent(agent, capture, PROMPT, STAMP, EpisodeLimits(timeout_s=60, attempts=2))).error
+    async with gateway_of(url) as gateway:
+        return (await play_agent(agent, gateway, PROMPT, STAMP, EpisodeLimits(timeout_s=60, attempts=2))).error
 
 
 @pytest.mark.parametrize("agent", [Sums(), SwallowingSums()])
@@ -185,9 +181,9 @@ def test_an_agent_that_ends_the_process_fails_the_episode_and_the_keyboard_ends_
 def test_a_request_to_stop_cancels_an_agent_and_leaves_no_session_in_memory() -> None:
     async def scenario(url: str) -> None:
         agent = WaitingSums()
-        async with capture_of(url) as capture:
+        async with gateway_of(url) as gateway:
             limits = EpisodeLimits(timeout_s=60, attempts=2)
-            playing = asyncio.ensure_future(play_agent(agent, capture, PROMPT, STAMP, limits))
+            playing = asyncio.ensure_future(play_agent(agent, gateway, PROMPT, STAMP, limits))
             await agent.began.wait()
             playing.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -210,7 +206,7 @@ def test_calls_of_agents_go_to_the_servers_that_operators_want() -> None:
     body = sampled()
 
     async def scenario(before: str, after: str) -> None:
-        async with capture_of(before) as capture, CompletionsClient([before]) as client:
+        async with gateway_of(before) as gateway, CompletionsClient([before]) as client:
             follower = SimpleNamespace(state=DesiredState())
             environment = with_settings(Sums(), WorkerConfig(), EnvironmentConfig(use="x:Y"))
             steering = WorkerSteering(
@@ -219,15 +215,15 @@ def test_calls_of_agents_go_to_the_servers_that_operators_want() -> None:
                 client,
                 None,
                 workers=1,
-                captures=[capture],
+                gateway=gateway,
                 servers=lambda _count: [after],
             )
             follower.state = DesiredState(processes={"infer": DesiredProcesses(role="infer", processes=2)})
             steering.follow()
             assert client.urls == (after,)
-            episode = await capture.open(STAMP)
-            await Sums().play(PROMPT, episode.endpoint)
-            assert [branch.tokens.tolist() for branch in episode.branches] == [[1, 2]]
+            session = await gateway.open(STAMP)
+            await Sums().play(PROMPT, gateway.endpoint_of(session))
+            assert [branch.tokens.tolist() for branch in branches_of(session.calls)] == [[1, 2]]
 
     with nobody_listening() as before, serving_http(answering(body)) as after:
         asyncio.run(scenario(before, after))

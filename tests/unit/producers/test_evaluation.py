@@ -10,7 +10,7 @@ import pytest
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Endpoint, Prompt, Score, SingleTurn, Split
 from rollstream.producers.environment_loading import with_settings
-from rollstream.producers.evaluation import Evaluation, evaluate, evaluation_capture
+from rollstream.producers.evaluation import Evaluation, evaluate, evaluation_gateway
 from rollstream.producers.group_player import EpisodeFailed
 from rollstream.producers.inference.client import CompletionsClient
 from rollstream.producers.policy_versions import PolicyVersions
@@ -97,9 +97,9 @@ def test_an_agent_that_is_evaluated_makes_as_many_calls_as_the_setting_allows() 
         worker = WorkerConfig(inference_urls=(base_url,))
         environment = with_settings(TwoCalls(), worker)
         policies: Any = NoPolicy()
-        capture = evaluation_capture([environment], KafkaConfig(), "run", worker, policies, max_calls=max_calls)
-        async with CompletionsClient([base_url]) as client, capture as endpoint:
-            return await evaluate(environment, client, Evals(), version=3, phase="end", capture=endpoint)  # type: ignore[arg-type]
+        opening = evaluation_gateway([environment], KafkaConfig(), "run", worker, policies, max_calls=max_calls)
+        async with CompletionsClient([base_url]) as client, opening as gateway:
+            return await evaluate(environment, client, Evals(), version=3, phase="end", gateway=gateway)  # type: ignore[arg-type]
 
     with serving(SortingGenerator(versions=(3,))) as server:
         assert asyncio.run(evaluated(server.base_url, 2)).reward == 1.0

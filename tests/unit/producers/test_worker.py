@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import openai
@@ -12,7 +12,8 @@ from aiohttp import web
 from rollstream.producers.config import WorkerConfig
 from rollstream.producers.environment import Endpoint, Episode, Generate, Message, Prompt, Score, Split
 from rollstream.producers.environment_loading import with_settings
-from rollstream.producers.gateway.worker_capture import EpisodeCapture, WorkerCapture
+from rollstream.producers.gateway.config import GatewayConfig
+from rollstream.producers.gateway.local_gateway import LocalGateway
 from rollstream.producers.inference.client import client_of
 from rollstream.producers.inference.errors import InferenceRefused
 from rollstream.producers.mixture import Mixture
@@ -52,8 +53,6 @@ class Outlet:
     def __init__(self) -> None:
         self.sent: list[Rollout | GroupCancelled] = []
         self.polled = asyncio.Event()
-        self.waiting: list[Callable[[], None]] = []
-        """Called at the next look after the groups, as deliveries are."""
         self.full = 0
         """How many records find no room in the queue."""
 
@@ -63,25 +62,15 @@ class Outlet:
     def send(self, rollout: Rollout, *, timeout_s: float | None = None) -> None:
         self.sent.append(rollout)
 
-    def cancel(
-        self,
-        cancelled: GroupCancelled,
-        *,
-        timeout_s: float | None = None,
-        on_delivery: Callable[[], None] | None = None,
-    ) -> None:
+    def cancel(self, cancelled: GroupCancelled, *, timeout_s: float | None = None) -> None:
         if self.full:
             assert timeout_s == 0.0, "the event loop would stand still for so long"
             self.full -= 1
             raise DeadlineExceeded("full")
         self.sent.append(cancelled)
-        if on_delivery is not None:
-            self.waiting.append(on_delivery)
 
     def poll(self) -> None:
         self.polled.set()
-        while self.waiting:
-            self.waiting.pop()()
 
     def flush(self, timeout_s: float) -> None:
         return
@@ -98,8 +87,6 @@ async def stopped_after_its_only_group_began(clock: SimpleNamespace, *, waits_s:
         outlet,  # type: ignore[arg-type]
         config,
         incarnation="1",
-        captures={},
-        undelivered=set(),
     )
     working = asyncio.ensure_future(worker.run(stop))
 
@@ -156,8 +143,6 @@ def test_a_worker_begins_no_storm_of_groups_while_its_server_asks_to_be_left_alo
                 Outlet(),  # type: ignore[arg-type]
                 config,
                 incarnation="1",
-                captures={},
-                undelivered=set(),
             )
             return await worker.run(asyncio.Event())
 
@@ -187,8 +172,6 @@ def test_a_group_is_cancelled_whatever_its_environment_raises_and_even_if_the_qu
         outlet,  # type: ignore[arg-type]
         config,
         incarnation="1",
-        captures={},
-        undelivered=set(),
     )
     assert asyncio.run(worker.run(asyncio.Event())).cancelled == 2
     [cancelled] = outlet.sent
@@ -218,62 +201,29 @@ def test_a_server_that_does_not_know_the_model_of_an_agent_ends_the_worker() -> 
 
     async def played(url: str) -> WorkerReport:
         config = WorkerConfig(inference_urls=(url,), group_size=1, groups=2, concurrency=1, assume_version=0)
-        capture = WorkerCapture(KafkaConfig(), "run", config, author="w.1", policies=NoPolicies(), recorded=False)
-        async with client_of(config) as client, capture:
+        gateway = LocalGateway(
+            KafkaConfig(),
+            "run",
+            config,
+            GatewayConfig(),
+            name="w",
+            policies=NoPolicies(),
+            temperatures={},
+            recorded=False,
+        )
+        async with client_of(config) as client, gateway:
             worker = Worker(
                 Mixture([with_settings(Asking(), config)]),
                 client,
                 Outlet(),  # type: ignore[arg-type]
                 config,
                 incarnation="1",
-                captures={"asking": capture},
-                undelivered=set(),
+                gateway=gateway,
             )
             return await worker.run(asyncio.Event())
 
     with serving_http(refuse) as url, pytest.raises(InferenceRefused, match=r"404 .*no model is named policy"):
         asyncio.run(played(url))
-
-
-class Failing(Asking):
-    """An agent whose environment fails."""
-
-    async def play(self, prompt: Prompt, endpoint: Endpoint) -> Score:
-        raise ValueError("no dice")
-
-
-def test_a_member_that_failed_is_cancelled_on_the_log_before_its_session_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kill between the two would otherwise leave a group that waits for a member nobody cancels."""
-    order: list[str] = []
-    outlet, cancelled = Outlet(), EpisodeCapture.cancelled
-
-    async def noted(capture: EpisodeCapture, reason: str) -> None:
-        order.append(f"session {'cancelled' if any(outlet.sent) and not outlet.waiting else 'tried again'}")
-        await cancelled(capture, reason)
-
-    monkeypatch.setattr(EpisodeCapture, "cancelled", noted)
-
-    async def list_models(_http: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "policy", "owned_by": "rollstream", "policy_version": 0}]})
-
-    async def played(url: str) -> WorkerReport:
-        config = WorkerConfig(inference_urls=(url,), group_size=1, groups=1, concurrency=1, assume_version=0)
-        capture = WorkerCapture(KafkaConfig(), "run", config, author="w.1", policies=NoPolicies(), recorded=False)
-        async with client_of(config) as client, capture:
-            worker = Worker(
-                Mixture([with_settings(Failing(), config)]),
-                client,
-                outlet,  # type: ignore[arg-type]
-                config,
-                incarnation="1",
-                captures={"asking": capture},
-                undelivered=set(),
-            )
-            return await worker.run(asyncio.Event())
-
-    with serving_http(list_models) as url:
-        assert asyncio.run(played(url)).cancelled == 1
-    assert order == ["session tried again", "session cancelled"]
 
 
 @pytest.mark.parametrize("name", ["gpu3:worker", "", "w" * 101, "a b"])

@@ -285,7 +285,7 @@ def test_an_agent_is_checked_as_a_worker_would_record_it(capsys: pytest.CaptureF
         code, report = checked(capsys, *odd("no number", "OddAgent"), *flags)
         [group] = report["groups"]
         assert (code, group["members"]) == (1, [])
-        assert group["errors"] == ["the rollout cannot be recorded: reward is nan"]
+        assert group["errors"] == ["reward is nan; it must be a number between -1e+30 and 1e+30"]
         code, report = checked(capsys, *odd("array", "OddAgent"), *flags)
         [member] = report["groups"][0]["members"]
         assert (code, member["reward"], member["components"]) == (0, 0.5, {"exact": 0.5})

@@ -82,8 +82,8 @@ def test_records_that_are_no_calls_and_no_events_are_skipped_and_those_after_the
             "a Rollout instead of a call or session event",
             "no session is named 'no name'; POST /rl/start_session starts one",
         ]
-        assert [*log.fold_of("g.0").sessions] == ["g.0"]
-        assert log.fold_of("g.0").sessions["g.0"].counted_calls == 1
+        assert [*log.folds[there].sessions] == ["g.0"]
+        assert log.folds[there].sessions["g.0"].counted_calls == 1
         assert log.folds[1 - there].sessions == {}
 
     asyncio.run(scenario())

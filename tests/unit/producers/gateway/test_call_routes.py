@@ -12,14 +12,14 @@ import openai
 import pytest
 from aiohttp import web
 
-from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.call_routes import CallRoutes, Listener
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
+from rollstream.producers.gateway.memory_log import MemoryLog
 from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamEvent
 from rollstream.topics.errors import RecordTooLarge, RollstreamError
 from rollstream.topics.records import ModelCall, SessionEvent
-from tests.support.memory_session_log import MemoryLog
+from tests.support.memory_session_log import log_of
 
 PATIENCE_S = 60
 START = SessionEvent(session="g.0", kind="start", author="a", environment="e", example_id="t", group_id="g")
@@ -79,15 +79,16 @@ class BrokenUpstream(EndlessUpstream):
 class Recording(MemoryLog):
     """Records another answer to the request at the moment at which a call is recorded."""
 
-    async def applied(self, session: CapturedSession, record: ModelCall, place: AppendedRecord) -> None:
-        session.add_call(replace(record, uid="earlier"), place.append_ms)
-        await super().applied(session, record, place)
+    async def append(self, record: ModelCall | SessionEvent) -> None:
+        if isinstance(record, ModelCall):
+            await super().append(replace(record, uid="earlier"))
+        await super().append(record)
 
 
 @asynccontextmanager
 async def listening(upstream: Any, log: MemoryLog | None = None) -> AsyncIterator[tuple[str, Listener, list[Any]]]:
     """URL and server of the calls of one session, and the errors that failed them."""
-    session, failures = CapturedSession(START, 0, -1, 0), list[Any]()
+    (log, session), failures = log_of(START, log), list[Any]()
 
     async def session_of(_http: web.Request) -> CapturedSession:
         return session
@@ -96,7 +97,7 @@ async def listening(upstream: Any, log: MemoryLog | None = None) -> AsyncIterato
         failures.append(error)
 
     rules = CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a")
-    capture = CallCapture(upstream, log or MemoryLog(), rules)
+    capture = CallCapture(upstream, log, rules)
     listener = Listener("gateway", 2**20)
     url = await listener.listen(CallRoutes(capture, session_of, fail).routes(""), "127.0.0.1", 0)
     try:
@@ -155,7 +156,7 @@ def test_an_error_after_the_first_event_is_the_last_event_of_the_stream(last: tu
 class Full(MemoryLog):
     """Takes no record, because each one is too large."""
 
-    async def append(self, _record: ModelCall | SessionEvent) -> AppendedRecord:
+    async def append(self, _record: ModelCall | SessionEvent) -> None:
         raise RecordTooLarge("a record has 9 bytes; raise kafka.max_record_bytes")
 
 
@@ -195,7 +196,7 @@ def test_a_stream_whose_answer_is_not_the_recorded_one_breaks_and_is_no_failure(
 
 async def answer_to_the_repetition(upstream: EndlessUpstream, stalled_client_s: float) -> bytes:
     """The whole answer of a request that repeats one whose client sends it and then reads nothing."""
-    session = CapturedSession(START, 0, -1, 0)
+    log, session = log_of(START)
     repeated = asyncio.Event()
 
     async def session_of(_http: web.Request) -> CapturedSession:
@@ -207,7 +208,7 @@ async def answer_to_the_repetition(upstream: EndlessUpstream, stalled_client_s: 
         raise AssertionError(error)
 
     rules = CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a")
-    capture = CallCapture(upstream, MemoryLog(), rules)  # type: ignore[arg-type]
+    capture = CallCapture(upstream, log, rules)  # type: ignore[arg-type]
     routes = CallRoutes(capture, session_of, fail, stalled_client_s=stalled_client_s)
     listener = Listener("gateway", 2**20)
     url = await listener.listen(routes.routes(""), "127.0.0.1", 0)

@@ -11,12 +11,11 @@ from rollstream.producers.episodes.branches import branches_of
 from rollstream.producers.episodes.call_sequences import CallSequences
 from rollstream.producers.gateway.call_forms import AgentRequest, parse_request, previous_turn
 from rollstream.producers.gateway.capture import CallCapture, CaptureRules
-from rollstream.producers.gateway.sessions import CapturedSession
 from rollstream.producers.gateway.upstream import UpstreamAnswer, UpstreamEvent
 from rollstream.producers.inference.errors import InferenceUnavailable
 from rollstream.topics.codec import decode_as, encode
 from rollstream.topics.records import ModelCall, SessionEvent
-from tests.support.memory_session_log import MemoryLog
+from tests.support.memory_session_log import log_of
 
 START = SessionEvent(session="g.0", kind="start", author="a", environment="e", example_id="t", group_id="g")
 REQUEST = parse_request("completions", {"prompt": "21>"})
@@ -67,8 +66,8 @@ class Agent:
     def __init__(self) -> None:
         self.upstream = NumberedUpstream()
         rules = CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a")
-        self.capture = CallCapture(self.upstream, MemoryLog(), rules)  # type: ignore[arg-type]
-        self.session = CapturedSession(START, 0, -1, 0)
+        self.log, self.session = log_of(START)
+        self.capture = CallCapture(self.upstream, self.log, rules)  # type: ignore[arg-type]
 
     async def ask(self, *, retry: bool = False, delivered: bool = True) -> str:
         """The text of the answer; without `delivered` the connection breaks before the agent has it."""
@@ -165,7 +164,7 @@ def test_a_call_with_half_of_a_surrogate_pair_is_recorded_and_continued() -> Non
         agent = Agent()
         agent.capture = CallCapture(
             CallingUpstream(),  # type: ignore[arg-type]
-            MemoryLog(),
+            agent.log,
             CaptureRules(temperature=1.0, sampling="run", max_calls=9, author="a"),
         )
         return [(await agent.capture.answer(agent.session, request))[0] for request in (first, second)]

@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 import pytest
 
 from rollstream.producers.gateway import rollout_writing
-from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.episode_rollouts import RolloutForm
 from rollstream.producers.gateway.rollout_writing import RolloutWriter
 from rollstream.producers.gateway.sessions import CapturedSession
@@ -54,12 +53,8 @@ class Log:
     def __init__(self, session: CapturedSession) -> None:
         self.session = session
 
-    async def append(self, change: SessionEvent) -> AppendedRecord:
+    async def append(self, change: SessionEvent) -> None:
         self.session.add_event(change, 0)
-        return AppendedRecord(0, 0, 0)
-
-    async def applied(self, _partition: int, _end: int) -> None:
-        return
 
 
 class Policies:

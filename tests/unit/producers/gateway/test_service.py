@@ -11,17 +11,17 @@ import pytest
 
 from rollstream.producers.config import CapacityConfig
 from rollstream.producers.flow_control import PartitionProgress, RunProgress, largest_group
-from rollstream.producers.gateway.call_log import AppendedRecord
 from rollstream.producers.gateway.config import GatewayConfig
 from rollstream.producers.gateway.errors import NoCapacity
 from rollstream.producers.gateway.gateway_steering import GatewaySteering
+from rollstream.producers.gateway.memory_log import MemoryLog
 from rollstream.producers.gateway.service import SessionRequest, SessionService
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.producers.gateway.upstream import Upstream
-from rollstream.producers.policy_versions import PolicyVersions
+from rollstream.producers.policy_versions import NoPolicies
 from rollstream.topics.errors import DeliveryError, RecordError
 from rollstream.topics.logs import JsonFormatter
-from rollstream.topics.records import DesiredProcesses, SessionEvent
+from rollstream.topics.records import DesiredProcesses, ModelCall, SessionEvent
 from rollstream.topics.steering import DesiredState
 
 CAPACITY = CapacityConfig(
@@ -31,40 +31,23 @@ REQUEST = SessionRequest(task_id="t", environment="e", group_size=4)
 SERVER = "http://127.0.0.1:9/v1"
 
 
-class MemoryLog:
-    """`calls` of one partition, in memory; appends fail while it is `broken`."""
+class AcknowledgedLog(MemoryLog):
+    """A log in memory; appends fail while it is `broken`."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.folds = [PartitionSessions()]
-        self.writer = SimpleNamespace(partition_of=lambda _session: 0)
         self.broken = False
 
-    async def append(self, record: SessionEvent) -> AppendedRecord:
+    async def append(self, record: ModelCall | SessionEvent) -> None:
         await asyncio.sleep(0)  # No acknowledgement comes before the other requests of the moment.
         if self.broken:
             raise DeliveryError("no broker")
-        offset = self.folds[0].position
-        self.folds[0].apply(offset, 0, record)
-        return AppendedRecord(0, offset, 0)
-
-    async def current(self, _partition: int) -> PartitionSessions:
-        return self.folds[0]
-
-    async def applied(self, _partition: int, _end: int) -> PartitionSessions:
-        return self.folds[0]
-
-
-class NoPolicy:
-    """Policies without a version on record."""
-
-    versions = PolicyVersions()
-
-    def read(self, _wait_s: float) -> PolicyVersions:
-        return self.versions
+        await super().append(record)
 
 
 def service(
-    log: MemoryLog,
+    log: AcknowledgedLog,
     upstream: Any = None,
     capacity: CapacityConfig | None = CAPACITY,
     read_progress: Callable[[], RunProgress] = RunProgress,
@@ -72,7 +55,7 @@ def service(
     **settings: Any,
 ) -> SessionService:
     return SessionService(
-        log,  # type: ignore[arg-type]
+        log,
         SimpleNamespace(partition_of=lambda _session: 0, finish=finish),  # type: ignore[arg-type]
         upstream or SimpleNamespace(newest_version=3),
         GatewayConfig(**settings),
@@ -96,8 +79,8 @@ def refused(results: Sequence[Any]) -> int:
 def test_requests_that_come_at_once_start_no_more_sessions_than_those_that_come_one_by_one(limited_by: str) -> None:
     async def scenario() -> None:
         limits = {"capacity": None, "max_sessions": 12} if limited_by == "max_sessions" else {}
-        one_by_one = refused(await started(service(MemoryLog(), **limits), 20))  # type: ignore[arg-type]
-        gateway = service(MemoryLog(), **limits)  # type: ignore[arg-type]
+        one_by_one = refused(await started(service(AcknowledgedLog(), **limits), 20))  # type: ignore[arg-type]
+        gateway = service(AcknowledgedLog(), **limits)  # type: ignore[arg-type]
         starts = (gateway.start(REQUEST) for _ in range(20))
         assert refused(await asyncio.gather(*starts, return_exceptions=True)) == one_by_one
         assert 0 < one_by_one < 20
@@ -107,7 +90,7 @@ def test_requests_that_come_at_once_start_no_more_sessions_than_those_that_come_
 
 def test_a_start_that_fails_leaves_its_room_to_the_next() -> None:
     async def scenario() -> None:
-        log = MemoryLog()
+        log = AcknowledgedLog()
         gateway = service(log, capacity=None, max_sessions=4)
         log.broken = True
         with pytest.raises(DeliveryError):
@@ -120,7 +103,7 @@ def test_a_start_that_fails_leaves_its_room_to_the_next() -> None:
 
 def test_a_session_that_is_starting_takes_room_once_however_often_it_is_requested() -> None:
     async def scenario() -> None:
-        log = MemoryLog()
+        log = AcknowledgedLog()
         gateway = service(log, capacity=None, max_sessions=8)
         repeated = replace(REQUEST, group_id="g")
         [first, again] = await asyncio.gather(gateway.start(repeated), gateway.start(repeated))
@@ -137,7 +120,7 @@ def test_a_session_that_is_starting_takes_room_once_however_often_it_is_requeste
 
 def test_sessions_of_agents_in_workers_take_no_room_of_the_gateways() -> None:
     async def scenario() -> None:
-        log = MemoryLog()
+        log = AcknowledgedLog()
         for member in range(100):
             start = SessionEvent(
                 session=f"w.{member}", kind="start", owner="worker", group_id="w", group_size=100, member=member
@@ -157,9 +140,9 @@ def steered(**numbers: int) -> DesiredState:
 @pytest.mark.parametrize(("workers", "groups"), [(None, 3), (3, 1), (500, 2)])
 def test_gateways_share_the_capacity_with_the_workers_that_operators_want(workers: int | None, groups: int) -> None:
     async def scenario() -> None:
-        upstream = Upstream([SERVER], model="m", api_key="", timeout_s=1.0, policies=NoPolicy())  # type: ignore[arg-type]
+        upstream = Upstream([SERVER], model="m", api_key="", timeout_s=1.0, policies=NoPolicies())
         upstream.note_version(SERVER, 3)
-        gateway = service(MemoryLog(), upstream)
+        gateway = service(AcknowledgedLog(), upstream)
         steering = GatewaySteering(upstream, gateway, CAPACITY, workers=1)
         steering.follow(steered(env=2))
         steering.follow(steered() if workers is None else steered(env=workers))
@@ -169,9 +152,12 @@ def test_gateways_share_the_capacity_with_the_workers_that_operators_want(worker
 
 
 def test_a_gateway_asks_the_servers_that_operators_want() -> None:
-    upstream = Upstream([SERVER], model="m", api_key="", timeout_s=1.0, policies=NoPolicy())  # type: ignore[arg-type]
+    upstream = Upstream([SERVER], model="m", api_key="", timeout_s=1.0, policies=NoPolicies())
     steering = GatewaySteering(
-        upstream, service(MemoryLog()), CAPACITY, servers=lambda count: [f"http://server-{n}/v1" for n in range(count)]
+        upstream,
+        service(AcknowledgedLog()),
+        CAPACITY,
+        servers=lambda count: [f"http://server-{n}/v1" for n in range(count)],
     )
     steering.follow(steered(infer=2))
     assert upstream.urls == ("http://server-0/v1", "http://server-1/v1")
@@ -181,11 +167,11 @@ def test_a_gateway_asks_the_servers_that_operators_want() -> None:
 
 def test_a_group_that_can_never_start_is_refused_for_good() -> None:
     async def scenario() -> None:
-        gateway = service(MemoryLog())
+        gateway = service(AcknowledgedLog())
         largest = largest_group(CAPACITY)
         assert len(await gateway.start(replace(REQUEST, group_size=largest))) == largest
         with pytest.raises(RecordError, match=f"can never start: at most {largest} rollouts .*worker.concurrency"):
-            await service(MemoryLog()).start(replace(REQUEST, group_size=largest + 1))
+            await service(AcknowledgedLog()).start(replace(REQUEST, group_size=largest + 1))
 
     asyncio.run(scenario())
 
@@ -199,9 +185,9 @@ def test_members_that_start_one_by_one_reserve_room_for_their_groups_and_complet
         return groups - refused([(await asyncio.gather(gateway.start(r), return_exceptions=True))[0] for r in requests])
 
     async def scenario() -> None:
-        whole = service(MemoryLog())
+        whole = service(AcknowledgedLog())
         at_once = 20 - refused(await started(whole, 20))
-        gateway = service(MemoryLog())
+        gateway = service(AcknowledgedLog())
         assert await begun(gateway, 0, 20) == at_once, "as many groups begin as if all their members began at once"
         for member in (1, 2, 3):
             assert await begun(gateway, member, at_once) == at_once
@@ -213,7 +199,7 @@ def test_rollouts_that_any_gateway_wrote_take_room_until_grouping_has_read_them(
     """As while grouping is down, or after a restart of the gateway, which reads `calls` from the beginning."""
 
     async def scenario() -> None:
-        log, read_to = MemoryLog(), 0
+        log, read_to = AcknowledgedLog(), 0
 
         def progress() -> RunProgress:
             return RunProgress({0: PartitionProgress(position=read_to, produced=0, finished_untrained=0)})
@@ -240,7 +226,7 @@ def test_rollouts_that_any_gateway_wrote_take_room_until_grouping_has_read_them(
 
 def test_rollouts_of_workers_take_no_room_of_the_gateways_until_grouping_has_read_them() -> None:
     async def scenario() -> None:
-        log = MemoryLog()
+        log = AcknowledgedLog()
         gateway = service(log)
         await log.append(SessionEvent(session="w.0", kind="start", owner="worker", group_id="w"))
         uids = tuple(f"w.0.{branch}" for branch in range(100))
@@ -255,7 +241,7 @@ def test_a_group_larger_than_any_gateway_starts_takes_no_room() -> None:
     """As of a start that a foreign program wrote: members that nobody begins would hold the capacity for ever."""
 
     async def scenario() -> None:
-        log = MemoryLog()
+        log = AcknowledgedLog()
         await log.append(SessionEvent(session="x.0", kind="start", group_id="x", group_size=1 << 30))
         assert len(await service(log).start(REQUEST)) == 4
 
@@ -267,7 +253,7 @@ def test_a_session_that_cannot_be_attended_to_ends_nothing_and_waits_while_other
     caplog: pytest.LogCaptureFixture, error: Exception
 ) -> None:
     async def scenario() -> list[str]:
-        log, stop, attended = MemoryLog(), asyncio.Event(), list[str]()
+        log, stop, attended = AcknowledgedLog(), asyncio.Event(), list[str]()
         for group in ("bad", "good"):
             await log.append(SessionEvent(session=f"{group}.0", kind="start", group_id=group))
             await log.append(SessionEvent(session=f"{group}.0", kind="failed", author="gateway-0"))
