@@ -34,12 +34,9 @@ from rollstream.producers.inference.dialects.chat_completions import ChatComplet
 from rollstream.producers.inference.dialects.completions import Completions
 from rollstream.producers.inference.dialects.dialect import Dialect
 from rollstream.producers.inference.dialects.refusals import BadRequest, error_body
-from rollstream.producers.inference.dialects.sampled_choices import choices_of
-from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits, SamplingRequest
-from rollstream.producers.inference.dialects.sglang_generation import SglangGeneration
+from rollstream.producers.inference.dialects.sampled_choices import choices_of, encode
+from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits, SamplingRequest, check_names
 from rollstream.producers.inference.dialects.stop_strings import has_new_stop
-from rollstream.producers.inference.dialects.token_generation import TokenGeneration
-from rollstream.producers.inference.dialects.tokenization import Tokenization
 from rollstream.producers.inference.engine import Engine
 from rollstream.producers.inference.event_stream import EventStream
 from rollstream.producers.inference.token_codec import TokenCodec
@@ -87,12 +84,9 @@ class InferenceServer:
         self._admission = Admission(config.max_waiting_requests, lambda: self._engine.waiting)
         memory = ConversationMemory(config.conversation_cache_tokens)
         chat = ChatCompletions(tokenizer, self._limits, template or PlainTemplate(tokenizer), memory)
-        self._tokenization = Tokenization(tokenizer, self._limits, chat)
         self._dialects: dict[str, Dialect[Any]] = {
             "/v1/completions": Completions(tokenizer, self._limits),
             "/v1/chat/completions": chat,
-            "/inference/v1/generate": TokenGeneration(tokenizer, self._limits),
-            "/generate": SglangGeneration(tokenizer, self._limits),
         }
         self._server: BoundServer | None = None
         self.url = ""
@@ -113,7 +107,6 @@ class InferenceServer:
         routes = [
             *(web.post(path, self._sample) for path in self._dialects),
             web.post("/tokenize", self._tokenize),
-            web.post("/detokenize", self._detokenize),
             web.get("/v1/models", self._models),
             web.get("/livez", self._livez),
             web.get("/readyz", self._readyz),
@@ -256,11 +249,14 @@ class InferenceServer:
         return asyncio.wrap_future(self._engine.submit(request))
 
     async def _tokenize(self, http: web.Request) -> web.Response:
-        tokens = self._tokenization.tokens(await self._body(http))
+        """Encode a text as vLLM does, for a client that continues a prompt."""
+        body = await self._body(http)
+        check_names(body, {"prompt"}, {"add_special_tokens": (False,)})
+        text = body.get("prompt")
+        if not isinstance(text, str):
+            raise BadRequest("prompt must be a string", "prompt")
+        tokens = encode(text, self._tokenizer)
         return web.json_response({"tokens": tokens, "count": len(tokens), "max_model_len": self._limits.max_model_len})
-
-    async def _detokenize(self, http: web.Request) -> web.Response:
-        return web.json_response({"prompt": self._tokenization.text(await self._body(http))})
 
     async def _body(self, http: web.Request) -> dict[str, Any]:
         try:

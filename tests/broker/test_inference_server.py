@@ -103,14 +103,10 @@ def test_three_turns_with_a_tool_are_one_sequence_of_the_engines_own_tokens(
         new = tokenizer.decode(answer.prompt_token_ids[len(sequence) :])
         assert new.count("<|im_start|>") == (3 if turn == 0 else 2), new
         # The endpoint that takes and returns tokens gives the same bits.
-        body = {
-            "token_ids": answer.prompt_token_ids,
-            "sampling_params": {"logprobs": 1, "max_tokens": 24, "seed": 5},
-        }
-        generated = client.post(
-            f"{client.base_url}".removesuffix("v1/") + "inference/v1/generate", body=body, cast_to=dict
+        generated = client.completions.create(
+            model="policy", prompt=answer.prompt_token_ids, logprobs=1, max_tokens=24, seed=5
         )
-        [own] = samples_of(generated, "generate", source="infer")
+        [own] = samples_of(generated.to_dict(warnings=False), "completions", source="infer")
         [captured] = samples_of(answer.to_dict(warnings=False), "chat", source="infer")
         assert captured.tokens.tolist() == own.tokens.tolist() == choice.token_ids
         assert captured.logprobs.tobytes() == own.logprobs.tobytes()

@@ -27,9 +27,6 @@ from rollstream.producers.inference.dialects.completions import Completions
 from rollstream.producers.inference.dialects.dialect import Dialect
 from rollstream.producers.inference.dialects.refusals import BadRequest
 from rollstream.producers.inference.dialects.sampling_parameters import RequestLimits
-from rollstream.producers.inference.dialects.sglang_generation import SglangGeneration
-from rollstream.producers.inference.dialects.token_generation import TokenGeneration
-from rollstream.producers.inference.dialects.tokenization import Tokenization
 from rollstream.producers.json_text import decode
 from rollstream.topics.errors import RollstreamError
 from tests.hostile.flood_targets import Fates, Target
@@ -43,8 +40,6 @@ _TOKENS = [5, 6, 7]
 _SOUND: tuple[dict[str, Any], ...] = (
     {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "stream_options": {"include_usage": True}},
     {"prompt": _TOKENS, "logprobs": 1, "max_tokens": 50, "stop": ["x"]},
-    {"token_ids": _TOKENS, "sampling_params": {"logprobs": 1, "max_tokens": 50}},
-    {"input_ids": _TOKENS, "sampling_params": {"max_new_tokens": 50}, "return_logprob": True},
     {
         "messages": [
             {"role": "user", "content": "hi"},
@@ -91,14 +86,7 @@ def _dialects() -> list[Callable[[Any], object]]:
     tokenizer = CharacterTokenizer()
     limits = RequestLimits(max_model_len=512, max_rows=8, vocab_size=tokenizer.vocab_size, truncated_sampling=False)
     chat = ChatCompletions(tokenizer, limits, PlainTemplate(tokenizer), ConversationMemory(1000))
-    parsers = (
-        chat,
-        Completions(tokenizer, limits),
-        TokenGeneration(tokenizer, limits),
-        SglangGeneration(tokenizer, limits),
-    )
-    tokenization = Tokenization(tokenizer, limits, chat)
-    return [*(partial(_parsed, parser) for parser in parsers), tokenization.tokens, tokenization.text]
+    return [partial(_parsed, parser) for parser in (chat, Completions(tokenizer, limits))]
 
 
 def _parsed(dialect: Dialect[Any], body: Any) -> object:

@@ -14,15 +14,7 @@ NAMES = (
     *("token_ids", "tokens", "stop", "task_id", "group_size", "environment", "session_id", "reward", "components"),
 )
 """Names of fields in the bodies of requests."""
-INFERENCE = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/inference/v1/generate",
-    "/generate",
-    "/tokenize",
-    "/detokenize",
-    "/v1/models",
-)
+INFERENCE = ("/v1/chat/completions", "/v1/completions", "/tokenize", "/v1/models")
 GATEWAY = ("/rl/start_session", "/rl/set_reward", "/rl/end_session", "/sessions/x", "/sessions/x/v1/chat/completions")
 SERVICE = ("/livez", "/readyz", "/metrics")
 TIMEOUT_S = 60.0

@@ -48,11 +48,9 @@ class JinjaTemplate:
         self._tokenizer = tokenizer
         self.stop_ids = tuple(tokenizer.eos_ids)
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
-    ) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation."""
-        return self._tokenizer.encode(self._text(messages, tools, prompt=generation_prompt))
+        return self._tokenizer.encode(self._text(messages, tools, prompt=True))
 
     def extend(
         self, turn: SampledTurn, messages: Sequence[Message], known: int, tools: Sequence[Tool]

@@ -42,15 +42,11 @@ class LibraryTemplate:
             raise ConfigurationError(f"inference.chat_template is {name!r}: {error}") from error
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
-    ) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation."""
         with _refusals():
             return list(
-                self._renderer.render_ids(
-                    list(messages), tools=list(tools) or None, add_generation_prompt=generation_prompt
-                )
+                self._renderer.render_ids(list(messages), tools=list(tools) or None, add_generation_prompt=True)
             )
 
     def extend(

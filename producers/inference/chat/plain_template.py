@@ -21,16 +21,14 @@ class PlainTemplate:
         self._tokenizer = tokenizer
         self.stop_ids = tuple(tokenizer.eos_ids)
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
-    ) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation. Tools become part of the system message."""
         if tools and (not messages or messages[0]["role"] != "system"):
             messages = [{"role": "system", "content": ""}, *messages]
         prompt: list[int] = []
         for position, message in enumerate(messages):
             prompt += self._message(message, tools if position == 0 else ())
-        return [*prompt, *self._tokenizer.encode("assistant\n")] if generation_prompt else prompt
+        return [*prompt, *self._tokenizer.encode("assistant\n")]
 
     def extend(
         self, turn: SampledTurn, messages: Sequence[Message], known: int, tools: Sequence[Tool]

@@ -22,13 +22,10 @@ class ChatTemplate(Protocol):
     def markers(self) -> Sequence[str]:
         """Texts that change the meaning of what comes before or after them, such as the beginning of a tool call."""
 
-    def render(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
-    ) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
         """Return the tokens of a whole conversation, up to where the model's next turn begins.
 
-        Without `generation_prompt` they end after the last message. Raises a RollstreamError or ValueError if a text
-        cannot be encoded, or the template refuses the conversation.
+        Raises a RollstreamError or ValueError if a text cannot be encoded, or the template refuses the conversation.
         """
 
     def extend(

@@ -1,4 +1,4 @@
-"""The fields around the choices of an answer, in all dialects but SGLang's: names, time, policy version, and usage."""
+"""The fields around the choices of an answer, in both dialects: names, time, policy version, and usage."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

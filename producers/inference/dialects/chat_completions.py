@@ -126,17 +126,8 @@ class ChatCompletions(Dialect[ChatRequest]):
                 prompt = self._template.extend(turn, messages, known, tools)
             if prompt is not None:
                 return prompt
-        return self.rendered(messages, tools)
-
-    def rendered(
-        self, messages: Sequence[Message], tools: Sequence[Tool], *, generation_prompt: bool = True
-    ) -> list[int]:
-        """Return the tokens of a conversation rendered as a whole, up to where the model's next turn begins.
-
-        Without `generation_prompt` they end after the last message. Raises BadRequest as `prompt_of` does.
-        """
         with _refusals():
-            return self._template.render(messages, tools, generation_prompt=generation_prompt)
+            return self._template.render(messages, tools)
 
     def answer(self, request: ChatRequest, choices: Sequence[SampledChoice], header: AnswerHeader) -> dict[str, Any]:
         """Return a chat.completion."""

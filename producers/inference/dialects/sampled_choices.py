@@ -106,12 +106,12 @@ def held_back(text: str, markers: Sequence[str]) -> str:
     return text[: len(text) - longest]
 
 
-def encode(text: str, tokenizer: TokenCodec, param: str = "prompt") -> list[int]:
+def encode(text: str, tokenizer: TokenCodec) -> list[int]:
     """Return the token ids of a text. Raises BadRequest if the tokenizer refuses it."""
     try:
         return tokenizer.encode(text)
     except (RollstreamError, ValueError) as error:
-        raise BadRequest(str(error), param) from error
+        raise BadRequest(str(error), "prompt") from error
 
 
 def _first_stop(

@@ -18,10 +18,8 @@ OFF: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logit_bias": ({},),
     "min_tokens": (0,),
-    "min_new_tokens": (0,),
     "ignore_eos": (False,),
     "include_stop_str_in_output": (False,),
-    "no_stop_trim": (False,),
     "use_beam_search": (False,),
     "bad_words": ([],),
     "allowed_token_ids": ([],),
@@ -30,7 +28,7 @@ OFF: dict[str, tuple[Any, ...]] = {
 }
 """Parameters accepted only at the values that turn them off."""
 HARMLESS = {
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id", "rid",
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id",
     "session_id", "cache_salt", "priority", "return_token_ids", "skip_special_tokens", "detokenize",
     "spaces_between_special_tokens",
 }  # fmt: skip
