@@ -35,7 +35,7 @@ export FAILED_TESTS = $(abspath $(FAILED))
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench kills lint format lock clean
+.PHONY: help setup demo test test-unit test-real test-all run-unit run-real run-all bench kills lint format docs lock clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -123,6 +123,9 @@ format: $(STAMP) ## Format the code and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+docs: $(STAMP) ## Write lists of all commands, settings, metrics and public names into docs/reference
+	$(BIN)/python -m docs.build
+
 lock: ## Lock the requirements again, for all platforms, with hashes
 	echo uv | $(LOCK) --universal - -o requirements-uv.txt $(ARGS)
 	$(LOCK) --universal --extra all --extra dev pyproject.toml -o requirements.txt $(ARGS)
@@ -133,4 +136,4 @@ lock: ## Lock the requirements again, for all platforms, with hashes
 	printf 'trl\nhatchling\neditables\n' | $(LOCK) --universal --constraint requirements.txt pyproject.toml - -o requirements-trl.txt $(ARGS)
 
 clean: ## Remove .venv and the caches (not .rollstream, where runs are kept)
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis dist docs/reference

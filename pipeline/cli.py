@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 from rollstream.pipeline import interruption
 from rollstream.pipeline.command_parser import Parser, add_command
@@ -67,6 +68,22 @@ def build_parser(load: Collection[str] = ()) -> Parser:
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and exit")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    parser.add_argument(
+        "--help-settings",
+        action=_Reference,
+        nargs="?",
+        const="",
+        metavar="KEY",
+        help="show every setting, or those below a key such as grouping, with its default and meaning",
+    )
+    parser.add_argument(
+        "--help-metrics",
+        action=_Reference,
+        nargs="?",
+        const="",
+        metavar="ROLE",
+        help="show every metric at /metrics, or those of a role such as group",
+    )
     parser.sections = {title: tuple(section) for title, section in SECTIONS.items()}
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():
@@ -92,4 +109,16 @@ class _Version(argparse.Action):
         from importlib.metadata import version
 
         print(f"rollstream {version('rollstream')}")
+        parser.exit()
+
+
+class _Reference(argparse.Action):
+    """Prints a list of the settings or metrics, which are imported only when requested, and exits."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, _namespace: object, values: Any, _option: object = None
+    ) -> None:
+        from rollstream.pipeline.reference import metrics_text, settings_text
+
+        print({"help_settings": settings_text, "help_metrics": metrics_text}[self.dest](values))
         parser.exit()

@@ -1,7 +1,7 @@
 """The catalogue of served metrics: name, kind, unit, labels and meaning of every metric at /metrics, by role.
 
-Dashboards, alert rules and a table of the docs are made from it. An entry gives the name under which a metric of the
-topic `metrics` is served; tests fail for a name with neither an entry nor a reason in `NOT_SERVED`.
+Dashboards, alert rules and `rollstream --help-metrics` are made from it. An entry gives the name under which a metric
+of the topic `metrics` is served; tests fail for a name with neither an entry nor a reason in `NOT_SERVED`.
 """
 
 from collections.abc import Mapping

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from docs.build import pages
 from rollstream.infra.broker import LocalBroker
-from tests.documentation import pages
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun, rollout
 from tests.support.waiting import eventually

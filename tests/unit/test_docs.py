@@ -15,6 +15,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from docs.build import pages, rendered
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS, Outcomes, rloo, rloo_normalized
 from rollstream.consumers.grouping.makers.registry import MAKERS
 from rollstream.consumers.learner.training.objective import RECIPES, LossConfig, policy_metrics, reported
@@ -25,7 +26,6 @@ from rollstream.pipeline.settings import known_keys
 from rollstream.topics.codec import schemas
 from rollstream.topics.errors import RollstreamError
 from rollstream.topics.fates import DROP_REASONS
-from tests.documentation import pages, rendered
 from tests.support.paths import ROOT
 
 PACKAGES = ("topics", "producers", "consumers", "pipeline", "infra")
@@ -64,7 +64,7 @@ def first_cells(text: str) -> list[str]:
 
 @every_page
 def test_what_is_generated_says_what_the_code_says(name: str) -> None:
-    assert rendered(PAGES[name]) == PAGES[name], "stale; run: python -m tests.documentation"
+    assert rendered(PAGES[name]) == PAGES[name], "stale; run: make docs"
 
 
 @every_page

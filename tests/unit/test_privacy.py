@@ -10,14 +10,6 @@ PUBLIC = {"_asdict", "_fields", "_make", "_replace"}
 MAY_LOOK_INSIDE = {
     ("tests/bench/grouping_process.py", "_publish_as"): "a subclass times each transaction of the process it measures",
     ("tests/bench/trajectory_row.py", "_save_executor"): "RLinf's buffer has no other way to wait for its files",
-    ("tests/documentation.py", "_actions"): "argparse lists a parser's flags nowhere else",
-    ("tests/documentation.py", "_action_groups"): "argparse lists a parser's flags nowhere else",
-    ("tests/documentation.py", "_choices_actions"): "argparse lists a parser's commands nowhere else",
-    ("tests/documentation.py", "_expand_help"): "argparse fills in defaults nowhere else",
-    ("tests/documentation.py", "_get_formatter"): "argparse fills in defaults nowhere else",
-    ("tests/documentation.py", "_group_actions"): "argparse lists a parser's flags nowhere else",
-    ("tests/documentation.py", "_HelpAction"): "argparse has no public name for the kinds of its flags",
-    ("tests/documentation.py", "_SubParsersAction"): "argparse has no public name for the kinds of its flags",
     ("tests/simulation/installation.py", "_built"): "the one place where clients are built, for the model to take",
     **{
         ("tests/simulation/mutants.py", name): "a mutant breaks the publisher within"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from docs.build import commands
 from rollstream.pipeline.cli import build_parser
 from rollstream.pipeline.command_parser import configuration_flags
-from tests.documentation import commands
 from tests.support.command_line import answer_of, in_full
 from tests.support.paths import ROOT
 

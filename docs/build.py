@@ -1,19 +1,16 @@
-"""Writes the parts of docs/ that repeat what code says: `python -m tests.documentation` after a change of it.
+"""Writes what the documentation repeats of the code: `make docs`, or `python -m docs.build`.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; tests/unit/test_docs.py compares it.
+Full lists of commands, settings, metrics and public names become pages in docs/reference, which git ignores. Small
+tables stand within pages between `<!-- generated: NAME -->` and `<!-- end -->`; tests/unit/test_docs.py compares them.
 """
 
 import argparse
-import ast
-import dataclasses
 import inspect
 import re
-import textwrap
-import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
+import rollstream
 from rollstream.pipeline.capacity import measured_rates
 from rollstream.pipeline.capacity.plan import Machines, Workload, plan
 from rollstream.pipeline.cli import build_parser
@@ -21,27 +18,35 @@ from rollstream.pipeline.commands import COMMANDS
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import EVERYONE, USERS, access_rules
 from rollstream.pipeline.deployment.description import ROLES, RoleDescription
-from rollstream.pipeline.settings import entry_type
+from rollstream.pipeline.reference import Section, metric_meaning, metrics, sections
 from rollstream.pipeline.tools.plan import number, text_of, workload
 from rollstream.topics.catalogue import CATALOGUE, TopicSpec
-from rollstream.topics.metric_catalogue import CATALOGUE_OF_METRICS, SERVING_ROLES, MetricSpec, of_role
-from tests.support.paths import ROOT
+from rollstream.topics.metric_catalogue import MetricSpec
 
+ROOT = Path(__file__).parents[1]
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def pages() -> list[Path]:
-    """Every Markdown file of the project."""
-    return sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+    """Every Markdown file of the project that is in git."""
+    return sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md")])
 
 
 def rendered(text: str) -> str:
-    """A page with its generated parts as the code says now. Raises KeyError for a part nobody generates."""
-    return _BLOCK.sub(lambda match: f"{match[1]}{GENERATED[match['name']]()}\n{match[3]}", text)
+    """A page with its tables as the code says now. Raises KeyError for a table nobody generates."""
+    return _BLOCK.sub(lambda match: f"{match[1]}{TABLES[match['name']]()}\n{match[3]}", text)
+
+
+def write_reference(folder: Path) -> None:
+    """Write the pages of full lists into a folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in REFERENCE.items():
+        (folder / name).write_text(f"{page()}\n", encoding="utf-8")
 
 
 def main() -> None:
-    """Bring every page up to date and say which changed."""
+    """Write the reference, and bring the tables within pages up to date."""
+    write_reference(ROOT / "docs" / "reference")
     for page in pages():
         before = page.read_text(encoding="utf-8")
         after = rendered(before)
@@ -159,68 +164,18 @@ def _names(*names: str) -> str:
     return ", ".join(f"`{name}`" for name in names if name)
 
 
-# ------------------------------------------------------------------ configuration
+# ------------------------------------------------------------------ settings
 
 
-def configuration_tables() -> str:
-    """Every key of the configuration, a table for each dataclass of the tree."""
-    return "\n\n".join(_sections(RunConfig, ()))
+def settings_page() -> str:
+    """Every key of the configuration, a table for each table of it."""
 
+    def part(section: Section) -> str:
+        rows = [(f"`{setting.key}`", f"`{setting.default}`", setting.meaning) for setting in section.settings]
+        title = f"`{section.title}`" if section.title else "The run"
+        return f"## {title}\n\n{section.about}\n\n{table(('key', 'default', 'meaning'), rows)}"
 
-def _sections(cls: type, path: tuple[str, ...]) -> Iterator[str]:
-    hints, documented = typing.get_type_hints(cls), attribute_docstrings(cls)
-    plain, nested = [], []
-    for field in dataclasses.fields(cls):
-        here = (*path, field.name)
-        if entry := entry_type(hints[field.name]):
-            plain.append((f"`{'.'.join(here)}`", "`[]`", documented[field.name]))
-            nested.append((entry, (*here, "0")))
-        elif dataclasses.is_dataclass(hints[field.name]):
-            nested.append((hints[field.name], here))
-        elif field.init and not (field.default is None and _has_table(hints[field.name])):
-            plain.append((f"`{'.'.join(here)}`", f"`{_default(field)}`", documented[field.name]))
-    title = f"`[{'.'.join(path)}]`" if path else "The run"
-    if path and path[-1].isdecimal():
-        title = f"`[[{'.'.join(path[:-1])}]]`"
-    about = " ".join(inspect.cleandoc(cls.__doc__ or "").split())
-    yield f"### {title}\n\n{about}\n\n{table(('key', 'default', 'meaning'), plain)}"
-    for kind, here in nested:
-        yield from _sections(kind, here)
-
-
-def _has_table(hint: Any) -> bool:
-    """Whether a field may hold a dataclass; one that is None by default cannot be set in a file."""
-    return any(dataclasses.is_dataclass(kind) for kind in typing.get_args(hint))
-
-
-def attribute_docstrings(cls: type) -> dict[str, str]:
-    """The string below each field of a dataclass, by its name; a field without one is missing."""
-    [body] = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
-    assert isinstance(body, ast.ClassDef)
-    collected = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
-        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-            value = getattr(following, "value", None)
-            if isinstance(following, ast.Expr) and isinstance(value, ast.Constant) and isinstance(value.value, str):
-                collected[statement.target.id] = " ".join(value.value.split())
-    return collected
-
-
-def _default(field: "dataclasses.Field[Any]") -> str:
-    value = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
-    return _toml(value)
-
-
-def _toml(value: Any) -> str:
-    if value is None:  # TOML has no None
-        return "unset"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_toml, value))}]"
-    if isinstance(value, Mapping):
-        return "{}"
-    return f'"{value}"' if isinstance(value, str | Path) else repr(value)
+    return "\n\n".join(("# Settings", *(part(section) for section in sections() if section.settings)))
 
 
 # ------------------------------------------------------------------ commands
@@ -268,19 +223,20 @@ def _shown(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     return [a for a in parser._actions if a.help != argparse.SUPPRESS and not isinstance(a, argparse._HelpAction)]
 
 
-def command_reference() -> str:
+def commands_page() -> str:
     """The flags that all commands share, then each command with its own."""
     leaves, summaries = commands(), dict(_summaries(build_parser(load=COMMANDS)))
     shared = {_flag(p, a): None for p in leaves.values() for a in _shown(p) if _is_common(p, a)}
     parts = [
-        "### Flags of every command that takes a configuration\n\n" + table(("flag", "meaning"), list(shared)),
+        "# All commands",
+        "## Flags of every command that takes a configuration\n\n" + table(("flag", "meaning"), list(shared)),
     ]
     for name, parser in leaves.items():
         own = [_flag(parser, a) for a in _shown(parser) if not _is_common(parser, a)]
         takes = any(_is_common(parser, a) for a in parser._actions)
         configured = "" if takes else " Takes no configuration."
         summary = summaries[name][0].upper() + summaries[name][1:]
-        parts.append(f"### `rollstream {name}`\n\n{summary}.{configured}")
+        parts.append(f"## `rollstream {name}`\n\n{summary}.{configured}")
         if own:
             parts[-1] += "\n\n" + table(("argument", "meaning"), own)
     return "\n\n".join(parts)
@@ -289,21 +245,42 @@ def command_reference() -> str:
 # ------------------------------------------------------------------ metrics
 
 
-def metrics_tables() -> str:
+def metrics_page() -> str:
     """The catalogue of metrics, a table for each role; those of several roles come first."""
-    several = [spec for spec in CATALOGUE_OF_METRICS if len(spec.roles) > 1]
-    parts = [("Several roles", several)]
-    parts += [(f"`{role}`", [spec for spec in of_role(role) if len(spec.roles) == 1]) for role in SERVING_ROLES]
-    return "\n\n".join(f"### {title}\n\n{_metrics_table(specs)}" for title, specs in parts if specs)
+
+    def row(spec: MetricSpec) -> tuple[str, ...]:
+        return (f"`{spec.name}`", spec.kind, spec.unit, ", ".join(spec.labels), metric_meaning(spec))
+
+    header = ("metric", "kind", "unit", "labels", "meaning")
+    titles = ((f"`{role}`" if role else "Several roles", specs) for role, specs in metrics())
+    parts = (f"## {title}\n\n{table(header, [*map(row, specs)])}" for title, specs in titles)
+    return "\n\n".join(("# All metrics", *parts))
 
 
-def _metrics_table(specs: list[MetricSpec]) -> str:
-    rows = []
-    for spec in specs:
-        roles = f" Served by {', '.join(spec.roles)}." if 1 < len(spec.roles) < len(SERVING_ROLES) else ""
-        when = f" Served when {spec.when}." if spec.when else ""
-        rows.append((f"`{spec.name}`", spec.kind, spec.unit, ", ".join(spec.labels), f"{spec.help}{roles}{when}"))
-    return table(("metric", "kind", "unit", "labels", "meaning"), rows)
+# ------------------------------------------------------------------ public names
+
+
+def names_page() -> str:
+    """Every public name of `rollstream`, with its parameters, in a table for each module it comes from."""
+    modules: dict[str, list[tuple[str, ...]]] = {}
+    for name in rollstream.__all__:
+        public = getattr(rollstream, name)
+        if name.startswith("__"):
+            continue
+        signature = ""
+        if not (isinstance(public, type) and issubclass(public, Exception)):
+            given = [p for p in inspect.signature(public).parameters.values() if p.name != "self"]
+            signature = f"`({', '.join(map(_parameter, given))})`"
+        about = " ".join((inspect.getdoc(public) or "").split("\n\n")[0].split())
+        modules.setdefault(public.__module__, []).append((f"`{name}`", signature, about))
+    header = ("name", "parameters", "what it is")
+    parts = (f"## {module}\n\n{table(header, modules[module])}" for module in sorted(modules))
+    return "\n\n".join(("# Public names", *parts))
+
+
+def _parameter(parameter: inspect.Parameter) -> str:
+    star = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
+    return f"{star}{parameter.name}{'' if parameter.default is parameter.empty else '=...'}"
 
 
 # ------------------------------------------------------------------ plans
@@ -359,17 +336,22 @@ def plan_output() -> str:
     return f"```text\n$ rollstream {' '.join(words)}\n{text_of(plan(load, Machines(), rates), load, rates)}\n```"
 
 
-GENERATED: dict[str, Callable[[], str]] = {
+TABLES: dict[str, Callable[[], str]] = {
     "topics": topics_table,
     "roles": roles_table,
     "roles-on-kafka": roles_on_kafka_table,
     "permissions": permissions_table,
-    "configuration": configuration_tables,
-    "commands": command_reference,
-    "metrics": metrics_tables,
     "plan-output": plan_output,
     "plan-table": plan_table,
 }
+"""Tables within pages, which are in git."""
+REFERENCE: dict[str, Callable[[], str]] = {
+    "commands.md": commands_page,
+    "settings.md": settings_page,
+    "metrics.md": metrics_page,
+    "names.md": names_page,
+}
+"""Pages below docs/reference, which are not."""
 
 if __name__ == "__main__":
     main()
