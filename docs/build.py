@@ -11,15 +11,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import rollstream
-from rollstream.pipeline.capacity import measured_rates
-from rollstream.pipeline.capacity.plan import Machines, Workload, plan
 from rollstream.pipeline.cli import build_parser
 from rollstream.pipeline.commands import COMMANDS
 from rollstream.pipeline.config import RunConfig
 from rollstream.pipeline.deployment.access_rules import EVERYONE, USERS, access_rules
 from rollstream.pipeline.deployment.description import ROLES, RoleDescription
 from rollstream.pipeline.reference import Section, metric_meaning, metrics, sections
-from rollstream.pipeline.tools.plan import number, text_of, workload
 from rollstream.topics.catalogue import CATALOGUE, TopicSpec
 from rollstream.topics.metric_catalogue import MetricSpec
 
@@ -283,66 +280,11 @@ def _parameter(parameter: inspect.Parameter) -> str:
     return f"{star}{parameter.name}{'' if parameter.default is parameter.empty else '=...'}"
 
 
-# ------------------------------------------------------------------ plans
-
-
-_PLANNED = (("1B", 1_000), ("1B", 1_000_000), ("8B", 10_000), ("70B", 100_000), ("400B", 100_000), ("1T", 1_000_000))
-"""Models and numbers of environments."""
-
-
-def plan_table() -> str:
-    """Plans for models from 1 to 1,000 billion parameters and 1,000 to a million environments."""
-
-    def row(model: str, environments: int) -> tuple[str, ...]:
-        parameters, tokens = number(model), 4096
-        load = Workload(
-            parameters=parameters,
-            environments=environments,
-            tokens=tokens,
-            rollouts_per_s=environments * 50 / tokens,
-            weights_in_files=parameters >= 70e9,
-        )
-        result = plan(load, Machines(), measured_rates.shipped())
-        numbers = (
-            load.rollouts_per_s,
-            result.partitions,
-            result.grouping_processes,
-            result.brokers,
-            result.learner_processes,
-            result.publishers,
-        )
-        met = f"{result.first.resource}, {result.first.name}"
-        return (model, f"{environments:,}", *(f"{value:,.0f}" for value in numbers), met)
-
-    header = (
-        "model",
-        "environments",
-        "rollouts/s",
-        "partitions",
-        "grouping",
-        "brokers",
-        "learner processes",
-        "publishers",
-        "met first",
-    )
-    return table(header, [row(*planned) for planned in _PLANNED])
-
-
-def plan_output() -> str:
-    """One plan as the command prints it."""
-    words = ["plan", *("--parameters", "70B"), *("--environments", "100k"), *("--tokens", "4096")]
-    load = workload(build_parser().parse_args(words))
-    rates = measured_rates.shipped()
-    return f"```text\n$ rollstream {' '.join(words)}\n{text_of(plan(load, Machines(), rates), load, rates)}\n```"
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "topics": topics_table,
     "roles": roles_table,
     "roles-on-kafka": roles_on_kafka_table,
     "permissions": permissions_table,
-    "plan-output": plan_output,
-    "plan-table": plan_table,
 }
 """Tables within pages, which are in git."""
 REFERENCE: dict[str, Callable[[], str]] = {

@@ -57,7 +57,6 @@ SECTIONS: Mapping[str, Mapping[str, tuple[str, str]]] = {
         "broker": ("tools.broker", "a local Kafka: start, stop, status; on any Kafka: end hanging transactions"),
         "deploy": ("tools.deploy", "a run as a compose file or Helm chart; dashboard and alerts; a fit onto TPUs"),
         "role": ("", "one process of a run, started by itself: env, group, learn, infer and the others"),
-        "plan": ("tools.plan", "compute partitions, processes and brokers for a load from measured rates"),
         "key": ("tools.key", "private keys with which marks and rollouts are signed: new, show"),
         "completion": ("tools.completion", "print the script that lets a shell complete commands and flags"),
     },

@@ -1,1 +1,0 @@
-"""Computes how many partitions, processes and brokers a run needs, from measured rates."""
