@@ -33,7 +33,6 @@ from rollstream.pipeline.run.display import Display
 from rollstream.pipeline.run.held_out_evaluation import evaluate
 from rollstream.pipeline.run.length_checks import check_lengths
 from rollstream.pipeline.run.observer import RunObserver
-from rollstream.pipeline.run.one_process import compare
 from rollstream.pipeline.run.role_process import Interrupted, Interrupts, in_a_hurry
 from rollstream.pipeline.run.service_ports import ServicePorts
 from rollstream.pipeline.run.supervisor import Supervisor
@@ -102,9 +101,6 @@ def register(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", action="store_true", help="keep the broker's data for later queries")
     parser.add_argument("--no-faults", action="store_true", help="do not kill processes during the run")
     parser.add_argument(
-        "--compare", action="store_true", help="train the same recipe in one process, too, and show what the log costs"
-    )
-    parser.add_argument(
         "--scale",
         action="store_true",
         help="train nothing: show how grouping processes are added and removed as a load rises and falls, as a picture",
@@ -153,10 +149,6 @@ def _demo(config: RunConfig, args: argparse.Namespace, interrupts: Interrupts, b
             training = train(config, stack, interrupts, display, faults=not args.no_faults)
             say("checking: ledger, verification of every batch, bytes through each topic")
             report = examine(config, training, kept=args.keep, began=began, say=say)
-            if args.compare:
-                say(f"{report.steps:,} steps of the same recipe in one process")
-                comparison = compare(config, report.steps, training.seconds, training.observer.rewards)
-                report = replace(report, compare=comparison, seconds=round(time.monotonic() - began, 1))
         except Interrupted as interrupted:
             say(f"{interrupted}: stopping what was started")
             raise

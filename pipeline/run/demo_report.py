@@ -14,7 +14,6 @@ from rollstream.pipeline.text_tables import bytes_text, clipped, command_text, t
 
 if TYPE_CHECKING:
     from rollstream.pipeline.run.demo_engine import EngineUse
-    from rollstream.pipeline.run.one_process import Comparison
     from rollstream.pipeline.tools.lineage import LineageNode
     from rollstream.pipeline.tools.replay import ReplayComparison
 
@@ -73,8 +72,6 @@ class DemoReport:
     """Lineage of one rollout, in both directions."""
     replay: "ReplayComparison | None" = None
     """Replay of the log with another estimator."""
-    compare: "Comparison | None" = None
-    """Comparison with the same recipe in one process, if requested."""
     kept: bool
     places: Mapping[str, str] = field(default_factory=dict)
     """Paths of logs, checkpoints, report and data."""
@@ -103,10 +100,9 @@ class DemoReport:
 
     def as_dict(self) -> dict[str, Any]:
         """The report as plain values for JSON."""
-        values = asdict(replace(self, faults=(), lineage=None, replay=None, compare=None))
+        values = asdict(replace(self, faults=(), lineage=None, replay=None))
         values["faults"] = plain_faults(self.faults)
         values["lineage"] = None if self.lineage is None else self.lineage.as_dict()
-        values["compare"] = None if self.compare is None else self.compare.as_dict()
         values["replay"] = None if self.replay is None else self.replay.as_dict()
         for name in ("first", "last"):
             evaluation = values.pop(f"heldout_{name}")
@@ -177,7 +173,7 @@ class DemoReport:
         return f"{ledger_text(self.ledger)}\n{verification_text(self.verify)}"
 
     def _queries(self) -> str:
-        """Lineage, replay and comparison, if present."""
+        """Lineage and replay, if present."""
         parts = []
         if self.lineage is not None:
             lines = (clipped(line, _WIDTH) for line in self.lineage.lines())
@@ -188,10 +184,6 @@ class DemoReport:
             from rollstream.pipeline.tools.replay import replay_text
 
             parts.append(f"the same log, replayed with another estimator:\n{replay_text(self.replay)}")
-        if self.compare is not None:
-            from rollstream.pipeline.run.one_process import comparison_text
-
-            parts.append(comparison_text(self.compare))
         return "\n\n".join(parts)
 
     def _places(self) -> str:

@@ -212,11 +212,6 @@ class RunObserver:
         """Newest policy version published by a step; -1 before the first."""
         return self._statistics.newest_version
 
-    @property
-    def rewards(self) -> dict[int, tuple[int, float]]:
-        """By policy version, the number of rollouts it sampled and the sum of their rewards."""
-        return self._statistics.rewards
-
     def close(self) -> None:
         self._log.close()
         if self._labeling:

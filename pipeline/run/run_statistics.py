@@ -191,7 +191,6 @@ class RunStatistics:
         self._staleness: Counter[int] = Counter()
         self._rates = {name: Rate() for name in ("rollouts", "read", "batches", "steps", "policies")}
         self._curve = OutcomeCurve()
-        self._versions: dict[int, tuple[int, float]] = {}
         self._newest_ms: dict[str, int] = {}
         self._step_times_ms: deque[int] = deque(maxlen=_STEP_TIMES)
         self._needed_rollouts = 1
@@ -209,8 +208,6 @@ class RunStatistics:
         self._rates["rollouts"].add(at_ms)
         self._note("rollouts", at_ms)
         self._sampled = max(self._sampled, version)
-        count, total = self._versions.get(version, (0, 0.0))
-        self._versions[version] = (count + 1, total + reward)
         self._curve.add(at_ms, reward, exact)
 
     @property
@@ -227,11 +224,6 @@ class RunStatistics:
     def newest_version(self) -> int:
         """Newest policy version that a step published; -1 before the first."""
         return max(self._version.values(), default=-1)
-
-    @property
-    def rewards(self) -> dict[int, tuple[int, float]]:
-        """Number of rollouts and sum of their rewards, by the newest policy version that sampled their tokens."""
-        return dict(self._versions)
 
     @property
     def counts(self) -> list[FateCount]:

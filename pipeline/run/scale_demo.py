@@ -47,8 +47,6 @@ def run(config: RunConfig, args: argparse.Namespace, start_kafka: StartKafka) ->
     began = time.monotonic()
     if not config.grouper.autoscale.enabled:
         raise ConfigurationError("grouper.autoscale.enabled is false, but this demo shows autoscaling; set it to true")
-    if args.compare:
-        raise ConfigurationError("--compare trains a model, and --scale trains none: leave one of them out")
     interrupts = Interrupts()
     interrupts.install()
     with workspace.prepared(config) as placed:

@@ -10,7 +10,6 @@ import pytest
 from rollstream.pipeline.run.demo_engine import EngineUse
 from rollstream.pipeline.run.demo_faults import Fault
 from rollstream.pipeline.run.demo_report import DemoReport, HeldOutScore, ledger_text, verification_text
-from rollstream.pipeline.run.one_process import Comparison
 from rollstream.pipeline.text_tables import bytes_text, table
 from rollstream.pipeline.tools.lineage import LineageNode
 from rollstream.pipeline.tools.replay import ReplayComparison
@@ -52,7 +51,6 @@ REPORT = DemoReport(
     verify={"batches": 5, "drops": 20, "mismatches": 0, "differences": []},
     faults=(Fault(role="group-1", pid=7, step=84, at_s=31.0, back_s=2.5, back="its partitions"),),
     lineage=LineageNode("rollout", "u-0", {"with": [f"u-{n}" for n in range(100)]}, [LineageNode("batch", "0-7")]),
-    compare=Comparison(steps=9, seconds_over_the_log=80.0, seconds_one_process=20.0, spans=()),
     replay=ReplayComparison(changed={"estimator": [["rloo"], "grpo"]}),
     kept=False,
     places={"logs": "/somewhere/logs"},
@@ -132,9 +130,6 @@ def test_a_program_reads_the_promised_keys() -> None:
         {"role": "group-1", "pid": 7, "step": 84, "at_s": 31.0, "back_s": 2.5, "back": "its partitions"}
     ]
     assert report["lineage"]["children"] == [{"kind": "batch", "name": "0-7"}]
-    assert report["compare"] == {
-        "steps": 9, "seconds_over_the_log": 80.0, "seconds_one_process": 20.0, "spans": []
-    }  # fmt: skip
     assert report["replay"]["changed"] == {"estimator": [["rloo"], "grpo"]}
 
 
