@@ -138,7 +138,6 @@ def test_the_text_ends_with_what_the_log_can_tell() -> None:
     assert "group-1     step 84, 31 s  2.5 s, its partitions" in text
     assert "└─ batch 0-7" in text
     assert "estimator: rloo -> grpo" in text
-    assert "9 steps over the log: 80 s, 8.89 s each" in text
 
 
 def test_the_text_fits_a_terminal_and_is_whole_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
