@@ -113,8 +113,8 @@ class KafkaContainer(DockerContainer):
             except DockerException as error:
                 reason = getattr(error, "explanation", None) or error
                 raise BrokerUnavailable(
-                    f"image {self.image} is not on this machine and cannot be pulled ({reason}); name an image that "
-                    "can take its place, as `python -m rollstream.infra.image build` builds one"
+                    f"image {self.image} is not on this machine and cannot be pulled ({reason}); load it with "
+                    "docker load, or name another one with the same variables and paths"
                 ) from None
 
     def _mapped_address(self) -> tuple[str, int]:

@@ -64,7 +64,7 @@ class ComposeOptions:
     """Image of every role."""
     worker_image: str = ""
     """Image of the workers, if the environments' libraries are not in `image`."""
-    kafka_image: str = "rollstream/kafka:4.2.1"
+    kafka_image: str = BrokerConfig.image
     """Image of the brokers: the official image, or one with the same variables and paths."""
     prometheus_image: str = "prom/prometheus:v3.5.0"
     grafana_image: str = "grafana/grafana:12.1.0"

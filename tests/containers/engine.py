@@ -18,8 +18,8 @@ import pytest
 
 import rollstream.infra.child_keeper
 from rollstream.infra.config import BrokerConfig
-from rollstream.infra.image.build import TAG, build
 from rollstream.topics.errors import BrokerUnavailable
+from tests.support.image.build import TAG, build_kafka
 from tests.support.waiting import eventually
 
 _DESELECT = 'deselect these tests by name: make test ARGS="--ignore=tests/containers"'
@@ -118,7 +118,7 @@ def kafka_image() -> str:
         return official
     _installed("busybox", "busybox-static")  # Our image needs busybox; the build names it if it is missing.
     try:
-        build()
+        build_kafka()
     except BrokerUnavailable as error:
         pull = ["docker", "pull", "--quiet", official]
         answer = subprocess.run(pull, capture_output=True, text=True, timeout=_PULL_TIMEOUT_S)

@@ -1,6 +1,5 @@
 """The image of every role, as users start it: no root, a read-only root, one image for the whole of a run."""
 
-import json
 import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -10,13 +9,12 @@ import pytest
 from testcontainers.core.container import DockerContainer
 from testcontainers.core.network import Network
 
-from rollstream.infra.image.bill_of_materials import BILL
-from rollstream.infra.image.build import build_application, build_python
 from rollstream.infra.testing import KafkaContainer
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.audit.verification import verify
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.records import Rollout
+from tests.support.image.build import build_application, build_python
 from tests.support.paths import ROOT
 from tests.support.runs import RealRun
 from tests.support.waiting import eventually
@@ -75,39 +73,25 @@ def test_the_command_runs_without_root_on_a_read_only_root(core_image: str) -> N
     assert docker(*contained, "--entrypoint", "python", core_image, "-c", look).split() == ["1000", "True", "False"]
 
 
-def test_the_image_carries_its_bill_of_materials(core_image: str) -> None:
-    bill = json.loads(docker("run", "--rm", "--entrypoint", "/bin/cat", core_image, BILL))
-    named = {part["name"] for part in bill["components"]}
-    listing = "import importlib.metadata as m; print(*sorted({d.metadata['Name'].lower() for d in m.distributions()}))"
-    installed = docker("run", "--rm", "--entrypoint", "python", core_image, "-c", listing).split()
-    assert {name.replace("_", "-") for name in installed} == named - {"python"} | {"rollstream"}
-
-
-@pytest.mark.long
-def test_two_builds_of_the_image_are_one_image(core_image: str, tmp_path: Path) -> None:
-    assert core_image
-    first = build_application(output=tmp_path / "first.tar", extras=())
-    assert build_application(output=tmp_path / "second.tar", extras=()) == first
-    loaded = docker("image", "inspect", "--format", "{{.Id}}", core_image).strip()
-    assert loaded == first
-
-
 @pytest.mark.long
 def test_the_dockerfile_builds_the_same_versions(kafka_image: str, core_image: str) -> None:
     """Its base is this machine's Python, as if no registry were reachable; the packages come from an index."""
     assert kafka_image
     build_python("rollstream/test:python")
     docker(
-        *("build", "--file", str(ROOT / "infra/image/Dockerfile"), "--tag", "rollstream/test:dockerfile"),
+        *("build", "--file", str(ROOT / "Dockerfile"), "--tag", "rollstream/test:dockerfile"),
         *("--network", "host", "--build-arg", "BASE=rollstream/test:python", "--build-arg", "EXTRAS=", str(ROOT)),
     )
     contained = ("run", "--rm", "--read-only", "--tmpfs", "/tmp")
     assert docker(*contained, "rollstream/test:dockerfile", "--version") == docker(*contained, core_image, "--version")
-    bills = [
-        json.loads(docker("run", "--rm", "--entrypoint", "/bin/cat", image, BILL))["components"]
+    listing = (
+        "import importlib.metadata as m; print(sorted((d.metadata['Name'], d.version) for d in m.distributions()))"
+    )
+    installed = {
+        docker("run", "--rm", "--entrypoint", "python", image, "-c", listing)
         for image in (core_image, "rollstream/test:dockerfile")
-    ]
-    assert bills[0] == bills[1]
+    }
+    assert len(installed) == 1
 
 
 @pytest.fixture

@@ -63,10 +63,9 @@ def assert_promises(run: ContainedRun, agent: OutsideAgent) -> None:
 
 def test_faults_of_every_container_lose_and_repeat_nothing(local_images: str, run_name: str, tmp_path: Path) -> None:
     """In each round all roles have different faults at once; over the rounds each role has each fault."""
-    assert local_images
     rng = random.Random(SEED)
     kinds, roles = rng.sample(sorted(FAULTS), len(FAULTS)), rng.sample(ROLES, len(ROLES))
-    with played(tmp_path, run_name) as (run, agent):
+    with played(tmp_path, run_name, f"--kafka-image={local_images}") as (run, agent):
         for number in range(len(kinds)):
             faults = [(kinds[(number + place) % len(kinds)], role) for place, role in enumerate(roles)]
             rng.shuffle(faults)
@@ -91,13 +90,18 @@ def test_a_broker_and_a_learner_whose_disks_were_full_go_on_once_there_is_room(
     local_images: str, run_name: str, tmp_path: Path
 ) -> None:
     """All roles share the second volume; it holds the learner's checkpoints and the archive."""
-    assert local_images
     with ExitStack() as stack:
         of_broker, broker_volume = small_volume(stack, tmp_path / "broker")
         of_run, run_volume = small_volume(stack, tmp_path / "run")
         volumes = {"volumes": {"broker": broker_volume, "run": run_volume}}
         run, agent = stack.enter_context(
-            played(tmp_path, run_name, "--set=learner.checkpoint.every_steps=2", override=volumes)
+            played(
+                tmp_path,
+                run_name,
+                f"--kafka-image={local_images}",
+                "--set=learner.checkpoint.every_steps=2",
+                override=volumes,
+            )
         )
         for disk, role, reason in (
             (of_broker, "broker", "No space left on device"),

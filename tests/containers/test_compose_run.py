@@ -26,8 +26,9 @@ def end(run: ContainedRun) -> None:
 
 
 def test_compose_up_runs_the_demo_to_its_end(local_images: str, run_name: str, tmp_path: Path) -> None:
-    assert local_images
-    with contained_run(tmp_path, run_name, *SMALLER, "--set=learner.max_steps=20") as run:
+    with contained_run(
+        tmp_path, run_name, f"--kafka-image={local_images}", *SMALLER, "--set=learner.max_steps=20"
+    ) as run:
         end(run)
         run.compose("down", "--volumes")
         of_project = f"--filter=label=com.docker.compose.project={run_name}"
@@ -36,8 +37,9 @@ def test_compose_up_runs_the_demo_to_its_end(local_images: str, run_name: str, t
 
 
 def test_a_run_on_three_brokers_outlives_the_kill_of_one(local_images: str, run_name: str, tmp_path: Path) -> None:
-    assert local_images
-    with contained_run(tmp_path, run_name, *SMALLER, "--brokers=3", "--set=learner.max_steps=100") as run:
+    with contained_run(
+        tmp_path, run_name, f"--kafka-image={local_images}", *SMALLER, "--brokers=3", "--set=learner.max_steps=100"
+    ) as run:
         killed = run.inspect("broker-2")["Id"]
         docker("kill", killed)
         run.await_steps(20, "without one broker")

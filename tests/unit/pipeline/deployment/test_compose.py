@@ -14,7 +14,6 @@ import pytest
 import yaml
 
 from rollstream.infra.config import BrokerConfig
-from rollstream.infra.image.build import TAG
 from rollstream.pipeline.cli import build_parser
 from rollstream.pipeline.config import RunConfig, load
 from rollstream.pipeline.deployment.compose import CODE, CONFIG, ComposeOptions
@@ -344,10 +343,9 @@ def test_workers_have_an_image_of_their_own_and_directories_lie_in_the_volume(tm
     flags = ["--worker-image=worlds:1", "--image=r:2", "--set=supervisor.worker_python=vf/bin/python"]
     document = rendered(tmp_path, 'data_dir = "/d"\n[learner]\nweights.url = "/d/weights"\n', *flags)
     images = {name: service["image"] for name, service in document["services"].items()}
-    assert (images["env-0"], images["learn"], images["broker"]) == ("worlds:1", "r:2", TAG)
+    assert (images["env-0"], images["learn"], images["broker"]) == ("worlds:1", "r:2", BrokerConfig().image)
     assert settings_of(document["services"]["learn"], tmp_path).learner.weights.url == f"{HOME}/weights"
-    assert ComposeOptions().kafka_image == TAG
-    assert TAG.rpartition(":")[2] == BrokerConfig().image.rpartition(":")[2]
+    assert ComposeOptions().kafka_image == BrokerConfig().image
 
 
 @pytest.mark.parametrize("key", DIRECTORIES)

@@ -1,9 +1,4 @@
-# One image for every role of a run, from the repository's root:
-#   docker build -f infra/image/Dockerfile -t rollstream:local .
-# If no registry is reachable, make a base from this machine's Python first:
-#   python -m rollstream.infra.image build python
-#   docker build -f infra/image/Dockerfile --build-arg BASE=rollstream/python:local --network host -t rollstream:local .
-# `python -m rollstream.infra.image build rollstream` builds the image without this file, with the same bytes each time.
+# One image for every role of a run, from the repository's root: docker build -t rollstream:local .
 ARG BASE=python:3.12-slim
 
 FROM ${BASE} AS build
@@ -25,9 +20,7 @@ RUN python3 -m venv /tools && /tools/bin/pip install --quiet --no-cache-dir --re
 # Versions and digests come from the lock.
 RUN python3 -m venv --without-pip /opt/rollstream && \
     /tools/bin/uv pip install --quiet --no-cache --python /opt/rollstream/bin/python --compile-bytecode \
-        --constraint requirements.txt --build-constraint requirements.txt ".[${EXTRAS}]" ${PACKAGES} && \
-    /opt/rollstream/bin/python -m rollstream.infra.image bill --extras "${EXTRAS}" \
-        >/opt/rollstream/bill-of-materials.cdx.json
+        --constraint requirements.txt --build-constraint requirements.txt ".[${EXTRAS}]" ${PACKAGES}
 RUN mkdir -p /home-of-runs/rollstream && chown 1000:1000 /home-of-runs/rollstream
 
 FROM ${BASE}

@@ -1,9 +1,12 @@
 """Entries of an image, one for each path, and the shared libraries of this machine that its programs need."""
 
+import io
 import subprocess
+import tarfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 USER_ID = 1000
 """User that containers run as, and the owner of the folders they write to."""
@@ -62,3 +65,23 @@ def needed_libraries(path: Path) -> dict[str, Path | None]:
         elif where:
             libraries[name] = Path(where) if where.startswith("/") else None
     return libraries
+
+
+def write_layer(stream: IO[bytes], entries: Iterable[ImageEntry]) -> None:
+    """Write the image's files as one tar; a copy keeps its file's time, which Python compares with its bytecode's."""
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for entry in entries:
+            info = tarfile.TarInfo(entry.path.removeprefix("/"))
+            info.mode, info.uid, info.gid = entry.mode, entry.user_id, entry.user_id
+            if entry.source is not None:
+                status = entry.source.stat()
+                info.size, info.mtime = status.st_size, int(status.st_mtime)
+                with entry.source.open("rb") as data:
+                    archive.addfile(info, data)
+            elif entry.data is not None:
+                info.size = len(entry.data)
+                archive.addfile(info, io.BytesIO(entry.data))
+            else:
+                info.type = tarfile.DIRTYPE if entry.link is None else tarfile.SYMTYPE
+                info.linkname = entry.link or ""
+                archive.addfile(info)

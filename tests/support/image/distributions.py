@@ -1,13 +1,11 @@
 """Installed distributions that rollstream needs with the requested extras, and the files of each."""
 
 from collections.abc import Collection, Iterator
-from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from importlib.metadata import Distribution, distribution
 from pathlib import Path, PurePosixPath
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from rollstream.topics.errors import ConfigurationError
 
 ROOT = "rollstream"
 # Installers write these files, which name paths of this machine or list files that are not copied.
@@ -17,14 +15,9 @@ _LEFT_OUT = {"RECORD", "INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.js
 def needed_distributions(extras: Collection[str]) -> list[Distribution]:
     """Return rollstream and every distribution it needs with these extras, sorted by name.
 
-    Raises ConfigurationError for unknown extras or missing distributions; the message names all of them.
+    Raises PackageNotFoundError if one is not installed.
     """
-    known = {canonicalize_name(name) for name in distribution(ROOT).metadata.get_all("Provides-Extra") or ()}
-    unknown = sorted({canonicalize_name(extra) for extra in extras} - known)
-    if unknown:
-        raise ConfigurationError(f"rollstream has no extra {', '.join(unknown)}; it has {', '.join(sorted(known))}")
     chosen: dict[str, Distribution] = {}
-    missing: set[str] = set()
     followed: set[tuple[str, str]] = set()
     waiting = [(ROOT, extra) for extra in ("", *extras)]
     while waiting:
@@ -32,21 +25,11 @@ def needed_distributions(extras: Collection[str]) -> list[Distribution]:
         if (name, extra) in followed:
             continue
         followed.add((name, extra))
-        try:
-            chosen[name] = distribution(name)
-        except PackageNotFoundError:
-            missing.add(name)
-            continue
+        chosen[name] = distribution(name)
         for line in chosen[name].requires or ():
             requirement = Requirement(line)
             if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
                 waiting.extend((canonicalize_name(requirement.name), inner) for inner in ("", *requirement.extras))
-    if missing:
-        wanted = f"{ROOT}[{','.join(sorted(extras))}]" if extras else ROOT
-        raise ConfigurationError(
-            f"the image needs distributions that are not installed: {', '.join(sorted(missing))}; install {wanted}, or "
-            "name fewer extras"
-        )
     return [chosen[name] for name in sorted(chosen)]
 
 

@@ -1,24 +1,22 @@
-"""Contents of rollstream's image: Python, the C library, rollstream, its requirements, and a bill of materials.
+"""Contents of rollstream's image: Python, the C library, rollstream, its requirements.
 
 Every file comes from this machine, so that no registry and no package index is needed. An image of Python alone is a
-base for the Dockerfile next to this module.
+base for the Dockerfile.
 """
 
-import platform
 import re
 import shutil
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import Distribution
+from importlib.util import cache_from_source
 from pathlib import Path
 
 import rollstream
-from rollstream.infra.image.bill_of_materials import BILL, bill_of_materials
-from rollstream.infra.image.bytecode import compiled
-from rollstream.infra.image.distributions import ROOT, installed_files, needed_distributions, own_files
-from rollstream.infra.image.entries import (
+from tests.support.image.distributions import ROOT, installed_files, needed_distributions, own_files
+from tests.support.image.entries import (
     USER_ID,
     ImageEntry,
     account_files,
@@ -26,7 +24,6 @@ from rollstream.infra.image.entries import (
     needed_libraries,
     with_parents,
 )
-from rollstream.topics.errors import ConfigurationError
 
 HOME = "/var/lib/rollstream"
 """The folder for files of a run. Roles write to no other folder except /tmp."""
@@ -71,13 +68,9 @@ class ApplicationInputs:
     """Provides a shell for people who inspect a container; roles do not need it."""
 
 
-def find_application_inputs(extras: Sequence[str], environment: Mapping[str, str]) -> ApplicationInputs:
-    """Find all inputs. Raises ConfigurationError, with the remedy, without Linux or if a distribution is missing."""
-    if platform.system() != "Linux":
-        raise ConfigurationError(
-            "an image of this machine's files needs Linux; on another system, build infra/image/Dockerfile"
-        )
-    busybox = shutil.which("busybox", path=environment.get("PATH", ""))
+def find_application_inputs(extras: Sequence[str]) -> ApplicationInputs:
+    """Find all inputs. Raises PackageNotFoundError if a distribution is missing."""
+    busybox = shutil.which("busybox")
     usable = busybox is not None and not needed_libraries(Path(busybox))
     return ApplicationInputs(
         python=Path(sys.executable).resolve(),
@@ -87,26 +80,23 @@ def find_application_inputs(extras: Sequence[str], environment: Mapping[str, str
     )
 
 
-def application_entries(inputs: ApplicationInputs, scratch: Path) -> list[ImageEntry]:
-    """Return all entries of the image, sorted by path. `scratch` is a folder for bytecode."""
+def application_entries(inputs: ApplicationInputs) -> list[ImageEntry]:
+    """Return all entries of the image, sorted by path."""
     packages = list(_packages(inputs.distributions, f"{VENV}/lib/{_VERSION}/site-packages"))
     own = [
         *packages,
         *_virtual_environment(),
-        ImageEntry(BILL, bill_of_materials(inputs.distributions), mode=0o644),
         ImageEntry(HOME, user_id=USER_ID),
     ]
-    return _with_python(inputs, _INSTALLER, own, scratch)
+    return _with_python(inputs, _INSTALLER, own)
 
 
-def python_entries(inputs: ApplicationInputs, scratch: Path) -> list[ImageEntry]:
+def python_entries(inputs: ApplicationInputs) -> list[ImageEntry]:
     """Return the entries of an image of Python alone, with its package installer, sorted by path."""
-    return _with_python(inputs, set(), [], scratch)
+    return _with_python(inputs, set(), [])
 
 
-def _with_python(
-    inputs: ApplicationInputs, left_out: Collection[str], own: Sequence[ImageEntry], scratch: Path
-) -> list[ImageEntry]:
+def _with_python(inputs: ApplicationInputs, left_out: Collection[str], own: Sequence[ImageEntry]) -> list[ImageEntry]:
     library = list(_standard_library(inputs.standard_library, f"{PYTHON}/lib/{_VERSION}", left_out))
     programs = [
         file_entry(f"{PYTHON}/bin/{_VERSION}", inputs.python, 0o755),
@@ -118,7 +108,7 @@ def _with_python(
     return with_parents(
         [
             *entries,
-            *compiled(entries, scratch / "bytecode"),
+            *_bytecode(entries),
             *_libraries([e for e in entries if ".so" in Path(e.path).name or (e.source and e.mode == 0o755)]),
             *account_files("rollstream", HOME),
             *([file_entry(CERTIFICATES, certificates.resolve())] if certificates.exists() else ()),
@@ -139,6 +129,15 @@ def _standard_library(folder: Path, target: str, left_out: Collection[str]) -> I
             and not _GRAPHICS.match(path.name)
         ):
             yield file_entry(f"{target}/{below}", path)
+
+
+def _bytecode(entries: Sequence[ImageEntry]) -> Iterator[ImageEntry]:
+    """Yield the bytecode that this machine has of the modules, because a read-only container cannot write any."""
+    for entry in entries:
+        if entry.source is not None and entry.path.endswith(".py"):
+            cached = Path(cache_from_source(str(entry.source)))
+            if cached.exists():
+                yield file_entry(f"{Path(entry.path).parent}/__pycache__/{cached.name}", cached)
 
 
 def _packages(distributions: Sequence[Distribution], target: str) -> Iterator[ImageEntry]:

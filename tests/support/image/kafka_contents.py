@@ -9,11 +9,13 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 
 from rollstream.infra.config import BrokerConfig, render_properties, server_properties
-from rollstream.infra.image.entries import (
+from rollstream.infra.jars import Jars, find_jars
+from rollstream.infra.java import JavaRuntime, find_java, packaged_java
+from rollstream.topics.errors import BrokerUnavailable
+from tests.support.image.entries import (
     USER_ID,
     ImageEntry,
     account_files,
@@ -21,9 +23,6 @@ from rollstream.infra.image.entries import (
     needed_libraries,
     with_parents,
 )
-from rollstream.infra.jars import Jars, find_jars
-from rollstream.infra.java import JavaRuntime, find_java, packaged_java
-from rollstream.topics.errors import BrokerUnavailable
 
 # log4j needs java.desktop (java.beans); Kafka and its authorizers load the other modules.
 _MODULES = (
@@ -109,7 +108,7 @@ def kafka_entries(inputs: KafkaInputs, scratch: Path) -> list[ImageEntry]:
 
 
 def _settings() -> Iterator[ImageEntry]:
-    package = files("rollstream.infra.image")
+    package = Path(__file__).parent
     defaults = server_properties(
         BrokerConfig(host="localhost"), port=9092, controller_port=9093, log_dir="/var/lib/kafka/data", bind="0.0.0.0"
     )
