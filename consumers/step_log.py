@@ -19,7 +19,7 @@ from rollstream.topics.kafka.bounded_calls import Stalled
 from rollstream.topics.kafka.reader import read_to_end
 from rollstream.topics.kafka.records import BEGINNING
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
+from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
@@ -97,10 +97,7 @@ class StepLog:
         # Checked before fencing, so that a refused learner fences nobody, and again after it, when no other publisher
         # can write any more.
         self._retired = retired_learners(kafka, run)
-        before = read_publications(kafka, run)
-        self._refuse_a_second(before, take_over)
-        for name in sorted({learner, *(publication.learner for publication in before)}):
-            fence(kafka, earlier_id(run, "learner", name))
+        self._refuse_a_second(read_publications(kafka, run), take_over)
         self._transactional_id = transactional_id(run, "learner")
         # With a logger, librdkafka reports to our log, not to stderr, that the producer was fenced.
         self._producer = TransactionalProducer(kafka, self._transactional_id, retry_for_s=_TIMEOUT_S, logger=logger)

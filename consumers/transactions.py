@@ -21,7 +21,7 @@ from rollstream.topics.kafka.bounded_calls import BoundedCalls, Stalled
 from rollstream.topics.kafka.reader import Poller, Reader
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.transaction_errors import Decision
-from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
+from rollstream.topics.kafka.transactional_ids import transactional_id
 from rollstream.topics.kafka.transactions import ABORT, Transaction, TransactionalProducer, TransactionFailed
 from rollstream.topics.logs import event
 from rollstream.topics.metric_values import VALUES
@@ -69,10 +69,7 @@ class ExactlyOnce(ABC, Generic[P]):
         self._run = run
         self._group = group
         self._id = transactional_id(run, role, ordinal)
-        self._earlier_id = earlier_id(run, role, ordinal)
         self._turn = OrdinalClaim(kafka, run, group, ordinal)
-        self._letter_partitions = 1
-        """Number of partitions of dead-letters; `start` reads it."""
         self._member = member
         self._topic = topic
         self._producer = self._new_producer()
@@ -92,11 +89,8 @@ class ExactlyOnce(ABC, Generic[P]):
         return TransactionalProducer(self._kafka, self._id, call_timeout_s=call_timeout_s, retry_for_s=RETRY_FOR_S)
 
     def start(self) -> None:
-        """Fence the previous producers of the transactional id and of the id used by earlier releases, which aborts
-        their open transactions. Raises TopicError if the run has no topic for dead letters."""
-        self._letter_partitions = self._member.partitions_of(topic_name(self._run, "dead-letters"))
+        """Fence the previous producers of the transactional id, which aborts their open transactions."""
         self._turn.take()
-        fence(self._kafka, self._earlier_id)
         self.start_producer()
 
     def start_producer(self) -> None:
@@ -130,8 +124,6 @@ class ExactlyOnce(ABC, Generic[P]):
         except Stalled as stalled:
             # Without an answer this process must not take the id over.
             raise self._given_up(str(stalled), "no answer") from stalled
-        # A process of an earlier release takes over our membership but not our id; fencing ends it.
-        fence(self._kafka, self._earlier_id)
 
     def _ask_whose(self, outsider: Reader) -> None:
         try:
@@ -259,10 +251,9 @@ class ExactlyOnce(ABC, Generic[P]):
             headers["rollstream.value.size_bytes"] = str(len(value))
             value = None
 
-        # If there is one partition for each input partition, an open transaction hides no dead letters of other input
-        # partitions.
-        partition = letter.partition % self._letter_partitions
-        transaction.send(topic_name(self._run, "dead-letters"), value, key, partition=partition, headers=headers)
+        # With a partition for each input partition, an open transaction hides no dead letters of other partitions.
+        letters = topic_name(self._run, "dead-letters")
+        transaction.send(letters, value, key, partition=letter.partition, headers=headers)
 
     def _flush(self, transaction: Transaction) -> None:
         transaction.flush(self._kafka.transaction_timeout_s)

@@ -20,8 +20,6 @@ from rollstream.topics.secrets import is_secret
 
 ENVIRONMENT_PREFIX = "ROLLSTREAM_"
 """A setting's variable is this prefix and the setting's key in upper case, with `__` for each dot."""
-_EARLIER_PREFIX = "ROLLSTREAM__"
-"""The prefix of earlier releases, which is still read."""
 _NOT_SETTINGS = re.compile(
     ENVIRONMENT_PREFIX
     + r"(READY_FD|LIFELINE_FD|REGISTRY|MAVEN_REPOSITORY|KAFKA_IMAGE"
@@ -128,16 +126,13 @@ def file_layers(path: Path | None) -> Iterator[Layer]:
 
 
 def environment_layers(cls: type, environment: Mapping[str, str]) -> Iterator[Layer]:
-    """Yield the layers of KAFKA_BOOTSTRAP_SERVERS and of the variables that set settings of `cls`.
-
-    The documented form of a variable wins over the form of earlier releases if both are set.
-    """
+    """Yield the layers of KAFKA_BOOTSTRAP_SERVERS and of the variables that set settings of `cls`."""
     if environment.get(BOOTSTRAP_VARIABLE, "").strip():
         yield Layer(BOOTSTRAP_VARIABLE, ("kafka", "bootstrap_servers"), environment[BOOTSTRAP_VARIABLE].strip(), True)
     named = {name: path for name in environment if (path := _setting_of_variable(cls, name))}
     # Entries in the order of their numbers, because a new entry has the next one.
     numbers = {name: [int(part) if part.isdecimal() else -1 for part in path] for name, path in named.items()}
-    for name in sorted(named, key=lambda name: (not name.startswith(_EARLIER_PREFIX), numbers[name], name)):
+    for name in sorted(named, key=lambda name: (numbers[name], name)):
         yield Layer(name, named[name], environment[name], True)
 
 
@@ -148,8 +143,6 @@ def is_setting_variable(cls: type, name: str) -> bool:
 
 def _setting_of_variable(cls: type, name: str) -> Keys:
     """Return the path of the key that a variable names, known or not; empty if it does not name a setting."""
-    if name.startswith(_EARLIER_PREFIX):
-        return tuple(name.removeprefix(_EARLIER_PREFIX).lower().split("__"))
     path = tuple(name.removeprefix(ENVIRONMENT_PREFIX).lower().split("__"))
     if not name.startswith(ENVIRONMENT_PREFIX) or _NOT_SETTINGS.fullmatch(name):
         return ()

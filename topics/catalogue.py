@@ -40,8 +40,6 @@ class TopicSpec:
     doc: str
     append_time: bool = False
     """Whether the broker stamps records (LogAppendTime) instead of the producer."""
-    or_one: bool = False
-    """Whether a single partition is valid, too; topics of earlier releases have one partition and keep it."""
     segment_bytes: int = 16 * _MIB
     """Size of a segment of a compacted topic. The broker compacts a segment only after the next one has begun."""
     compaction_lag_ms: int = 0
@@ -195,7 +193,6 @@ CATALOGUE: tuple[TopicSpec, ...] = (
         cleanup="none",
         writers=("group", "label", TOOLS),
         readers=(TOOLS,),
-        or_one=True,
         doc="Records that cannot be decoded, with unchanged bytes and the reason in headers (KIP-1034).",
     ),
     TopicSpec(

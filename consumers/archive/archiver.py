@@ -185,7 +185,7 @@ class Archiver(Closing):
             self.writer.commit(self._positions())
             self._commit_positions()
         elif not self._on_record:
-            # Brokers may have forgotten the positions, and earlier releases committed those of fewer topics.
+            # Brokers may have forgotten the positions.
             self._commit_positions()
         self.writer.compact(gradually=True)
         return ArchiveProgress(records, self.writer.manifest)

@@ -219,7 +219,7 @@ def _tables(store: Store, current: Sequence[ArchiveManifest], read: Set[str]) ->
     tables: dict[str, Any] = {}
     for name, schema in SCHEMAS.items():
         paths = [place(file.path) for manifest in current for file in manifest.files_of(name)]
-        # Files hold all columns; none is inferred from folders. Maps in files of earlier releases are read as entries.
+        # Files hold all columns; none is inferred from folders.
         tables[name] = (
             dataset.dataset(paths, schema=schema, format="parquet", filesystem=files)
             if paths and name in read

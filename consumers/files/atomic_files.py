@@ -136,26 +136,20 @@ def write_checked_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def read_checked_json(path: Path) -> dict[str, Any]:
-    """Read an object written by `write_checked_json`, or by an earlier version, which wrote no digest.
+    """Read an object written by `write_checked_json`.
 
-    Raises FileNotFoundError, or StoreError if the file is damaged or not a JSON object.
+    Raises FileNotFoundError, or StoreError if the file is damaged or has no digest.
     """
     data = path.read_bytes()
-    # A key or a mark alone means that the file had a digest, because the other may be damaged.
-    checked = f'"{_DIGEST_KEY}"'.encode() in data or _DIGEST_MARK in data
-    if checked:
-        at = data.rfind(_DIGEST_MARK) + len(_DIGEST_MARK)
-        end = at + _DIGEST_HEX
-        if _digest_of(data[:at] + b"0" * _DIGEST_HEX + data[end:]) != data[at:end]:
-            raise StoreError(
-                f"{path} is damaged: its content differs from what was written; restore it from a copy, or start with "
-                "an empty directory and fill it again"
-            )
-    value = _parsed(path, data)
-    if not isinstance(value, dict):
-        raise StoreError(f"{path} is not a JSON object; it was not written by this program, restore it")
-    if checked:
-        del value[_DIGEST_KEY]
+    at = data.rfind(_DIGEST_MARK) + len(_DIGEST_MARK)
+    end = at + _DIGEST_HEX
+    if _digest_of(data[:at] + b"0" * _DIGEST_HEX + data[end:]) != data[at:end]:
+        raise StoreError(
+            f"{path} is damaged: its content differs from what was written; restore it from a copy, or start with "
+            "an empty directory and fill it again"
+        )
+    value: dict[str, Any] = _parsed(path, data)
+    del value[_DIGEST_KEY]
     return value
 
 

@@ -19,7 +19,7 @@ from rollstream.topics.kafka.open_transactions import await_decided
 from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
+from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.labeling_progress import LabelingProgress
 
@@ -54,7 +54,6 @@ def _recover(
     begins = {p: begin for p, (begin, _end) in topic_admin.bounds(kafka, topic).items()}
     for ordinal in begins:
         fence(kafka, transactional_id(run, "labeller", ordinal))
-        fence(kafka, earlier_id(run, "labeller", ordinal))
     for name in _OUTPUTS:
         await_decided(kafka, topic_name(run, name), "no positions were committed", patience_s)
     made = {name: _sources(kafka, run, name, begins) for name in _OUTPUTS}

@@ -4,9 +4,8 @@ The defaults are the model of the demo: 105 thousand parameters over a character
 """
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rollstream.consumers.models.tokenizer import CharacterTokenizer
 from rollstream.topics.errors import ConfigurationError
@@ -151,19 +150,12 @@ def decoder_config(text: str) -> DecoderConfig:
         settings = json.loads(text)
         if not settings:
             raise ValueError("it is empty")
-        lora = settings.pop("lora", {})
-        return DecoderConfig(**settings, lora=LoraConfig(**lora | {"targets": tuple(lora["targets"])} if lora else {}))
+        lora = settings.pop("lora")
+        return DecoderConfig(**settings, lora=LoraConfig(**lora | {"targets": tuple(lora["targets"])}))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{text[:100]!r} does not describe a supported model: {error}") from error
 
 
 def manifest_model(config: DecoderConfig) -> str:
-    """Return a decoder in JSON for a manifest; parts unknown to earlier releases appear only if used."""
-    settings: Mapping[str, Any] = asdict(config)
-    experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")
-    unknown_to_some = {
-        "lora": config.lora.rank,
-        "sliding_window": config.sliding_window,
-        **dict.fromkeys(experts, config.num_experts),
-    }
-    return json.dumps({name: value for name, value in settings.items() if unknown_to_some.get(name, True)})
+    """Return a decoder in JSON for a manifest."""
+    return json.dumps(asdict(config))

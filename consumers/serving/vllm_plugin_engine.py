@@ -54,8 +54,7 @@ class VllmPluginEngine(VllmEngine):
                 return
             for worker in workers:
                 if worker["error"]:
-                    # A vLLM with an earlier release of the plug-in does not tell.
-                    raise (VersionUnfit if worker.get("final", True) else VersionLate)(worker["error"])
+                    raise (VersionUnfit if worker["final"] else VersionLate)(worker["error"])
             if time.monotonic() > deadline:
                 raise VersionLate(f"its workers did not fetch version {label} within {self._load_timeout_s:g} s")
             await asyncio.sleep(look_s)

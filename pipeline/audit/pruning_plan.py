@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from rollstream.topics.catalogue import PRUNED
 
 CALLS = "calls"
-"""Topic that runs of earlier releases lack."""
 CONTROL_TOPICS = ("unlabelled", "trajectories")
 """Topics of labeling and of control tasks."""
 RECOVERY, WINDOW, ACCOUNT, SESSIONS = "recovery", "verification window", "ledger", "open sessions"

@@ -15,7 +15,7 @@ from contextlib import closing
 from rollstream.pipeline.roles.broker_wait import wait_for_broker
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import RollstreamError, TopicError
+from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.records import BEGINNING, KafkaRecord
 from rollstream.topics.kafka.skipped_records import SkippedRecords
@@ -52,8 +52,6 @@ def _follow(kafka: KafkaConfig, run: str, also: Ends, last: bool, over: threadin
                 over.set()
                 os.kill(os.getpid(), signal.SIGTERM)
             return
-        except TopicError:
-            return  # A run of an earlier release has no topic `control`.
         except RollstreamError:
             time.sleep(_REST_S)
 

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.closing import Closing
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable, RollstreamError, TopicError
+from rollstream.topics.errors import BrokerUnavailable, RollstreamError
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.client_errors import OffsetGone
 from rollstream.topics.kafka.reader import Reader, ends_of_records
@@ -45,10 +45,7 @@ class LabelingWatch(Closing):
         self._stop = threading.Event()
         self.state = LabelingState()
         """The newest state; zeros as long as nothing was sent to labelers."""
-        try:
-            self._update(_FIRST_S)
-        except TopicError:
-            return  # runs of earlier releases have no such topic
+        self._update(_FIRST_S)
         self._thread = threading.Thread(target=self._run, name="labeling-watch", daemon=True)
         self._thread.start()
 

@@ -158,8 +158,8 @@ def _await_members_gone(config: RunConfig, wait_s: float) -> None:
     while count := members(config.kafka, group):
         if time.monotonic() > deadline:
             raise DeadlineExceeded(
-                f"{count} grouping processes of run {config.run} have not ended within {wait_s:g} s; stop them "
-                f"(processes of an earlier release do not notice the split), and split again"
+                f"{count} grouping processes of run {config.run} have not ended within {wait_s:g} s; stop them, "
+                f"and split again"
             )
         time.sleep(_POLL_S)
 

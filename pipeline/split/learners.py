@@ -25,7 +25,7 @@ from rollstream.topics.catalogue import topic_name
 from rollstream.topics.codec import encode
 from rollstream.topics.errors import DeadlineExceeded, StateRefused, TopicError
 from rollstream.topics.kafka.reader import read_to_end
-from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
+from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.keys import encode_key
 from rollstream.topics.records import LearnerStep, PolicyManifest, RunSplit
 from rollstream.topics.retired_learners import retired_learners
@@ -80,7 +80,6 @@ def stopped_learners(config: RunConfig, wait_s: float, *, with_checkpoints: bool
     learners = [_stopped(config, name, deadline, with_checkpoints=with_checkpoints) for name in _learners(config)]
     fence(config.kafka, transactional_id(config.run, "learner"))
     for learner in learners:
-        fence(config.kafka, earlier_id(config.run, "learner", learner.name))
         newest = _last_step(config, learner.name, with_checkpoints=with_checkpoints)
         if newest.step != learner.step:
             raise StateRefused(f"learner {learner.name} made step {newest.step} in the meantime; split again")

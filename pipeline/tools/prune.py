@@ -298,8 +298,7 @@ def read_positions(
     """
     clients.check_broker(kafka)
     labeling_group = labeling_group or LabelingConfig().group_id(run)
-    there = [topic for topic in PRUNED if topic != CALLS or topic_name(run, CALLS) in topic_names(kafka)]
-    bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in there}
+    bounds = {topic: topic_admin.bounds(kafka, topic_name(run, topic)) for topic in PRUNED}
     places = {topic_name(run, topic): (*ends,) for topic, ends in bounds.items()}
     for topic in (*CONTROL_TOPICS, CALLS):
         if not any(end for _low, end in bounds.get(topic, {}).values()):

@@ -174,7 +174,6 @@ def previous_turn(request: AgentRequest, known: CallSequences) -> dict[str, Any]
         return None
     last, tools = answers[-1], _tools_digest(request.body)
     for sequence in reversed(known.by_uid.values()):
-        # The tools of a call from an earlier release are unknown, so nothing continues it.
         if sequence.call.sampling.get(TOOLS) == tools and list(sequence.messages) == list(messages[:last]):
             for index, message in enumerate(answered_messages(sequence.call)):
                 if _same_answer(message, messages[last]):

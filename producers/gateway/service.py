@@ -7,7 +7,6 @@ All lasting state is on `calls`, so any gateway of a run serves any session, and
 import asyncio
 import logging
 import time
-import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from rollstream.producers.gateway.session_names import group_of, session_name
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions, reward_problem
 from rollstream.producers.gateway.upstream import Upstream
 from rollstream.producers.inference.errors import ContextTooLong
-from rollstream.topics.errors import RecordError, RollstreamError, brief
+from rollstream.topics.errors import RecordError, RollstreamError
 from rollstream.topics.heartbeats import beat
 from rollstream.topics.logs import event
 from rollstream.topics.records import SessionEvent
@@ -435,21 +434,18 @@ class SessionService:
                         continue
                     try:
                         await self._attend_to(session)
-                    except Exception as error:  # No session may end a gateway, which serves the others, too.
+                    except RollstreamError as error:  # No session may end a gateway, which serves the others, too.
                         self._leave(session, error)
             try:
                 await asyncio.wait_for(stop.wait(), _JANITOR_S)
             except TimeoutError:
                 continue
 
-    def _leave(self, session: CapturedSession, error: Exception) -> None:
-        """Log why a session is left. An error of the brokers may pass soon, but any other error is likely to return."""
-        expected = isinstance(error, RollstreamError)
-        if not expected or isinstance(error, RecordError):
+    def _leave(self, session: CapturedSession, error: RollstreamError) -> None:
+        """Log why a session is left. An error of the brokers may pass soon, but an invalid record stays invalid."""
+        if isinstance(error, RecordError):
             self._faulty[session.name] = time.monotonic() + _FAULTY_AGAIN_S
-        level, text = (logging.WARNING, str(error)) if expected else (logging.ERROR, brief(error))
-        trace = {} if expected else {"traceback": "".join(traceback.format_exception(error))}
-        event(logger, "session_left", level=level, session=session.name, error=text, **trace)
+        event(logger, "session_left", level=logging.WARNING, session=session.name, error=str(error))
 
     async def _attend_to(self, session: CapturedSession) -> None:
         now = time.monotonic()

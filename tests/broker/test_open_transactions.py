@@ -4,11 +4,7 @@ import subprocess
 import threading
 
 import pytest
-from confluent_kafka.admin import NewTopic
 
-from rollstream.consumers.archive.archiver import Archiver
-from rollstream.consumers.archive.restorer import restore
-from rollstream.consumers.files.stores import open_store
 from rollstream.pipeline.audit.ledger import ledger
 from rollstream.pipeline.tools.dlq import read
 from rollstream.topics.codec import encode
@@ -69,34 +65,6 @@ def test_letters_of_a_partition_are_seen_and_sent_while_a_transaction_hides_thos
         process = run.start("dlq", "redrive", sound)
         assert process.wait(300) == 0, run.log_of(process)
         assert [letter.name for letter in read(run.kafka, run.name) if letter.redriven] == [sound]
-
-
-def test_a_run_with_one_partition_of_dead_letters_goes_on_and_is_restored(real_run: RealRun) -> None:
-    run = real_run
-    earlier = NewTopic(run.topic("dead-letters"), num_partitions=1)
-    client = clients.admin(run.kafka)
-    for created in client.create_topics([earlier]).values():
-        created.result(300)
-    run.prepare()
-    run.start("group")
-    for partition in (0, 1):
-        run.send_bytes("rollouts", POISON, encode_key("env", "x"), partition)
-    eventually(lambda: ledger(run.kafka, run.name).dead_lettered == 2, 60, "the poison of both partitions to be read")
-    assert ledger(run.kafka, run.name).balanced
-    letters = read(run.kafka, run.name)
-    assert {letter.place[0] for letter in letters} == {0}
-    assert {letter.partition for letter in letters} == {0, 1}
-    dead_letter(run)
-    process = run.start("dlq", "redrive", read(run.kafka, run.name)[-1].name)
-    assert process.wait(300) == 0, run.log_of(process)
-    store = open_store(f"memory://{run.name}")
-    with Archiver(run.kafka, run.name, store) as archiver:
-        manifest = archiver.once().manifest
-    into = f"{run.name}-again"
-    restore(run.kafka, run.topics, store, manifest, into)
-    assert [letter.as_dict() for letter in read(run.kafka, into)] == [
-        letter.as_dict() for letter in read(run.kafka, run.name)
-    ]
 
 
 def test_what_is_written_after_the_question_is_not_waited_for(

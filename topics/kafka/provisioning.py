@@ -102,7 +102,7 @@ def _plan_topics(kafka: KafkaConfig, config: TopicsConfig, run: str, settings: M
         if current is None:
             plans.append(TopicPlan(topic, count, wanted, create=True))
             continue
-        if current.partitions != count and not (spec.or_one and current.partitions == 1):
+        if current.partitions != count:
             raise TopicError(
                 f"topic {topic} has {current.partitions} partitions, the configuration says {count}; the number is "
                 f"fixed for a run: set it back, or start a run with another name"

@@ -10,12 +10,11 @@ import time
 from confluent_kafka import KafkaError, KafkaException
 
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import BrokerUnavailable
+from rollstream.topics.errors import AccessDenied, BrokerUnavailable
 from rollstream.topics.kafka import clients
-from rollstream.topics.logs import event
 
 logger = logging.getLogger(__name__)
-_NOT_OURS = (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
+_DENIED = (KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED)
 
 
 def transactional_id(run: str, role: str, which: str | int = "") -> str:
@@ -23,16 +22,11 @@ def transactional_id(run: str, role: str, which: str | int = "") -> str:
     return f"{run}/{role}" if which == "" else f"{run}/{role}/{which}"
 
 
-def earlier_id(run: str, role: str, which: str | int) -> str:
-    """Return the id that earlier releases gave the writer, `{role}-{run}-{which}`; it may not have been unique."""
-    return f"{role}-{run}-{which}"
-
-
 def fence(kafka: KafkaConfig, identity: str) -> None:
     """Fence the producer of a transactional id, so that it cannot commit any more, and abort its open transaction.
 
-    This is for ids under which this process does not write. It does nothing if access to the id is denied, for example
-    because access rules cover only the ids of this release. Raises BrokerUnavailable if the broker does not answer.
+    This is for ids under which this process does not write. Raises BrokerUnavailable if the broker does not answer, and
+    AccessDenied if it refuses.
     """
     producer = clients.transactional_producer(kafka, identity, logger=logger)
     deadline = time.monotonic() + kafka.patience_s
@@ -42,8 +36,9 @@ def fence(kafka: KafkaConfig, identity: str) -> None:
             return
         except KafkaException as exception:
             error: KafkaError = exception.args[0]
-            if error.code() in _NOT_OURS:
-                event(logger, "id_not_fenced", level=logging.WARNING, transactional_id=identity, error=error.str())
-                return
+            if error.code() in _DENIED:
+                raise AccessDenied(
+                    f"transactional id {identity} cannot be fenced: {error.str()}; grant this user WRITE on it"
+                ) from exception
             if not error.retriable() or time.monotonic() > deadline:
                 raise BrokerUnavailable(f"transactional id {identity} cannot be fenced: {error.str()}") from exception

@@ -1,7 +1,7 @@
 """The index of sealed groups: one line for each group, appended after its file is on disk, so every named file exists.
 
 With it, opening a store does not read every file. The folder is authoritative: torn or damaged lines, missing entries
-and entries without a file are repaired from it. Every line ends with its checksum; lines of earlier versions have none.
+and entries without a file are repaired from it. Every line ends with its checksum.
 """
 
 import json
@@ -95,7 +95,7 @@ class GroupIndex:
         with open(self._path, "rb") as file:
             for line in file:
                 try:
-                    content, checked = _content(line)
+                    content, whole = _content(line)
                     entry = _parse(content)
                 except (ValueError, TypeError):
                     damaged += line
@@ -109,7 +109,7 @@ class GroupIndex:
                     group_ids.append(entry.group_id)
                 else:
                     group_ids.append("")
-                self._stale = self._stale or not checked or not group_ids[-1]
+                self._stale = self._stale or not whole or not group_ids[-1]
         return [*group_ids, *self._repair(damaged, unlisted)] if damaged else group_ids
 
     def _repair(self, damaged: bytes, unlisted: set[str]) -> list[str | None]:
@@ -200,12 +200,10 @@ def _with_checksum(content: bytes) -> bytes:
 
 
 def _content(line: bytes) -> tuple[bytes, bool]:
-    """Return the content of a line, and whether it has a checksum and an end. Raises ValueError if it is damaged."""
+    """Return the content of a line, and whether it has an end. Raises ValueError if it is damaged."""
     whole = line.endswith(b"\n")
     line = line.removesuffix(b"\n")
     content, checksum = line[:-_CHECKSUM_BYTES], line[-_CHECKSUM_BYTES:]
-    if not checksum.startswith(b"\t"):
-        return line, False
     if checksum != _CHECKSUM % zlib.crc32(content):
         raise ValueError("its checksum does not match")
     return content, whole

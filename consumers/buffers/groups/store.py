@@ -66,11 +66,8 @@ class SavedStore:
         """Return the state whose fields a JSON file has. Raises KeyError, TypeError or ValueError if it is invalid."""
         return cls(
             open_file=values["open_file"],
-            sealed=int(values.get("sealed", -1)),
-            # States of earlier versions have no cancelled members.
-            cancelled=tuple(
-                CancelledMembers(OpenGroupKey(*key), tuple(uids)) for key, uids in values.get("cancelled", ())
-            ),
+            sealed=int(values["sealed"]),
+            cancelled=tuple(CancelledMembers(OpenGroupKey(*key), tuple(uids)) for key, uids in values["cancelled"]),
         )
 
 
@@ -450,9 +447,10 @@ class GroupReplayBuffer(Closing):
 
     def _read_state(self) -> SavedStore:
         path = self.directory / STATE
-        state = read_checked_json(path) if path.exists() else {"open_file": ""}
+        if not path.exists():
+            return SavedStore(open_file="", sealed=-1)
         try:
-            return SavedStore.from_json(state)
+            return SavedStore.from_json(read_checked_json(path))
         except (KeyError, TypeError, ValueError) as error:
             raise StoreError(f"{path} is not a valid state of a group store; restore it") from error
 

@@ -112,7 +112,7 @@ class GroupStore(Closing):
 
     def _check_accepted(self, before: Any) -> None:
         """Raise StoreError if rollouts were read with another choice of policy versions: the positions are past those
-        that were left out, so they would never be added. Earlier releases did not save the choice."""
+        that were left out, so they would never be added."""
         if self._writer is None or before is None or not self.position or before == self._accepted():
             return
         raise StoreError(
@@ -306,18 +306,13 @@ def _versions_text(versions: Collection[int]) -> str:
 
 def _topics_of(state: Mapping[str, Any]) -> dict[str, _TopicProgress]:
     """Progress in each topic, from the state file."""
-    if state.get("format") == 1:  # Format 1 has one topic.
-        kind = state["topic"][0].rpartition(".")[2] if state["topic"] else "rollouts"
-        topics = {kind: {**state, "identity": state["topic"]}}
-    else:
-        topics = state.get("topics", {})
     return {
         kind: _TopicProgress(
             identity=list(topic["identity"]),
             position={int(p): int(offset) for p, offset in topic["position"].items()},
             stream_ms={int(p): int(time) for p, time in topic["stream_ms"].items()},
         )
-        for kind, topic in topics.items()
+        for kind, topic in state.get("topics", {}).items()
     }
 
 

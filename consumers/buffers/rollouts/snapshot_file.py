@@ -22,9 +22,8 @@ from rollstream.topics.records import Float32, Rollout
 
 FILE = "rollout-buffer.arrow"
 _MAGIC = b"\nblake2b"
-_ARROW = b"ARROW1"
 _DIGEST_BYTES = 32
-"""_MAGIC and a BLAKE2b digest follow Arrow's bytes; files of earlier versions end with Arrow's own magic."""
+"""_MAGIC and a BLAKE2b digest follow Arrow's bytes."""
 _FORM = b"rollstream.rollout_buffer"
 _SCHEMA = pa.schema(
     [
@@ -145,10 +144,6 @@ def _checked_bytes(path: Path) -> memoryview:
     data = memoryview(path.read_bytes())
     end = len(data) - _DIGEST_BYTES
     content = data[: max(0, end - len(_MAGIC))]
-    if data[len(content) : end] == _MAGIC:
-        if hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest() != data[end:]:
-            raise ValueError("it is damaged: its content differs from what was written")
-        return content
-    if data[-len(_ARROW) :] != _ARROW:
-        raise ValueError("it is damaged: its last bytes are not those of a rollout buffer")
-    return data
+    if data[len(content) :] != _MAGIC + hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest():
+        raise ValueError("it is damaged: its content differs from what was written")
+    return content

@@ -1,8 +1,7 @@
 """Parquet files in which every bit is checked before use.
 
 Pages have Parquet's own checksums, which other readers verify too. The footer contains a digest of all bytes before it
-and a digest of itself, both under one key, so it can be trusted without reading the pages. Files without that key,
-written by earlier versions, are read unchecked.
+and a digest of itself, both under one key, so it can be trusted without reading the pages.
 """
 
 import hashlib
@@ -50,7 +49,7 @@ def read_table(path: Path, columns: Sequence[str] | None = None) -> pa.Table:
         start, digest = _checked_footer(path, file)
         file.seek(0)
         data = file.read()
-    if digest and _digest(memoryview(data)[:start]) != digest:
+    if _digest(memoryview(data)[:start]) != digest:
         raise _damaged(path)
     with pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True) as parquet:
         return parquet.read(columns=columns, use_threads=False)
@@ -64,7 +63,7 @@ def read_schema(path: Path) -> pa.Schema:
 
 
 def _checked_footer(path: Path, file: BinaryIO) -> tuple[int, bytes]:
-    """Return the start of the footer, and the digest of the bytes before it: b"" in files without digests."""
+    """Return the start of the footer, and the digest of the bytes before it."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _END))
     start = size - _END - int.from_bytes(file.read(4), "little")
@@ -72,9 +71,6 @@ def _checked_footer(path: Path, file: BinaryIO) -> tuple[int, bytes]:
         raise _damaged(path)
     file.seek(start)
     footer = bytearray(file.read())
-    # A key or a mark alone means that the file had digests, because the other may be damaged.
-    if _KEY not in footer and _MARK not in footer:
-        return start, b""
     at = footer.rfind(_MARK) + len(_MARK)
     before, own = bytes(footer[at : at + _HEX]), bytes(footer[at + _HEX : at + 2 * _HEX])
     footer[at + _HEX : at + 2 * _HEX] = b"0" * len(own)

@@ -100,7 +100,7 @@ class JournalEncoder:
 
     def __init__(self, descriptions: Iterable[Description] = (), layout: Layout = ()) -> None:
         self._descriptions = list(descriptions)
-        """Descriptions in the file, one of them twice in some files of earlier versions."""
+        """Descriptions in the file."""
         self._numbers = {description: number for number, description in enumerate(self._descriptions)}
         self._layout = layout
 

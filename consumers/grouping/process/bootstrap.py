@@ -27,7 +27,7 @@ from rollstream.topics.kafka.reader import Reader, read_to_end
 from rollstream.topics.kafka.records import GroupPosition, KafkaRecord
 from rollstream.topics.kafka.sender import Delivery
 from rollstream.topics.kafka.skipped_records import SkippedRecords
-from rollstream.topics.kafka.transactional_ids import earlier_id, fence, transactional_id
+from rollstream.topics.kafka.transactional_ids import fence, transactional_id
 from rollstream.topics.kafka.transactions import TransactionalProducer, TransactionFailed
 from rollstream.topics.keys import encode_key
 from rollstream.topics.logs import event
@@ -277,9 +277,6 @@ def _fence_writers(kafka: KafkaConfig, run: str, journal: str) -> None:
         )
         names.update(message.header(WRITER) or "" for message in tail)
     ours = {name for name in names if name.startswith(f"{transactional_id(run, 'grouper')}/")}
-    if ours != names:
-        # Earlier releases did not record the writer. Its ordinal is most likely less than the number of partitions.
-        ours.update(earlier_id(run, "grouper", n) for n in range(topic_admin.partitions_of(kafka, journal)))
     for name in sorted(ours - {transactional_id(run, "grouper", "bootstrap")}):
         fence(kafka, name)
         event(logger, "writer_fenced", transactional_id=name)

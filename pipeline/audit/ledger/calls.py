@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 from rollstream.pipeline.audit.ledger.book import Ledger
-from rollstream.pipeline.audit.ledger.topic_state import has_topic
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.producers.gateway.sessions import CapturedSession, PartitionSessions
 from rollstream.topics import codec
@@ -252,8 +251,6 @@ def _session(
 
 def check_calls(kafka: KafkaConfig, run: str, result: Ledger) -> None:
     """Read all calls of a run, and add them to a ledger."""
-    if not has_topic(kafka, run, "calls"):
-        return
     records = CallRecords(kafka, run)
     ends = {p: end for p, (_begin, end) in topic_admin.bounds(kafka, topic_name(run, "rollouts")).items()}
     records.read(ends)

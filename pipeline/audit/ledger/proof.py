@@ -26,7 +26,7 @@ from rollstream.pipeline.audit.ledger.journals import Journals, committed_cut
 from rollstream.pipeline.audit.ledger.learners import Learners
 from rollstream.pipeline.audit.ledger.moved import SplitRecords
 from rollstream.pipeline.audit.ledger.rollouts import RolloutRecords
-from rollstream.pipeline.audit.ledger.topic_state import LogBounds, Outdated, bounds_of, has_topic
+from rollstream.pipeline.audit.ledger.topic_state import LogBounds, Outdated, bounds_of
 from rollstream.pipeline.audit.ledger.topic_tail import TopicTail
 from rollstream.pipeline.audit.ledger.trajectories import LabelingRecords
 from rollstream.pipeline.audit.partition_journal import IN_FLIGHT, PartitionJournal, environment_counts
@@ -39,8 +39,6 @@ _NO_ROLLOUTS = (READ, CONTROL, MOVED_CONTROL)
 """Names of counts other than fates of rollouts."""
 _PRUNED = ("rollouts", "journal", "batch-index", "batches")
 """Topics whose first records may be deleted without making a saved ledger outdated."""
-_NEWER = ("control", "calls")
-"""Topics that runs of early releases do not have."""
 _READ_AGAIN = ("calls", "unlabelled", "trajectories")
 """Topics that are read again if their first records were deleted."""
 _READINGS = 4
@@ -81,8 +79,8 @@ class Books:
         self._rollouts = RolloutRecords(kafka, run, partitions)
         self._splits = SplitRecords(kafka)
         self._labeling = LabelingRecords(kafka, run)
-        self._control = ControlRecords(kafka, run) if has_topic(kafka, run, "control") else None
-        self._calls = CallRecords(kafka, run) if has_topic(kafka, run, "calls") else None
+        self._control = ControlRecords(kafka, run)
+        self._calls = CallRecords(kafka, run)
 
     def state(self) -> dict[str, Any]:
         """Return the state as plain values."""
@@ -125,8 +123,8 @@ class Books:
             "dead-letters": self._letters,
             "rollouts": self._rollouts,
             "unlabelled": self._labeling,
-            **({} if self._control is None else {"control": self._control}),
-            **({} if self._calls is None else {"calls": self._calls}),
+            "control": self._control,
+            "calls": self._calls,
         }
 
     @property
@@ -170,22 +168,19 @@ class Books:
         result.selection = with_skipped(selections(counts), self._batches.skipped)
         self._index.check(journals, self._batches.table, undecided.places, index_end, hidden, result)
         self._letters.check(journals, hidden, result)
-        if self._control is not None:
-            self._control.read()
+        self._control.read()
         in_flight = self._check_rollouts(begins, hidden, result)
         _sum_up(journals, in_flight, result)
         result.configurations = configurations((n, journal.configurations) for n, journal in journals.items())
         self._learners.check(self._batches.table, undecided.rows, journals, self._index.entries, index_end, result)
-        if self._control is not None:
-            for name in self._control.retired.keys() & result.learners.keys():
-                result.learners[name]["retired"] = True
-                result.learners[name].pop("waiting", None)
-            self._splits.check(self._control.splits, result)
+        for name in self._control.retired.keys() & result.learners.keys():
+            result.learners[name]["retired"] = True
+            result.learners[name].pop("waiting", None)
+        self._splits.check(self._control.splits, result)
         ends = {p: end for p, (_begin, end) in bounds["rollouts"].items()}
         self._labeling.read(labeling_group, ends, hidden, result)
-        if self._calls is not None:
-            self._calls.read(ends)
-            self._calls.sum_up(result)
+        self._calls.read(ends)
+        self._calls.sum_up(result)
         for name, tail in self._tails.items():
             result.note_skipped(tail.skipped)
             for partition, (begin, _end) in bounds[name].items():
@@ -212,8 +207,6 @@ class Books:
 
         Raises Outdated.
         """
-        for name in (name for name in _NEWER if name not in self._parts and has_topic(self._kafka, self._run, name)):
-            raise Outdated(f"topic {topic_name(self._run, name)} did not exist at the last reading")
         names = {topic_name(self._run, name): name for name in self._tails}
         ids = topic_admin.topic_ids(self._kafka, [*names])
         bounds = bounds_of(self._kafka, names)
@@ -268,7 +261,7 @@ class Books:
         """Compare rollouts with the journals; return the number of rollouts in flight."""
         kafka, topic, journals = self._kafka, topic_name(self._run, "rollouts"), self._journals.of
         topic_id = self._ids["rollouts"]
-        requested = {} if self._control is None else self._control.requested
+        requested = self._control.requested
         left_out = self._rollouts.read(journals, requested, topic_id)
         bounds = topic_admin.bounds(kafka, topic)
         return self._rollouts.judge(journals, left_out, begins, bounds, topic_id, hidden, result)

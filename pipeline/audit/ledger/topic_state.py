@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
-from rollstream.topics.errors import RollstreamError, TopicError
+from rollstream.topics.errors import RollstreamError
 from rollstream.topics.kafka import clients, topic_admin
 
 LogBounds = dict[str, dict[int, int]]
@@ -13,15 +12,6 @@ LogBounds = dict[str, dict[int, int]]
 
 class Outdated(RollstreamError):
     """A saved ledger cannot be continued, because it does not match the topics or this release."""
-
-
-def has_topic(kafka: KafkaConfig, run: str, name: str) -> bool:
-    """Whether a run has a topic: runs of earlier releases lack some."""
-    try:
-        topic_admin.partitions_of(kafka, topic_name(run, name))
-    except TopicError:
-        return False
-    return True
 
 
 def bounds_of(kafka: KafkaConfig, names: Mapping[str, str]) -> dict[str, dict[int, tuple[int, int]]]:

@@ -86,14 +86,6 @@ def test_a_variable_of_a_section_sets_the_setting_of_that_name() -> None:
     assert variable_of("learner.weights.chunk_bytes") == "ROLLSTREAM_LEARNER__WEIGHTS__CHUNK_BYTES"
 
 
-def test_variables_of_earlier_releases_are_read_and_the_newer_form_wins() -> None:
-    earlier = {"ROLLSTREAM__GROUPING__SEED": "5", "ROLLSTREAM__RUN": "before", "ROLLSTREAM__LEARNER__SEED": "1"}
-    config = load(environment={**earlier, "ROLLSTREAM_RUN": "now", "ROLLSTREAM_LEARNER__SEED": "2"})
-    assert (config.grouping.seed, config.run, config.learner.seed) == (5, "now", 2)
-    with pytest.raises(ConfigurationError, match=r"ROLLSTREAM__LEARNER__STEPS: unknown key learner\.steps"):
-        load(environment={"ROLLSTREAM__LEARNER__STEPS": "1"})
-
-
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -136,7 +128,7 @@ def test_variables_that_are_for_something_else_are_left_alone() -> None:
 
 
 def test_processes_of_a_run_inherit_no_variable_that_sets_a_setting() -> None:
-    both = {"ROLLSTREAM_LEARNER__NAME": "a", "ROLLSTREAM__LEARNER__NAME": "b", "ROLLSTREAM_RUN": "c", "HOME": "/root"}
+    both = {"ROLLSTREAM_LEARNER__NAME": "a", "ROLLSTREAM_RUN": "c", "HOME": "/root"}
     both |= {"KAFKA_BOOTSTRAP_SERVERS": "h:1", "ROLLSTREAM_WORKER__API_KEY": "canary"}
     assert child_environment(load(environment=both), both).keys() == {"HOME", "ROLLSTREAM_WORKER__API_KEY"}
 

@@ -289,20 +289,9 @@ def test_timestamps_stand_beside_their_numbers(tmp_path: Path) -> None:
     assert query(store, "select count(*) as n from steps where timestamp_at > '2023-01-01'").rows == [(1,)]
 
 
-def test_entries_are_maps_in_queries_also_from_files_of_earlier_releases(
-    archive: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_entries_are_maps_in_queries(archive: Path, capsys: pytest.CaptureFixture[str]) -> None:
     statement = "select step, metrics['loss'] as loss from latest_steps"
-    now = query(open_store(str(archive)), statement).rows
-    assert now == [(1, 0.5), (2, 0.25)]
-    [file] = archive.glob("run=main/table=steps/**/*.parquet")
-    table = pq.read_table(file)
-    pairs = [[(entry["key"], entry["value"]) for entry in row] for row in table["metrics"].to_pylist()]
-    maps = pa.array(pairs, pa.map_(pa.string(), pa.float64()))
-    pq.write_table(table.set_column(table.schema.get_field_index("metrics"), "metrics", maps), file, store_schema=False)
-    assert pa.types.is_map(pq.read_table(file).schema.field("metrics").type)
-    put_on_manifest(archive, file)
-    assert query(open_store(str(archive)), statement).rows == now
+    assert query(open_store(str(archive)), statement).rows == [(1, 0.5), (2, 0.25)]
     assert rollstream(archive) == 0
     assert "metrics" in capsys.readouterr().out
     assert main(["sql", "--archive", str(archive), "--json"]) == 0

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollstream.topics.kafka.transactional_ids import earlier_id, transactional_id
+from rollstream.topics.kafka.transactional_ids import transactional_id
 
 RUNS = st.text("ab0._-", min_size=1, max_size=6)
 ROLES = st.sampled_from(["grouper", "labeller", "learner", "exclude", "redrive", "migrate", "restore"])
@@ -17,7 +17,3 @@ def test_different_writers_have_different_ids(
 ) -> None:
     assert (transactional_id(*one) == transactional_id(*other)) == (one == other)
     assert (one[0] == other[0]) == transactional_id(*one).startswith(f"{other[0]}/")
-
-
-def test_the_ids_of_earlier_releases_were_shared_by_learners_of_two_runs() -> None:
-    assert earlier_id("exp", "learner", "lr-high") == earlier_id("exp-lr", "learner", "high") == "learner-exp-lr-high"

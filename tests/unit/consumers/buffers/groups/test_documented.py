@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+import zlib
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -70,7 +71,7 @@ def test_the_index_of_stored_groups_takes_a_kilobyte_each_and_knows_every_uid(
         name = f"part-{uuid_of(group_id)}.parquet"
         (directory / name).touch()
         lines.append(json.dumps([name, group_id, str(n), 0, uids]))
-    (directory / "groups.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    (directory / "groups.jsonl").write_text("".join(f"{line}\t{zlib.crc32(line.encode()):08x}\n" for line in lines))
     tracemalloc.start()
     buffer = opened(tmp_path)
     held = tracemalloc.get_traced_memory()[0]

@@ -1,8 +1,6 @@
 """The group store as a view of a log: filled by position, equal after crashes, restarts and a lost disk."""
 
-import json
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -21,7 +19,7 @@ from rollstream.consumers.buffers.groups.batch_files import read_batch
 from rollstream.consumers.buffers.groups.config import GroupStoreConfig
 from rollstream.consumers.buffers.groups.store import GroupReplayBuffer
 from rollstream.consumers.buffers.groups.view import GroupStore
-from rollstream.consumers.files.atomic_files import StoreError
+from rollstream.consumers.files.atomic_files import StoreError, write_checked_json
 from rollstream.consumers.grouping.makers.batch_maker import FifoBatchMaker, MakerContext
 from rollstream.consumers.grouping.testing import example_rollout
 from rollstream.pipeline.tools.groups import summary, text_of
@@ -327,14 +325,6 @@ def test_a_store_is_filled_with_the_same_policy_versions_each_time(tmp_path: Pat
     assert fill("all")["environments"]["env"]["groups"] == 2
     with pytest.raises(StoreError, match="of all policy versions, not of policy versions 1"):
         fill("all", 1)
-    # Files of earlier releases do not tell; the choice is saved from now on.
-    path = tmp_path / "one" / "position.json"
-    state = json.loads(path.read_bytes())
-    del state["accept_policy_versions"], state["rollstream.digest"]
-    path.write_text(json.dumps(state))
-    fill("one")
-    with pytest.raises(StoreError, match="of all policy versions"):
-        fill("one", 1)
 
 
 def test_a_second_writer_is_refused_and_a_reader_beside_a_writer_sees_what_was_saved(tmp_path: Path) -> None:
@@ -537,28 +527,7 @@ def test_every_flipped_bit_of_the_state_of_open_groups_is_an_error_that_names_th
     assert GroupReplayBuffer(tmp_path, "env").stats()["open_rollouts"] == 1
 
 
-def test_files_of_earlier_versions_have_no_checksums_and_get_them(tmp_path: Path) -> None:
-    stored(tmp_path, saved=2, later=1)
-    with closing(GroupStore(tmp_path, CONFIG, read_only=True)) as store:
-        whole = held(store)
-    position, index = tmp_path / "position.json", tmp_path / "a" / "groups.jsonl"
-    state = json.loads(position.read_bytes())
-    assert state.pop("rollstream.digest").startswith("blake2b:")
-    position.write_text(json.dumps(state, indent=1))
-    lines = index.read_text().splitlines()
-    assert all(re.search(r"]\t[0-9a-f]{8}$", line) for line in lines)
-    index.write_text("".join(f"{line[:-9]}\n" for line in lines))
-    with closing(GroupStore(tmp_path, CONFIG, read_only=True)) as store:
-        assert held(store) == whole
-    GroupStore(tmp_path, CONFIG).close()
-    assert "rollstream.digest" in json.loads(position.read_bytes())
-    assert index.read_text().splitlines() == lines[:2]
-
-
-def test_a_position_file_of_one_topic_is_continued(tmp_path: Path) -> None:
-    old = {"format": 1, "topic": ["run.batches", "id"], "position": {"0": 7}, "stream_ms": {"0": 9}, "environments": {}}
-    (tmp_path / "position.json").write_text(json.dumps(old))
-    assert GroupStore(tmp_path).position_of("batches") == {0: 7}
-    (tmp_path / "position.json").write_text('{"format": 2, "topics": {"rollouts": 3}}')
+def test_a_position_file_without_positions_is_refused(tmp_path: Path) -> None:
+    write_checked_json(tmp_path / "position.json", {"format": 2, "topics": {"rollouts": 3}})
     with pytest.raises(StoreError, match=r"position\.json is not a valid state of a group store"):
         GroupStore(tmp_path)

@@ -81,16 +81,6 @@ def test_a_flipped_bit_is_a_store_error_that_names_the_file_and_the_remedy(tmp_p
             replay.load(tmp_path)
 
 
-def test_a_file_of_an_earlier_version_which_had_no_digest_is_read(tmp_path: Path) -> None:
-    replay = filled()
-    replay.save(tmp_path)
-    whole = (tmp_path / FILE).read_bytes()
-    (tmp_path / FILE).write_bytes(whole[: whole.rindex(b"ARROW1") + 6])
-    restored = buffer()
-    restored.load(tmp_path)
-    assert restored.stats() == replay.stats()
-
-
 def test_a_rollout_used_more_often_than_it_may_be_is_retired(tmp_path: Path) -> None:
     replay = buffer(local_batch_size=2, max_samples=-1)
     replay.add(group("a", [1.0, 0.0]))

@@ -211,28 +211,6 @@ def test_a_journal_continues_after_a_torn_end(tmp_path: Path) -> None:
     assert content.position == {1: 3}
 
 
-def test_a_journal_that_has_a_description_twice_is_continued_with_new_numbers(tmp_path: Path) -> None:
-    """Earlier versions wrote such journals; encoding the content again leaves the description once."""
-    data = encode(JournalContent())
-    for n in range(2):
-        # The second description of an encoder that knows none has number 0 again, as the first has.
-        data += stamp(JournalEncoder().entry(n, uuid_of(str(n)), DESCRIPTION, 8, (1, n + 1), LAYOUT), 1 + n)
-    (tmp_path / NAME).write_bytes(data)
-    journal = TrajectoryJournal(tmp_path, seed=1)
-    encoder = journal.encoder()
-    for n in (2, 3):
-        encoder = encoder.copy()
-        other = DESCRIPTION._replace(steps=n)
-        journal.append(encoder.entry(n, uuid_of(str(n)), other, 8, (1, n + 1), LAYOUT))
-    journal.close()
-    content = read_content(tmp_path)
-    assert [content[n].description.steps for n in range(4)] == [4, 4, 2, 3]
-    assert len(content.descriptions) == 4
-    again = decode(encode(content), Path("x")).content
-    assert [again[n] for n in range(4)] == [content[n] for n in range(4)]
-    assert len(again.descriptions) == 3
-
-
 def test_damage_before_the_end_and_files_of_other_kinds_are_refused() -> None:
     many = bytearray(encode(JournalContent(entries=entries(200_000), descriptions=[DESCRIPTION])))
     many[1000] ^= 1
