@@ -17,7 +17,7 @@ from rollstream.producers.tailer import Tailer
 from rollstream.topics.catalogue import topic_name
 from rollstream.topics.config import KafkaConfig
 from rollstream.topics.errors import DeadlineExceeded
-from rollstream.topics.journal_counts import JournalCounts, holds_all
+from rollstream.topics.journal_counts import JournalCounts
 from rollstream.topics.kafka import topic_admin
 from rollstream.topics.kafka.follower import TopicFollower
 from rollstream.topics.kafka.reader import ends_of_records, read_to_end
@@ -110,7 +110,7 @@ class JournalTailer(Tailer):
         """
         resume, stop, distance = low, high, _FIRST_LOOK_BACK
         records: list[JournalRecord] = []
-        while stop > low and not any(map(holds_all, records)):
+        while stop > low and not any(record.snapshot for record in records):
             start = max(low, stop - distance)
             earlier = []
             reading = read_to_end(self._kafka, self._journal, partitions=[partition], start={partition: start})

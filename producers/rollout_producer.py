@@ -91,9 +91,14 @@ class RolloutProducer(RecordSender):
         name = f"cancellation of group {cancelled.group_id or cancelled.example_id}"
         if not self._takes_cancellations:
             raise ConfigurationError(f"{name}: {self.topic} accepts rollouts only; send it with topic='rollouts'")
-        if wrong := untyped_problems(cancelled, bounded=False):
-            raise RecordError(f"{name} was not sent: {'; '.join(wrong)}")
+        uids = cancelled.uids
+        parts = [cancelled]
+        if uids:
+            starts = range(0, len(uids), UIDS_LIMIT)
+            parts = [replace(cancelled, uids=uids[start : start + UIDS_LIMIT]) for start in starts]
+        for part in parts:
+            if wrong := untyped_problems(part):
+                raise RecordError(f"{name} was not sent: {'; '.join(wrong)}")
         key = encode_key(cancelled.environment, cancelled.example_id)
-        for start in range(0, len(cancelled.uids), UIDS_LIMIT):
-            chunk = replace(cancelled, uids=cancelled.uids[start : start + UIDS_LIMIT])
-            self._send(name, key, chunk, timeout_s)
+        for part in parts:
+            self._send(name, key, part, timeout_s)

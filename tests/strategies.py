@@ -246,7 +246,7 @@ _TIGHT: dict[str, Sequence[Any]] = {
     "max_policy_lag": (0, 1, 3),
     "max_age_s": (0.0, 0.05, 0.2),
     "future_deadline_s": _SECONDS,
-    "capacity_bytes": (300, 900, 1_500, 7_000, 14_000, 30_000),
+    "capacity_bytes": (1_500, 7_000, 14_000, 30_000),
     "remembered_bytes": (0, 1_000, 3_000),
     "horizon_s": _SECONDS,
     "drop_superseded": (True,),
@@ -255,7 +255,6 @@ _TIGHT: dict[str, Sequence[Any]] = {
     "exclude_workers": (("bad",),),
     "exclude_offsets": (("0:0-9",), ("0:5", "0:20-40"), ("1:3-30",)),
     "estimator": ("grpo", "opo", "reinforce_pp"),
-    "core_version": (1, 2, 3),
     "seed": (1,),
     "quotas": (
         ("a:open_groups=1",),
@@ -270,19 +269,10 @@ _TIGHT: dict[str, Sequence[Any]] = {
 def _config(random: Random, makers: Sequence[str], generation: int, tight: int) -> GroupingConfig:
     narrow = {name: random.choice(_TIGHT[name]) for name in random.sample(list(_TIGHT), tight)}
     wide = {"max_policy_lag": -1, "batch_bytes": 10_000, "capacity_bytes": 10**6, "max_batch_age_s": 5.0}
-    maker = random.choice(makers)
-    if generation == 0 and "core_version" in narrow:  # Only a mark may be senseless, not the first state.
-        narrow.pop("remembered_bytes", None)
-    if "core_version" in narrow:  # None of these versions knows rates.
-        narrow.pop("quotas", None)
-    if generation == 0 and narrow.get("core_version") == 1:
-        narrow.pop("estimator", None)
-        narrow.pop("exclude_offsets", None)
-        maker = "fifo"
     return GroupingConfig(
         **{**wide, **narrow},
         generation=generation,
-        maker=maker,
+        maker=random.choice(makers),
         batch_rollouts=random.choice((2, 3, 4, 6)),
     )
 

@@ -1,20 +1,11 @@
 """Sums the counts in the journal of one partition.
 
-A record holds the entries that changed, with their sums since the start of the run. Snapshots and records of core
-versions below 3 hold every entry.
+A record holds the entries that changed, with their sums since the start of the run. Snapshots hold every entry.
 """
 
 from collections.abc import Iterable
 
 from rollstream.topics.records import FateCount, JournalRecord
-
-CHANGES_SINCE = 3
-"""First core version whose records, except snapshots, hold only the entries that changed."""
-
-
-def holds_all(record: JournalRecord) -> bool:
-    """Whether a record holds every entry of the counts."""
-    return record.snapshot or record.core_version < CHANGES_SINCE
 
 
 class JournalCounts:
@@ -35,7 +26,7 @@ class JournalCounts:
     def add(self, record: JournalRecord) -> None:
         """Add the next record of the partition."""
         for table, entries in ((self._counts, record.counts), (self._produced, record.produced)):
-            if holds_all(record):
+            if record.snapshot:
                 table.clear()
             table.update(((entry.environment, entry.fate), entry) for entry in entries)
 

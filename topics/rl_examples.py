@@ -20,10 +20,6 @@ WEIGHT_VERSION = "weight_version"
 """Key, in a rollout's token_arrays, of the policy version that sampled each token, int64 [T]; -1 if not sampled."""
 
 
-_SINCE_5 = ("weight_steps", "timestamps", "token_arrays")
-"""Fields of a batch that core version 5 introduced."""
-
-
 class Source(NamedTuple):
     """Place of an example in `rollouts`."""
 
@@ -50,10 +46,10 @@ class RLExample:
     """Its place in the log."""
     reference_log_probs: Float32 | None = None
     """Log-probabilities by a reference model, float32 [T]; None if the rollout carries none."""
-    weight_step: int | None = None
-    """Learner step of the weights that sampled it, -1 if its rollout does not say; None before core version 5."""
-    timestamp: float | None = None
-    """Wall time of the rollout, seconds since the Unix epoch, by its worker's clock; None before core version 5."""
+    weight_step: int = -1
+    """Learner step of the weights that sampled it; -1 if it is unknown."""
+    timestamp: float = 0.0
+    """Wall time of the rollout, seconds since the Unix epoch, by its worker's clock; 0 if it is unknown."""
     token_arrays: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     """Arrays named by grouping.token_arrays that the rollout carries, each [T, ...] in its own dtype."""
 
@@ -62,7 +58,6 @@ def examples_of(batch: TrainingBatch) -> list[RLExample]:
     """Return the rows of a batch as examples; their arrays are views of the batch's arrays."""
     examples = []
     arrays = token_arrays_of(batch)
-    stamped = bool(len(batch.weight_steps))
     for row, uid in enumerate(batch.uids):
         span = slice(int(batch.splits[row]), int(batch.splits[row + 1]))
         examples.append(
@@ -74,8 +69,8 @@ def examples_of(batch: TrainingBatch) -> list[RLExample]:
                 segment_ids=np.ones(span.stop - span.start, "<i4"),
                 source=Source(batch.partition, int(batch.source_offsets[row]), uid),
                 reference_log_probs=reference_of(batch, row),
-                weight_step=int(batch.weight_steps[row]) if stamped else None,
-                timestamp=float(batch.timestamps[row]) if stamped else None,
+                weight_step=int(batch.weight_steps[row]),
+                timestamp=float(batch.timestamps[row]),
                 token_arrays=arrays[row],
             )
         )
@@ -99,8 +94,6 @@ def stamp_of(batch: TrainingBatch, row: int) -> tuple[int, float]:
     ahead cannot keep its rollouts fresh. A row whose rollout has no time gets the opening time of its group.
     """
     group = batch.groups[int(batch.group_index[row])]
-    if not len(batch.weight_steps):
-        return -1, group.opened_ms / 1000
     timestamp = float(batch.timestamps[row])
     own = min(timestamp, group.sealed_ms / 1000) if timestamp > 0 else group.opened_ms / 1000
     return int(batch.weight_steps[row]), own
@@ -137,13 +130,11 @@ def batch_digest(batch: TrainingBatch) -> str:
     of arrays, and canonical JSON of other fields. It is independent of the encoding and thus of the schema version.
 
     BLAKE2b (RFC 7693) costs half as much as sha256 on processors without instructions for sha256. If the advantages of
-    every row are the same at all its positions, one value for each row is digested. Core version 1 used sha256 over
-    every position. Fields that a core version does not fill are not digested.
+    every row are the same at all its positions, one value for each row is digested.
     """
-    first = batch.core_version < 2
-    digest: Any = hashlib.sha256() if first else hashlib.blake2b(digest_size=32)
+    digest = hashlib.blake2b(digest_size=32)
     for column in fields(batch):
-        if column.name == "digest" or (batch.core_version < 5 and column.name in _SINCE_5):
+        if column.name == "digest":
             continue
         name, value = column.name, getattr(batch, column.name)
         if column.name == "token_arrays":
@@ -152,7 +143,7 @@ def batch_digest(batch: TrainingBatch) -> str:
                 digest.update(f"{name}:{entry.name}:{entry.array.dtype}{shape}{entry.rows.tolist()}:".encode())
                 digest.update(entry.array.data)
             continue
-        if name == "advantages" and not first and (by_row := _by_row(value, batch.splits)) is not None:
+        if name == "advantages" and (by_row := _by_row(value, batch.splits)) is not None:
             name, value = "advantages by row", by_row
         if isinstance(value, np.ndarray):
             digest.update(f"{name}:{value.dtype.str}{value.shape}:".encode())

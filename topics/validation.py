@@ -51,19 +51,17 @@ UIDS_LIMIT = 4096
 """Largest number of uids in one cancellation; a producer with more uids writes several cancellations."""
 
 _INT_MAX = 2**31 - 1
-_DTYPE = re.compile(r"(<[iufc](2|4|8|16)|\|[biu]1)")
-_PORTABLE = re.compile(r"(<[iu][248]|<f[248]|<c(8|16)|\|[biu]1)")
+_DTYPE = re.compile(r"(<[iu][248]|<f[248]|<c(8|16)|\|[biu]1)")
 """Dtypes that exist on every machine; <f16, for example, is missing on many."""
 
 _ACCEPTED: Mapping[Any, type] = {int: numbers.Integral, float: numbers.Real, tuple: Sequence}
 """Types whose values are accepted in place of a documented type; NumPy's numbers are among them."""
 
 
-def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
-    """Return everything wrong with a rollout: lengths, NaN, versions, group and branch counts, spans.
+def problems(rollout: Rollout) -> list[str]:
+    """Return everything wrong with a rollout: lengths, NaN, versions, group and branch counts, spans, named arrays.
 
-    Its fields are of their types, as those of decoded records are; `untyped_problems` takes any values. `bounded`
-    limits the number, names, dimensions and extent of named arrays, as grouping does since core version 3.
+    Its fields are of their types, as those of decoded records are; `untyped_problems` takes any values.
     """
     issues = _name_problems(rollout, "uid", "environment", "example_id")
     for name in ("group_id", "episode_uid"):
@@ -90,14 +88,11 @@ def problems(rollout: Rollout, *, bounded: bool = True) -> list[str]:
     for i, turn in enumerate(rollout.turns):
         if not 0 <= turn.start <= turn.stop <= length:
             issues.append(f"turn {i} covers tokens {turn.start} to {turn.stop} of {length}")
-    return issues + _arrays_problems(rollout.token_arrays, length, bounded)
+    return issues + _arrays_problems(rollout.token_arrays, length)
 
 
-def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) -> list[str]:
-    """Return everything wrong with a cancellation whose fields are of their types.
-
-    `bounded` limits the number of its uids, as grouping does since core version 3.
-    """
+def cancellation_problems(cancelled: GroupCancelled) -> list[str]:
+    """Return everything wrong with a cancellation whose fields are of their types."""
     issues = _name_problems(cancelled, "environment", "example_id")
     if len(cancelled.group_id) > NAME_LIMIT:
         issues.append(f"group_id is longer than {NAME_LIMIT} characters")
@@ -109,17 +104,15 @@ def cancellation_problems(cancelled: GroupCancelled, *, bounded: bool = True) ->
         issues.append("uids is empty, or holds an empty uid")
     if any(len(uid) > NAME_LIMIT for uid in cancelled.uids):
         issues.append(f"uids holds a uid longer than {NAME_LIMIT} characters")
-    if bounded and len(cancelled.uids) > UIDS_LIMIT:
+    if len(cancelled.uids) > UIDS_LIMIT:
         issues.append(f"uids holds {len(cancelled.uids)}, and may hold {UIDS_LIMIT}: cancel the others with another")
     return issues
 
 
-def untyped_problems(record: Rollout | GroupCancelled, *, bounded: bool = True) -> list[str]:
+def untyped_problems(record: Rollout | GroupCancelled) -> list[str]:
     """Return everything wrong with a record that other code made, whose fields may hold anything."""
     try:
-        if isinstance(record, Rollout):
-            return problems(record, bounded=bounded)
-        return cancellation_problems(record, bounded=bounded)
+        return problems(record) if isinstance(record, Rollout) else cancellation_problems(record)
     except (TypeError, AttributeError, ValueError, OverflowError) as error:
         return _type_problems(record) or [f"a field has an impossible value ({brief(error)})"]
 
@@ -141,18 +134,13 @@ def batch_problems(batch: TrainingBatch) -> list[str]:
     issues = _id_problems(batch.batch_id, batch.partition)
     columns = ("group_index", "source_offsets", "rewards", "truncated", "lowest_versions", "highest_versions")
     for name, expected in (
-        *((name, rows) for name in (*columns, "temperatures", "logprobs_processed")),
+        *((name, rows) for name in (*columns, "temperatures", "logprobs_processed", "weight_steps", "timestamps")),
         *((name, tokens) for name in ("loss_mask", "logprobs", "advantages")),
         ("splits", rows + 1),
     ):
         length = len(getattr(batch, name))
         if length != expected:
             issues.append(f"{name} has {length} entries for {rows} rows of {tokens} tokens")
-    for name in ("weight_steps", "timestamps"):
-        if len(getattr(batch, name)) not in (0, rows):
-            issues.append(f"{name} has {len(getattr(batch, name))} entries for {rows} rows")
-    if len(batch.weight_steps) != len(batch.timestamps):
-        issues.append(f"weight_steps has {len(batch.weight_steps)} entries, timestamps has {len(batch.timestamps)}")
     if issues:
         return issues
     if batch.splits[0] != 0 or batch.splits[-1] != tokens or (batch.splits[1:] < batch.splits[:-1]).any():
@@ -167,7 +155,7 @@ def _batch_array_problem(entry: BatchTokenArray, batch: TrainingBatch) -> str:
     # Neighbours are compared, because differences of large numbers may overflow.
     if len(numbers) and (numbers[0] < 0 or numbers[-1] >= len(batch) or (numbers[1:] <= numbers[:-1]).any()):
         return f"token array {entry.name} names rows that do not ascend within the {len(batch)} rows"
-    return "; ".join(_array_problems(entry.name, entry.array, int(np.diff(batch.splits)[numbers].sum()), bounded=True))
+    return "; ".join(_array_problems(entry.name, entry.array, int(np.diff(batch.splits)[numbers].sum())))
 
 
 def entry_problems(entry: BatchIndexEntry) -> list[str]:
@@ -269,29 +257,29 @@ def _sampling_problems(sampling: SamplingParams) -> list[str]:
     return issues
 
 
-def _arrays_problems(arrays: Mapping[str, NamedArray], length: int, bounded: bool) -> list[str]:
-    if bounded and len(arrays) > ARRAYS_LIMIT:
+def _arrays_problems(arrays: Mapping[str, NamedArray], length: int) -> list[str]:
+    if len(arrays) > ARRAYS_LIMIT:
         return [f"it has {len(arrays)} token arrays; it may have at most {ARRAYS_LIMIT}"]
     issues = []
     for name, extra in arrays.items():
-        if bounded and not 0 < len(name) <= NAME_LIMIT:
+        if not 0 < len(name) <= NAME_LIMIT:
             issues.append(f"a token array's name has {len(name)} characters; it must have 1 to {NAME_LIMIT}")
         else:
-            issues += _array_problems(name, extra, length, bounded)
+            issues += _array_problems(name, extra, length)
     return issues
 
 
-def _array_problems(name: str, extra: NamedArray, length: int, bounded: bool) -> list[str]:
+def _array_problems(name: str, extra: NamedArray, length: int) -> list[str]:
     dtype, shape, size_bytes = extra.dtype, extra.shape, len(extra.data)
     try:
-        item = np.dtype(dtype) if (_PORTABLE if bounded else _DTYPE).fullmatch(dtype) else None
+        item = np.dtype(dtype) if _DTYPE.fullmatch(dtype) else None
     except TypeError:
         item = None
     if item is None:
         return [f"token array {name} has dtype {dtype!r}, which is not a little-endian number of numpy"]
     if not shape or shape[0] != length or min(shape) < 0 or not _fills(shape, item.itemsize, size_bytes):
         return [f"token array {name} has shape {shape} of {dtype} in {size_bytes} bytes for {length} tokens"]
-    if bounded and (problem := shape_problem(shape, item.itemsize, size_bytes)):
+    if problem := shape_problem(shape, item.itemsize, size_bytes):
         return [f"token array {name}: {problem}"]
     if name == REFERENCE and not _is_finite_row(extra, item):
         return [f"token array {name} must hold one finite float32 per token"]

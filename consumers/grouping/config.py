@@ -46,13 +46,6 @@ class ForeignConfiguration(StateRefused):
         return type(self), (str(self), self.core_version)  # The error may be raised in another process.
 
 
-KEYS_SINCE = {
-    3: (*BOUNDS, "bounds", "remembered_bytes"),
-    5: ("token_arrays",),
-    6: ("keep_zero_variance", "mark_keys", "environment_keys", "quotas"),
-}
-"""Keys that a core version introduced; configurations of earlier versions do not have them."""
-
 EXCLUSIONS = ("exclude_environments", "exclude_workers", "exclude_offsets")
 """Settings that exclude groups."""
 
@@ -103,8 +96,7 @@ class GroupingConfig:
     """Stream time that a group waits for the policy clock to reach its version."""
     capacity_bytes: int = 256 * 1024 * 1024
     """Memory that unfinished groups of one partition may take. Beyond it, the oldest incomplete group is dropped, or,
-    if there is none, the oldest that waits for the policy clock. Before core version 3, the size of the records of
-    groups counts instead."""
+    if there is none, the oldest that waits for the policy clock."""
     remembered_bytes: int = 64 * 1024 * 1024
     """Memory that finished groups of one partition may take; beyond it, the oldest are forgotten before `horizon_s`."""
     horizon_s: float = 3600.0
@@ -114,7 +106,7 @@ class GroupingConfig:
     Otherwise, they are dropped unless the estimator keeps them."""
     drop_superseded: bool = False
     """Whether groups of older versions of an example are dropped once a group of a newer version was offered for
-    batches; before core version 9, once it has sealed."""
+    batches."""
     allow_filtered_sampling: bool = False
     """Whether rollouts sampled with top_p, top_k or min_p may be trained on."""
     exclude_environments: tuple[str, ...] = ()
@@ -184,11 +176,7 @@ class GroupingConfig:
         for key in self.mark_keys:
             check_public_key(key, "grouping.mark_keys")
         parse_environment_keys(self.environment_keys)
-        quotas = parse_quotas(self.quotas).values()
-        if self.core_version < 7 and any(quota.limits_rates for quota in quotas):
-            raise ConfigurationError(
-                f"grouping.quotas limits rates, which came with core version 7, and core_version is {self.core_version}"
-            )
+        parse_quotas(self.quotas)
         if (size := len(self.to_json())) > CONFIGURATION_BYTES:
             raise ConfigurationError(
                 f"grouping takes {size} bytes as JSON, but every journal record contains it, and at most "
@@ -233,7 +221,7 @@ class GroupingConfig:
 
     @classmethod
     def from_json(cls, text: str) -> "GroupingConfig":
-        """Decode a configuration; a text without a core version has core version 1, which had no such key.
+        """Decode a configuration; a text without a core version has core version 1 in every release.
 
         Raises ForeignConfiguration for a text from newer code (a newer core version or unknown keys), and
         ConfigurationError if no code can have run it.
@@ -251,12 +239,6 @@ class GroupingConfig:
                 f"does not know: upgrade rollstream",
                 version if type(version) is int else 0,
             )
-        for since, names in KEYS_SINCE.items():
-            early = [name for name in names if name in values]
-            if early and type(version) is int and version < since:
-                raise ConfigurationError(
-                    f"grouping.{early[0]} came with core version {since}, and core_version is {version}"
-                )
         for name, kind in _types().items():
             if kind == tuple[str, ...] and isinstance(values.get(name), list):
                 values[name] = tuple(values[name])
@@ -266,14 +248,7 @@ class GroupingConfig:
 @lru_cache(maxsize=64)
 def _to_json(config: GroupingConfig) -> str:
     # Cached, because every commit of every task encodes one of a few configurations.
-    values = dataclasses.asdict(config)
-    if not config.exclude_offsets:
-        # Without the unused key, releases that do not know it can run the configuration.
-        del values["exclude_offsets"]
-    for since, names in KEYS_SINCE.items():
-        for name in names if config.core_version < since else ():
-            del values[name]
-    return json.dumps(values, sort_keys=True)
+    return json.dumps(dataclasses.asdict(config), sort_keys=True)
 
 
 def _merged(ranges: Iterable[OffsetRange]) -> dict[int, tuple[list[int], list[int]]]:

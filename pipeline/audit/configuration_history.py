@@ -103,7 +103,7 @@ def newest_summary(histories: Iterable[tuple[int, ConfigurationHistory]]) -> Con
 
 
 def _known(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a summary; configurations of early core versions lack some keys."""
+    """Return the settings of a summary."""
     environments = {str(entry).rpartition(":")[0] for entry in _listed(settings, "environment_keys")}
     return {
         "core_version": settings.get("core_version", 1),

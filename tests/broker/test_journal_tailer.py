@@ -160,7 +160,7 @@ def test_counts_are_those_since_the_last_snapshot_however_far_back_it_is(
         """A record that holds the counts of one environment alone."""
         record = journal(0, position)
         counts, produced = ((replace(count, environment=name),) for (count,) in (record.counts, record.produced))
-        record = replace(record, core_version=3, snapshot=snapshot, counts=counts, produced=produced)
+        record = replace(record, snapshot=snapshot, counts=counts, produced=produced)
         writer.produce(topic_name(run_name, "journal"), codec.encode(record), encode_key(0), 0)
 
     def counted(position: int, produced: int) -> PartitionProgress:

@@ -25,7 +25,6 @@ _DIGESTED = (
     *("lowest_versions", "highest_versions", "temperatures", "logprobs_processed", "reference_logprobs"),
     *("weight_steps", "timestamps", "token_arrays", "metadata"),
 )
-_DIGESTED_SINCE_5 = ("weight_steps", "timestamps", "token_arrays")
 
 
 _LONGEST_NAME = 512
@@ -120,28 +119,25 @@ def _batches(evidence: Evidence, result: Audit) -> list[Batch]:
 
 def digest_of(batch: dict[str, Any]) -> str:
     """Digest over a batch's fields: name, dtype, shape and bytes of arrays, name and sorted JSON of the rest."""
-    # Core version 1 had another algorithm.
-    sha: Any = hashlib.sha256() if batch["core_version"] == 1 else hashlib.blake2b(digest_size=32)
+    digest = hashlib.blake2b(digest_size=32)
     for name in _DIGESTED:
-        if name in _DIGESTED_SINCE_5 and batch["core_version"] < 5:
-            continue
         value = batch[name]
         if name == "token_arrays":
             for entry in value:
                 array, rows = entry["array"], entry["rows"].tolist()
                 shape = f"({', '.join(map(str, array['shape']))}{',' if len(array['shape']) == 1 else ''})"
-                sha.update(f"{name}:{entry['name']}:{array['dtype']}{shape}{rows}:".encode() + array["data"])
+                digest.update(f"{name}:{entry['name']}:{array['dtype']}{shape}{rows}:".encode() + array["data"])
             continue
-        if name == "advantages" and batch["core_version"] > 1:
+        if name == "advantages":
             # A row with one advantage counts once.
             rows = np.split(value, batch["splits"][1:-1])
             if all(len(row) and len(set(row.view("<u4").tolist())) == 1 for row in rows):
                 name, value = "advantages by row", np.array([row[0] for row in rows], value.dtype)
         if isinstance(value, np.ndarray):
-            sha.update(f"{name}:{value.dtype.str}({len(value)},):".encode() + value.tobytes())
+            digest.update(f"{name}:{value.dtype.str}({len(value)},):".encode() + value.tobytes())
         else:
-            sha.update(f"{name}:{json.dumps(value, sort_keys=True, ensure_ascii=False)}".encode())
-    return sha.hexdigest()
+            digest.update(f"{name}:{json.dumps(value, sort_keys=True, ensure_ascii=False)}".encode())
+    return digest.hexdigest()
 
 
 def _journal(number: int, records: list[Raw], result: Audit) -> _Journal:

@@ -117,8 +117,7 @@ class _Partition:
         came = group.branches.setdefault(episode(rollout), set())
         came.add(rollout["branch"])
         group.complete += len(came) == rollout["branches"]
-        unit = episode(rollout) if self.config.get("core_version", 1) > 1 else rollout["uid"]
-        group.rewards.setdefault(unit, []).append(rollout["reward"])
+        group.rewards.setdefault(episode(rollout), []).append(rollout["reward"])
         group.lowest = min(group.lowest, rollout["lowest_version"])
         group.size_bytes += len(raw.value or b"")
         return group
@@ -136,7 +135,7 @@ class _Partition:
             for group in ready:
                 self._enqueue(group)
         if mark["kind"] == "drain":
-            self._cut_full_first()
+            self._cut_full()
             self._cut_everything("drain")
 
     # ------------------------------------------------------------------ groups
@@ -184,10 +183,6 @@ class _Partition:
         while sum(len(group.members) for group in self.queue) >= self.config["batch_rollouts"]:
             self._cut("size", self.config["batch_rollouts"])
 
-    def _cut_full_first(self) -> None:
-        if self.config.get("core_version", 1) >= 9:
-            self._cut_full()
-
     def _cut_everything(self, why: str) -> None:
         if self.queue:
             self._cut(why, 2**62)
@@ -212,7 +207,7 @@ class _Partition:
             elif kind == _FUTURE and group.state == "waiting":
                 self._drop(group, "future_version")
             elif kind == _BATCH_AGE and group.state == "queued":
-                self._cut_full_first()
+                self._cut_full()
                 if group.state == "queued":
                     self._cut_everything("age")
 

@@ -132,13 +132,13 @@ def _check_advantages(
     record = batch.record
     if {"reinforce_pp", "reinforce_pp_global"} & {config["estimator"] for config in held}:
         raise NotModelled("an estimator that looks at whole batches")
-    actual = [(_compared(sent, config.get("core_version", 1)), config["estimator"]) for config in held]
-    if all(len(set(compared.rewards)) == 1 for compared, _ in actual):
+    compared = _compared(sent)
+    if len(set(compared.rewards)) == 1:
         result.found("advantage", f"group {key} of batch {batch.name} has no variance and was batched")
-    wanted = [(compared, _formula(name, compared)) for compared, name in actual]
+    allowed = [_formula(config["estimator"], compared) for config in held]
     for at, row in enumerate(rows):
         given = record["advantages"][int(record["splits"][row]) : int(record["splits"][row + 1])]
-        due = [advantages[compared.unit_of[at]] / compared.shared_by[at] for compared, advantages in wanted]
+        due = [advantages[compared.episode_of[at]] / compared.shared_by[at] for advantages in allowed]
         if not any(np.allclose(given, advantage, rtol=1e-6, atol=1e-6) for advantage in due):
             result.found(
                 "advantage", f"row {row} of batch {batch.name} has advantage {given[:1]}, the formula gives {due}"
@@ -147,31 +147,27 @@ def _check_advantages(
 
 @dataclass(frozen=True)
 class _Compared:
-    """Units that are compared within a group, N of them."""
+    """Episodes that are compared within a group, N of them."""
 
     rewards: list[float]
-    """Reward of each unit, [N]."""
+    """Reward of each episode, [N]: the mean over its branches."""
     lengths: list[int]
     """Sampled tokens of each, [N]."""
-    unit_of: list[int]
-    """Index of each row's unit."""
+    episode_of: list[int]
+    """Index of each row's episode."""
     shared_by: list[int]
     """Among how many branches each row's advantage is shared."""
 
 
-def _compared(sent: list[Decoded], core_version: int) -> _Compared:
-    """Since core version 2, episodes are compared: a reward is the mean over the branches, which share the advantage.
-    Before, every branch was compared by itself.
-    """
-    by_episode = core_version > 1
-    names = [episode(rollout) if by_episode else rollout["uid"] for rollout in sent]
-    units = list(dict.fromkeys(names))
-    branches = [[r for name, r in zip(names, sent, strict=True) if name == unit] for unit in units]
+def _compared(sent: list[Decoded]) -> _Compared:
+    names = [episode(rollout) for rollout in sent]
+    episodes = list(dict.fromkeys(names))
+    branches = [[r for name, r in zip(names, sent, strict=True) if name == uid] for uid in episodes]
     return _Compared(
         rewards=[mean([rollout["reward"] for rollout in own]) for own in branches],
         lengths=[sum(int(np.count_nonzero(rollout["loss_mask"])) for rollout in own) for own in branches],
-        unit_of=[units.index(name) for name in names],
-        shared_by=[rollout["branches"] if by_episode else 1 for rollout in sent],
+        episode_of=[episodes.index(name) for name in names],
+        shared_by=[rollout["branches"] for rollout in sent],
     )
 
 

@@ -67,6 +67,8 @@ def random_batch(
         highest_versions=np.full(rows, version, "<i8"),
         temperatures=np.ones(rows),
         logprobs_processed=np.ones(rows, bool),
+        weight_steps=np.full(rows, -1, "<i8"),
+        timestamps=np.zeros(rows),
     )
     return replace(batch, digest=batch_digest(batch))
 

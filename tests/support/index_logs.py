@@ -135,7 +135,7 @@ class MadeRun:
         return JournalRecord(
             partition=partition,
             sequence=sequence,
-            core_version=5,
+            core_version=1,
             topic_id="id",
             partitions=self._partitions,
             begin=begin,
@@ -173,7 +173,7 @@ class MadeRun:
             batch_id=f"{partition}-{number}",
             partition=partition,
             number=number,
-            core_version=5,
+            core_version=1,
             generation=0,
             cut="size",
             cut_ms=BEGAN_MS,
@@ -203,6 +203,8 @@ class MadeRun:
             highest_versions=np.full(rows, self._version, "<i8"),
             temperatures=np.ones(rows),
             logprobs_processed=np.ones(rows, bool),
+            weight_steps=np.full(rows, -1, "<i8"),
+            timestamps=np.zeros(rows),
             digest="",
         )
         object.__setattr__(batch, "digest", batch_digest(batch))

@@ -7,8 +7,6 @@ from rollstream.topics.decimal_numbers import decimal_number
 from rollstream.topics.errors import RecordError
 from rollstream.topics.records.arrays import (
     NO_FLOATS,
-    NO_OFFSETS,
-    NO_TIMES,
     Bool,
     Float32,
     Float64,
@@ -68,8 +66,8 @@ class TrainingBatch:
     temperatures: Float64
     logprobs_processed: Bool
     reference_logprobs: Float32 = field(default_factory=lambda: NO_FLOATS)
-    weight_steps: Int64 = field(default_factory=lambda: NO_OFFSETS)
-    timestamps: Float64 = field(default_factory=lambda: NO_TIMES)
+    weight_steps: Int64
+    timestamps: Float64
     token_arrays: tuple[BatchTokenArray, ...] = ()
     metadata: str = "{}"
     digest: str = ""

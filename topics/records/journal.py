@@ -30,7 +30,7 @@ class FinishedGroup:
     group_id: str
     sealed_ms: int
     """Stream time since which the group superseded older versions of its example, -1 if it never did: the time at which
-    it was offered for batches, before core version 9 the time at which it sealed."""
+    it was offered for batches."""
     finished_ms: int
 
 

@@ -97,7 +97,7 @@ def batch_committed(run: str, consumer_group: str, batch: TrainingBatch, offset:
         if not rows:
             continue
         uids = [batch.uids[row] for row in rows]
-        ended_s = [float(batch.timestamps[row]) for row in rows] if len(batch.timestamps) else []
+        ended_s = [float(batch.timestamps[row]) for row in rows]
         opened_ns = group.opened_ms * 1_000_000
         began_ns = min([opened_ns, *(int(s * 1e9) for s in ended_s if s > 0)])
         root = span_of(trace, GROUP)

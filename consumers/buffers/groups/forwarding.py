@@ -15,7 +15,6 @@ from rollstream.consumers.buffers.groups.index import GroupEntry
 from rollstream.consumers.files.atomic_files import StoreError
 from rollstream.consumers.grouping.core.advantages import group_episodes, member_advantages
 from rollstream.consumers.grouping.core.batch_assembly import example
-from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.core.estimators import ESTIMATORS
 from rollstream.consumers.grouping.core.groups import Group, GroupKey, Member, trimmed
 from rollstream.consumers.grouping.makers.batch_maker import BatchMaker, SealedGroup
@@ -150,9 +149,7 @@ def examples_of(group: RolloutGroup, estimator: str) -> tuple[SealedGroup, list[
         declared_size=len(group.members),
         members={r.uid: Member(source, trimmed(r), 0, sealed_ms) for r, source in group.members},
     )
-    advantages = member_advantages(
-        collected, group_episodes(collected, CORE_VERSION), ESTIMATORS[estimator], CORE_VERSION
-    )
+    advantages = member_advantages(collected, group_episodes(collected), ESTIMATORS[estimator])
     sealed = SealedGroup(
         environment=group.environment,
         example_id=group.example_id,

@@ -25,27 +25,25 @@ class GroupEpisodes(NamedTuple):
     outcomes: Outcomes
 
 
-def group_episodes(group: Group, core_version: int) -> GroupEpisodes:
-    """Return the episodes of a sealed group. Core version 1 counts every branch as a separate episode."""
+def group_episodes(group: Group) -> GroupEpisodes:
+    """Return the episodes of a sealed group."""
     episodes: dict[str, list[Member]] = {}
-    for uid, member in group.members.items():
-        episodes.setdefault(uid if core_version < 2 else episode_of(member.rollout), []).append(member)
+    for member in group.members.values():
+        episodes.setdefault(episode_of(member.rollout), []).append(member)
     branches_of = list(episodes.values())
     rewards = tuple(mean([m.rollout.reward for m in branches]) for branches in branches_of)
     lengths = tuple(sum(_sampled_tokens(m.rollout.loss_mask) for m in branches) for branches in branches_of)
     return GroupEpisodes(branches_of, Outcomes(rewards=rewards, lengths=lengths))
 
 
-def member_advantages(
-    group: Group, episodes: GroupEpisodes, estimator: Estimator, core_version: int
-) -> dict[str, MemberAdvantage]:
+def member_advantages(group: Group, episodes: GroupEpisodes, estimator: Estimator) -> dict[str, MemberAdvantage]:
     """Return the advantage of each member by uid, in order of arrival.
 
     The share of a branch that did not arrive is not redistributed.
     """
     advantages = estimator.within_group(episodes.outcomes)
     by_uid = {
-        member.rollout.uid: MemberAdvantage(advantage, 1 if core_version < 2 else member.rollout.branches)
+        member.rollout.uid: MemberAdvantage(advantage, member.rollout.branches)
         for branches, advantage in zip(episodes.episodes, advantages, strict=True)
         for member in branches
     }

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from rollstream.consumers.grouping.core.groups import Group, Member
-from rollstream.consumers.grouping.makers.batch_maker import STAMP_BYTES, array_bytes, group_bytes, row_bytes
+from rollstream.consumers.grouping.makers.batch_maker import array_bytes, group_bytes, row_bytes
 from rollstream.topics.records import BatchGroup, BatchTokenArray, Float32, Int32, NamedArray, Rollout, TrainingBatch
 from rollstream.topics.rl_examples import REFERENCE, RLExample, batch_digest
 
@@ -29,11 +29,8 @@ def advantage_array(advantage: float, length: int) -> Float32:
     return np.full(length, advantage, "<f4")
 
 
-def example(member: Member, advantage: float, *, stamped: bool = False) -> RLExample:
-    """Return the example of a member, with its advantage at every position, float32 [T].
-
-    `stamped` adds the rollout's time and weight step.
-    """
+def example(member: Member, advantage: float) -> RLExample:
+    """Return the example of a member, with its advantage at every position, float32 [T]."""
     rollout = member.rollout
     reference = rollout.token_arrays.get(REFERENCE)
     return RLExample(
@@ -44,8 +41,8 @@ def example(member: Member, advantage: float, *, stamped: bool = False) -> RLExa
         segment_ids=_segment_ids(len(rollout.tokens)),
         source=member.source,
         reference_log_probs=None if reference is None else reference.array().astype("<f4"),
-        weight_step=rollout.metadata.weight_step if stamped else None,
-        timestamp=rollout.metadata.timestamp if stamped else None,
+        weight_step=rollout.metadata.weight_step,
+        timestamp=rollout.metadata.timestamp,
         token_arrays={name: array.array() for name, array in rollout.token_arrays.items() if name != REFERENCE},
     )
 
@@ -55,9 +52,9 @@ def name_bytes(group: Group) -> int:
     return group_bytes(group.key.environment, group.key.example_id, group.key.group_id)
 
 
-def batch_bytes(group: Group, *, stamped: bool = False) -> int:
+def batch_bytes(group: Group) -> int:
     """Return the maximum number of bytes that a sealed group takes in a batch, as makers count them."""
-    size_bytes = name_bytes(group) + STAMP_BYTES * len(group.members) * stamped
+    size_bytes = name_bytes(group)
     for uid, member in group.members.items():
         arrays = member.rollout.token_arrays
         size_bytes += row_bytes(len(member.rollout.tokens), uid, REFERENCE in arrays)
@@ -116,7 +113,6 @@ def batch(
     lengths = [len(e.tokens) for e in examples]
     references = [e.reference_log_probs for e in examples]
     carried = [r for r in references if r is not None]
-    stamps = [r.metadata for r in rollouts] if core_version >= 5 else []
     undigested = TrainingBatch(
         batch_id=f"{partition}-{number}",
         partition=partition,
@@ -154,8 +150,8 @@ def batch(
         highest_versions=np.array([r.highest_version for r in rollouts], "<i8"),
         temperatures=np.array([r.sampling.temperature for r in rollouts], "<f8"),
         logprobs_processed=np.array([r.logprobs_mode == "processed" for r in rollouts], "|b1"),
-        weight_steps=np.array([stamp.weight_step for stamp in stamps], "<i8"),
-        timestamps=np.array([stamp.timestamp for stamp in stamps], "<f8"),
+        weight_steps=np.array([r.metadata.weight_step for r in rollouts], "<i8"),
+        timestamps=np.array([r.metadata.timestamp for r in rollouts], "<f8"),
         token_arrays=joined_arrays(rollouts),
         metadata=metadata,
     )

@@ -1,4 +1,4 @@
-"""Rules that decide which marks a task obeys, the same in every process whatever its release or settings.
+"""Rules that decide which marks a task obeys, the same in every process whatever its settings.
 
 A configuration that no code can run is an invalid record. A configuration that other code might run but this code
 cannot stops the task, because a task that ignored it would cut different batches than the other code does.
@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from rollstream.consumers.grouping.config import (
     GENERATION_STEP,
-    KEYS_SINCE,
     ForeignConfiguration,
     GroupingConfig,
     largest_batch_bytes,
@@ -23,16 +22,6 @@ from rollstream.consumers.grouping.makers.registry import batch_maker, is_user_m
 from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import Mark
 from rollstream.topics.signatures import is_signed_by, mark_context
-
-SINCE = {
-    **dict.fromkeys(("rloo", "rloo_normalized", "grpo", "dr_grpo", "fifo"), 1),
-    **dict.fromkeys(("opo", "reinforce_pp", "reservoir"), 2),
-    "reinforce_pp_global": 6,
-}
-"""Core version that introduced each estimator and maker of ours. A new name raises CORE_VERSION. Otherwise, an
-earlier release would ignore a mark with that name as invalid, and make other batches than this release."""
-USERS_SINCE = {"maker": 2, "estimator": 6}
-"""Core version that introduced users' makers or estimators, by the key that names them."""
 
 VERSION_STEP = 2**20
 """Maximum number of versions by which one mark moves the policy clock. A task that is further behind writes several
@@ -52,33 +41,12 @@ somebody else could append an old mark again, which would cut batches early. Rep
 Change = Callable[[GroupingConfig], GroupingConfig]
 """Alters the configurations of a log, for a replay under other settings."""
 
-_DEFAULT = GroupingConfig()
-
 
 def check_names(config: GroupingConfig, plug_ins: PlugIns = BUILT_IN) -> None:
-    """Raise ConfigurationError unless the estimator and the maker of a configuration exist in its core version."""
+    """Raise ConfigurationError unless the estimator and the maker of a configuration exist."""
     estimator(config.estimator, plug_ins.estimators)
     context = MakerContext(partition=0, seed=config.seed, batch_bytes=config.batch_bytes)
     batch_maker(config.maker, context, plug_ins.makers)
-    for key, name in (("estimator", config.estimator), ("maker", config.maker)):
-        since = USERS_SINCE[key] if ":" in name else SINCE.get(name, 1)
-        if since > config.core_version:
-            raise ConfigurationError(
-                f"grouping.{key} is {name!r}, which came with core version {since}, and grouping.core_version is "
-                f"{config.core_version}; raise it"
-            )
-    # Code of version 1 ignores keys that it does not know; later code stops at them.
-    if config.exclude_offsets and config.core_version < 2:
-        raise ConfigurationError(
-            "grouping.exclude_offsets came with core version 2, and grouping.core_version is 1; raise it"
-        )
-    for since, names in KEYS_SINCE.items():
-        for name in names if config.core_version < since else ():
-            if getattr(config, name) != getattr(_DEFAULT, name):
-                raise ConfigurationError(
-                    f"grouping.{name} came with core version {since}, and grouping.core_version is "
-                    f"{config.core_version}; raise it"
-                )
 
 
 class MarkOutcome(NamedTuple):
@@ -87,8 +55,7 @@ class MarkOutcome(NamedTuple):
     config: GroupingConfig | None = None
     """Configuration to put in force, if any."""
     problem: str = ""
-    """Why the mark is an invalid record without effect; empty if it is valid. Before core version 3, invalid
-    configurations were ignored silently, and a mark could move the policy clock by any number of versions."""
+    """Why the mark is an invalid record without effect; empty if it is valid."""
 
 
 def mark_outcome(
@@ -131,7 +98,7 @@ def content_outcome(
     change: Change | None = None,
 ) -> MarkOutcome:
     """Return the effect of a mark as `mark_outcome` does, but without a check of its signature."""
-    if current.core_version >= 3 and mark.policy_version - max(policy_version, 0) > VERSION_STEP:
+    if mark.policy_version - max(policy_version, 0) > VERSION_STEP:
         clock = f"the policy clock is at {policy_version}, and a mark moves it {VERSION_STEP} versions at most"
         return MarkOutcome(problem=f"a mark of policy version {mark.policy_version}: {clock}")
     if mark.kind != "configuration" or mark.generation <= current.generation:
@@ -140,14 +107,10 @@ def content_outcome(
         return MarkOutcome(_configuration(mark, current, plug_ins, change))
     except ConfigurationError as error:
         # No task can have run this configuration, because tasks check the configurations that they write.
-        if current.core_version >= 3:
-            return MarkOutcome(problem=f"a mark of generation {mark.generation}: {error}")
-        return MarkOutcome()
+        return MarkOutcome(problem=f"a mark of generation {mark.generation}: {error}")
 
 
-def _check_extent(config: GroupingConfig, current: GroupingConfig) -> None:
-    if config.core_version > current.core_version + CORE_STEP:
-        raise ConfigurationError(f"core version {config.core_version} is beyond {current.core_version + CORE_STEP}")
+def _check_extent(config: GroupingConfig) -> None:
     if config.batch_bytes > BATCH_BYTES_LIMIT:
         raise ConfigurationError(f"grouping.batch_bytes {config.batch_bytes} is more than a Kafka record can hold")
     for name, value in vars(config).items():
@@ -160,14 +123,14 @@ def _configuration(mark: Mark, current: GroupingConfig, plug_ins: PlugIns, chang
 
     Raises ConfigurationError if no code can run it, and StateRefused if only other code can.
     """
-    if current.core_version >= 3 and mark.generation - current.generation > GENERATION_STEP:
+    if mark.generation - current.generation > GENERATION_STEP:
         raise ConfigurationError(
             f"grouping.generation is {current.generation}, and may rise by at most {GENERATION_STEP} at once"
         )
     try:
         config = GroupingConfig.from_json(mark.configuration)
     except ForeignConfiguration as newer:
-        if current.core_version < 3 or CORE_VERSION < newer.core_version <= current.core_version + CORE_STEP:
+        if CORE_VERSION < newer.core_version <= current.core_version + CORE_STEP:
             raise
         raise ConfigurationError(
             f"core version {newer.core_version} is beyond {current.core_version + CORE_STEP}"
@@ -179,8 +142,7 @@ def _configuration(mark: Mark, current: GroupingConfig, plug_ins: PlugIns, chang
             config = change(config)
     if config.generation != mark.generation:
         raise ConfigurationError(f"its configuration is of generation {config.generation}")
-    if current.core_version >= 3:
-        _check_extent(config, current)
+    _check_extent(config)
     _check_known(config, plug_ins)
     check_names(config, plug_ins)
     return config
@@ -190,10 +152,7 @@ def _check_known(config: GroupingConfig, plug_ins: PlugIns) -> None:
     """Raise ForeignConfiguration if a configuration names users' code that this process did not import."""
     foreign = {
         "maker": is_user_maker(config.maker) and config.maker not in plug_ins.makers,
-        "estimator": is_user_estimator(config.estimator)
-        and config.estimator not in plug_ins.estimators
-        # Releases that do not support users' estimators treat such a configuration as invalid.
-        and config.core_version >= USERS_SINCE["estimator"],
+        "estimator": is_user_estimator(config.estimator) and config.estimator not in plug_ins.estimators,
     }
     for key in (key for key, unknown in foreign.items() if unknown):
         raise ForeignConfiguration(

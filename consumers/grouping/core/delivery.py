@@ -107,9 +107,7 @@ class BatchDelivery:
                 f"made a batch of {size_bytes} bytes, but grouping.batch_bytes is {self._config.batch_bytes}"
             )
         finished = over_batch(examples, groups, self._plug_ins.estimators)
-        rows = finished
-        if self._config.core_version >= 4:
-            rows = batch_assembly.with_equal_references(finished, self._config.batch_bytes - size_bytes)
+        rows = batch_assembly.with_equal_references(finished, self._config.batch_bytes - size_bytes)
         batch = batch_assembly.batch(
             rows,
             groups,
@@ -187,7 +185,7 @@ class BatchDelivery:
         )
         for member, advantage in zip(group.members.values(), sealed.advantages, strict=True):
             if member.source.offset not in group.fates:
-                example = batch_assembly.example(member, advantage, stamped=self._config.core_version >= 5)
+                example = batch_assembly.example(member, advantage)
                 self._maker.add_rollout(example, sealed)
         self._note_discarded()
 

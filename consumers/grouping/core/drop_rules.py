@@ -41,36 +41,35 @@ _KINDS = frozenset(cls.__name__ for cls in (Rollout, GroupCancelled, Mark))
 _key_of = lru_cache(maxsize=8192)(encode_key)
 
 
-def foreign_rejection(record: InputRecord, config: GroupingConfig) -> Rejection | None:
-    """Reject a record of a kind that does not belong in rollouts, unread since core version 9: another kind may take
-    hundreds of times the record's bytes of memory."""
-    kind = codec.kind_of(record.value) if config.core_version >= 9 else None
+def foreign_rejection(record: InputRecord) -> Rejection | None:
+    """Reject a record of a kind that does not belong in rollouts, without decoding it: another kind may take hundreds
+    of times the record's bytes of memory."""
+    kind = codec.kind_of(record.value)
     if kind is None or kind in _KINDS:
         return None
     return Rejection("invalid", f"a {kind} does not belong in rollouts")
 
 
 def value_rejection(
-    record: InputRecord, value: object, partition: int, partitions: int, config: GroupingConfig, *, replaying: bool
+    record: InputRecord,
+    value: Rollout | GroupCancelled | Mark,
+    partition: int,
+    partitions: int,
+    config: GroupingConfig,
+    *,
+    replaying: bool,
 ) -> Rejection | None:
     """Reject a decoded record that cannot be grouped, whatever the state of its group: by its type, content, key,
-    partition, signature and sampling, and since core version 3 by its bounds. Marks are never rejected here.
+    partition, signature, sampling and bounds. Marks are never rejected here.
 
     Raises StateRefused if this process cannot check a signature that other processes can check. An error of a check is
     a mistake in the check: it ends the task, because a record that it rejected would be lost in silence.
     """
     if isinstance(value, Mark):
         return None
-    if not isinstance(value, Rollout | GroupCancelled):
-        return Rejection("invalid", f"a {type(value).__name__} does not belong in rollouts")
     if replaying and isinstance(value, Rollout):
         return None  # It passed these checks when it was first read.
-    bounded = config.core_version >= 3
-    if isinstance(value, Rollout):
-        faults = problems(value, bounded=bounded)
-    else:
-        faults = cancellation_problems(value, bounded=bounded)
-    if faults:
+    if faults := problems(value) if isinstance(value, Rollout) else cancellation_problems(value):
         return Rejection("invalid", "; ".join(faults))
     key = _key_of(value.environment, value.example_id)
     if record.key != key:
@@ -88,7 +87,7 @@ def value_rejection(
             f"sampled with {value.sampling}; logprobs of filtered sampling cannot be trained on "
             f"(grouping.allow_filtered_sampling permits it)",
         )
-    if bounded and isinstance(value, Rollout) and (excess := config.bounds_of(value.environment).excess(value)):
+    if isinstance(value, Rollout) and (excess := config.bounds_of(value.environment).excess(value)):
         return Rejection("invalid", excess)
     return None
 

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 from rollstream.topics.records import Drop, FinishedGroup, JournalRecord, TrainingBatch
 
-CORE_VERSION = 9
-"""Newest version of the fold's behaviour that this code knows; it also knows all earlier versions. The configuration in
-the log says which version is in force (`grouping.core_version`). A new key, estimator or maker needs a new version."""
+CORE_VERSION = 1
+"""Version of the fold's behaviour. The configuration in the log says which version is in force
+(`grouping.core_version`). Once a release exists, every change of the fold's behaviour is a new version, and so is a new
+key, estimator or maker (docs/decisions/0008-the-log-says-which-core-version-cuts.md)."""
 
 
 class InputRecord(NamedTuple):

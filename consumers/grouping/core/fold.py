@@ -25,7 +25,7 @@ from rollstream.consumers.grouping.core.skips import Skips
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics import codec
 from rollstream.topics.errors import RecordError, StateRefused
-from rollstream.topics.records import FateCount, GroupCancelled, Mark, Rollout
+from rollstream.topics.records import FateCount, Mark, Rollout
 
 
 class Fold:
@@ -138,7 +138,7 @@ class Fold:
 
     def _admit(self, record: InputRecord, before: Clocks) -> None:
         """Apply the content of a record; `before` holds the clocks before it was read."""
-        if (foreign := foreign_rejection(record, self.config)) is not None:
+        if (foreign := foreign_rejection(record)) is not None:
             self._count_read("", 0)
             self._tracker.drop(record.offset, foreign)
             return
@@ -160,7 +160,7 @@ class Fold:
         if isinstance(value, Rollout):
             self._count_read(value.environment, len(value.tokens))
         elif rejection is not None:
-            self._count_read(value.environment if isinstance(value, GroupCancelled) else "", 0)
+            self._count_read(value.environment, 0)
         if rejection is not None:
             self._tracker.drop(record.offset, rejection, value)
         elif isinstance(value, Rollout):

@@ -64,10 +64,8 @@ class GroupLifecycle:
             return
         group = self._live.open.get(key) or self._open(key, record.offset, rollout.group_size)
         source = Source(self._partition, record.offset, rollout.uid)
-        config = self.clocks.config
-        rest = trimmed(rollout, config.token_arrays, stamped=config.core_version >= 5)
-        bounded = self.clocks.config.core_version >= 3
-        size_bytes = memory_costs.member_cost(rest) if bounded else len(frame_of(record.value or b""))
+        rest = trimmed(rollout, self.clocks.config.token_arrays)
+        size_bytes = memory_costs.member_cost(rest)
         group.add(Member(source, rest, size_bytes, self.clocks.stream_time_ms))
         self._live.hold(group, size_bytes)
         self._tracker.admit(record.offset, before)
@@ -79,7 +77,6 @@ class GroupLifecycle:
 
     def cancel(self, record: InputRecord, cancelled: GroupCancelled, before: Clocks) -> None:
         """Remove the cancelled members from their group, which is opened if necessary; `before` is as for `join`."""
-        bounded = self.clocks.config.core_version >= 3
         key = GroupKey(cancelled.environment, cancelled.example_id, cancelled.policy_version, cancelled.group_id)
         group = self._live.open.get(key)
         if group is None and (self._live.sealed(key) is not None or self._is_finished(key)):
@@ -91,25 +88,19 @@ class GroupLifecycle:
             return
         group.control_offsets.append(record.offset)
         self._tracker.admit(record.offset, before)
-        if bounded:
-            self._live.hold(group, memory_costs.cancellation_cost(cancelled.uids))
+        self._live.hold(group, memory_costs.cancellation_cost(cancelled.uids))
         if group.expected <= 0:
             self._drop(group, Rejection("cancelled", "every member was cancelled"))
         elif group.complete:
             self._seal(group)
-        if bounded:
-            self._shed(key.environment)
+        self._shed(key.environment)
 
     def _rate_exceeded(self, environment: str, record: InputRecord) -> str:
         """Return the rate quota that a member exceeds, "" if none; a member that is read again is not counted again."""
-        version, value = self.clocks.config.core_version, record.value or b""
         quota = self.clocks.config.quotas_by_environment.get(environment)
         if quota is None or not self._replay.ended:
             return ""
-        # Before core version 8, the prefix of a schema registry counted, too.
-        size_bytes = len(value if version < 8 else frame_of(value))
-        now_ms = self.clocks.stream_time_ms if version < 9 else record.timestamp_ms
-        return self._rates.exceeded(environment, quota, size_bytes, now_ms)
+        return self._rates.exceeded(environment, quota, len(frame_of(record.value or b"")), record.timestamp_ms)
 
     def _membership_rejection(self, key: GroupKey, rollout: Rollout) -> Rejection | None:
         """Reject a valid rollout that cannot join its group."""
@@ -129,8 +120,7 @@ class GroupLifecycle:
     def _open(self, key: GroupKey, offset: int, size: int) -> Group:
         group = Group(key, offset, self.clocks.stream_time_ms, size)
         self._live.add_open(group)
-        if self.clocks.config.core_version >= 3:
-            self._live.hold(group, memory_costs.group_cost(key))
+        self._live.hold(group, memory_costs.group_cost(key))
         self._set_deadline(self.clocks.config.group_deadline_s, DeadlineKind.OPEN, group)
         return group
 
@@ -157,7 +147,8 @@ class GroupLifecycle:
         while (due := self._deadlines.pop(stream_time_ms)) is not None:
             kind, group = due
             if kind is DeadlineKind.BATCH_AGE:
-                self._cut_full_batches()
+                # Full batches first: if many groups came at once, a batch of all rollouts would exceed the size.
+                self.cut("size")
                 if group.stage is Stage.OFFERED:
                     self.cut("age")
             elif (rejection := deadline_rejection(kind, group, self.clocks)) is not None:
@@ -182,11 +173,10 @@ class GroupLifecycle:
         for group in self._live.all_sealed():
             self._watch_age(group)
         self._recheck_sealed()
-        if config.core_version >= 2:
-            # The new configuration may also supersede older versions that sealed before it.
-            for group in self._live.all_sealed():
-                if (rejection := self._superseded(group.key)) is not None:
-                    self._drop(group, rejection)
+        # The new configuration may also supersede older versions that sealed before it.
+        for group in self._live.all_sealed():
+            if (rejection := self._superseded(group.key)) is not None:
+                self._drop(group, rejection)
 
     def forget_finished(self) -> None:
         """Forget the finished groups that are older than the horizon or that exceed the memory for finished groups."""
@@ -195,7 +185,7 @@ class GroupLifecycle:
 
     def _shrink_finished(self) -> None:
         # Not while restoring: groups over the limit were already forgotten when the records were first read.
-        if self.clocks.config.core_version >= 3 and self._replay.ended:
+        if self._replay.ended:
             self._finished.shrink_to(self.clocks.config.remembered_bytes)
 
     def _recheck_sealed(self) -> None:
@@ -217,10 +207,8 @@ class GroupLifecycle:
         key, config = group.key, self.clocks.config
         self._live.close(group)
         group.sealed_ms = self.clocks.stream_time_ms
-        group.batch_bytes = batch_assembly.batch_bytes(group, stamped=self.clocks.config.core_version >= 5)
-        if config.core_version < 9:
-            self._supersede(group)
-        episodes = advantages.group_episodes(group, config.core_version)
+        group.batch_bytes = batch_assembly.batch_bytes(group)
+        episodes = advantages.group_episodes(group)
         how = estimator(config.estimator, self._estimators)
         rejection = (
             sealed_rejection(group, self.clocks)
@@ -231,7 +219,7 @@ class GroupLifecycle:
             self._drop(group, rejection)
             return
         group.estimator = config.estimator
-        group.advantages = advantages.member_advantages(group, episodes, how, config.core_version)
+        group.advantages = advantages.member_advantages(group, episodes, how)
         self._live.add_sealed(group)
         self._watch_age(group)
         if key.policy_version > self.clocks.policy_version:
@@ -239,14 +227,6 @@ class GroupLifecycle:
             self._set_deadline(config.future_deadline_s, DeadlineKind.FUTURE, group)
         else:
             self._offer(group)
-
-    def _supersede(self, newer: Group) -> None:
-        """Drop the older versions of an example; those that seal later are dropped then."""
-        if self._delivery.latest_version_only:
-            for older in self._live.older_versions(newer.key):
-                self._drop(older, superseded_by(newer.key.policy_version))
-        newer.supersedes_ms = self.clocks.stream_time_ms
-        self._finished.add_sealed(newer.key, newer.supersedes_ms)
 
     def _superseded(self, key: GroupKey) -> Rejection | None:
         """Reject a group if a newer version of its example sealed before; never while restoring."""
@@ -256,8 +236,13 @@ class GroupLifecycle:
         return superseded_by(newest, before=True) if newest > key.policy_version else None
 
     def _offer(self, group: Group) -> None:
-        if group.supersedes_ms < 0:
-            self._supersede(group)
+        """Offer a group to the batch maker, and drop the older versions of its example; those that seal later are
+        dropped then."""
+        if self._delivery.latest_version_only:
+            for older in self._live.older_versions(group.key):
+                self._drop(older, superseded_by(group.key.policy_version))
+        group.supersedes_ms = self.clocks.stream_time_ms
+        self._finished.add_sealed(group.key, group.supersedes_ms)
         self._delivery.offer(group)
         self._set_deadline(self.clocks.config.max_batch_age_s, DeadlineKind.BATCH_AGE, group)
 
@@ -265,14 +250,8 @@ class GroupLifecycle:
 
     def drain(self) -> None:
         """Cut batches of all rollouts that the batch maker holds."""
-        self._cut_full_batches()
+        self.cut("size")
         self.cut("drain")
-
-    def _cut_full_batches(self) -> None:
-        """Cut the full batches before a batch of all other rollouts, which would exceed the size if many groups came
-        at once. Before core version 9 it did."""
-        if self.clocks.config.core_version >= 9:
-            self.cut("size")
 
     def cut(self, why: Literal["size", "age", "drain"]) -> None:
         """Cut the batches that are due, and finish the groups all of whose members have a fate."""

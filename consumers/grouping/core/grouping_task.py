@@ -128,14 +128,13 @@ class GroupingTask:
     def ignored_settings(self, wanted: GroupingConfig) -> dict[str, str]:
         """Return the settings that differ from the log's under the same generation, each with a description.
 
-        The settings in the log are in force. The core version is not compared, because a run keeps its first core
-        version, and each release has a different default.
+        The settings in the log are in force.
         """
         config = self.fold.config
         if config is not self._compared:
             self._compared = config
             same = wanted.generation == config.generation
-            names = [f.name for f in fields(config) if f.name != "core_version"] if same else []
+            names = [f.name for f in fields(config)] if same else []
             self._ignored = {
                 name: f"{getattr(wanted, name)!r} here, {getattr(config, name)!r} in the log"
                 for name in names

@@ -65,12 +65,12 @@ class MemberAdvantage(NamedTuple):
         return self.episode / self.branches
 
 
-def trimmed(rollout: Rollout, token_arrays: Collection[str] = (), *, stamped: bool = False) -> Rollout:
+def trimmed(rollout: Rollout, token_arrays: Collection[str] = ()) -> Rollout:
     """Return a rollout without the fields that neither its fate nor its batch depends on.
 
     It leaves out turns, rewards of tokens and components, free-form metadata, and all arrays except the reference
-    log-probabilities and the named `token_arrays`. Unless `stamped`, it also leaves out the time and the weight step.
-    Some of these fields take fifty times as many bytes in memory as in the log.
+    log-probabilities and the named `token_arrays`. Some of these fields take fifty times as many bytes in memory as in
+    the log.
     """
     arrays = rollout.token_arrays
     about = rollout.metadata
@@ -79,9 +79,9 @@ def trimmed(rollout: Rollout, token_arrays: Collection[str] = (), *, stamped: bo
         "turns": (),
         "token_rewards": NO_FLOATS,
         "reward_components": _NOTHING,
-        "metadata": RolloutMetadata(worker_id=about.worker_id, timestamp=about.timestamp, weight_step=about.weight_step)
-        if stamped
-        else RolloutMetadata(worker_id=about.worker_id),
+        "metadata": RolloutMetadata(
+            worker_id=about.worker_id, timestamp=about.timestamp, weight_step=about.weight_step
+        ),
         "token_arrays": {name: arrays[name] for name in (REFERENCE, *token_arrays) if name in arrays} or _NOTHING,
         "extra": _NOTHING,
     }

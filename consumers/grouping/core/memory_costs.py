@@ -1,4 +1,4 @@
-"""Memory costs of groups, as grouping.capacity_bytes and grouping.remembered_bytes count them since core version 3.
+"""Memory costs of groups, as grouping.capacity_bytes and grouping.remembered_bytes count them.
 
 The fold drops and forgets groups by these numbers, so they are part of its behaviour: they follow from the records
 alone and are the same on every machine. Each cost is slightly higher than what CPython 3.11 uses on 64-bit machines;
@@ -42,7 +42,6 @@ def member_cost(rollout: Rollout) -> int:
     if reference is not None:
         arrays += REFERENCE_ARRAY + len(reference.data) + 4 * len(rollout.tokens)
     for name, array in rollout.token_arrays.items():
-        # Before core version 5, groups keep no other arrays and no stamps.
         arrays += TOKEN_ARRAY + _text(name) + len(array.data) + 8 * len(array.shape) if name != REFERENCE else 0
     if rollout.metadata.timestamp or rollout.metadata.weight_step != -1:
         arrays += STAMP

@@ -1,8 +1,7 @@
 """Limits on the rates at which environments write: a token bucket for each environment, in the broker's time.
 
-Before core version 9 it was stream time, which stands still after a clock that had jumped ahead. Levels are integers,
-so they are identical after any crash. They are part of the state at the position, because records that are read again
-have already used up their share.
+Stream time would stand still after a clock that had jumped ahead. Levels are integers, so they are identical after any
+crash. They are part of the state at the position, because records that are read again have already used up their share.
 """
 
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,6 @@
 """Checks that a restored state and the log agree while the log is read again from the watermark to the position."""
 
 from rollstream.consumers.grouping.core.drop_rules import Clocks
-from rollstream.consumers.grouping.core.effects import CORE_VERSION
 from rollstream.consumers.grouping.core.task_state import TaskState
 from rollstream.topics.errors import StateRefused
 
@@ -50,9 +49,8 @@ class Replay:
         """Return the error for an offset that has an effect when it is read again."""
         return StateRefused(
             f"re-reading offset {offset} of {self._topic} had an effect that it did not have before: "
-            f"the journal does not belong to this log, or core version {CORE_VERSION} folds it differently; "
-            f"set kafka.max_record_bytes back if it was changed, go back to the release that wrote it, or start a new "
-            f"run"
+            f"the journal does not belong to this log; set kafka.max_record_bytes back if it was changed, go back to "
+            f"the release that wrote it, or start a new run"
         )
 
     def end(self, clocks: Clocks) -> int:

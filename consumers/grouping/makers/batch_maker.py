@@ -13,9 +13,6 @@ from typing import Any, ClassVar
 
 from rollstream.topics.rl_examples import RLExample, Source
 
-STAMP_BYTES = 16
-"""Bytes of a rollout's time and weight step in a batch."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class SealedGroup:
@@ -117,8 +114,8 @@ class BatchMaker(ABC):
 
 def row_bytes(tokens: int, uid: str, reference: bool) -> int:
     """Return the maximum size of a rollout in an encoded batch: 13 bytes per token, or 17 with reference
-    log-probabilities, plus its name."""
-    return tokens * (17 if reference else 13) + 64 + len(uid.encode())
+    log-probabilities, plus its name, time and weight step."""
+    return tokens * (17 if reference else 13) + 80 + len(uid.encode())
 
 
 def group_bytes(environment: str, example_id: str, group_id: str) -> int:
@@ -133,10 +130,8 @@ def array_bytes(name: str, size_bytes: int, dimensions: int) -> int:
 
 def example_bytes(example: RLExample) -> int:
     """Return the maximum number of bytes that an example takes in an encoded batch, without its group."""
-    return (
-        row_bytes(len(example.tokens), example.source.uid, example.reference_log_probs is not None)
-        + (STAMP_BYTES if example.weight_step is not None else 0)
-        + sum(array_bytes(name, array.nbytes, array.ndim) for name, array in example.token_arrays.items())
+    return row_bytes(len(example.tokens), example.source.uid, example.reference_log_probs is not None) + sum(
+        array_bytes(name, array.nbytes, array.ndim) for name, array in example.token_arrays.items()
     )
 
 

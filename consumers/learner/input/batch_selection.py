@@ -288,9 +288,7 @@ def chosen_rows(batch: TrainingBatch, rows: Sequence[int]) -> TrainingBatch:
     spans = [slice(int(batch.splits[row]), int(batch.splits[row + 1])) for row in rows]
     by_token = ["tokens", "loss_mask", "logprobs"]
     by_row = ["group_index", "source_offsets", "rewards", "truncated", "lowest_versions", "highest_versions"]
-    by_row += ["temperatures", "logprobs_processed"]
-    if len(batch.weight_steps):
-        by_row += ["weight_steps", "timestamps"]
+    by_row += ["temperatures", "logprobs_processed", "weight_steps", "timestamps"]
     (by_row if len(batch.advantages) == len(batch) != len(batch.tokens) else by_token).append("advantages")
     if len(batch.reference_logprobs):
         by_token.append("reference_logprobs")

@@ -138,7 +138,7 @@ class Simulation:
         return JournalRecord(
             partition=partition,
             sequence=1,
-            core_version=4,
+            core_version=1,
             topic_id="t",
             partitions=len(self.logs),
             begin=0,

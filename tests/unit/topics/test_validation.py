@@ -187,7 +187,7 @@ def test_a_senseless_cancellation_is_named_with_its_field(changes: dict[str, Any
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"weight_steps": np.zeros(4, "<i8")}, "weight_steps has 4 entries, timestamps has 0"),
+        ({"weight_steps": np.zeros(5, "<i8")}, "weight_steps has 5 entries"),
         ({"logprobs_processed": np.zeros(3, bool)}, "logprobs_processed has 3 entries"),
         # Differences of such numbers overflow 64 bits, so that the numbers seem to ascend.
         ({"splits": np.array([0, 2**63 - 1, -2, -2, 0], "<i8"), "tokens": np.zeros(0, "<i4")}, "splits do not divide"),

@@ -121,7 +121,7 @@ def test_the_configuration_in_force_stands_below_the_flow() -> None:
     configuration = ConfigurationSummary(
         generation=3,
         before=2,
-        core_version=6,
+        core_version=1,
         estimator="rloo\x1b",
         mark_keys=1,
         changed={"estimator": ["grpo", "rloo"]},

@@ -9,7 +9,7 @@ import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
 from rollstream.consumers.grouping.core import task_state
-from rollstream.consumers.grouping.core.configuration_marks import DRAIN_AGE_S, check_names
+from rollstream.consumers.grouping.core.configuration_marks import DRAIN_AGE_S
 from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.fold import Fold
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
@@ -174,15 +174,12 @@ def test_a_configuration_that_a_change_does_not_fit_stays_as_it_is() -> None:
     assert replayed(d, refuse) == [d.fold.config]
 
 
-def test_keys_and_quotas_came_with_core_version_6(ours: Signer) -> None:
+def test_keys_and_quotas_are_part_of_the_configuration_in_the_log(ours: Signer) -> None:
     for name, value in (
         ("mark_keys", ours.public),
         ("environment_keys", f"env:{ours.public}"),
         ("quotas", "env:open_groups=3"),
     ):
-        with pytest.raises(ConfigurationError, match=f"grouping.{name} came with core version 6"):
-            check_names(GroupingConfig(core_version=5, **{name: (value,)}))  # type: ignore[arg-type]
-        assert name not in GroupingConfig(core_version=5).to_json()
         config = GroupingConfig(**{name: (value,)})  # type: ignore[arg-type]
         assert GroupingConfig.from_json(config.to_json()) == config
 

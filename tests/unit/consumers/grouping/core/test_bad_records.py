@@ -9,7 +9,7 @@ import pytest
 from rollstream.consumers.grouping.config import GENERATION_STEP, GrouperConfig, GroupingConfig
 from rollstream.consumers.grouping.core import task_state
 from rollstream.consumers.grouping.core.configuration_marks import VERSION_STEP
-from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
+from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.grouping_task import GroupingTask
 from rollstream.consumers.grouping.core.journal_pointers import JournalPointers
 from rollstream.consumers.grouping.testing import GroupingTestDriver, Piped, example_rollout
@@ -73,20 +73,20 @@ def test_a_bad_record_is_dropped_as_invalid_and_the_task_goes_on(record: Piped) 
     assert uids(d) == [("aftera", "afterb"), ("latera", "laterb")]
 
 
-def test_since_version_9_a_record_of_another_topic_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_record_of_another_topic_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = encode(driver().journal[0])
     decoded = []
     monkeypatch.setattr(codec, "decode", lambda value: decoded.append(value) or decode(value))
-    for core_version in (8, CORE_VERSION):
-        d = driver(core_version=core_version)
-        d.pipe(foreign)
-        d.pipe(foreign[:-1])
-        assert {drop.offset: drop.detail for drop in d.drops}[0] == "a JournalRecord does not belong in rollouts"
-        assert ([letter.record.offset for letter in d.dead_letters], sorted(reasons(d))) == (
-            ([1], [0]) if core_version == 8 else ([], [0, 1])
-        )
-    mine = (foreign, foreign[:-1])
-    assert tuple(value for value in decoded if value in mine) == mine, "by core version 8"
+    d = driver()
+    decoded.clear()
+    d.pipe(foreign)
+    d.pipe(foreign[:-1])
+    assert {drop.offset: drop.detail for drop in d.drops} == dict.fromkeys(
+        (0, 1), "a JournalRecord does not belong in rollouts"
+    )
+    assert d.dead_letters == []
+    assert foreign not in decoded
+    assert foreign[:-1] not in decoded
 
 
 @pytest.mark.parametrize(
@@ -126,14 +126,6 @@ def test_the_clock_and_the_generation_rise_by_one_step_at_a_time() -> None:
     for generation in (GENERATION_STEP, 2 * GENERATION_STEP):
         d.configure(GroupingConfig(generation=generation))
         assert d.fold.config.generation == generation
-    assert d.drops == []
-
-
-def test_under_core_version_2_marks_have_no_largest_step() -> None:
-    d = driver(core_version=2)
-    d.publish_policy_version(2**40)
-    d.configure(GroupingConfig(core_version=2, generation=2**62, batch_bytes=2**40))
-    assert (d.fold.policy_version, d.fold.config.generation) == (2**40, 2**62)
     assert d.drops == []
 
 
@@ -177,9 +169,6 @@ def test_absurd_numbers_are_refused_in_any_environment_and_the_bound_named(detai
     d = driver()
     d.pipe(rollout)
     assert [(drop.reason, drop.detail) for drop in d.drops] == [("invalid", f"{detail}, in environment env")]
-    old = driver(core_version=2)
-    old.pipe(rollout)
-    assert old.drops == []
 
 
 def test_greedy_sampling_and_large_rewards_are_within_the_default_bounds() -> None:

@@ -46,15 +46,6 @@ def test_an_episode_has_the_mean_reward_of_its_branches_and_they_share_its_advan
     assert batch.rewards.tolist() == [1.0, 0.25, 0.5], "rows keep their own rewards"
 
 
-def test_under_core_version_1_every_branch_counts_for_itself() -> None:
-    d = driver(batch_rollouts=3, core_version=1)
-    for record in (branch("e", 0, 2, 1.0), branch("f", 0, 1, 0.25), branch("e", 1, 2, 0.5)):
-        d.pipe(record)
-    (batch,) = d.batches
-    assert advantages(batch) == {"e0": 0.625, "f0": -0.5, "e1": -0.125}
-    assert batch.core_version == 1
-
-
 def test_the_share_of_a_missing_branch_is_not_handed_on() -> None:
     d = driver(batch_rollouts=3, min_group_size=2, group_deadline_s=1.0)
     for record in (branch("e", 0, 4, 1.0), branch("f", 0, 1, 0.0), branch("g", 0, 1, 0.5)):
@@ -74,15 +65,10 @@ def test_the_length_of_an_episode_counts_sampled_tokens_of_all_its_branches() ->
 
 
 def test_episodes_with_equal_rewards_have_no_variance_however_their_branches_differ() -> None:
-    records = [branch(e, i, 2, float(i)) for e in "ef" for i in range(2)]
     d = driver(batch_rollouts=4)
-    for record in records:
+    for record in [branch(e, i, 2, float(i)) for e in "ef" for i in range(2)]:
         d.pipe(record)
     assert set(reasons(d).values()) == {"zero_variance"}
-    old = driver(batch_rollouts=4, core_version=1)
-    for record in records:
-        old.pipe(record)
-    assert len(old.batches) == 1
 
 
 def test_a_batch_is_normalised_with_the_weight_that_branches_share() -> None:

@@ -3,12 +3,11 @@
 from typing import Any
 
 import numpy as np
-import pytest
 
 from rollstream.consumers.buffers.rollouts.rows import rollouts_of
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
-from rollstream.consumers.grouping.makers.batch_maker import STAMP_BYTES, group_bytes, row_bytes
+from rollstream.consumers.grouping.core.effects import InputRecord
+from rollstream.consumers.grouping.makers.batch_maker import group_bytes, row_bytes
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key, partition_of
@@ -71,27 +70,22 @@ def test_a_batch_is_cut_when_its_oldest_group_has_waited_max_batch_age() -> None
     assert batch.cut_ms == 5_000
 
 
-@pytest.mark.parametrize(("core_version", "sizes"), [(8, [10]), (CORE_VERSION, [4, 4, 2])])
-def test_groups_that_a_drain_releases_leave_in_batches_of_the_configured_size(
-    core_version: int, sizes: list[int]
-) -> None:
-    d = driver(batch_rollouts=4, core_version=core_version)
+def test_groups_that_a_drain_releases_leave_in_batches_of_the_configured_size() -> None:
+    d = driver(batch_rollouts=4)
     for number in range(5):
         pair(d, str(number), policy_version=1)
     d.pipe(Mark(kind="drain", policy_version=1))
-    assert [len(batch.rewards) for batch in d.batches] == sizes
+    assert [len(batch.rewards) for batch in d.batches] == [4, 4, 2]
 
 
-@pytest.mark.parametrize(("core_version", "cuts"), [(8, [("age", 10)]), (CORE_VERSION, [("size", 4), ("size", 4)])])
-def test_a_batch_that_is_full_is_not_cut_by_age(core_version: int, cuts: list[tuple[str, int]]) -> None:
-    deadlines = {"group_deadline_s": 5.0, "max_batch_age_s": 10.0}
-    d = driver(batch_rollouts=4, min_group_size=2, core_version=core_version, **deadlines)
+def test_a_batch_that_is_full_is_not_cut_by_age() -> None:
+    d = driver(batch_rollouts=4, min_group_size=2, group_deadline_s=5.0, max_batch_age_s=10.0)
     pair(d, "aged")
     for number in range(4):
         d.now_ms = 1000 * number
         pair(d, str(number), group_size=3)
     d.advance(20_000)  # The aged group is due, after the others have sealed.
-    assert [(batch.cut, len(batch.rewards)) for batch in d.batches] == cuts
+    assert [(batch.cut, len(batch.rewards)) for batch in d.batches] == [("size", 4), ("size", 4)]
 
 
 def test_a_batch_holds_no_more_than_batch_bytes() -> None:
@@ -163,18 +157,11 @@ def test_reference_log_probs_are_batched_with_the_rows_that_have_them() -> None:
 
 
 def test_no_row_keeps_reference_log_probs_if_the_batch_has_no_room_for_nan_in_the_others() -> None:
-    rows = 2 * row_bytes(4, "0a", True) + 2 * row_bytes(4, "1a", False) + 4 * STAMP_BYTES
+    rows = 2 * row_bytes(4, "0a", True) + 2 * row_bytes(4, "1a", False)
     full = rows + 2 * group_bytes("env", "0", "")
     for room, length in ((2 * 4 * 4, 16), (2 * 4 * 4 - 1, 0)):
         batch = some_with_references(driver(batch_rollouts=4, batch_bytes=full + room))
         assert len(batch.reference_logprobs) == length
-
-
-def test_before_core_version_4_reference_log_probs_are_batched_if_every_row_has_them() -> None:
-    d = driver(core_version=3)
-    pair(d, "0", token_arrays=REFERENCES)
-    assert d.batches[0].reference_logprobs.tolist() == [0.0, 0.0, -1.0, -2.0] * 2
-    assert len(some_with_references(driver(batch_rollouts=4, core_version=3)).reference_logprobs) == 0
 
 
 # ---------------------------------------------------------------------- deadlines

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
+from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.topics.codec import encode
 from rollstream.topics.keys import encode_key, partition_of
@@ -103,13 +103,8 @@ NOT_OFFERED = {
 
 @pytest.mark.parametrize("crashes", [False, True])
 @pytest.mark.parametrize("rejected", NOT_OFFERED.values(), ids=NOT_OFFERED)
-@pytest.mark.parametrize("core_version", [8, CORE_VERSION])
-def test_since_version_9_a_newer_group_supersedes_others_once_it_is_offered_for_batches(
-    core_version: int, rejected: list[Rollout], crashes: bool
-) -> None:
-    d = driver(
-        policy_version=3, drop_superseded=True, batch_rollouts=100, exclude_workers=("bad",), core_version=core_version
-    )
+def test_a_newer_group_supersedes_others_once_it_is_offered_for_batches(rejected: list[Rollout], crashes: bool) -> None:
+    d = driver(policy_version=3, drop_superseded=True, batch_rollouts=100, exclude_workers=("bad",))
     pair(d, policy_version=2)
     for rollout in rejected:
         d.pipe(rollout)
@@ -119,7 +114,7 @@ def test_since_version_9_a_newer_group_supersedes_others_once_it_is_offered_for_
     pair(d, policy_version=1, group_id="later")
     d.drain()
     superseded = [drop.policy_version for drop in d.drops if drop.reason == "superseded_version"]
-    assert superseded == ([2, 2, 1, 1] if core_version == 8 else [1, 1])
+    assert superseded == [1, 1]
 
 
 @pytest.mark.parametrize("versions", [(4, 5), (5, 4)])
@@ -176,23 +171,16 @@ def test_a_sealed_group_becomes_too_old_while_it_waits_for_its_batch() -> None:
     assert set(reasons(d).values()) == {"too_old"}
 
 
-def single_bytes(core_version: int, **fields: Any) -> int:
+def single_bytes(**fields: Any) -> int:
     """Return the memory that a group of one rollout counts for."""
-    d = driver(core_version=core_version)
+    d = driver()
     d.pipe(example_rollout("0a", 1.0, **fields))
     return d.fold.held_bytes
 
 
-def test_before_core_version_3_capacity_counts_records_alone() -> None:
-    rollout = example_rollout("0a", 1.0)
-    assert single_bytes(2) == len(encode(rollout))
-    assert single_bytes(3) > 20 * single_bytes(2)
-
-
-@pytest.mark.parametrize("core_version", [2, 3])
-def test_beyond_capacity_the_oldest_incomplete_group_is_dropped(core_version: int) -> None:
-    size = single_bytes(core_version)
-    d = driver(capacity_bytes=2 * size, batch_rollouts=100, core_version=core_version)
+def test_beyond_capacity_the_oldest_incomplete_group_is_dropped() -> None:
+    size = single_bytes()
+    d = driver(capacity_bytes=2 * size, batch_rollouts=100)
     for example_id in ("0", "1", "2"):
         d.pipe(example_rollout(f"{example_id}a", 1.0, example_id=example_id))
     assert [(drop.uid, drop.reason) for drop in d.drops] == [("0a", "capacity")]

@@ -234,7 +234,7 @@ def test_batches_hold_each_rollout_once_with_its_own_tokens(log: Log) -> None:
 
 @settings(max_examples=EXAMPLES // 2)
 @given(log=logs)
-def test_a_batch_is_cut_by_the_core_version_and_configuration_that_the_log_put_in_force(log: Log) -> None:
+def test_a_batch_is_cut_by_the_configuration_that_the_log_put_in_force(log: Log) -> None:
     configurations = {log.config.generation: [log.config]}
     for step in log.events:
         if isinstance(step.what, Marked) and step.what.config is not None:
@@ -245,7 +245,6 @@ def test_a_batch_is_cut_by_the_core_version_and_configuration_that_the_log_put_i
         generation = batch.generation
         makers = {(c.core_version, c.maker) for c in configurations[generation]}
         assert (batch.core_version, json.loads(batch.metadata)["maker"]) in makers
-        assert batch.core_version > 1 or "fifo" in batch.metadata
 
 
 @settings(max_examples=EXAMPLES // 2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.effects import CORE_VERSION, InputRecord
+from rollstream.consumers.grouping.core.effects import InputRecord
 from rollstream.consumers.grouping.core.quotas import Quota, parse_quotas
 from rollstream.consumers.grouping.core.rates import BURST_S
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
@@ -126,28 +126,25 @@ def test_bytes_are_those_of_the_records() -> None:
     assert reasons(d) == dict.fromkeys((10, 12, 14, 16), "quota")
 
 
-@pytest.mark.parametrize(("core_version", "dropped"), [(7, {0: "quota", 1: "quota"}), (CORE_VERSION, {})])
-def test_the_prefix_of_a_registry_counts_no_more(core_version: int, dropped: dict[int, str]) -> None:
+def test_the_prefix_of_a_registry_does_not_count() -> None:
     rollouts = [example_rollout(uid, reward) for uid, reward in (("1" * 25, 1.0), ("2" * 25, 0.0))]
     values = [encode(rollout) for rollout in rollouts]
     rate = -(-sum(map(len, values)) // BURST_S)
     assert sum(map(len, values)) <= rate * BURST_S < sum(map(len, values)) + 2 * REGISTRY_PREFIX_SIZE
-    d = driver(quotas=(f"env:bytes_per_s={rate}",), core_version=core_version)
+    d = driver(quotas=(f"env:bytes_per_s={rate}",))
     for offset, value in enumerate(values):
         d.pipe(InputRecord(offset, d.now_ms, encode_key("env", "0"), framed_for_registry(value, 7)))
-    assert reasons(d) == dropped
+    assert reasons(d) == {}
 
 
-@pytest.mark.parametrize("core_version", [8, CORE_VERSION])
-def test_a_clock_that_jumped_ahead_stops_no_rate(core_version: int) -> None:
-    d = driver(quotas=("env:rollouts_per_s=1",), core_version=core_version)
+def test_a_clock_that_jumped_ahead_stops_no_rate() -> None:
+    d = driver(quotas=("env:rollouts_per_s=1",))
     d.now_ms = 3_600_000
     open_group(d, "env", "ahead")
     for number in range(BURST_S + 10):
         d.now_ms = 1000 * number
         open_group(d, "env", str(number))
-    expected = {} if core_version == CORE_VERSION else dict.fromkeys(range(BURST_S, BURST_S + 11), "quota")
-    assert reasons(d) == expected
+    assert reasons(d) == {}
 
 
 @given(
@@ -183,9 +180,6 @@ def test_levels_of_environments_without_a_quota_are_forgotten() -> None:
     assert d.commit().rates == ()
 
 
-def test_rates_need_core_version_7_and_stay_few() -> None:
-    with pytest.raises(ConfigurationError, match="came with core version 7"):
-        GroupingConfig(core_version=6, quotas=("a:rollouts_per_s=1",))
-    GroupingConfig(core_version=6, quotas=("a:open_groups=1",))
+def test_few_environments_have_rates() -> None:
     with pytest.raises(ConfigurationError, match="rates of 501 environments; limit at most 500"):
         parse_quotas(f"e{number}:rollouts_per_s=1" for number in range(501))

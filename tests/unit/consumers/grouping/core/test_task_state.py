@@ -83,16 +83,10 @@ def test_an_invalid_configuration_is_refused_by_the_name_of_its_key(changes: dic
 
 
 def test_a_configuration_is_decoded_as_it_was_encoded() -> None:
-    config = GroupingConfig(generation=3, max_age_s=5, exclude_workers=("a", "b"))
+    config = GroupingConfig(generation=3, max_age_s=5, exclude_workers=("a", "b"), exclude_offsets=("0:5", "1:10-20"))
     assert GroupingConfig.from_json(config.to_json()) == config
     assert config.max_age_s == 5.0
     assert set(dataclasses.asdict(config)) == {f.name for f in dataclasses.fields(config)}
-
-
-def test_excluded_offsets_are_in_the_log_only_if_there_are_any() -> None:
-    assert "exclude_offsets" not in GroupingConfig().to_json()
-    config = GroupingConfig(exclude_offsets=("0:5", "1:10-20"))
-    assert GroupingConfig.from_json(config.to_json()) == config
 
 
 @given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 30), st.integers(0, 9)), max_size=8))

@@ -3,22 +3,18 @@
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollstream.consumers.buffers.rollouts.rows import rollouts_of
-from rollstream.consumers.grouping.config import GroupingConfig
-from rollstream.consumers.grouping.core.configuration_marks import check_names
 from rollstream.consumers.grouping.makers.batch_maker import example_bytes, group_bytes
 from rollstream.consumers.grouping.testing import GroupingTestDriver, example_rollout
 from rollstream.consumers.learner.input.batch_selection import chosen_rows
 from rollstream.topics.codec import encode
-from rollstream.topics.errors import ConfigurationError
 from rollstream.topics.records import NamedArray, RolloutMetadata, TrainingBatch
 from rollstream.topics.rl_examples import WEIGHT_VERSION, examples_of, stamp_of
 from rollstream.topics.validation import batch_problems
-from tests.support.pairs import driver, pair
+from tests.support.pairs import driver
 
 EXPERTS = "routed_experts"
 
@@ -106,22 +102,6 @@ def test_the_time_of_a_row_is_its_own_until_its_group_sealed() -> None:
     d.pipe(example_rollout("b", 0.0, metadata=stamped(4, 900.0)), at_ms=5000)
     (batch,) = d.batches
     assert [stamp_of(batch, row) for row in (0, 1)] == [(-1, 2.0), (4, 5.0)]
-
-
-def test_before_core_version_5_batches_carry_neither() -> None:
-    d = driver(core_version=4)
-    pair(d, token_arrays=arrays(1, 1, 1, 1), metadata=stamped(3, 7.0))
-    (batch,) = d.batches
-    assert (len(batch.weight_steps), len(batch.timestamps), batch.token_arrays) == (0, 0, ())
-    assert {(e.weight_step, e.timestamp, len(e.token_arrays)) for e in examples_of(batch)} == {(None, None, 0)}
-    assert stamp_of(batch, 0) == (-1, 0.0)
-    with pytest.raises(ConfigurationError, match=r"grouping\.token_arrays came with core version 5"):
-        check_names(GroupingConfig(core_version=4, token_arrays=(WEIGHT_VERSION,)))
-    assert "token_arrays" not in GroupingConfig(core_version=4).to_json()
-    with pytest.raises(ConfigurationError, match="came with core version 5, and core_version is 4"):
-        GroupingConfig.from_json('{"core_version": 4, "token_arrays": []}')
-    named = GroupingConfig(token_arrays=(WEIGHT_VERSION,))
-    assert GroupingConfig.from_json(named.to_json()) == named
 
 
 named_arrays = st.dictionaries(
